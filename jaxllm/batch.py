@@ -1,0 +1,166 @@
+"""What crosses from the scheduler to the device: one packed int32 buffer a step, and the table of its sizes.
+
+A step is one of two kinds. *Decode*: one token per row, all of them on the device already. *Ragged*: a flat run of
+tokens in which decode rows come first and chunks of prompts follow, cut into tiles for attention. Pure; knows plans,
+knows no device. Whoever reads the buffer (step.py) slices it with the same `fields`.
+
+Letters: T flat tokens, R rows, Y tiles, U block-table entries, S slots, P tokens per block, F numbers of a sampling row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxllm.scheduler import Plan
+
+TILE = 32  # queries of one sequence that attend together in a ragged step
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The static sizes of a program."""
+
+    tokens: int  # T; equal to the rows in a decode program
+    rows: int  # R
+    tiles: int  # Y; 0 in a decode program
+    entries: int  # U: changes of the block table that fit into the buffer
+    sampling_fields: int  # F; 0 in a decode program, whose rows are on the device
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row is one token that was sampled on the device."""
+        return self.tiles == 0
+
+    def __str__(self) -> str:
+        return f"decode[{self.rows}]" if self.is_decode else f"ragged[{self.tokens}]"
+
+
+def decode_shapes(num_slots: int, smallest: int = 1) -> list[Shape]:
+    """List the decode programs: 1, 2, 4, 8, 16, then steps of a half (24, 32, 48, 64, …) up to all slots."""
+    sizes = [1, 2, 4, 8, 16]
+    while sizes[-1] < num_slots:
+        sizes.append(sizes[-1] * 3 // 2 if sizes[-1] & (sizes[-1] - 1) == 0 else sizes[-1] * 4 // 3)
+    rows = sorted({max(smallest, min(size, num_slots)) for size in sizes})
+    return [Shape(tokens=size, rows=size, tiles=0, entries=size, sampling_fields=0) for size in rows]
+
+
+def ragged_shapes(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int) -> list[Shape]:
+    """List the ragged programs: 16 tokens, doubled up to the budget of a step."""
+    sizes = [min(16, max_tokens)]
+    while sizes[-1] < max_tokens:
+        sizes.append(min(2 * sizes[-1], max_tokens))
+    shapes = []
+    for size in sizes:
+        rows, chunks = min(size, num_slots), max_chunks(size, num_slots)
+        shapes.append(
+            Shape(
+                tokens=size,
+                rows=rows,
+                tiles=-(-size // TILE) + chunks,
+                entries=rows + chunks + size // block_size,
+                sampling_fields=sampling_fields,
+            )
+        )
+    return shapes
+
+
+def max_chunks(tokens: int, num_slots: int) -> int:
+    """Return how many prompts may have a chunk in a ragged step: half of a tile each on average fills it."""
+    return min(num_slots, max(1, 2 * tokens // TILE))
+
+
+def fits(plan: Plan, shape: Shape) -> bool:
+    """Say whether a plan can be packed into a shape; entries of the block table that do not fit are sent ahead."""
+    if shape.is_decode:
+        return plan.num_decodes == len(plan.slots) <= shape.rows
+    tiles = int((-(-plan.lengths[plan.num_decodes :] // TILE)).sum())
+    return plan.num_tokens <= shape.tokens and len(plan.slots) <= shape.rows and tiles <= shape.tiles
+
+
+def fields(shape: Shape) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return where each field lies in the buffer: its offset and its shape."""
+    table = {"table": (shape.entries, 3)}
+    rows = {"row_slot": (shape.rows,), "row_position": (shape.rows,)}
+    if shape.is_decode:
+        sizes = rows | table
+    else:
+        sizes = {
+            "num_decodes": (1,),
+            "tokens": (shape.tokens,),
+            "token_slot": (shape.tokens,),
+            "token_position": (shape.tokens,),
+            "tile_slot": (shape.tiles,),
+            "tile_start": (shape.tiles,),
+            "tile_length": (shape.tiles,),
+            "tile_position": (shape.tiles,),
+            **rows,
+            "row_last": (shape.rows,),
+            "row_samples": (shape.rows,),
+            "sampling": (shape.rows, shape.sampling_fields),
+            **table,
+        }
+    placed, offset = {}, 0
+    for name, size in sizes.items():
+        placed[name] = (offset, size)
+        offset += int(np.prod(size))
+    return placed
+
+
+def buffer_size(shape: Shape) -> int:
+    """Return the number of int32 in the buffer."""
+    offset, size = list(fields(shape).values())[-1]
+    return offset + int(np.prod(size))
+
+
+def pack(
+    plan: Plan,
+    shape: Shape,
+    num_slots: int,
+    chunks: Sequence[np.ndarray] = (),
+    sampling: np.ndarray | None = None,
+) -> np.ndarray:
+    """Lay a plan out as int32[buffer_size(shape)].
+
+    `chunks` are the token ids of the rows after the decode rows, `sampling` is int32[S, F]. A row, token, tile or entry
+    that is not used has slot S, which the device drops.
+    """
+    buffer = np.zeros(buffer_size(shape), np.int32)
+    view: Mapping[str, np.ndarray] = {
+        name: buffer[offset : offset + int(np.prod(size))].reshape(size)
+        for name, (offset, size) in fields(shape).items()
+    }
+    num_rows = len(plan.slots)
+    view["row_slot"][:num_rows] = plan.slots
+    view["row_slot"][num_rows:] = num_slots
+    view["row_position"][:num_rows] = plan.starts + plan.lengths - 1
+    view["table"][: len(plan.table)] = plan.table
+    view["table"][len(plan.table) :, 0] = num_slots
+    if shape.is_decode:
+        return buffer
+
+    assert sampling is not None
+    first_tokens = np.cumsum(plan.lengths) - plan.lengths
+    num_tokens = plan.num_tokens
+    view["num_decodes"][0] = plan.num_decodes
+    if chunks:
+        view["tokens"][plan.num_decodes : num_tokens] = np.concatenate(chunks)
+    view["token_slot"][:num_tokens] = np.repeat(plan.slots, plan.lengths)
+    view["token_slot"][num_tokens:] = num_slots
+    view["token_position"][:num_tokens] = np.arange(num_tokens) + np.repeat(plan.starts - first_tokens, plan.lengths)
+    view["row_last"][:num_rows] = first_tokens + plan.lengths - 1
+    view["row_samples"][:num_rows] = plan.samples
+    view["sampling"][:num_rows] = sampling[plan.slots]
+
+    rows = slice(plan.num_decodes, num_rows)
+    counts = -(-plan.lengths[rows] // TILE)
+    num_tiles = int(counts.sum())
+    inside = TILE * (np.arange(num_tiles) - np.repeat(np.cumsum(counts) - counts, counts))  # tokens before it in the row
+    view["tile_slot"][:num_tiles] = np.repeat(plan.slots[rows], counts)
+    view["tile_slot"][num_tiles:] = num_slots
+    view["tile_start"][:num_tiles] = np.repeat(first_tokens[rows], counts) + inside
+    view["tile_length"][:num_tiles] = np.minimum(TILE, np.repeat(plan.lengths[rows], counts) - inside)
+    view["tile_position"][:num_tiles] = np.repeat(plan.starts[rows], counts) + inside
+    return buffer

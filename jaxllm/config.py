@@ -1,0 +1,115 @@
+"""Everything an engine can be told at start: one frozen dataclass, validated when it is made.
+
+Names and defaults are vLLM's where the thing exists there. Knows nothing of models, devices or JAX.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from jaxllm.types import UserError
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Device = Literal["auto", "cpu", "gpu"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+Precompile = Literal["covering", "background", "all"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. `None` means: chosen from the model and the device at start (see `jaxllm doctor`)."""
+
+    model: str  # a local folder or a hub id
+    tokenizer: str | None = None  # default: the model's
+    revision: str | None = None  # of the hub repository: a branch, tag or commit; used for every file
+    dtype: Dtype = "auto"  # "auto": the checkpoint's on a GPU (float32 becomes bfloat16), float32 on a CPU
+    device: Device = "auto"  # "auto": a GPU if JAX sees one
+    seed: int = 0  # of the seeds given to requests that bring none
+    max_model_len: int | None = None  # tokens, prompt and output together; default: the model's
+    block_size: int = 16  # tokens per KV block
+    enable_prefix_caching: bool = True
+    max_num_batched_tokens: int | None = None  # tokens a step; default 512 on a CPU, 8192 on a GPU
+    max_num_seqs: int | None = None  # requests that run at once; default 64 on a CPU, 256 on a GPU
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.92  # share of the device's memory for weights, programs and KV blocks
+    kv_cache_memory_bytes: int | None = None  # overrides the share
+    num_kv_blocks: int | None = None  # overrides both
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    max_logprobs: int = 20  # the most log-probabilities a request may ask for
+    load_format: LoadFormat = "auto"  # "dummy": random weights of the model's shapes, for measuring
+    precompile: Precompile = "background"  # which programs are compiled before the engine is ready, see runner.py
+    compilation_cache_dir: str | None = None  # default: $JAXLLM_CACHE_DIR or the user's cache folder
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.", name)
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise UserError(f"{name} must be an integer from {low} to {high}, got {value!r}.", name)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise UserError(
+                f"enable_prefix_caching must be true or false, got {self.enable_prefix_caching!r}.",
+                "enable_prefix_caching",
+            )
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise UserError(f"gpu_memory_utilization must be in (0, 1], got {share!r}.", "gpu_memory_utilization")
+        if (
+            self.max_num_batched_tokens is not None
+            and self.max_num_seqs is not None
+            and self.max_num_batched_tokens < self.max_num_seqs
+        ):
+            raise UserError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request needs a token a step.",
+                "max_num_batched_tokens",
+            )
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """Build a config from keyword arguments; an unknown name is an error that suggests the nearest one."""
+        names = [field.name for field in fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise UserError(f"{name!r} is not an engine argument of jaxllm.{hint}", name)
+        return cls(**kwargs)
+
+    def cache_dir(self) -> Path:
+        """The folder of compiled programs: the argument, else `$JAXLLM_CACHE_DIR`, else the user's cache folder."""
+        if self.compilation_cache_dir is not None:
+            return Path(self.compilation_cache_dir).expanduser()
+        if "JAXLLM_CACHE_DIR" in os.environ:
+            return Path(os.environ["JAXLLM_CACHE_DIR"]).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxllm"
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": get_args(Dtype),
+    "device": get_args(Device),
+    "scheduling_policy": get_args(SchedulingPolicy),
+    "precompile": get_args(Precompile),
+    "load_format": get_args(LoadFormat),
+}
+_RANGES: dict[str, tuple[int, int]] = {
+    "seed": (-(2**63), 2**63 - 1),
+    "max_model_len": (1, 2**24),
+    "block_size": (1, 256),
+    "max_num_batched_tokens": (1, 2**20),
+    "max_num_seqs": (1, 2**14),
+    "tensor_parallel_size": (1, 1024),
+    "kv_cache_memory_bytes": (1, 2**50),
+    "num_kv_blocks": (1, 2**31 - 1),
+    "max_logprobs": (0, 1024),
+}
+_OPTIONAL = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "num_kv_blocks"}

@@ -1,0 +1,158 @@
+"""`LLM`: prompts in, finished outputs out, in one call. The way in for scripts and notebooks.
+
+Knows how to feed the engine and show progress; everything about a request is decided behind `LLMEngine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxllm.config import EngineConfig
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.engine import LLMEngine, Prompt
+from jaxllm.tokenizer import Tokenizer
+from jaxllm.types import RequestOutput, SamplingParams, UserError
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model that is ready to generate. Without a name it is the small one that ships with jaxllm.
+
+    Keyword arguments are the fields of `EngineConfig`, with vLLM's names where the thing exists there.
+
+        with LLM("path/or/hub-id", dtype="bfloat16") as llm:
+            print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
+    """
+
+    def __init__(self, model: str | None = None, *, use_tqdm: bool = False, **engine_args: Any) -> None:
+        config = EngineConfig.from_kwargs(model=str(MODEL_DIR if model is None else model), **engine_args)
+        self.engine = LLMEngine(config, progress=use_tqdm)
+        self._num_requests = 0
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs stand in the order of the prompts.
+
+        A prompt is text, a list of token ids, or a mapping (see `LLMEngine.add_request`). Parameters are one for all
+        or one each; without them the model's own defaults hold. If one prompt is refused, none runs.
+        """
+        items = _as_list(prompts)
+        params = self._params_for(len(items), sampling_params)
+        if priority is not None and len(priority) != len(items):
+            raise UserError(
+                f"The lengths of prompts ({len(items)}) and priority ({len(priority)}) must be the same.", "priority"
+            )
+        ids: list[str] = []
+        try:
+            for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                self.engine.add_request(
+                    request_id, prompt, own, 0 if priority is None else priority[index], wants_every_step=False
+                )
+                ids.append(request_id)
+            return self._run(ids, use_tqdm)
+        finally:
+            for request_id in ids:  # those that have ended are unknown by now: nothing happens to them
+                self.engine.abort_request(request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them, through the model's chat template."""
+        if not messages:
+            raise UserError("A conversation needs at least one message.", "messages")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> dict[str, Any]:
+        """Render a conversation into a prompt: its text and token ids. The template brings its own special tokens."""
+        text = self.engine.tokenizer.apply_chat_template(messages, **template_args)
+        return {"prompt": text, "prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer."""
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what holds for a request without parameters: the model's generation_config.json, then neutral."""
+        return self.engine.default_params
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompts; False if that is not possible now."""
+        return self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Let go of the model and its memory."""
+        self.engine.close()
+
+    def _params_for(
+        self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.engine.default_params] * count
+        if len(given) != count:
+            raise UserError(
+                f"The lengths of prompts ({count}) and sampling_params ({len(given)}) must be the same.",
+                "sampling_params",
+            )
+        return given
+
+    def _run(self, ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
+        """Step until all requests have ended."""
+        done: dict[str, RequestOutput] = {}
+        num_in = num_out = 0
+        with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    done[output.request_id] = output
+                    num_in += len(output.prompt_token_ids)
+                    num_out += sum(len(completion.token_ids) for completion in output.outputs)
+                    seconds = max(bar.format_dict["elapsed"], 1e-9)
+                    bar.postfix = f"est. speed input: {num_in / seconds:.2f} toks/s, output: {num_out / seconds:.2f} toks/s"
+                    bar.update()
+        return [done[request_id] for request_id in ids]
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """Tell one prompt from a list of them: a list of integers is one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items = list(prompts)
+    return [items] if items and all(isinstance(item, int) for item in items) else items

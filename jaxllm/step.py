@@ -1,0 +1,223 @@
+"""One engine step as a function that is traced once per program: forward, attention, logits, sampling, slot update.
+
+Pure and without a host: it takes weights, the donated state and the packed batch, and returns the next state and one
+buffer of results. Knows how batch.py lays the buffer out; knows no scheduler, and no compiled program (programs.py).
+
+Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+import pallas_kernels
+from jaxllm import batch, sampling
+from jaxllm.batch import Shape
+from jaxllm.cache import DeviceState, Geometry
+from jaxllm.model import decoder
+from jaxllm.model.decoder import Params
+from jaxllm.model.spec import Spec
+from jaxllm.sampling import Sampled, Variant
+from jaxllm.sharding import AXIS
+
+Leaves = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step sampled, on the host: a row for each row of its plan."""
+
+    tokens: np.ndarray  # int32[R]
+    is_finite: np.ndarray  # bool[R]
+    logprob: np.ndarray | None  # float32[R]; this and what follows only where the variant computes it
+    rank: np.ndarray | None  # int32[R]
+    top_logprobs: np.ndarray | None  # float32[R, n]
+    top_ids: np.ndarray | None  # int32[R, n]
+
+
+def build(
+    spec: Spec,
+    geometry: Geometry,
+    shape: Shape,
+    variant: Variant,
+    num_logprobs: int,
+    mesh: Mesh,
+    params: Params[jax.ShapeDtypeStruct],
+    state: DeviceState[jax.ShapeDtypeStruct],
+    kernels: dict[str, str],
+) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
+    """Return the step of one program as a function of flat tuples: (weights, state, buffer) -> (state, results).
+
+    Flat, because flattening a tree in each call cost other engines 17 to 34 ms a step (reference/peers.md §3).
+    """
+    params_tree, state_tree = jax.tree.structure(params), jax.tree.structure(state)
+
+    def on_shard(params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array) -> tuple[Leaves, jax.Array]:
+        weights = jax.tree.unflatten(params_tree, params_leaves)
+        current = jax.tree.unflatten(state_tree, state_leaves)
+        following, sampled = _step(spec, geometry, shape, variant, num_logprobs, kernels, weights, current, buffer)
+        return tuple(jax.tree.leaves(following)), _joined(sampled)
+
+    params_specs, state_specs = (
+        tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state)
+    )
+    return jax.shard_map(
+        on_shard,
+        mesh=mesh,
+        in_specs=(params_specs, state_specs, PartitionSpec()),
+        out_specs=(state_specs, PartitionSpec()),
+        check_vma=False,  # kernels called by shard_map know nothing of varying axes (reference/kernels.md §3)
+    )
+
+
+def read(joined: np.ndarray, num_rows: int) -> Result:
+    """Take a step's results apart, int32[R, W] as `build` returns them; rows behind `num_rows` were padding."""
+    joined = np.ascontiguousarray(joined[:num_rows].T)  # [W, R]
+    tokens, is_finite = joined[0], joined[1].astype(np.bool_)
+    if len(joined) == 2:
+        return Result(tokens, is_finite, None, None, None, None)
+    count = (len(joined) - 4) // 2
+    return Result(
+        tokens=tokens,
+        is_finite=is_finite,
+        logprob=joined[2].view(np.float32),
+        rank=joined[3],
+        top_logprobs=joined[4 : 4 + count].view(np.float32).T,
+        top_ids=joined[4 + count :].T,
+    )
+
+
+def patch(tables: jax.Array, tokens: jax.Array, changes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Write into the block tables and the tokens ahead of a step what does not fit into its buffer.
+
+    `changes` is int32[2, W, 3] of (slot, index, value), first those of the tables; slot S is dropped.
+    """
+    return tuple(
+        array.at[change[:, 0], change[:, 1]].set(change[:, 2], mode="drop")
+        for array, change in ((tables, changes[0]), (tokens, changes[1]))
+    )
+
+
+def _step(
+    spec: Spec,
+    geometry: Geometry,
+    shape: Shape,
+    variant: Variant,
+    num_logprobs: int,
+    kernels: dict[str, str],
+    params: Params[jax.Array],
+    state: DeviceState[jax.Array],
+    buffer: jax.Array,
+) -> tuple[DeviceState[jax.Array], Sampled]:
+    field = {
+        name: lax.slice_in_dim(buffer, offset, offset + int(np.prod(size))).reshape(size)
+        for name, (offset, size) in batch.fields(shape).items()
+    }
+    row_slot, table = field["row_slot"], field["table"]
+    tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
+    rows, known = state.sampling, state.tokens
+    if shape.is_decode:
+        slots, positions = row_slot, field["row_position"]
+        tokens = known.at[slots, positions].get(mode="clip")
+        last, samples = jnp.arange(shape.rows), row_slot < geometry.num_slots
+    else:
+        slots, positions = field["token_slot"], field["token_position"]
+        is_on_device = jnp.arange(shape.tokens) < field["num_decodes"]
+        tokens = jnp.where(is_on_device, known.at[slots, positions].get(mode="clip"), field["tokens"])
+        known = known.at[slots, positions].set(tokens, mode="drop")
+        rows = jax.tree.map(
+            lambda column, new: column.at[row_slot].set(new, mode="drop"),
+            rows,
+            sampling.unpack_rows(field["sampling"]),
+        )
+        last, samples = field["row_last"], field["row_samples"] > 0
+
+    kv = list(state.kv)
+    attend = _attention(spec, geometry, shape, kernels, kv, tables, field, slots, positions)
+    hidden = decoder.forward(spec, params, tokens, positions, attend, AXIS)  # [T, D]
+    logits = decoder.logits(spec, params, hidden.at[last].get(mode="clip"), AXIS)  # [R, V]
+
+    ends = field["row_position"] + 1
+    here = jax.tree.map(lambda column: column.at[row_slot].get(mode="clip"), rows)
+    history = known.at[row_slot].get(mode="clip") if variant is Variant.PENALIZED else None
+    sampled = sampling.sample(logits, here, ends, history, variant, num_logprobs)
+    known = known.at[jnp.where(samples, row_slot, geometry.num_slots), ends].set(sampled.tokens, mode="drop")
+    return DeviceState(kv=tuple(kv), tables=tables, tokens=known, sampling=rows), sampled
+
+
+def _attention(
+    spec: Spec,
+    geometry: Geometry,
+    shape: Shape,
+    kernels: dict[str, str],
+    kv: list[tuple[jax.Array, jax.Array]],
+    tables: jax.Array,
+    field: dict[str, jax.Array],
+    slots: jax.Array,
+    positions: jax.Array,
+) -> decoder.Attend:
+    """Return the function that stores a layer's keys and values in `kv`, then attends over the cache."""
+    size = geometry.block_size
+    # Padding must not be stored; its places are all different because the scatter is promised unique ones.
+    nowhere = geometry.num_blocks + jnp.arange(shape.tokens)
+    stored_in = tables.at[slots, positions // size].get(mode="clip")
+    stored_in = jnp.where(slots < geometry.num_slots, stored_in, nowhere)
+    offsets = positions % size
+    row_tables = tables.at[field["row_slot"]].get(mode="clip")  # [R, M]
+    lengths = field["row_position"] + 1
+    if shape.is_decode:
+        lengths = jnp.where(field["row_slot"] < geometry.num_slots, lengths, 0)
+    else:
+        lengths = jnp.where(jnp.arange(shape.rows) < field["num_decodes"], lengths, 0)
+        tile_tables = tables.at[field["tile_slot"]].get(mode="clip")  # [Y, M]
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
+        keys, values = kv[layer] = pallas_kernels.write_kv(*kv[layer], k, v, stored_in, offsets)
+        options = {"scale": spec.attention_scale, "window": window, "softcap": spec.attention_softcap}
+        decoded = pallas_kernels.paged_decode(
+            q[: shape.rows],
+            keys,
+            values,
+            row_tables,
+            lengths,
+            implementation=kernels["paged_decode"],
+            **options,
+        )
+        if shape.is_decode:
+            return decoded
+        chunks = pallas_kernels.paged_prefill(
+            q,
+            keys,
+            values,
+            tile_tables,
+            field["tile_start"],
+            field["tile_length"],
+            field["tile_position"],
+            tile=batch.TILE,
+            implementation=kernels["paged_prefill"],
+            **options,
+        )
+        return chunks.at[: shape.rows].add(decoded)  # what one of them does not cover, it leaves zero
+
+    return attend
+
+
+def _joined(sampled: Sampled) -> jax.Array:
+    """Lay all results side by side, int32[R, W], so that they reach the host in one transfer."""
+    columns = [sampled.tokens[:, None], sampled.is_finite[:, None].astype(jnp.int32)]
+    if sampled.logprob is not None:
+        assert sampled.rank is not None and sampled.top_logprobs is not None and sampled.top_ids is not None
+        columns += [
+            lax.bitcast_convert_type(sampled.logprob, jnp.int32)[:, None],
+            sampled.rank[:, None],
+            lax.bitcast_convert_type(sampled.top_logprobs, jnp.int32),
+            sampled.top_ids,
+        ]
+    return jnp.concatenate(columns, axis=1)
