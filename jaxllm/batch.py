@@ -4,7 +4,8 @@ A step is one of two kinds. *Decode*: one token per row, all of them on the devi
 tokens in which decode rows come first and chunks of prompts follow, cut into tiles for attention. Pure; knows plans,
 knows no device. Whoever reads the buffer (step.py) slices it with the same `fields`.
 
-Letters: T flat tokens, R rows, Y tiles, U block-table entries, S slots, P tokens per block, F numbers of a sampling row.
+Letters: T flat tokens, R rows, Y tiles, U block-table entries, S slots, P tokens per block, F numbers of a
+sampling row.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxllm.scheduler import Plan
+from jaxllm.state import Plan
 
 TILE = 32  # queries of one sequence that attend together in a ragged step
 
@@ -157,7 +158,8 @@ def pack(
     rows = slice(plan.num_decodes, num_rows)
     counts = -(-plan.lengths[rows] // TILE)
     num_tiles = int(counts.sum())
-    inside = TILE * (np.arange(num_tiles) - np.repeat(np.cumsum(counts) - counts, counts))  # tokens before it in the row
+    # Tokens of the row that come before each of its tiles.
+    inside = TILE * (np.arange(num_tiles) - np.repeat(np.cumsum(counts) - counts, counts))
     view["tile_slot"][:num_tiles] = np.repeat(plan.slots[rows], counts)
     view["tile_slot"][num_tiles:] = num_slots
     view["tile_start"][:num_tiles] = np.repeat(first_tokens[rows], counts) + inside

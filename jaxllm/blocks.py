@@ -1,8 +1,8 @@
-"""The pool of KV blocks as a value: take, share, publish, release, look up.
+"""The pool of KV blocks: a value, and an editor that makes the next value from it.
 
 A block is in exactly one place: named by one or more running requests (`references` counts them), cached (nobody names
-it, but its content is in the prefix index and may be hit), or free. Knows block numbers and content hashes; knows nothing
-of requests, tokens or devices. Pure: every function returns a new pool and leaves the old one as it was.
+it, but its content is in the prefix index and may be hit), or free. Knows block numbers and content hashes; knows
+nothing of requests, tokens or devices. A `Pool` never changes; a `PoolEditor` lives inside one call of the scheduler.
 
 Letters: N blocks in the pool.
 """
@@ -10,7 +10,6 @@ Letters: N blocks in the pool.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -34,11 +33,10 @@ class Chunk(NamedTuple):
     rest: Chunk | None
 
 
-@dataclass(frozen=True, slots=True)
-class Pool:
+class Pool(NamedTuple):
     """N blocks and who holds them. All arrays are read-only."""
 
-    references: np.ndarray  # int32[N]: how many block tables name the block
+    references: np.ndarray  # int16[N]: how many block tables name the block (there are at most 2**14 slots)
     stamps: np.ndarray  # int32[N]: grows when a cached block is hit, so that its queue entry is known to be stale
     free: np.ndarray  # int32[F]: blocks without content, taken from the end
     num_cached: int
@@ -61,7 +59,7 @@ class Pool:
 def make_pool(num_blocks: int) -> Pool:
     """Make a pool in which every block is free; block 0 is handed out first."""
     return Pool(
-        references=_frozen(np.zeros(num_blocks, np.int32)),
+        references=_frozen(np.zeros(num_blocks, np.int16)),
         stamps=_frozen(np.zeros(num_blocks, np.int32)),
         free=_frozen(np.arange(num_blocks - 1, -1, -1, dtype=np.int32)),
         num_cached=0,
@@ -81,99 +79,167 @@ def chain(parent: bytes, tokens: bytes) -> bytes:
     return sha256(parent + tokens).digest()
 
 
-def look_up(pool: Pool, digests: Iterable[bytes]) -> list[int]:
-    """Return the blocks that hold the longest indexed prefix of `digests`."""
-    blocks = []
-    for digest in digests:
-        block = pool.index[_shard(digest)].get(digest)
-        if block is None:
-            break
-        blocks.append(block)
-    return blocks
+class PoolEditor:
+    """A pool being changed inside one call: copies what it changes, once, and leaves the pool it came from alone.
 
-
-def num_idle(pool: Pool, blocks: Sequence[int]) -> int:
-    """Count those of `blocks` that nobody names now: sharing them makes that many fewer available."""
-    return int(np.count_nonzero(pool.references[np.asarray(blocks, np.int32)] == 0))
-
-
-def share(pool: Pool, blocks: Sequence[int]) -> Pool:
-    """Name indexed blocks once more; cached ones among them leave the eviction queue."""
-    if not blocks:
-        return pool
-    chosen = np.asarray(blocks, np.int32)
-    idle = chosen[pool.references[chosen] == 0]
-    references, stamps = pool.references.copy(), pool.stamps.copy()
-    references[chosen] += 1
-    stamps[idle] += 1
-    return replace(
-        pool, references=_frozen(references), stamps=_frozen(stamps), num_cached=pool.num_cached - len(idle)
-    )
-
-
-def take(pool: Pool, count: int) -> tuple[Pool, np.ndarray]:
-    """Hand out `count` blocks, named once; free ones first, then cached ones, least recently released first."""
-    if count > pool.num_available:
-        raise ValueError(f"took {count} blocks of {pool.num_available} available")
-    num_free = len(pool.free)
-    if count <= num_free:
-        blocks, free = pool.free[num_free - count :][::-1], pool.free[: num_free - count]
-    else:
-        pool, evicted = _evict(pool, count - num_free)
-        blocks = np.concatenate([pool.free[::-1], np.asarray(evicted, np.int32)])
-        free = pool.free[:0]
-    references = pool.references.copy()
-    references[blocks] = 1
-    return replace(pool, references=_frozen(references), free=free), blocks
-
-
-def publish(pool: Pool, entries: Iterable[tuple[bytes, int]]) -> Pool:
-    """Enter (digest, block) pairs into the index; content that is there already keeps its block."""
-    index = list(pool.index)
-    touched: set[int] = set()
-    for digest, block in entries:
-        shard = _shard(digest)
-        if digest in index[shard]:
-            continue
-        if shard not in touched:
-            touched.add(shard)
-            index[shard] = index[shard].copy()
-        index[shard][digest] = block
-    return replace(pool, index=tuple(index)) if touched else pool
-
-
-def release(pool: Pool, blocks: Sequence[int], digests: Sequence[bytes]) -> Pool:
-    """Give a request's blocks back: the one way in which a block is freed.
-
-    `digests` are those of the leading full blocks. A block that nobody else names becomes cached if the index knows it
-    under its digest, free otherwise. The last block is evicted first, so that prefixes outlive their continuations.
+    Copying N numbers per request instead of per step made a step that admits 6 of 1,000 requests take 9 ms.
     """
-    if not blocks:
-        return pool
-    chosen = np.asarray(blocks, np.int32)
-    references = pool.references.copy()
-    references[chosen] -= 1
-    if references[chosen].min() < 0:
-        raise ValueError("a block was released more often than it was named")
-    entries: list[Cached] = []
-    freed: list[int] = []
-    for position in np.flatnonzero(references[chosen] == 0)[::-1].tolist():
-        block = blocks[position]
-        digest = digests[position] if position < len(digests) else None
-        if digest is not None and pool.index[_shard(digest)].get(digest) == block:
-            entries.append(Cached(block, digest, int(pool.stamps[block])))
-        else:
-            freed.append(block)
-    pool = replace(
-        pool,
-        references=_frozen(references),
-        free=_frozen(np.concatenate([pool.free, np.asarray(freed, np.int32)])) if freed else pool.free,
-        num_cached=pool.num_cached + len(entries),
-        num_entries=pool.num_entries + len(entries),
-        newest=Chunk(tuple(entries), pool.newest) if entries else pool.newest,
-    )
-    # A prefix that is hit again and again leaves a stale entry each time; sweep them before they outnumber the rest.
-    return _compact(pool) if pool.num_entries > 2 * pool.num_cached + NUM_SHARDS else pool
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._references: np.ndarray | None = None
+        self._stamps: np.ndarray | None = None
+        self._index: list[dict[bytes, int]] | None = None
+        self._touched: set[int] = set()  # shards that are this editor's own
+        self._free = pool.free  # only ever cut at its end; what is freed here goes into the list below
+        self._freed: list[int] = []
+        self._num_cached = pool.num_cached
+        self._num_entries = pool.num_entries
+        self._oldest = pool.oldest
+        self._newest = pool.newest
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can hand out: free and cached ones."""
+        return len(self._free) + len(self._freed) + self._num_cached
+
+    def look_up(self, digests: Iterable[bytes]) -> list[int]:
+        """Return the blocks that hold the longest indexed prefix of `digests`."""
+        found = []
+        for digest in digests:
+            block = self._find(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_idle(self, blocks: Sequence[int]) -> int:
+        """Count those of `blocks` that nobody names now: sharing them makes that many fewer available."""
+        references = self._pool.references if self._references is None else self._references
+        return int(np.count_nonzero(references[np.asarray(blocks, np.int32)] == 0))
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Name indexed blocks once more; cached ones among them leave the eviction queue."""
+        if not blocks:
+            return
+        references = self._own_references()
+        chosen = np.asarray(blocks, np.int32)
+        idle = chosen[references[chosen] == 0]
+        references[chosen] += 1
+        if len(idle):
+            self._own_stamps()[idle] += 1
+            self._num_cached -= len(idle)
+
+    def take(self, count: int) -> np.ndarray:
+        """Hand out `count` blocks, named once; free ones first, then cached ones, least recently released first."""
+        if count > self.num_available:
+            raise ValueError(f"took {count} blocks of {self.num_available} available")
+        if self._freed and count > len(self._free):
+            self._free, self._freed = self._all_free(), []
+        num_free = min(count, len(self._free))
+        taken = self._free[len(self._free) - num_free :][::-1]
+        self._free = self._free[: len(self._free) - num_free]
+        if num_free < count:
+            taken = np.concatenate([taken, np.asarray(self._evict(count - num_free), np.int32)])
+        self._own_references()[taken] = 1
+        return taken
+
+    def publish(self, entries: Iterable[tuple[bytes, int]]) -> None:
+        """Enter (digest, block) pairs into the index; content that is there already keeps its block."""
+        for digest, block in entries:
+            if self._find(digest) is None:
+                self._own_shard(digest)[digest] = block
+
+    def release(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Give a request's blocks back: the one way in which a block is freed.
+
+        `digests` are those of the leading full blocks. A block that nobody else names becomes cached if the index knows
+        it under its digest, free otherwise. The last block is evicted first: prefixes outlive their continuations.
+        """
+        if not blocks:
+            return
+        references = self._own_references()
+        chosen = np.asarray(blocks, np.int32)
+        references[chosen] -= 1
+        if references[chosen].min() < 0:
+            raise ValueError("a block was released more often than it was named")
+        stamps = self._pool.stamps if self._stamps is None else self._stamps
+        entries: list[Cached] = []
+        for position in np.flatnonzero(references[chosen] == 0)[::-1].tolist():
+            block = blocks[position]
+            digest = digests[position] if position < len(digests) else None
+            if digest is not None and self._find(digest) == block:
+                entries.append(Cached(block, digest, int(stamps[block])))
+            else:
+                self._freed.append(block)
+        if entries:
+            self._num_cached += len(entries)
+            self._num_entries += len(entries)
+            self._newest = Chunk(tuple(entries), self._newest)
+
+    def done(self) -> Pool:
+        """Return the changed pool; the editor must not be used any more."""
+        pool = Pool(
+            references=self._pool.references if self._references is None else _frozen(self._references),
+            stamps=self._pool.stamps if self._stamps is None else _frozen(self._stamps),
+            free=_frozen(self._all_free()) if self._freed else self._free,
+            num_cached=self._num_cached,
+            num_entries=self._num_entries,
+            oldest=self._oldest,
+            newest=self._newest,
+            index=self._pool.index if self._index is None else tuple(self._index),
+        )
+        # A prefix that is hit again and again leaves a stale entry each time; sweep before they outnumber the rest.
+        return _compact(pool) if pool.num_entries > 2 * pool.num_cached + NUM_SHARDS else pool
+
+    def _evict(self, count: int) -> list[int]:
+        """Take the `count` least recently released cached blocks out of the queue and out of the index."""
+        stamps = self._own_stamps()
+        evicted: list[int] = []
+        while len(evicted) < count:
+            if self._oldest is None:
+                self._oldest, self._newest = _reversed(self._newest), None
+                assert self._oldest is not None, "num_cached counts blocks that the queue does not hold"
+            entries, rest = self._oldest
+            used = 0
+            for entry in entries:
+                if len(evicted) == count:
+                    break
+                used += 1
+                if stamps[entry.block] == entry.stamp:
+                    del self._own_shard(entry.digest)[entry.digest]
+                    stamps[entry.block] += 1
+                    evicted.append(entry.block)
+            self._num_entries -= used
+            self._oldest = Chunk(entries[used:], rest) if used < len(entries) else rest
+        self._num_cached -= count
+        return evicted
+
+    def _find(self, digest: bytes) -> int | None:
+        index = self._pool.index if self._index is None else self._index
+        return index[_shard(digest)].get(digest)
+
+    def _own_references(self) -> np.ndarray:
+        if self._references is None:
+            self._references = self._pool.references.copy()
+        return self._references
+
+    def _own_stamps(self) -> np.ndarray:
+        if self._stamps is None:
+            self._stamps = self._pool.stamps.copy()
+        return self._stamps
+
+    def _own_shard(self, digest: bytes) -> dict[bytes, int]:
+        if self._index is None:
+            self._index = list(self._pool.index)
+        shard = _shard(digest)
+        if shard not in self._touched:
+            self._touched.add(shard)
+            self._index[shard] = self._index[shard].copy()
+        return self._index[shard]
+
+    def _all_free(self) -> np.ndarray:
+        return np.concatenate([self._free, np.asarray(self._freed, np.int32)])
 
 
 def cached_blocks(pool: Pool) -> list[int]:
@@ -181,49 +247,9 @@ def cached_blocks(pool: Pool) -> list[int]:
     return [entry.block for entry in _live_entries(pool)]
 
 
-def _evict(pool: Pool, count: int) -> tuple[Pool, list[int]]:
-    """Take the `count` least recently released cached blocks out of the queue and out of the index."""
-    oldest, newest, num_entries = pool.oldest, pool.newest, pool.num_entries
-    index = list(pool.index)
-    touched: set[int] = set()
-    evicted: list[int] = []
-    while len(evicted) < count:
-        if oldest is None:
-            oldest, newest = _reversed(newest), None
-            assert oldest is not None, "num_cached counts blocks that the queue does not hold"
-        entries, rest = oldest
-        used = 0
-        for entry in entries:
-            if len(evicted) == count:
-                break
-            used += 1
-            if pool.stamps[entry.block] != entry.stamp:
-                continue
-            shard = _shard(entry.digest)
-            if shard not in touched:
-                touched.add(shard)
-                index[shard] = index[shard].copy()
-            del index[shard][entry.digest]
-            evicted.append(entry.block)
-        num_entries -= used
-        oldest = Chunk(entries[used:], rest) if used < len(entries) else rest
-    stamps = pool.stamps.copy()
-    stamps[evicted] += 1
-    pool = replace(
-        pool,
-        stamps=_frozen(stamps),
-        num_cached=pool.num_cached - count,
-        num_entries=num_entries,
-        oldest=oldest,
-        newest=newest,
-        index=tuple(index),
-    )
-    return pool, evicted
-
-
 def _compact(pool: Pool) -> Pool:
     entries = tuple(_live_entries(pool))
-    return replace(pool, num_entries=len(entries), oldest=Chunk(entries, None) if entries else None, newest=None)
+    return pool._replace(num_entries=len(entries), oldest=Chunk(entries, None) if entries else None, newest=None)
 
 
 def _live_entries(pool: Pool) -> Iterator[Cached]:

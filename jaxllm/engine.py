@@ -7,6 +7,7 @@ threads nor protocols: whoever calls `step` decides when.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.metrics import Metrics
 from jaxllm.runner import Runner
 from jaxllm.sampling import Variant
-from jaxllm.scheduler import Plan, Request
+from jaxllm.state import Plan, Request, initial
 from jaxllm.step import Result
 from jaxllm.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from jaxllm.types import (
@@ -50,7 +51,7 @@ class Sample:
     seed: int
     eos_ids: frozenset[int]
     variant: Variant
-    tokens: list[int]  # of prompt and output
+    tokens: array[int]  # of prompt and output, int32; only ever appended to
     detokenizer: Detokenizer
     matcher: StopMatcher
     text: list[str] = field(default_factory=list)
@@ -92,7 +93,7 @@ class LLMEngine:
         self.default_params = default_sampling_params(setup.generation_config)
         self.eos_ids = _eos_ids(self.tokenizer, setup.generation_config)
         self._limits = self.runner.limits
-        self._state = scheduler.initial(self._limits)
+        self._state = initial(self._limits)
         self._random = np.random.default_rng(abs(config.seed))
         self._groups: dict[str, Group] = {}
         self._samples: dict[int, Sample] = {}
@@ -134,13 +135,11 @@ class LLMEngine:
         if not self.config.enable_prefix_caching:
             # n samples of a prompt share its blocks all the same, under a name that nobody else has.
             salt = f"{self._num_samples}".encode() if params.n > 1 else None
-        prompt_ids = np.asarray(ids, np.int32)
-        prompt_ids.flags.writeable = False
         state = self._state
         for index in range(params.n):
             sample = self._make_sample(group, index, params, seed)
             stop_ids = tuple(sample.eos_ids) + tuple(set(params.stop_token_ids) - sample.eos_ids)
-            request = Request(sample.id, prompt_ids, limit, stop_ids, priority, salt)
+            request = Request(sample.id, sample.tokens, len(ids), limit, stop_ids, priority, salt)
             state = scheduler.add(state, self._limits, request)
             group.samples.append(sample)
         self._state = state
@@ -234,7 +233,7 @@ class LLMEngine:
             seed=(seed + index) % 2**64,
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
             variant=sampling.needs(params),
-            tokens=list(group.prompt_token_ids),
+            tokens=array("i", group.prompt_token_ids),
             detokenizer=tokenizer.begin(self.tokenizer, group.prompt_token_ids, params.skip_special_tokens),
             matcher=StopMatcher.of(params.stop),
             logprobs=None if params.logprobs is None else [],
@@ -299,7 +298,9 @@ class LLMEngine:
             self._end(sample, "stop", None if token in sample.eos_ids else token)
             return
         sample.detokenizer, delta = tokenizer.advance(sample.detokenizer, self.tokenizer, (token,))
-        sample.matcher, shown = tokenizer.match_stops(sample.matcher, delta)
+        shown = delta
+        if len(sample.tokens) - len(sample.group.prompt_token_ids) > sample.params.min_tokens:
+            sample.matcher, shown = tokenizer.match_stops(sample.matcher, delta)  # not before min_tokens, as in vLLM
         sample.text.append(shown)
         if sample.matcher.matched is not None:
             if finish_reason is None:
@@ -375,7 +376,7 @@ def _output(group: Group, is_finished: bool) -> RequestOutput:
             CompletionOutput(
                 index=sample.index,
                 text="".join(sample.text),
-                token_ids=sample.tokens[num_prompt:],
+                token_ids=sample.tokens[num_prompt:].tolist(),
                 cumulative_logprob=None if sample.logprobs is None else sample.cumulative_logprob,
                 logprobs=None if sample.logprobs is None else list(sample.logprobs),
                 finish_reason=sample.finish_reason,
@@ -406,7 +407,7 @@ def _token_ids(ids: Any, vocab_size: int) -> list[int]:
 def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any]) -> frozenset[int]:
     """Return the tokens that end a text: the tokenizer's, and those of the model's generation_config.json."""
     named = generation_config.get("eos_token_id")
-    ids = {named} if isinstance(named, int) else set(named or ())
+    ids: set[int] = {named} if isinstance(named, int) else set(named or ())
     if model_tokenizer.eos_token_id is not None:
         ids.add(model_tokenizer.eos_token_id)
     return frozenset(ids)

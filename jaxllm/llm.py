@@ -145,7 +145,9 @@ class LLM:
                     num_in += len(output.prompt_token_ids)
                     num_out += sum(len(completion.token_ids) for completion in output.outputs)
                     seconds = max(bar.format_dict["elapsed"], 1e-9)
-                    bar.postfix = f"est. speed input: {num_in / seconds:.2f} toks/s, output: {num_out / seconds:.2f} toks/s"
+                    bar.postfix = (
+                        f"est. speed input: {num_in / seconds:.2f} toks/s, output: {num_out / seconds:.2f} toks/s"
+                    )
                     bar.update()
         return [done[request_id] for request_id in ids]
 

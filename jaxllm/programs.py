@@ -1,16 +1,18 @@
 """The compiled programs: which there are, which are ready, and the threads that compile them.
 
 An engine serves as soon as its *covering* programs exist: one decode and one ragged program, the largest of each with
-the widest sampling, which between them can run any plan. The others follow in the background; a plan runs in the
-smallest ready program that holds it. Knows shapes and how to call `compile`; knows no weights and no state.
+the widest sampling, which between them can run any plan. The others follow in the background, those that plans asked
+for first; until then a plan runs in the smallest ready program that holds it. Knows shapes and how to call `compile`;
+knows no weights and no state.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +21,11 @@ from jaxllm import batch
 from jaxllm.batch import Shape
 from jaxllm.metrics import Metrics
 from jaxllm.sampling import Variant
-from jaxllm.scheduler import Plan
+from jaxllm.state import Plan
 
 VARIANTS = tuple(Variant)
 STACK_BYTES = 64 << 20  # of a compiling thread; deep models overflow the usual 8 MiB (reference/peers.md §2)
+BACKGROUND_NICENESS = 15  # so that compiling takes the processor time that serving leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +56,16 @@ class Programs:
     ) -> None:
         self.covering = [Key(ragged[-1], VARIANTS[-1]), Key(decode[-1], VARIANTS[-1])]
         everything = [Key(shape, variant) for variant in VARIANTS for shape in [*ragged, *decode]]
-        # Larger programs serve more while they are the only ones; among equals, the usual sampling comes first.
         self.rest = sorted((key for key in everything if key not in self.covering), key=_urgency)
+        self._by_cost = {
+            is_decode: sorted((key for key in everything if key.shape.is_decode == is_decode), key=lambda key: key.cost)
+            for is_decode in (True, False)
+        }
         self._compile_one = compile_one
         self._metrics = metrics
         self._ready: dict[Key, Any] = {}
-        self._order: dict[bool, list[Key]] = {True: [], False: []}  # of the ready ones, by is_decode and cost
         self._lock = threading.Lock()
-        self._queue: deque[Key] = deque()
+        self._queue: list[Key] = []
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
@@ -76,30 +81,41 @@ class Programs:
         return len(self.covering) + len(self.rest)
 
     def choose(self, plan: Plan, variant: Variant) -> Key:
-        """Name the cheapest ready program that holds the plan and samples as widely as `variant`."""
+        """Name the cheapest ready program that holds the plan and samples as widely as `variant`.
+
+        A cheaper one that is not ready yet is compiled next.
+        """
         is_decode = plan.num_decodes == len(plan.slots)
-        for key in self._order[is_decode]:
-            if VARIANTS.index(key.variant) >= VARIANTS.index(variant) and batch.fits(plan, key.shape):
+        is_wanted = True
+        for key in self._by_cost[is_decode]:
+            if VARIANTS.index(key.variant) < VARIANTS.index(variant) or not batch.fits(plan, key.shape):
+                continue
+            if key in self._ready:
                 return key
+            if is_wanted:
+                self._want(key)
+                is_wanted = False
         raise AssertionError(f"no program holds {len(plan.slots)} rows of {plan.num_tokens} tokens")
 
-    def begin(self, keys: Sequence[Key], num_threads: int) -> None:
-        """Start to compile `keys`; `wait` ends it."""
-        self._start(keys, num_threads)
-
-    def compile(self, keys: Sequence[Key], num_threads: int) -> None:
-        """Compile `keys` and wait for them; the first failure is raised here."""
-        self._start(keys, num_threads)
-        self.wait()
-
-    def compile_in_background(self, num_threads: int) -> None:
-        """Compile the rest while the engine serves; a failure is kept for `wait`, what is ready goes on serving."""
-        self._start(self.rest, num_threads)
-        # A thread must not be inside XLA while the interpreter goes down: stop at exit, after the current program.
-        atexit.register(self.close)
+    def begin(self, keys: Sequence[Key], num_threads: int, in_background: bool = False) -> None:
+        """Start to compile `keys`; `wait` ends it. In the background means: in the time that serving leaves."""
+        if in_background:
+            # A thread must not be inside XLA while the interpreter goes down: stop at exit, after the current program.
+            atexit.register(self.close)
+        with self._lock:
+            self._queue += keys
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            for number in range(min(num_threads, len(keys))):
+                name = f"jaxllm-compile-{number}"
+                thread = threading.Thread(target=self._work, args=(in_background,), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        finally:
+            threading.stack_size(before)
 
     def wait(self) -> None:
-        """Wait until every program that was asked for is compiled."""
+        """Wait until every program that was asked for is compiled; the first failure is raised here."""
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -108,28 +124,27 @@ class Programs:
 
     def close(self) -> None:
         """Compile nothing more; returns once the programs being compiled are done."""
-        self._queue.clear()
+        with self._lock:
+            self._queue.clear()
         for thread in self._threads:
             thread.join()
         atexit.unregister(self.close)
 
-    def _start(self, keys: Sequence[Key], num_threads: int) -> None:
-        self._queue.extend(keys)
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            for number in range(min(num_threads, len(keys))):
-                thread = threading.Thread(target=self._work, name=f"jaxllm-compile-{number}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        finally:
-            threading.stack_size(before)
+    def _want(self, key: Key) -> None:
+        """Move a program to the head of the queue, if it is there at all."""
+        with self._lock:
+            if key in self._queue[1:]:
+                self._queue.remove(key)
+                self._queue.insert(0, key)
 
-    def _work(self) -> None:
+    def _work(self, in_background: bool) -> None:
+        if in_background and sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)  # of this thread alone
         while self._failure is None:
-            try:
-                key = self._queue.popleft()
-            except IndexError:
-                return
+            with self._lock:
+                if not self._queue:
+                    return
+                key = self._queue.pop(0)
             start = time.perf_counter()
             try:
                 program = self._compile_one(key)
@@ -140,10 +155,8 @@ class Programs:
                 self._metrics.programs_compiled += 1
                 self._metrics.compile_seconds += time.perf_counter() - start
                 self._ready[key] = program
-                # A new list, so that `choose` never walks one that is being changed.
-                ordered = sorted([*self._order[key.shape.is_decode], key], key=lambda other: other.cost)
-                self._order[key.shape.is_decode] = ordered
 
 
 def _urgency(key: Key) -> tuple[int, int]:
+    """Order what nobody asked for yet: usual sampling first, then larger ones, which serve more plans."""
     return VARIANTS.index(key.variant), -key.shape.tokens

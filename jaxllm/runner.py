@@ -20,7 +20,6 @@ import psutil
 
 import pallas_kernels
 from jaxllm import batch, cache, sharding, step
-from jaxllm.batch import Shape
 from jaxllm.cache import Geometry
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import Metrics
@@ -29,7 +28,7 @@ from jaxllm.model.families import read_spec
 from jaxllm.model.spec import Spec
 from jaxllm.programs import Key, Programs
 from jaxllm.sampling import ROW_WIDTH, Variant
-from jaxllm.scheduler import Limits, Plan
+from jaxllm.state import Limits, Plan
 from jaxllm.step import Result
 from jaxllm.types import UserError
 
@@ -134,9 +133,10 @@ class Runner:
         self._running_thread: int | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
         if config.precompile == "background":
-            self.programs.compile_in_background(max(1, (os.cpu_count() or 2) // 2))
+            self.programs.begin(self.programs.rest, max(1, (os.cpu_count() or 2) // 2), in_background=True)
         elif config.precompile == "all":
-            self.programs.compile(self.programs.rest, os.cpu_count() or 2)
+            self.programs.begin(self.programs.rest, os.cpu_count() or 2)
+            self.programs.wait()
 
     @property
     def limits(self) -> Limits:
@@ -204,9 +204,7 @@ class Runner:
         self._state_shapes = cache.abstract(setup.spec, geometry, self._mesh, setup.dtype)
         self.programs = Programs(
             # XLA's CPU back end converts all 16-bit weights in a one-row product (reference/kernels.md §6).
-            batch.decode_shapes(
-                geometry.num_slots, 2 if setup.platform == "cpu" and setup.dtype != jnp.float32 else 1
-            ),
+            batch.decode_shapes(geometry.num_slots, 2 if setup.platform == "cpu" and setup.dtype != jnp.float32 else 1),
             batch.ragged_shapes(setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH),
             self._compile,
             self.metrics,
@@ -214,12 +212,10 @@ class Runner:
         self.programs.begin(self.programs.covering, os.cpu_count() or 2)
 
     def _finish_programs(self, weight_bytes: int) -> None:
-        """Wait for the covering programs; if they need more memory than was guessed, take fewer blocks and try again."""
+        """Wait for the covering programs; if they need more memory than guessed, compile them for fewer blocks."""
         while True:
             self.programs.wait()
-            temporary = max(
-                self.programs[key].memory_analysis().temp_size_in_bytes for key in self.programs.covering
-            )
+            temporary = max(self.programs[key].memory_analysis().temp_size_in_bytes for key in self.programs.covering)
             fitting = choose_geometry(self._config, self.setup, self._mesh.size, weight_bytes, temporary)
             if fitting.num_blocks >= self.geometry.num_blocks:
                 break
@@ -259,7 +255,7 @@ class Runner:
             tables, tokens = self._patch_program(state.tables, state.tokens, changes)
             self._state = tuple(jax.tree.leaves(state.replace(tables=tables, tokens=tokens)))
 
-    def _on_event(self, event: str, duration: float, **_: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration" and threading.get_ident() == self._running_thread:
             self.metrics.compilations_after_ready += 1
 

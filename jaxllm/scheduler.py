@@ -1,197 +1,33 @@
 """The scheduler: pure functions from state and event to state and plan.
 
 `add` and `abort` take requests in and out, `plan` says what the next step computes, `commit` takes in what it sampled.
-Holds per slot a row of numpy columns that change every step, and per request an immutable record that is rebuilt only
-when its blocks change; a record per request rebuilt each step costs several times as much (DECISIONS, "The scheduler's
-state"). Knows token ids only as the content of blocks; knows no clock, device, text or sampling.
+Knows token ids only as the content of blocks; knows no clock, device, text or sampling. The data is in state.py.
 
-Letters: S slots, R rows of a plan, P tokens per block. "Issued" tokens are those whose keys and values are in the cache
-once the steps planned so far have run; "known" tokens are those whose value the host has.
+Letters: S slots, R rows of a plan, P tokens per block.
 """
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import TypeVar
+from functools import lru_cache
 
 import numpy as np
 
 from jaxllm import blocks
-from jaxllm.blocks import Pool
+from jaxllm.state import (
+    Admission,
+    Events,
+    Limits,
+    Plan,
+    Request,
+    Running,
+    State,
+    StateEditor,
+    Waiting,
+)
 from jaxllm.types import FinishReason, UserError
 
-Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The budgets that no plan exceeds."""
-
-    num_slots: int  # requests that run at once
-    num_blocks: int  # of the pool
-    block_size: int  # tokens per block, P
-    max_step_tokens: int  # tokens computed in one step, at least num_slots
-    max_step_chunks: int  # requests whose prompts are computed in one step
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """What the scheduler needs to know of a request; never rebuilt."""
-
-    id: int
-    prompt: np.ndarray  # int32, read-only
-    limit: int  # the most tokens it may have, prompt included
-    stop_ids: tuple[int, ...] = ()  # a sampled token among these ends it; the usual one first
-    priority: int = 0  # lower goes first
-    salt: bytes | None = b""  # blocks are shared only between requests of equal salt; None shares nothing
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Waiting:
-    """A request that has no slot: new, or preempted with the tokens it had."""
-
-    request: Request
-    order: int  # of arrival; a preempted request keeps its own
-    known: int
-    digests: tuple[bytes, ...]  # of the full blocks among the known tokens; empty where nothing is shared
-    tail: np.ndarray  # int32: the known tokens after the last full block
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Who goes first: lower priority value, then earlier arrival."""
-        return self.request.priority, self.order
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Running:
-    """What stays the same while a request owns a slot."""
-
-    request: Request
-    order: int
-    digests: tuple[bytes, ...]  # of the full blocks that it brought; empty where nothing is shared
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Who goes first: lower priority value, then earlier arrival."""
-        return self.request.priority, self.order
-
-
-# A link of a persistent list: the tokens of a block that was filled by sampling, then the blocks filled before it. (A
-# plain tuple: making a named one takes ten times as long, and this is done 62 times a step at 1,000 running requests.)
-Filled = tuple[bytes, "Filled | None"]
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """What changes in every step: one row per slot, read-only, replaced as a whole."""
-
-    epochs: np.ndarray  # int64[S]: number of the admission that owns the slot, 0 where it is free
-    ids: np.ndarray  # int64[S]: the request's id
-    given: np.ndarray  # int32[S]: tokens that the host gave at admission; later ones were sampled on the device
-    issued: np.ndarray  # int32[S]: tokens in the cache once all planned steps have run
-    length: np.ndarray  # int32[S]: tokens that exist once all planned steps have run
-    known: np.ndarray  # int32[S]: tokens whose value the host has
-    limit: np.ndarray  # int32[S]: the most tokens the request may have
-    capacity: np.ndarray  # int32[S]: tokens that its blocks hold
-    num_digests: np.ndarray  # int32[S]: blocks whose digests it brought; very many where nothing is shared
-    stop_id: np.ndarray  # int32[S]: its usual stop token, the vocabulary's size or more where there is none
-    has_more_stops: np.ndarray  # bool[S]: whether further stop tokens must be looked at
-    recent: np.ndarray  # int32[S, 2P]: token i of the sequence stands at column i % 2P, the newest 2P of them
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """All that the scheduler knows."""
-
-    waiting: tuple[Waiting, ...]  # by rank
-    slots: Slots
-    running: tuple[Running | None, ...]  # by slot
-    tables: tuple[tuple[int, ...], ...]  # by slot: the blocks that it names, in order
-    filled: tuple[Filled | None, ...]  # by slot: blocks filled by sampling, whose digests are made when it ends
-    pool: Pool
-    num_added: int = 0
-    num_admitted: int = 0
-
-    @property
-    def num_running(self) -> int:
-        """Requests that own a slot."""
-        return int(np.count_nonzero(self.slots.epochs))
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """A request that got a slot in this plan."""
-
-    slot: int
-    request: Request
-    num_known: int  # tokens it has; more than its prompt if it was preempted before
-    num_cached: int  # tokens found in the prefix cache
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one step computes. Decode rows (one token, sampled on the device before) come first, then prompt chunks."""
-
-    now: float  # the time that `plan` was given
-    num_decodes: int
-    slots: np.ndarray  # int32[R]
-    epochs: np.ndarray  # int64[R]: tells a late result from one of the slot's next owner
-    starts: np.ndarray  # int32[R]: position of the row's first token
-    lengths: np.ndarray  # int32[R]: its tokens
-    samples: np.ndarray  # bool[R]: whether the row reaches the end of its sequence, so that a token is sampled
-    table: np.ndarray  # int32[U, 3]: slot, index in the block table, block
-    admitted: tuple[Admission, ...] = ()
-    preempted: tuple[int, ...] = ()  # ids
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in this step."""
-        return int(self.lengths.sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Events:
-    """What a step did to the requests: a token for each of `ids`, and how some of them ended."""
-
-    rows: np.ndarray  # of the plan, for what else the step returned
-    ids: np.ndarray  # int64
-    tokens: np.ndarray  # int32
-    finished: dict[int, FinishReason] = field(default_factory=dict)
-    failed: tuple[int, ...] = ()  # ended without a token: their logits were not finite
-
-
-def initial(limits: Limits) -> State:
-    """Return the state without requests."""
-    num_slots = limits.num_slots
-
-    def zeros(*shape: int, dtype: type = np.int32) -> np.ndarray:
-        return _frozen(np.zeros(shape, dtype))
-
-    slots = Slots(
-        epochs=zeros(num_slots, dtype=np.int64),
-        ids=zeros(num_slots, dtype=np.int64),
-        given=zeros(num_slots),
-        issued=zeros(num_slots),
-        length=zeros(num_slots),
-        known=zeros(num_slots),
-        limit=zeros(num_slots),
-        capacity=zeros(num_slots),
-        num_digests=zeros(num_slots),
-        stop_id=zeros(num_slots),
-        has_more_stops=zeros(num_slots, dtype=np.bool_),
-        recent=zeros(num_slots, 2 * limits.block_size),
-    )
-    return State(
-        waiting=(),
-        slots=slots,
-        running=(None,) * num_slots,
-        tables=((),) * num_slots,
-        filled=(None,) * num_slots,
-        pool=blocks.make_pool(limits.num_blocks),
-    )
+NO_TOKEN = np.iinfo(np.int32).max
 
 
 def add(state: State, limits: Limits, request: Request) -> State:
@@ -203,26 +39,23 @@ def add(state: State, limits: Limits, request: Request) -> State:
             f"tokens, but the whole pool has {limits.num_blocks}. Lower max_tokens, or raise num_kv_blocks.",
             "max_tokens",
         )
-    num_full = len(request.prompt) // limits.block_size * limits.block_size
-    entry = Waiting(
-        request=request,
-        order=state.num_added,
-        known=len(request.prompt),
-        digests=_prompt_digests(request, limits.block_size),
-        tail=request.prompt[num_full:],
-    )
-    return replace(state, waiting=_queued(state.waiting, entry), num_added=state.num_added + 1)
+    editor = StateEditor(state)
+    digests = _digests(request, limits, (), request.num_prompt)
+    editor.enqueue(Waiting(request, state.num_added, request.num_prompt, digests))
+    editor.num_added += 1
+    return editor.done()
 
 
 def abort(state: State, limits: Limits, request_id: int) -> State:
     """Take a request out, in whatever phase it is, and give its blocks back; an unknown id changes nothing."""
+    editor = StateEditor(state)
     for position, entry in enumerate(state.waiting):
         if entry.request.id == request_id:
-            return replace(state, waiting=state.waiting[:position] + state.waiting[position + 1 :])
-    for slot, record in enumerate(state.running):
-        if record is not None and record.request.id == request_id:
-            return _vacate(state, limits, [slot])
-    return state
+            editor.waiting = state.waiting[:position] + state.waiting[position + 1 :]
+    for slot in _taken_slots(editor):
+        if editor.owner(slot).request.id == request_id:
+            _vacate(editor, limits, [slot])
+    return editor.done()
 
 
 def reset(state: State, limits: Limits) -> State:
@@ -230,58 +63,54 @@ def reset(state: State, limits: Limits) -> State:
 
     For a device whose cache was lost, as after a step that failed once its input had been donated.
     """
-    slots = [slot for slot, record in enumerate(state.running) if record is not None]
+    editor = StateEditor(state)
+    slots = _taken_slots(editor)
     for slot in slots:
-        state = _requeue(state, limits, slot)
-    return replace(_vacate(state, limits, slots), pool=blocks.make_pool(limits.num_blocks))
+        _requeue(editor, limits, slot)
+    _vacate(editor, limits, slots)
+    editor.forget_cache(limits)
+    return editor.done()
 
 
 def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
-    """Say what the next step computes: decodes, then chunks of running prompts, then admissions, in one token budget."""
-    state, table, preempted = _grow(state, limits)
-    slots = state.slots
-    works = (slots.issued < slots.length) & (slots.length < slots.limit)
-    chunks = works & (slots.issued < slots.given)
-    decodes = works ^ chunks
-    row_slots = np.flatnonzero(decodes).astype(np.int32)
-    num_decodes = len(row_slots)
-    budget = limits.max_step_tokens - num_decodes
-    starts = slots.issued[row_slots]
-    lengths = np.ones(num_decodes, np.int32)
-    samples = np.ones(num_decodes, np.bool_)
-    state = _with_slots(state, issued=slots.issued + decodes, length=slots.length + decodes)
+    """Say what the next step computes: decodes, chunks of running prompts, then admissions, in one token budget."""
+    editor = StateEditor(state)
+    table: list[np.ndarray] = []
+    preempted = _grow(editor, limits, table)
 
-    rows: list[tuple[int, int, int]] = []  # slot, start, length of each chunk
-    for slot in sorted(np.flatnonzero(chunks).tolist(), key=lambda slot: _running(state, slot).rank):
-        if budget == 0 or len(rows) == limits.max_step_chunks:
-            break
-        start = int(slots.issued[slot])
-        rows.append((slot, start, min(int(slots.given[slot]) - start, budget)))
-        budget -= rows[-1][2]
-        state = _publish_prompt(state, limits, *rows[-1])
+    issued, length = editor.read("issued"), editor.read("length")
+    works = (issued < length) & (length < editor.read("limit"))
+    chunking = works & (issued < editor.read("given"))
+    decodes = works ^ chunking
+    row_slots = decodes.nonzero()[0]
+    starts = issued[row_slots]
+    num_decodes = len(row_slots)
+    lengths, samples = _ones(num_decodes)
+    editor.replace("issued", issued + decodes)
+    editor.replace("length", length + decodes)
+
+    budget = limits.max_step_tokens - num_decodes
+    rows = _continue_prompts(editor, limits, chunking, budget) if chunking.any() else []
     admitted: list[Admission] = []
-    if state.waiting and not preempted:
-        state = _admit(state, limits, budget, rows, admitted, table)
+    if editor.waiting and not preempted:
+        _admit(editor, limits, rows, budget, admitted, table)
     if rows:
-        chunk_slots, chunk_starts, chunk_lengths = np.asarray(rows, np.int32).T
-        issued, length = state.slots.issued.copy(), state.slots.length.copy()
-        issued[chunk_slots] += chunk_lengths
-        reaches_end = issued[chunk_slots] == length[chunk_slots]
-        length[chunk_slots] += reaches_end
-        state = _with_slots(state, issued=issued, length=length)
-        row_slots = np.concatenate([row_slots, chunk_slots])
-        starts = np.concatenate([starts, chunk_starts])
-        lengths = np.concatenate([lengths, chunk_lengths])
+        chunks = np.asarray(rows, np.int32)
+        reaches_end = _issue_chunks(editor, chunks)
+        row_slots = np.concatenate([row_slots, chunks[:, 0]])
+        starts = np.concatenate([starts, chunks[:, 1]])
+        lengths = np.concatenate([lengths, chunks[:, 2]])
         samples = np.concatenate([samples, reaches_end])
+    state = editor.done()
     return state, Plan(
         now=now,
         num_decodes=num_decodes,
         slots=row_slots,
-        epochs=state.slots.epochs[row_slots],
+        epochs=state.slots.epochs,
         starts=starts,
         lengths=lengths,
         samples=samples,
-        table=np.concatenate(table) if table else np.zeros((0, 3), np.int32),
+        table=table[0] if len(table) == 1 else np.concatenate([np.zeros((0, 3), np.int32), *table]),
         admitted=tuple(admitted),
         preempted=preempted,
     )
@@ -297,229 +126,209 @@ def commit(
     request.
     """
     slots = state.slots
+    editor = StateEditor(state)
     ends = step.starts + step.lengths
-    live = step.samples & (slots.epochs[step.slots] == step.epochs) & (slots.known[step.slots] == ends)
+    live = step.samples & (slots.known[step.slots] == ends)
+    if slots.epochs is not step.epochs:  # slots have changed hands since
+        live &= slots.epochs[step.slots] == step.epochs[step.slots]
     failed_slots: list[int] = []
     if is_finite is not None and not is_finite.all():
         failed_slots = step.slots[live & ~is_finite].tolist()
         live &= is_finite
-    rows = np.flatnonzero(live)
+    rows = live.nonzero()[0]
     row_slots, sampled = step.slots, tokens
     if len(rows) < len(row_slots):
         row_slots, ends, sampled = row_slots[rows], ends[rows], sampled[rows]
-
-    known, recent = slots.known.copy(), slots.recent.copy()
-    known[row_slots] += 1
-    recent[row_slots, ends % (2 * limits.block_size)] = sampled
-    state = _with_slots(state, known=known, recent=recent)
+    ends = ends + 1
+    editor.write("known")[row_slots] = ends
 
     stopped = sampled == slots.stop_id[row_slots]
-    for row in np.flatnonzero(slots.has_more_stops[row_slots]).tolist():
-        stopped[row] = int(sampled[row]) in _running(state, int(row_slots[row])).request.stop_ids
-    ended = stopped | (ends + 1 >= slots.limit[row_slots])
+    if slots.has_more_stops.any():
+        for row in slots.has_more_stops[row_slots].nonzero()[0].tolist():
+            stopped[row] = int(sampled[row]) in editor.owner(int(row_slots[row])).request.stop_ids
+    ended = stopped | (ends >= slots.limit[row_slots])
     ids = slots.ids[row_slots]
     finished: dict[int, FinishReason] = {}
-    for row in np.flatnonzero(ended).tolist():
+    for row in ended.nonzero()[0].tolist():
         finished[int(ids[row])] = "stop" if stopped[row] else "length"
-    failed = tuple(slots.ids[failed_slots].tolist())
+    failed = tuple(slots.ids[failed_slots].tolist()) if failed_slots else ()
     if finished or failed:
-        state = _vacate(state, limits, row_slots[ended].tolist() + failed_slots)
-    return state, Events(rows=rows, ids=ids, tokens=sampled, finished=finished, failed=failed)
+        _vacate(editor, limits, row_slots[ended].tolist() + failed_slots)
+    return editor.done(), Events(rows=rows, ids=ids, tokens=sampled, finished=finished, failed=failed)
 
 
-def _grow(state: State, limits: Limits) -> tuple[State, list[np.ndarray], tuple[int, ...]]:
-    """Give a block to every decoding slot whose blocks are full; preempt the last in rank until there are enough."""
+def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple[int, ...]:
+    """Give a block to every decoding slot whose blocks are full; preempt the last in rank until there are enough.
+
+    Adds the new blocks to `table`; returns the ids of the requests that were preempted.
+    """
     preempted: list[int] = []
     while True:
-        slots = state.slots
-        growing = np.flatnonzero((slots.issued >= slots.capacity) & (slots.length < slots.limit) & (slots.epochs > 0))
-        if len(growing) <= state.pool.num_available:
+        full = (editor.read("issued") >= editor.read("capacity")) & (editor.read("length") < editor.read("limit"))
+        growing = full.nonzero()[0]  # free slots have a limit of 0
+        if not len(growing):
+            return tuple(preempted)
+        if len(growing) <= editor.pool.num_available:
             break
-        victim = max(
-            (slot for slot, record in enumerate(state.running) if record is not None),
-            key=lambda slot: _running(state, slot).rank,
-        )
-        preempted.append(_running(state, victim).request.id)
-        state = _vacate(_requeue(state, limits, victim), limits, [victim])
-    if not len(growing):
-        return state, [], tuple(preempted)
-    pool, taken = blocks.take(state.pool, len(growing))
-    index = slots.capacity[growing] // limits.block_size
-    tables, filled = list(state.tables), list(state.filled)
+        victim = max(_taken_slots(editor), key=lambda slot: editor.owner(slot).rank)
+        preempted.append(editor.owner(victim).request.id)
+        _requeue(editor, limits, victim)
+        _vacate(editor, limits, [victim])
+    taken = editor.pool.take(len(growing))
+    index = editor.read("capacity")[growing] // limits.block_size
+    tables = editor.tables
     for slot, block in zip(growing.tolist(), taken.tolist(), strict=True):
         tables[slot] += (block,)
-    shared = growing[index > slots.num_digests[growing]]
-    for slot, tokens in zip(shared.tolist(), _newest_full_blocks(slots, limits, shared), strict=True):
-        filled[slot] = (tokens, filled[slot])
-    capacity = slots.capacity.copy()
-    capacity[growing] += limits.block_size
-    state = replace(
-        state,
-        slots=replace(slots, capacity=_frozen(capacity)),
-        tables=tuple(tables),
-        filled=tuple(filled),
-        pool=pool,
-    )
-    return state, [np.array((growing, index, taken), np.int32).T], tuple(preempted)
+    editor.write("capacity")[growing] += limits.block_size
+    table.append(np.array((growing, index, taken), np.int32).T)
+    return tuple(preempted)
+
+
+def _continue_prompts(
+    editor: StateEditor, limits: Limits, chunking: np.ndarray, budget: int
+) -> list[tuple[int, int, int]]:
+    """Give the tokens of a step to running prompts by rank: rows of slot, start, length."""
+    rows: list[tuple[int, int, int]] = []
+    for slot in sorted(chunking.nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank):
+        if budget == 0 or len(rows) == limits.max_step_chunks:
+            break
+        start = int(editor.read("issued")[slot])
+        length = min(int(editor.read("given")[slot]) - start, budget)
+        budget -= length
+        rows.append((slot, start, length))
+        _publish_prompt(editor, limits, slot, start, length)
+    return rows
 
 
 def _admit(
-    state: State,
+    editor: StateEditor,
     limits: Limits,
-    budget: int,
     rows: list[tuple[int, int, int]],
+    budget: int,
     admitted: list[Admission],
     table: list[np.ndarray],
-) -> State:
-    """Give slots and blocks to waiting requests while there are tokens, slots and blocks for the first in rank."""
-    free_slots = np.flatnonzero(state.slots.epochs == 0).tolist()[::-1]
+) -> None:
+    """Give slots and blocks to waiting requests while there are tokens, slots and blocks for the first in rank.
+
+    Adds to `rows`, whose tokens count against `budget`, to `admitted` and to `table`.
+    """
+    budget -= sum(length for _, _, length in rows)
+    free_slots = (editor.read("epochs") == 0).nonzero()[0].tolist()[::-1]
     num_running = limits.num_slots - len(free_slots)
-    for entry in state.waiting:
+    for entry in editor.waiting:
         if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
             break
         # The last known token is always computed: its logits are what the next token is sampled from.
-        hits = blocks.look_up(state.pool, entry.digests[: (entry.known - 1) // limits.block_size])
+        hits = editor.pool.look_up(entry.digests[: (entry.known - 1) // limits.block_size])
         num_new = -(-entry.known // limits.block_size) - len(hits)
         # A block is left for each running request, or the next step would undo the admission.
-        spare = state.pool.num_available - blocks.num_idle(state.pool, hits) - num_running
-        if num_new > (spare if num_running else spare + num_running):
+        available = editor.pool.num_available - editor.pool.num_idle(hits)
+        if num_new > available - num_running:
             break
         slot = free_slots.pop()
-        pool, new = blocks.take(blocks.share(state.pool, hits), num_new)
-        owned = (*hits, *new.tolist())
-        table.append(np.asarray([(slot, index, block) for index, block in enumerate(owned)], np.int32))
+        editor.pool.share(hits)
+        owned = (*hits, *editor.pool.take(num_new).tolist())
         start = len(hits) * limits.block_size
         length = min(entry.known - start, budget)
-        state = replace(
-            state,
-            running=_with_item(state.running, slot, Running(entry.request, entry.order, entry.digests)),
-            tables=_with_item(state.tables, slot, owned),
-            slots=_occupied(state.slots, limits, slot, entry, start, len(owned), state.num_admitted + 1),
-            pool=pool,
-            num_admitted=state.num_admitted + 1,
-        )
-        state = _publish_prompt(state, limits, slot, start, length)
+        _occupy(editor, limits, slot, entry, start, owned)
+        _publish_prompt(editor, limits, slot, start, length)
         budget -= length
         num_running += 1
         rows.append((slot, start, length))
         admitted.append(Admission(slot, entry.request, entry.known, start))
-    return replace(state, waiting=state.waiting[len(admitted) :])
+        table.append(np.asarray([(slot, index, block) for index, block in enumerate(owned)], np.int32))
+    editor.waiting = editor.waiting[len(admitted) :]
 
 
-def _occupied(
-    slots: Slots, limits: Limits, slot: int, entry: Waiting, num_cached: int, num_blocks: int, epoch: int
-) -> Slots:
-    """Fill a slot's row for a request that is admitted to it."""
+def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
+    """Count the tokens of chunks, int32[·, 3], as issued; say which of them reach the end of their sequence."""
+    slots = chunks[:, 0]
+    issued, length = editor.write("issued"), editor.write("length")
+    issued[slots] += chunks[:, 2]
+    reaches_end = issued[slots] == length[slots]
+    length[slots] += reaches_end
+    return reaches_end
+
+
+def _occupy(
+    editor: StateEditor, limits: Limits, slot: int, entry: Waiting, num_cached: int, owned: tuple[int, ...]
+) -> None:
+    """Give a slot to a request that is admitted to it."""
     request = entry.request
-    recent = np.zeros(2 * limits.block_size, np.int32)
-    first = entry.known - len(entry.tail)
-    recent[np.arange(first, entry.known) % len(recent)] = entry.tail
-    return _with_rows(
-        slots,
-        slot,
-        epochs=epoch,
-        ids=request.id,
-        given=entry.known,
-        issued=num_cached,
-        length=entry.known,
-        known=entry.known,
-        limit=request.limit,
-        capacity=num_blocks * limits.block_size,
-        num_digests=np.iinfo(np.int32).max if request.salt is None else len(entry.digests),
-        stop_id=request.stop_ids[0] if request.stop_ids else np.iinfo(np.int32).max,
-        has_more_stops=len(request.stop_ids) > 1,
-        recent=recent,
-    )
+    editor.num_admitted += 1
+    editor.running[slot] = Running(request, entry.order, entry.digests)
+    editor.tables[slot] = owned
+    for name, value in (
+        ("epochs", editor.num_admitted),
+        ("ids", request.id),
+        ("given", entry.known),
+        ("issued", num_cached),
+        ("length", entry.known),
+        ("known", entry.known),
+        ("limit", request.limit),
+        ("capacity", len(owned) * limits.block_size),
+        ("stop_id", request.stop_ids[0] if request.stop_ids else NO_TOKEN),
+        ("has_more_stops", len(request.stop_ids) > 1),
+    ):
+        editor.write(name)[slot] = value
 
 
-def _requeue(state: State, limits: Limits, slot: int) -> State:
+def _requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
     """Queue a running request again with the tokens it has; its slot and blocks are still to be given back."""
-    record = _running(state, slot)
-    known = int(state.slots.known[slot])
-    tail = np.arange(known - known % limits.block_size, known) % (2 * limits.block_size)
-    entry = Waiting(
-        request=record.request,
-        order=record.order,
-        known=known,
-        digests=_digests(state, limits, slot, known),
-        tail=state.slots.recent[slot, tail],
-    )
-    return replace(state, waiting=_queued(state.waiting, entry))
+    record = editor.owner(slot)
+    known = int(editor.read("known")[slot])
+    digests = _digests(record.request, limits, record.digests, known)
+    editor.enqueue(Waiting(record.request, record.order, known, digests))
 
 
-def _vacate(state: State, limits: Limits, slots: Sequence[int]) -> State:
+def _vacate(editor: StateEditor, limits: Limits, slots: Sequence[int]) -> None:
     """Empty slots, index the blocks that sampled tokens have filled, and give all blocks back.
 
     They are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the digests
     cost 2 us a block (62 of them a step at 1,000 running requests).
     """
-    running, tables, filled = list(state.running), list(state.tables), list(state.filled)
-    pool = state.pool
     for slot in slots:
-        record, table = _running(state, slot), state.tables[slot]
-        written = min(int(state.slots.issued[slot]), int(state.slots.known[slot]))
-        digests = _digests(state, limits, slot, written)
-        first = len(record.digests)
-        pool = blocks.publish(pool, zip(digests[first:], table[first:], strict=False))
-        pool = blocks.release(pool, table, digests)
-        running[slot], tables[slot], filled[slot] = None, (), None
+        record, table = editor.owner(slot), editor.tables[slot]
+        written = min(int(editor.read("issued")[slot]), int(editor.read("known")[slot]))
+        first = min(len(record.digests), written // limits.block_size)
+        digests = _digests(record.request, limits, record.digests[:first], written)
+        editor.pool.publish(zip(digests[first:], table[first:], strict=False))
+        editor.pool.release(table, digests)
+        editor.running[slot], editor.tables[slot] = None, ()
     # A free slot has limit and length 0, so that no column test takes it for one with work to do.
-    columns = dict.fromkeys(("epochs", "given", "issued", "length", "known", "limit", "capacity"), 0)
-    cleared = _with_rows(state.slots, slots, **columns)
-    return replace(
-        state, slots=cleared, running=tuple(running), tables=tuple(tables), filled=tuple(filled), pool=pool
-    )
+    for name in ("epochs", "given", "issued", "length", "known", "limit", "capacity"):
+        editor.write(name)[list(slots)] = 0
 
 
-def _publish_prompt(state: State, limits: Limits, slot: int, start: int, length: int) -> State:
+def _publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, length: int) -> None:
     """Index the blocks that a chunk completes: later rows of this very step may hit them.
 
     A step writes all its keys and values of a layer before any row attends, so a block can be read in the step that
     writes it.
     """
-    digests, table = _running(state, slot).digests, state.tables[slot]
-    full = range(start // limits.block_size, min((start + length) // limits.block_size, len(digests)))
-    entries = [(digests[index], table[index]) for index in full]
-    return replace(state, pool=blocks.publish(state.pool, entries)) if entries else state
+    digests, table = editor.owner(slot).digests, editor.tables[slot]
+    full = slice(start // limits.block_size, min((start + length) // limits.block_size, len(digests)))
+    editor.pool.publish(zip(digests[full], table[full], strict=True))
 
 
-def _digests(state: State, limits: Limits, slot: int, num_tokens: int) -> tuple[bytes, ...]:
-    """Return the digests of the full blocks among a running request's first tokens."""
-    record = _running(state, slot)
-    if record.request.salt is None:
-        return ()
-    tokens: list[bytes] = []
-    link = state.filled[slot]
-    while link is not None:
-        tokens.append(link[0])
-        link = link[1]
-    tokens.reverse()
-    num_full = num_tokens // limits.block_size
-    if num_full > len(record.digests) + len(tokens):
-        tokens += _newest_full_blocks(state.slots, limits, np.asarray([slot]))
-    digests = [*record.digests]
-    for block_tokens in tokens:
-        digests.append(blocks.chain(digests[-1] if digests else _root(record.request), block_tokens))
-    return tuple(digests[:num_full])
-
-
-def _newest_full_blocks(slots: Slots, limits: Limits, rows: np.ndarray) -> list[bytes]:
-    """Return the tokens of each row's newest full block, as the bytes that its digest is made of."""
-    size = limits.block_size
-    halves = slots.recent.reshape(len(slots.recent), 2, size)[rows, (slots.known[rows] // size - 1) % 2]
-    joined = halves.astype("<i4", copy=False).tobytes()
-    return [joined[start : start + 4 * size] for start in range(0, len(joined), 4 * size)]
-
-
-def _prompt_digests(request: Request, block_size: int) -> tuple[bytes, ...]:
-    """Return the chained digests of the prompt's full blocks; none where nothing may be shared."""
+def _digests(request: Request, limits: Limits, first: tuple[bytes, ...], num_tokens: int) -> tuple[bytes, ...]:
+    """Continue the digests `first` of leading blocks to all full blocks among the first tokens of a request."""
     if request.salt is None:
         return ()
-    tokens = np.ascontiguousarray(request.prompt, "<i4").tobytes()
-    digests = [_root(request)]
-    for start, end in pairwise(range(0, len(request.prompt) + 1, block_size)):
-        digests.append(blocks.chain(digests[-1], tokens[4 * start : 4 * end]))
-    return tuple(digests[1:])
+    size = limits.block_size
+    digests = [*first]
+    tokens = request.tokens[len(first) * size : num_tokens // size * size].tobytes()
+    for start in range(0, len(tokens), 4 * size):
+        digests.append(blocks.chain(digests[-1] if digests else _root(request), tokens[start : start + 4 * size]))
+    return tuple(digests)
+
+
+@lru_cache(maxsize=64)
+def _ones(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lengths and the flags of that many decode rows, shared by the plans of many steps."""
+    lengths, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
+    lengths.flags.writeable = samples.flags.writeable = False
+    return lengths, samples
 
 
 def _root(request: Request) -> bytes:
@@ -527,37 +336,5 @@ def _root(request: Request) -> bytes:
     return blocks.chain(b"", request.salt or b"")
 
 
-def _running(state: State, slot: int) -> Running:
-    record = state.running[slot]
-    assert record is not None, "a row of the columns and its record belong together"
-    return record
-
-
-def _queued(waiting: tuple[Waiting, ...], entry: Waiting) -> tuple[Waiting, ...]:
-    """Insert by rank."""
-    position = bisect(waiting, entry.rank, key=lambda other: other.rank)
-    return (*waiting[:position], entry, *waiting[position:])
-
-
-def _with_item(items: tuple[Item, ...], position: int, item: Item) -> tuple[Item, ...]:
-    return (*items[:position], item, *items[position + 1 :])
-
-
-def _with_slots(state: State, **columns: np.ndarray) -> State:
-    """Replace whole columns."""
-    return replace(state, slots=replace(state.slots, **{name: _frozen(column) for name, column in columns.items()}))
-
-
-def _with_rows(slots: Slots, rows: int | Sequence[int], **values: int | bool | np.ndarray) -> Slots:
-    """Set columns of some rows."""
-    columns = {}
-    for name, value in values.items():
-        column = getattr(slots, name).copy()
-        column[rows] = value
-        columns[name] = _frozen(column)
-    return replace(slots, **columns)
-
-
-def _frozen(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
+def _taken_slots(editor: StateEditor) -> list[int]:
+    return editor.read("epochs").nonzero()[0].tolist()

@@ -99,10 +99,11 @@ def patch(tables: jax.Array, tokens: jax.Array, changes: jax.Array) -> tuple[jax
 
     `changes` is int32[2, W, 3] of (slot, index, value), first those of the tables; slot S is dropped.
     """
-    return tuple(
-        array.at[change[:, 0], change[:, 1]].set(change[:, 2], mode="drop")
-        for array, change in ((tables, changes[0]), (tokens, changes[1]))
-    )
+
+    def patched(array: jax.Array, change: jax.Array) -> jax.Array:
+        return array.at[change[:, 0], change[:, 1]].set(change[:, 2], mode="drop")
+
+    return patched(tables, changes[0]), patched(tokens, changes[1])
 
 
 def _step(

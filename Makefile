@@ -1,0 +1,57 @@
+# Every command that a person or a CI needs. Each target makes the environment that it uses.
+PYTHON ?= python3
+VENV ?= .venv
+PARITY_VENV ?= .venv-parity
+PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1
+
+.PHONY: run test check format parity golden bench train-embedded clean
+
+run: $(VENV)/.run  ## install, then generate text with the embedded model
+	$(VENV)/bin/jaxllm generate "Once upon a time" "What is the capital of France?" "What is 47 + 38?" --max-tokens 64
+
+test: $(VENV)/.dev  ## the default tests: CPU, offline, under 5 minutes on two cores
+	$(VENV)/bin/python -m pytest
+
+check: $(VENV)/.dev  ## lint, format, types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+format: $(VENV)/.dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
+	$(PARITY_VENV)/bin/python -m pytest tests/parity -m parity
+
+golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again
+	$(PARITY_VENV)/bin/python -m tests.parity.make_golden
+
+bench: $(VENV)/.dev  ## the figures that are promised, measured here
+	$(VENV)/bin/python -m tests.bench.scheduler
+	$(VENV)/bin/python -m tests.bench.start
+
+train-embedded: $(VENV)/.dev  ## train the embedded model again: about half an hour on two cores
+	$(VENV)/bin/python -m jaxllm.embedded.train --out jaxllm/embedded/model --seed 0
+	$(VENV)/bin/python -m jaxllm.embedded.evaluate
+
+clean:
+	rm -rf $(VENV) $(PARITY_VENV) .cache build *.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet -e ".[dev]"
+	touch $@ $(VENV)/.run
+
+# torch comes first and pinned: anything that only asks for "torch" would bring gigabytes of CUDA.
+$(PARITY_VENV)/.parity: pyproject.toml
+	$(PYTHON) -m venv $(PARITY_VENV)
+	$(PIP_QUIET) $(PARITY_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(PIP_QUIET) $(PARITY_VENV)/bin/python -m pip install --quiet -e ".[dev,parity]"
+	touch $@

@@ -1,0 +1,218 @@
+"""What `jaxllm doctor` says: versions, devices, memory, caches, and what an engine would use for a model and why.
+
+Looks and computes; loads no weights, compiles nothing and changes nothing. The choices are those of runner.py, asked
+for there and explained here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+
+from jaxllm import __version__, sharding
+from jaxllm.config import EngineConfig
+from jaxllm.model import weights
+from jaxllm.runner import CPU_CEILING, CPU_SHARE, Setup, choose_geometry, prepare
+from jaxllm.types import UserError
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "jax-triton",
+    "triton",
+    "flax",
+    "numpy",
+    "tokenizers",
+    "transformers",
+    "huggingface_hub",
+)
+OPTIONAL = {"jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton"}  # they come with the CUDA extras
+
+
+def examine(config: EngineConfig) -> dict[str, Any]:
+    """Gather everything as plain values for JSON.
+
+    "problems" are what keeps the model from running, one line each; "usable" says that there are none; "advice" is
+    what would make it better.
+    """
+    problems, advice = [], []
+    versions = _versions()
+    problems += [f"{name} is not installed." for name in PACKAGES if not (versions[name] or name in OPTIONAL)]
+    model: dict[str, Any] = {"name": config.model}
+    devices: list[dict[str, Any]] = []
+    try:
+        model |= _choices(config)
+        devices = [_device(device) for device in jax.devices()]
+    except (UserError, RuntimeError) as error:  # RuntimeError: JAX cannot start a back end
+        problems.append(" ".join(str(error).split()))
+    cache = _cache(config.cache_dir())
+    if not cache["is_writable"]:
+        advice.append(
+            f"{cache['folder']} cannot be written: every start compiles anew. Set --compilation-cache-dir or "
+            "JAXLLM_CACHE_DIR."
+        )
+    if _has_nvidia_gpu() and all(device["platform"] == "cpu" for device in devices):
+        advice.append("There is an NVIDIA GPU but JAX does not see it: install jaxllm[cuda12] or jaxllm[cuda13].")
+    return {
+        "usable": not problems,
+        "problems": problems,
+        "advice": advice,
+        "versions": versions,
+        "devices": devices,
+        "host": {
+            "cpus": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "free_bytes": psutil.virtual_memory().available,
+        },
+        "cache": cache,
+        "model": model,
+    }
+
+
+def describe(report: dict[str, Any]) -> str:
+    """Write a report of `examine` for people, a section each."""
+    sections = {
+        "versions": [f"{name} {version or '-'}" for name, version in report["versions"].items()],
+        "devices": [_describe_device(device) for device in report["devices"]],
+        "host": [
+            f"{report['host']['cpus']} CPUs, {_size(report['host']['free_bytes'])} of "
+            f"{_size(report['host']['memory_bytes'])} free"
+        ],
+        "compiled programs": [
+            f"{report['cache']['folder']}: {report['cache']['programs']} programs, {_size(report['cache']['bytes'])}"
+        ],
+        f"model {report['model']['name']}": [
+            f"{name}: {entry['value']} ({entry['why']})"
+            for name, entry in report["model"].items()
+            if isinstance(entry, dict)
+        ],
+        "advice": report["advice"],
+        "problems": report["problems"] or ["none: the model can run"],
+    }
+    return "\n".join(
+        line for title, lines in sections.items() if lines for line in (title, *(f"  {one}" for one in lines))
+    )
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "jaxllm": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _device(device: jax.Device) -> dict[str, Any]:  # pyright: ignore[reportInvalidTypeForm]
+    memory = device.memory_stats() or {}  # a CPU has none
+    return {
+        "id": device.id,
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "memory_bytes": memory.get("bytes_limit"),
+        "used_bytes": memory.get("bytes_in_use"),
+    }
+
+
+def _describe_device(device: dict[str, Any]) -> str:
+    text = f"{device['platform']} {device['id']}: {device['kind']}"
+    if device["memory_bytes"] is None:
+        return text
+    return f"{text}, {_size(device['used_bytes'])} of {_size(device['memory_bytes'])} in use"
+
+
+def _cache(folder: Path) -> dict[str, Any]:
+    """Count the compiled programs; JAX keeps one in each file that ends in "-cache"."""
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return {
+        "folder": str(folder),
+        "programs": sum(path.name.endswith("-cache") for path in files),
+        "bytes": sum(path.stat().st_size for path in files),
+        "is_writable": nearest.is_dir() and os.access(nearest, os.W_OK),
+    }
+
+
+def _has_nvidia_gpu() -> bool:
+    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+
+
+def _choices(config: EngineConfig) -> dict[str, dict[str, Any]]:
+    """Give what an engine would use, each as a value and the reason for it. Raises what starting it would raise."""
+    setup = prepare(config)
+    mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
+    leaves = jax.tree.leaves(weights.abstract(setup.spec, mesh, setup.dtype))
+    num_parameters = sum(leaf.size for leaf in leaves)
+    weight_bytes = num_parameters * setup.dtype.itemsize // mesh.size
+    geometry = choose_geometry(config, setup, mesh.size, weight_bytes)
+    kind = "a CPU" if setup.platform == "cpu" else "a GPU"
+    shortened = geometry.max_model_len < setup.max_model_len
+    chosen = {
+        "folder": (str(setup.folder), "local" if Path(config.model).expanduser().is_dir() else "from the hub"),
+        "parameters": (num_parameters, f"{_size(weight_bytes)} on each device"),
+        "device": (setup.platform, "what JAX prefers" if config.device == "auto" else "asked for"),
+        "tensor_parallel_size": (mesh.size, _asked(config, "tensor_parallel_size")),
+        "dtype": (setup.dtype.name, _dtype_reason(config, setup)),
+        "max_model_len": (
+            geometry.max_model_len,
+            f"cut from {setup.max_model_len}: that is all the KV blocks hold"
+            if shortened
+            else "the model's context length"
+            if config.max_model_len is None
+            else "asked for",
+        ),
+        "max_num_batched_tokens": (setup.max_num_batched_tokens, _default(config, "max_num_batched_tokens", kind)),
+        "max_num_seqs": (setup.max_num_seqs, _default(config, "max_num_seqs", kind)),
+        "block_size": (geometry.block_size, _asked(config, "block_size")),
+        "num_kv_blocks": (geometry.num_blocks, _blocks_reason(config, setup)),
+        **{f"kernel {name}": (choice, f"best on {kind}") for name, choice in setup.kernels.items()},
+    }
+    return {name: {"value": value, "why": why} for name, (value, why) in chosen.items()}
+
+
+def _asked(config: EngineConfig, name: str) -> str:
+    return "the default" if getattr(config, name) == EngineConfig.__dataclass_fields__[name].default else "asked for"
+
+
+def _default(config: EngineConfig, name: str, kind: str) -> str:
+    return f"the default on {kind}" if getattr(config, name) is None else "asked for"
+
+
+def _dtype_reason(config: EngineConfig, setup: Setup) -> str:
+    if config.dtype != "auto":
+        return "asked for"
+    return "the fastest on a CPU" if setup.platform == "cpu" else "the checkpoint's, or bfloat16 for float32"
+
+
+def _blocks_reason(config: EngineConfig, setup: Setup) -> str:
+    if config.num_kv_blocks is not None:
+        return "asked for"
+    if config.kv_cache_memory_bytes is not None:
+        return f"what {_size(config.kv_cache_memory_bytes)} hold, as asked for"
+    if setup.platform == "cpu":
+        return f"at most {CPU_SHARE:.0%} of the free memory, {_size(CPU_CEILING)} and what all requests could use"
+    return f"what {config.gpu_memory_utilization:.0%} of the memory hold beside weights and programs, about"
+
+
+def _size(count: int) -> str:
+    """Write a number of bytes with a unit.
+
+    >>> _size(1536)
+    '1.5 KiB'
+    """
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

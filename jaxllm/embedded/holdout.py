@@ -1,0 +1,25 @@
+"""Which items are kept out of the training text: a fixed hash of the item decides, so it is the same for every seed."""
+
+import zlib
+
+
+def bucket(key: str, count: int) -> int:
+    """Return a number below `count` that depends on the key alone (Python's own hash changes from run to run)."""
+    return (zlib.crc32(key.encode()) * 2654435761 >> 7) % count
+
+
+def sum_held_out(a: int, operator: str, b: int) -> bool:
+    """Tell whether a sum is kept for the evaluation; a + b and b + a share their fate, so neither gives the other."""
+    if operator == "+":
+        a, b = min(a, b), max(a, b)
+    return bucket(f"sum:{a}{operator}{b}", 10) == 0
+
+
+def pair_held_out(name: str, age: int) -> bool:
+    """Tell whether this name with this age is kept for the evaluation of the JSON turns."""
+    return bucket(f"pair:{name}{age}", 10) == 0
+
+
+def word_held_out(word: str) -> bool:
+    """Tell whether spelling this word backwards is kept for the evaluation (spelling it forwards is trained)."""
+    return bucket(f"word:{word}", 5) == 0

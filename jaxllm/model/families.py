@@ -1,0 +1,435 @@
+"""The table of model families: how each one's config.json becomes a Spec, and what its tensors are called.
+
+The only file that knows family names. Reading a key is understanding it: a key that no reader looked at, and that is
+not known to be without effect on the computation, is an error that names it. Both spellings of the rotary settings are
+read, `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from jaxllm.model.spec import Activation, BandScaling, LinearScaling, Spec
+from jaxllm.types import UserError
+
+Value = TypeVar("Value", int, float, bool, str)
+
+_REQUIRED: Any = object()
+
+# Keys about training, bookkeeping, or things the engine reads elsewhere (token ids): no effect on the forward pass.
+_WITHOUT_EFFECT = frozenset(
+    """
+    architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path _commit_hash tokenizer_class
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id prefix
+    initializer_range init_std attention_dropout hidden_dropout activation_dropout dropout layerdrop embd_pdrop
+    attn_pdrop resid_pdrop classifier_dropout pretraining_tp gradient_checkpointing cache_implementation
+    attn_implementation _attn_implementation_autoset output_attentions output_hidden_states return_dict torchscript
+    use_bfloat16 chunk_size_feed_forward is_decoder problem_type id2label label2id num_labels
+    task_specific_params finetuning_task summary_type summary_use_proj summary_activation summary_proj_to_labels
+    summary_first_dropout unsloth_version unsloth_fixed is_llama_config
+    """.split()
+)
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+# What each part of a weight (see decoder.declare) is called, after the family's prefix; {} is the layer's number.
+_LLAMA_TENSORS = {
+    "embed": "embed_tokens.weight",
+    "final_norm": "norm.weight",
+    "head": "lm_head.weight",
+    "attn_norm": "layers.{}.input_layernorm.weight",
+    "q": "layers.{}.self_attn.q_proj.weight",
+    "k": "layers.{}.self_attn.k_proj.weight",
+    "v": "layers.{}.self_attn.v_proj.weight",
+    "out": "layers.{}.self_attn.o_proj.weight",
+    "q_bias": "layers.{}.self_attn.q_proj.bias",
+    "k_bias": "layers.{}.self_attn.k_proj.bias",
+    "v_bias": "layers.{}.self_attn.v_proj.bias",
+    "out_bias": "layers.{}.self_attn.o_proj.bias",
+    "q_norm": "layers.{}.self_attn.q_norm.weight",
+    "k_norm": "layers.{}.self_attn.k_norm.weight",
+    "mlp_norm": "layers.{}.post_attention_layernorm.weight",
+    "gate": "layers.{}.mlp.gate_proj.weight",
+    "up": "layers.{}.mlp.up_proj.weight",
+    "down": "layers.{}.mlp.down_proj.weight",
+    "gate_bias": "layers.{}.mlp.gate_proj.bias",
+    "up_bias": "layers.{}.mlp.up_proj.bias",
+    "down_bias": "layers.{}.mlp.down_proj.bias",
+}
+
+
+class Fields:
+    """A config.json while it is read: checks each value and remembers which keys were looked at."""
+
+    def __init__(self, config: Mapping[str, Any], where: str = "config.json") -> None:
+        self._config = config
+        self._where = where
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Say whether the key is there and not null."""
+        return self._config.get(key) is not None
+
+    def raw(self, key: str) -> Any:
+        """Take a value of any kind; None where the key is absent."""
+        self._read.add(key)
+        return self._config.get(key)
+
+    def take(self, key: str, kind: type[Value], default: Value = _REQUIRED) -> Value:
+        """Take a value of one kind; absent or null means the default, without which that is an error."""
+        value = self.raw(key)
+        if value is None:
+            if default is _REQUIRED:
+                raise UserError(f"{self._where} has no {key}; this model cannot be read without it.", key)
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise UserError(f"{self._where}: {key} must be of type {kind.__name__}, got {value!r}.", key)
+        return value
+
+    def size(self, key: str, default: int = _REQUIRED) -> int:
+        """Take a count: an integer of at least one."""
+        value = self.take(key, int, default)
+        if value < 1:
+            raise UserError(f"{self._where}: {key} must be at least 1, got {value}.", key)
+        return value
+
+    def optional(self, key: str, kind: type[Value], absent: Value | None = None) -> Value | None:
+        """Take a value that null turns off; `absent` stands for a missing key, as in transformers."""
+        if key in self._config and self._config[key] is None:
+            self._read.add(key)
+            return None
+        return absent if key not in self._config else self.take(key, kind)
+
+    def only(self, key: str, *values: Any) -> None:
+        """Refuse any value but these (and an absent or null one): what else it could say is not built."""
+        value = self.raw(key)
+        if value is not None and value not in values:
+            shown = " or ".join(repr(one) for one in values)
+            raise UserError(f"{self._where}: {key} = {value!r} is not supported, only {shown}.", key)
+
+    def activation(self, key: str, default: str) -> Activation:
+        """Take the name of the feed-forward's nonlinearity."""
+        name = self.take(key, str, default)
+        if name not in _ACTIVATIONS:
+            raise UserError(f"{self._where}: {key} = {name!r} is not one of {', '.join(_ACTIVATIONS)}.", key)
+        return _ACTIVATIONS[name]
+
+    def finish(self, without_effect: frozenset[str] = frozenset()) -> None:
+        """Refuse the keys that nobody looked at, unless they say nothing (null) or are known to have no effect."""
+        for key, value in self._config.items():
+            if key not in self._read and key not in without_effect and value is not None:
+                raise UserError(
+                    f"{self._where}: the key {key} (= {value!r:.80}) is not understood for this model, so its "
+                    "output could be wrong; remove the key if it has no effect.",
+                    key,
+                )
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table. `prefix` is what tensor names may start with; they are compared without it.
+
+    Parts that name the same tensor lie in it one after the other. `is_transposed`: matrices are stored [in, out].
+    `ignored` are endings of tensor names that hold no weights.
+    """
+
+    architectures: tuple[str, ...]
+    read: Callable[[Fields], Spec]
+    tensors: Mapping[str, str] = field(default_factory=lambda: _LLAMA_TENSORS)
+    prefix: str = "model."
+    is_transposed: bool = False
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+
+
+def read_spec(config: Mapping[str, Any]) -> tuple[Spec, Family]:
+    """Read a Hugging Face config: the decoder it describes and its row of the table.
+
+    An unknown architecture, a key that is not understood, a missing or an impossible value is a UserError naming it.
+    """
+    names = config.get("architectures") or []
+    known = {name: family for family in FAMILIES for name in family.architectures}
+    family = next((known[name] for name in names if name in known), None)
+    if family is None:
+        said = ", ".join(map(str, names)) or "none"
+        raise UserError(f"config.json: architecture {said} is not supported; supported: {', '.join(known)}.", said)
+    if config.get("quantization_config") is not None:
+        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+        raise UserError(
+            f"config.json: quantization_config ({method}) is not supported; use an unquantised checkpoint.",
+            "quantization_config",
+        )
+    fields = Fields(config)
+    spec = family.read(fields)
+    fields.only("is_encoder_decoder", False)
+    fields.only("add_cross_attention", False)
+    fields.finish(_WITHOUT_EFFECT)
+    if spec.num_heads % spec.num_kv_heads != 0:
+        raise UserError(
+            f"config.json: {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads evenly.",
+            "num_key_value_heads",
+        )
+    if spec.position == "rope" and spec.head_size % 2 != 0:
+        raise UserError(f"config.json: a head size of {spec.head_size} is odd and cannot be rotated.", "head_dim")
+    return spec, family
+
+
+def _llama_like(fields: Fields, *, tied: bool = False, activation: str = "hidden_act", **overrides: Any) -> Spec:
+    """Read what nearly all families share; `overrides` are fields of Spec that the caller read itself."""
+    width, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    num_layers = fields.size("num_hidden_layers")
+    head_size = overrides.pop("head_size", None)
+    if head_size is None:
+        if not fields.has("head_dim") and width % num_heads != 0:
+            raise UserError(f"config.json: hidden_size {width} is not a multiple of {num_heads} heads.", "hidden_size")
+        head_size = fields.size("head_dim", width // num_heads)
+    theta, scaling = _rope(fields)
+    stretch = scaling.factor if isinstance(scaling, LinearScaling) else 1.0
+    shared: dict[str, Any] = {
+        "num_layers": num_layers,
+        "width": width,
+        "num_heads": num_heads,
+        "num_kv_heads": fields.size("num_key_value_heads", num_heads),
+        "head_size": head_size,
+        "ffn_width": fields.size("intermediate_size"),
+        "vocab_size": fields.size("vocab_size"),
+        "max_position": int(fields.size("max_position_embeddings") * stretch),
+        "windows": (None,) * num_layers,
+        "attention_scale": head_size**-0.5,
+        "norm_eps": fields.take("rms_norm_eps", float, 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "activation": fields.activation(activation, "silu"),
+        "tie_embeddings": fields.take("tie_word_embeddings", bool, tied),
+    }
+    return Spec(**(shared | overrides))
+
+
+def _rope(fields: Fields) -> tuple[float, LinearScaling | BandScaling | None]:
+    theta = fields.take("rope_theta", float, 10000.0)
+    settings = fields.raw("rope_scaling"), fields.raw("rope_parameters")
+    if settings[0] is not None and settings[1] is not None and settings[0] != settings[1]:
+        raise UserError("config.json: rope_scaling and rope_parameters contradict each other.", "rope_scaling")
+    chosen = settings[1] if settings[1] is not None else settings[0]
+    if chosen is None:
+        return theta, None
+    if not isinstance(chosen, Mapping):
+        raise UserError(f"config.json: the rotary settings must be an object, got {chosen!r}.", "rope_scaling")
+    rope = Fields(chosen, "config.json, rotary settings")
+    theta = rope.take("rope_theta", float, theta)
+    rope.only("partial_rotary_factor", 1.0)
+    older, kind = rope.take("type", str, "default"), rope.raw("rope_type")  # "type" until transformers 4.43
+    kind = older if kind is None else kind
+    scaling: LinearScaling | BandScaling | None = None
+    if kind == "linear":
+        scaling = LinearScaling(rope.take("factor", float))
+    elif kind == "llama3":
+        scaling = BandScaling(
+            rope.take("factor", float),
+            rope.take("low_freq_factor", float),
+            rope.take("high_freq_factor", float),
+            rope.size("original_max_position_embeddings"),
+        )
+    elif kind != "default":
+        raise UserError(f"config.json: rope_type {kind!r} is not supported, only default, linear, llama3.", "rope_type")
+    if scaling is not None and scaling.factor < 1.0:
+        raise UserError(f"config.json: the rotary factor must be at least 1, got {scaling.factor}.", "factor")
+    rope.finish()
+    return theta, scaling
+
+
+def _windows(fields: Fields, window: int | None, default: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """Give each layer its window: `layer_types` says which layers slide, else `default` does."""
+    kinds = fields.raw("layer_types")
+    slides = default
+    if kinds is not None:
+        if not isinstance(kinds, list) or not set(kinds) <= {"full_attention", "sliding_attention"}:
+            raise UserError(f"config.json: layer_types {kinds!r:.80} has a kind of layer not built yet.", "layer_types")
+        slides = tuple(kind == "sliding_attention" for kind in kinds)
+    if len(slides) != len(default):
+        raise UserError(f"config.json: layer_types names {len(slides)} of {len(default)} layers.", "layer_types")
+    if window is not None and window < 1:
+        raise UserError(f"config.json: sliding_window must be at least 1, got {window}.", "sliding_window")
+    return tuple(window if is_sliding else None for is_sliding in slides)
+
+
+def _llama(fields: Fields) -> Spec:
+    fields.only("rope_interleaved", False)
+    bias = fields.take("attention_bias", bool, False)
+    return _llama_like(fields, qkv_bias=bias, out_bias=bias, mlp_bias=fields.take("mlp_bias", bool, False))
+
+
+def _mistral(fields: Fields) -> Spec:
+    window = fields.optional("sliding_window", int, 4096)
+    layers = fields.size("num_hidden_layers")
+    return _llama_like(fields, windows=_windows(fields, window, (True,) * layers))
+
+
+def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
+    layers, first = fields.size("num_hidden_layers"), fields.take("max_window_layers", int, 28)
+    window = fields.optional("sliding_window", int, 4096)
+    if not fields.take("use_sliding_window", bool, False):
+        window = None
+    return _windows(fields, window, tuple(window is not None and layer >= first for layer in range(layers)))
+
+
+def _qwen2(fields: Fields) -> Spec:
+    fields.only("use_mrope", False)
+    return _llama_like(fields, qkv_bias=True, windows=_qwen_windows(fields))
+
+
+def _qwen3(fields: Fields) -> Spec:
+    bias = fields.take("attention_bias", bool, False)
+    head_size = fields.size("head_dim", 128)
+    return _llama_like(
+        fields, head_size=head_size, qk_norm=True, qkv_bias=bias, out_bias=bias, windows=_qwen_windows(fields)
+    )
+
+
+def _gemma2(fields: Fields) -> Spec:
+    layers, bias = fields.size("num_hidden_layers"), fields.take("attention_bias", bool, False)
+    window = fields.optional("sliding_window", int, 4096)
+    fields.only("sliding_window_size", window)
+    fields.only("use_bidirectional_attention", False)
+    fields.only("hidden_act", "gelu", "gelu_pytorch_tanh")  # an old key that transformers reads no more
+    return _llama_like(
+        fields,
+        tied=True,
+        activation="hidden_activation",
+        head_size=fields.size("head_dim", 256),
+        windows=_windows(fields, window, tuple(layer % 2 == 0 for layer in range(layers))),
+        attention_scale=fields.take("query_pre_attn_scalar", float, 256.0) ** -0.5,
+        attention_softcap=fields.optional("attn_logit_softcapping", float, 50.0),
+        logit_softcap=fields.optional("final_logit_softcapping", float, 30.0),
+        norm="rms+1",
+        norm_place="sandwich",
+        embed_scale=fields.size("hidden_size") ** 0.5,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+
+
+def _learned(fields: Fields, *, width: int, num_heads: int, num_layers: int, **own: Any) -> Spec:
+    """Read what the older families share: learned positions, layer norms, biases, one key head per query head."""
+    if width % num_heads != 0:
+        raise UserError(f"config.json: the width {width} is not a multiple of {num_heads} heads.")
+    return Spec(
+        num_layers=num_layers,
+        width=width,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=width // num_heads,
+        vocab_size=fields.size("vocab_size"),
+        windows=(None,) * num_layers,
+        attention_scale=(width // num_heads) ** -0.5,
+        norm="layer",
+        position="learned",
+        mlp_gated=False,
+        tie_embeddings=fields.take("tie_word_embeddings", bool, True),
+        **own,
+    )
+
+
+def _gpt2(fields: Fields) -> Spec:
+    fields.only("scale_attn_weights", True)
+    fields.only("scale_attn_by_inverse_layer_idx", False)
+    fields.only("reorder_and_upcast_attn", False, True)  # scores are float32 here in any case
+    width, positions = fields.size("n_embd"), fields.size("n_positions", 1024)
+    fields.only("n_ctx", positions)
+    return _learned(
+        fields,
+        width=width,
+        num_heads=fields.size("n_head"),
+        num_layers=fields.size("n_layer"),
+        ffn_width=fields.size("n_inner", 4 * width),
+        max_position=positions,
+        norm_eps=fields.take("layer_norm_epsilon", float, 1e-5),
+        activation=fields.activation("activation_function", "gelu_new"),
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+
+
+def _opt(fields: Fields) -> Spec:
+    width, bias = fields.size("hidden_size"), fields.take("enable_bias", bool, True)
+    fields.only("do_layer_norm_before", True)
+    fields.only("_remove_final_layer_norm", False)
+    fields.only("layer_norm_elementwise_affine", True)
+    fields.only("word_embed_proj_dim", width)
+    return _learned(
+        fields,
+        width=width,
+        num_heads=fields.size("num_attention_heads"),
+        num_layers=fields.size("num_hidden_layers"),
+        ffn_width=fields.size("ffn_dim"),
+        max_position=fields.size("max_position_embeddings"),
+        position_offset=2,  # rows 0 and 1 of the table were kept for padding (fairseq)
+        norm_eps=1e-5,
+        activation=fields.activation("activation_function", "relu"),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+_GEMMA2_TENSORS = _LLAMA_TENSORS | {
+    "attn_post_norm": "layers.{}.post_attention_layernorm.weight",
+    "mlp_norm": "layers.{}.pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "layers.{}.post_feedforward_layernorm.weight",
+}
+_GPT2_TENSORS = {
+    "embed": "wte.weight",
+    "positions": "wpe.weight",
+    "final_norm": "ln_f.weight",
+    "final_norm_bias": "ln_f.bias",
+    "head": "lm_head.weight",
+    "attn_norm": "h.{}.ln_1.weight",
+    "attn_norm_bias": "h.{}.ln_1.bias",
+    **{part: "h.{}.attn.c_attn.weight" for part in ("q", "k", "v")},
+    **{part: "h.{}.attn.c_attn.bias" for part in ("q_bias", "k_bias", "v_bias")},
+    "out": "h.{}.attn.c_proj.weight",
+    "out_bias": "h.{}.attn.c_proj.bias",
+    "mlp_norm": "h.{}.ln_2.weight",
+    "mlp_norm_bias": "h.{}.ln_2.bias",
+    "up": "h.{}.mlp.c_fc.weight",
+    "up_bias": "h.{}.mlp.c_fc.bias",
+    "down": "h.{}.mlp.c_proj.weight",
+    "down_bias": "h.{}.mlp.c_proj.bias",
+}
+_OPT_TENSORS = _LLAMA_TENSORS | {
+    "embed": "decoder.embed_tokens.weight",
+    "positions": "decoder.embed_positions.weight",
+    "final_norm": "decoder.final_layer_norm.weight",
+    "final_norm_bias": "decoder.final_layer_norm.bias",
+    "attn_norm": "decoder.layers.{}.self_attn_layer_norm.weight",
+    "attn_norm_bias": "decoder.layers.{}.self_attn_layer_norm.bias",
+    **{part: f"decoder.layers.{{}}.self_attn.{part}_proj.weight" for part in ("q", "k", "v", "out")},
+    **{f"{part}_bias": f"decoder.layers.{{}}.self_attn.{part}_proj.bias" for part in ("q", "k", "v", "out")},
+    "mlp_norm": "decoder.layers.{}.final_layer_norm.weight",
+    "mlp_norm_bias": "decoder.layers.{}.final_layer_norm.bias",
+    "up": "decoder.layers.{}.fc1.weight",
+    "up_bias": "decoder.layers.{}.fc1.bias",
+    "down": "decoder.layers.{}.fc2.weight",
+    "down_bias": "decoder.layers.{}.fc2.bias",
+}
+
+FAMILIES: tuple[Family, ...] = (
+    Family(("LlamaForCausalLM",), _llama),
+    Family(("MistralForCausalLM",), _mistral),
+    Family(("Qwen2ForCausalLM",), _qwen2),
+    Family(("Qwen3ForCausalLM",), _qwen3),
+    Family(("Gemma2ForCausalLM",), _gemma2, _GEMMA2_TENSORS),
+    Family(("GPT2LMHeadModel",), _gpt2, _GPT2_TENSORS, "transformer.", True, (".attn.bias", ".attn.masked_bias")),
+    Family(("OPTForCausalLM",), _opt, _OPT_TENSORS),
+)

@@ -1,0 +1,99 @@
+"""The arithmetic inside a decoder: products, norms, rotations, activations. Pure functions of arrays.
+
+Knows no layer order, no collective and no cache. Norms, rotations and activations are computed in float32 and returned
+in the type they were given; products accumulate in float32. Letters: T tokens, D width, H heads, C head size.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxllm.model.spec import Activation, BandScaling, LinearScaling, NormKind, Spec
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """Multiply `x` [T, in] with `weight` [out, in] and add `bias` [out]: [T, out] in float32."""
+    if x.shape[0] == 1 and x.dtype != jnp.float32:
+        # XLA:CPU turns a one-row product with 16-bit weights into a conversion of the whole weight, 6 to 12 times
+        # slower than the same product with two rows (reference/kernels.md §6).
+        product = lax.platform_dependent(x, weight, cpu=_first_of_two_rows, default=_product)
+    else:
+        product = _product(x, weight)
+    return product if bias is None else product + bias.astype(jnp.float32)
+
+
+def _product(x: Array, weight: Array) -> Array:
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _first_of_two_rows(x: Array, weight: Array) -> Array:
+    return _product(jnp.concatenate([x, x]), weight)[:1]
+
+
+def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float) -> Array:
+    """Normalise the last axis of `x`: root mean square (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016)."""
+    wide = x.astype(jnp.float32)
+    if kind == "layer":
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    gain = scale.astype(jnp.float32)
+    wide = wide * (1.0 + gain if kind == "rms+1" else gain)
+    if bias is not None:
+        wide = wide + bias.astype(jnp.float32)
+    return wide.astype(x.dtype)
+
+
+def activate(x: Array, kind: Activation) -> Array:
+    """Apply the feed-forward's nonlinearity elementwise."""
+    functions = {
+        "silu": jax.nn.silu,
+        "gelu": partial(jax.nn.gelu, approximate=False),
+        "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+        "relu": jax.nn.relu,
+    }
+    return functions[kind](x)
+
+
+def softcap(x: Array, cap: float | None) -> Array:
+    """Squash `x` into (-cap, cap) by cap · tanh(x / cap) (Gemma 2 report, §2); None leaves it."""
+    return x if cap is None else jnp.tanh(x / cap) * cap
+
+
+def inverse_frequencies(spec: Spec) -> np.ndarray:
+    """Compute the angle per position of each pair of a head's coordinates: [C / 2], float32 (Su et al. 2021)."""
+    exponents = np.arange(0, spec.head_size, 2, dtype=np.float64) / spec.head_size
+    frequencies = spec.rope_theta**-exponents
+    scaling = spec.rope_scaling
+    if isinstance(scaling, LinearScaling):
+        frequencies = frequencies / scaling.factor
+    elif isinstance(scaling, BandScaling):
+        frequencies = _band(frequencies, scaling)
+    return frequencies.astype(np.float32)
+
+
+def _band(frequencies: np.ndarray, scaling: BandScaling) -> np.ndarray:
+    # llama-models, models/llama3/model.py, apply_scaling: `kept` is the share of the unscaled frequency.
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)  # within the original context
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def rotation(spec: Spec, positions: Array) -> tuple[Array, Array]:
+    """Compute cosine and sine, each [T, 1, C / 2] float32, of every token's rotation."""
+    angles = positions.astype(jnp.float32)[:, None, None] * inverse_frequencies(spec)  # [T, 1, C / 2]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, turn: tuple[Array, Array]) -> Array:
+    """Rotate each head of `x` [T, H, C]; coordinate i is paired with i + C / 2, as in Hugging Face checkpoints."""
+    cosine, sine = turn
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [T, H, C / 2] each
+    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,291 @@
+"""From a step's logits to its tokens, and the per-slot numbers that decide how. Pure functions, traced inside the step.
+
+Knows no model, scheduler or tokenizer: it is told lengths, and which ids end a request. Every row is computed from that
+row alone, and its randomness is a function of the request's seed and the token's position, so a request gets the same
+tokens whatever runs beside it. Letters: R rows of a batch, S slots, V vocabulary, Z ids that min_tokens holds back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from enum import StrEnum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from jaxllm.types import INT32_MAX, MAX_MASKED_STOP_IDS, EngineError, SamplingParams
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_INTEGERS = ("top_k", "prompt_length", "min_length")
+_KEY_AT = len(_FLOATS) + len(_INTEGERS)  # two words: high and low half of the seed
+_STOP_IDS_AT = _KEY_AT + 2
+ROW_WIDTH = _STOP_IDS_AT + MAX_MASKED_STOP_IDS  # int32 values of a packed row
+
+_LARGEST_LOGIT = 1e30  # what penalties may make of a logit: divided by the least temperature it is still finite
+
+
+class Variant(StrEnum):
+    """The programs, each serving what the ones before it serve, with the same tokens. Chosen on the host, static."""
+
+    GREEDY = "greedy"  # the likeliest token
+    RANDOM = "random"  # and temperature
+    FILTERED = "filtered"  # and top_k, top_p, min_p, min_tokens, log-probabilities
+    PENALIZED = "penalized"  # and penalties
+
+
+@struct.dataclass
+class SamplingState:
+    """What sampling needs to know of each request: one row per slot [S], or per row of a batch [R] once gathered."""
+
+    temperature: jax.Array  # f32[S], 0 is greedy
+    top_p: jax.Array  # f32[S], 1 keeps all
+    min_p: jax.Array  # f32[S], 0 keeps all
+    top_k: jax.Array  # i32[S], 0 keeps all
+    repetition_penalty: jax.Array  # f32[S]
+    presence_penalty: jax.Array  # f32[S]
+    frequency_penalty: jax.Array  # f32[S]
+    key: jax.Array  # u32[S, 2], key data of threefry2x32
+    prompt_length: jax.Array  # i32[S], tokens
+    min_length: jax.Array  # i32[S], tokens of prompt and output before which stop_ids cannot be sampled
+    stop_ids: jax.Array  # i32[S, Z], V where there is none
+
+
+@struct.dataclass
+class Sampled:
+    """The tokens of a step. Log-probabilities are of the raw logits, and None in the variants that make none."""
+
+    tokens: jax.Array  # i32[R]
+    is_finite: jax.Array  # bool[R]; False: the row's logits hold an infinity or NaN and its token means nothing
+    logprob: jax.Array | None = None  # f32[R], of the sampled token
+    rank: jax.Array | None = None  # i32[R], of the sampled token; 1 is the likeliest, equals share a rank
+    top_logprobs: jax.Array | None = None  # f32[R, num_logprobs], falling
+    top_ids: jax.Array | None = None  # i32[R, num_logprobs]
+
+
+def needs(params: SamplingParams) -> Variant:
+    """Name the cheapest variant that serves a request."""
+    if params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+        return Variant.PENALIZED
+    is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    if is_filtered or params.min_tokens > 0 or params.logprobs is not None:
+        return Variant.FILTERED
+    return Variant.RANDOM if params.temperature > 0.0 else Variant.GREEDY
+
+
+def widest(variants: Iterable[Variant]) -> Variant:
+    """Name the cheapest variant that serves all of `variants`."""
+    return max(variants, key=list(Variant).index, default=Variant.GREEDY)
+
+
+def initial(num_slots: int, vocab_size: int) -> SamplingState:
+    """Build the state of slots that hold no request: greedy, nothing penalized, nothing held back."""
+    row = pack_row(SamplingParams(temperature=0.0), 0, 0, (), vocab_size)
+    return unpack_rows(jnp.tile(row, (num_slots, 1)))
+
+
+def pack_row(
+    params: SamplingParams, seed: int, prompt_length: int, stop_ids: Collection[int], vocab_size: int
+) -> np.ndarray:
+    """Write one request's row of the state as int32[ROW_WIDTH], floats by their bits, for the step's one buffer.
+
+    `seed` is the request's own or the one drawn for it, a 64-bit integer. `stop_ids` are all that `min_tokens` holds
+    back, at most `MAX_MASKED_STOP_IDS` (`validate_for_model` sees to it), and are not kept when it is 0.
+    """
+    held_back = sorted(stop_ids) if params.min_tokens > 0 else []
+    if len(held_back) > MAX_MASKED_STOP_IDS:
+        raise EngineError(f"{len(held_back)} stop ids were given to a row of {MAX_MASKED_STOP_IDS}.")
+    limits = np.finfo(np.float32)  # a float that is valid for a request can be 0 or infinity as a float32
+    row = np.full(ROW_WIDTH, vocab_size, np.int32)
+    row[: len(_FLOATS)] = np.array(
+        [
+            min(params.temperature, float(limits.max)),
+            max(params.top_p, float(limits.tiny)),
+            params.min_p,
+            min(max(params.repetition_penalty, float(limits.tiny)), float(limits.max)),
+            params.presence_penalty,
+            params.frequency_penalty,
+        ],
+        np.float32,
+    ).view(np.int32)
+    min_length = min(prompt_length + params.min_tokens, INT32_MAX)
+    row[len(_FLOATS) : _KEY_AT] = (min(params.top_k, vocab_size), prompt_length, min_length)
+    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)  # what jax.random.key makes of 64 bits
+    row[_KEY_AT:_STOP_IDS_AT] = words.view(np.int32)
+    row[_STOP_IDS_AT : _STOP_IDS_AT + len(held_back)] = held_back
+    return row
+
+
+def unpack_rows(packed: jax.Array) -> SamplingState:
+    """Read rows of `pack_row`, int32[R, ROW_WIDTH], back into columns."""
+    floats = lax.bitcast_convert_type(packed[:, : len(_FLOATS)], jnp.float32)
+    columns = {name: floats[:, at] for at, name in enumerate(_FLOATS)}
+    columns |= {name: packed[:, len(_FLOATS) + at] for at, name in enumerate(_INTEGERS)}
+    return SamplingState(
+        **columns,
+        key=lax.bitcast_convert_type(packed[:, _KEY_AT:_STOP_IDS_AT], jnp.uint32),
+        stop_ids=packed[:, _STOP_IDS_AT:],
+    )
+
+
+def sample(
+    logits: jax.Array,
+    rows: SamplingState,
+    positions: jax.Array,
+    history: jax.Array | None,
+    variant: Variant,
+    num_logprobs: int,
+) -> Sampled:
+    """Choose one token per row.
+
+    The order is vLLM's: raw log-probabilities, penalties, stop ids held back, greedy or temperature, min_p, top_k,
+    top_p on what is left, choice. The choice is the largest sum of logit and Gumbel noise, which draws from the softmax
+    exactly and needs no normalisation (Maddison, Tarlow, Minka 2014, arXiv:1411.0030).
+
+    Args:
+        logits: f32[R, V], finite; the full vocabulary on every shard.
+        rows: the state gathered to the batch's rows.
+        positions: i32[R], index of the token to be sampled, which is the request's length so far.
+        history: i32[R, length], prompt and output tokens, valid below `positions`; read by PENALIZED alone.
+        variant: static; must serve every row.
+        num_logprobs: static; likeliest tokens reported per row, at most V. Without effect before FILTERED.
+    """
+    is_finite = jnp.all(jnp.isfinite(logits), axis=-1)
+    if variant is Variant.GREEDY:
+        return Sampled(tokens=_argmax(logits), is_finite=is_finite)
+    adjusted = logits
+    if variant is Variant.PENALIZED:
+        assert history is not None, "penalties are computed from the history"
+        adjusted = penalized(adjusted, rows, positions, history)
+    if variant is not Variant.RANDOM:
+        adjusted = _held_back(adjusted, rows, positions)
+    is_random = (rows.temperature > 0.0)[:, None]
+    scaled = adjusted / jnp.where(is_random, rows.temperature[:, None], 1.0)
+    scores = jnp.where(is_random, scaled + _noise(rows.key, positions, logits.shape[-1]), adjusted)
+    if variant is not Variant.RANDOM:
+        scores = jnp.where(kept_tokens(scaled, rows), scores, -jnp.inf)
+    tokens = _argmax(scores)
+    if variant is Variant.RANDOM:
+        return Sampled(tokens=tokens, is_finite=is_finite)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)  # [R, 1]
+    log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)  # [R, 1]
+    top_logits, top_ids = lax.top_k(logits, num_logprobs)
+    return Sampled(
+        tokens=tokens,
+        is_finite=is_finite,
+        logprob=(chosen - log_total)[:, 0],
+        rank=1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32),
+        top_logprobs=top_logits - log_total,
+        top_ids=top_ids,
+    )
+
+
+def _argmax(scores: jax.Array) -> jax.Array:
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+def _noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+    """Draw f32[R, V] of standard Gumbel noise, each row from its key and position alone."""
+
+    def row(key: jax.Array, position: jax.Array) -> jax.Array:
+        # The generator is named: jax_default_prng_impl must not change a request's tokens.
+        at_position = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
+        return jax.random.gumbel(at_position, (vocab_size,), jnp.float32)
+
+    return jax.vmap(row)(keys, positions)
+
+
+def penalized(logits: jax.Array, rows: SamplingState, positions: jax.Array, history: jax.Array) -> jax.Array:
+    """Apply the repetition penalty (Keskar et al. 2019, arXiv:1909.05858), then OpenAI's two penalties; f32[R, V].
+
+    `history` (int32[R, length]) counts below `positions` only, from `rows.prompt_length` on as output.
+    """
+    num_rows, vocab_size = logits.shape
+    index = jnp.arange(history.shape[1], dtype=jnp.int32)[None]
+    is_output = (index >= rows.prompt_length[:, None]).astype(jnp.int32)  # [R, length]
+    token = jnp.where(index < positions[:, None], history, vocab_size)  # out of range: dropped
+    row = jnp.arange(num_rows)[:, None]
+    counts = jnp.zeros((num_rows, 2, vocab_size), jnp.int32).at[row, is_output, token].add(1, mode="drop")
+    in_output = counts[:, 1]
+    penalty = rows.repetition_penalty[:, None]
+    repeated = jnp.where(logits > 0.0, logits / penalty, logits * penalty)
+    logits = jnp.where(jnp.any(counts > 0, axis=1), repeated, logits)
+    logits = logits - rows.frequency_penalty[:, None] * in_output.astype(jnp.float32)
+    logits = logits - rows.presence_penalty[:, None] * (in_output > 0).astype(jnp.float32)
+    return jnp.clip(logits, -_LARGEST_LOGIT, _LARGEST_LOGIT)
+
+
+def _held_back(logits: jax.Array, rows: SamplingState, positions: jax.Array) -> jax.Array:
+    """Make stop ids impossible in rows that are too short to end. After penalties, which leave -inf as it is."""
+    is_short = (positions < rows.min_length)[:, None]
+    ids = jnp.where(is_short, rows.stop_ids, logits.shape[-1])  # [R, Z]; out of range: dropped
+    row = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[row, ids].set(-jnp.inf, mode="drop")
+
+
+def kept_tokens(scaled: jax.Array, rows: SamplingState) -> jax.Array:
+    """Say which tokens min_p, top_k and top_p leave, as bool[R, V]; tokens that tie with the last one kept are kept.
+
+    Every filter keeps the tokens from some logit up, so each is a search for that logit and no row is sorted. Measured
+    on two shared CPU cores against one sort and a cumulative sum: 2.8 ms for 20 at [64, 2048], 103 ms for 490 at
+    [16, 152000].
+    """
+    vocab_size = scaled.shape[-1]
+    order = _ordered(scaled)
+    weight = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))  # [R, V], the likeliest token's is 1
+    kept = weight >= rows.min_p[:, None]
+
+    limits = (rows.top_k > 0) & (rows.top_k < vocab_size)  # [R]
+    wanted = jnp.where(limits, rows.top_k, vocab_size)
+    least = _largest(lambda bound: jnp.sum(order >= bound[:, None], axis=-1, dtype=jnp.int32) >= wanted, limits)
+    kept &= order >= least[:, None]
+
+    limits = rows.top_p < 1.0  # [R]
+    weight = jnp.where(kept, weight, 0.0)
+    # Never 0: the sum is at least 1 and `pack_row` keeps top_p a normal float, so one token is always left. It is the
+    # sum of the same terms in the same order as below, so the bound that keeps all is reached at top_p = 1 too.
+    mass = rows.top_p * jnp.sum(weight, axis=-1)
+    least = _largest(
+        lambda bound: jnp.sum(jnp.where(order >= bound[:, None], weight, 0.0), axis=-1) >= mass,
+        limits,
+    )
+    return kept & ((order >= least[:, None]) | ~limits[:, None])
+
+
+def _ordered(values: jax.Array) -> jax.Array:
+    """Map floats to int32 in the same order, equal floats to equal integers."""
+    bits = lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.int32)  # -0.0 equals 0.0
+    return jnp.where(bits < 0, bits ^ INT32_MAX, bits)  # a negative float's magnitude grows downwards
+
+
+def _largest(holds: Callable[[jax.Array], jax.Array], is_wanted: jax.Array) -> jax.Array:
+    """Find each row's largest int32 for which `holds`, a predicate that a larger integer can only falsify.
+
+    Where no row `is_wanted` (bool[R]) the answer may be the smallest integer instead. Each pass settles one bit.
+    """
+
+    def settle(step: jax.Array | int, found: jax.Array) -> jax.Array:
+        # `found` counts up from 0 as unsigned; flipping its top bit makes it the int32 of the same rank.
+        higher = found | (jnp.uint32(1) << (jnp.uint32(31) - jnp.asarray(step, jnp.uint32)))
+        return jnp.where(holds(_signed(higher)), higher, found)
+
+    start = jnp.zeros(is_wanted.shape, jnp.uint32)
+
+    def search_with_loop() -> jax.Array:
+        return lax.fori_loop(0, jnp.where(jnp.any(is_wanted), 32, 0), settle, start)
+
+    def search_unrolled() -> jax.Array:
+        found = start
+        for step in range(32):
+            found = settle(step, found)
+        return found
+
+    # A loop would take the step out of its CUDA graph. On a CPU it compiles in a fifth of the time, and is skipped
+    # when no row asks for it. Decided when lowering: the program holds one of the two.
+    return _signed(lax.platform_dependent(cpu=search_with_loop, default=search_unrolled))
+
+
+def _signed(ranks: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(ranks ^ jnp.uint32(1 << 31), jnp.int32)

@@ -1,0 +1,574 @@
+"""Text to token ids and back: the model's tokenizer and chat template, incremental detokenization, stop strings.
+
+Detokenization and stop strings are pure steps over frozen states, so that an engine can keep one state per request and
+roll back. This module knows nothing of requests, schedulers or devices.
+
+`tokenizer.json` is read with the `tokenizers` library and the chat template rendered with jinja2, both directly:
+measured on two cores, that is ready in 0.05 s (0.15 s with a template) where `transformers.AutoTokenizer` takes 1.9 to
+3.1 s. `transformers` is imported only to convert a folder that has no `tokenizer.json`. No code of a model's repository
+is ever run.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxllm.chat_template import compile_template, render
+from jaxllm.types import UserError
+
+# What is fetched from a hub repository; also what the conversion by transformers may need.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+_CONVERTIBLE = ("tokenizer.model", "vocab.json", "vocab.txt")
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_UNKNOWN_CHARACTER = "\ufffd"
+_ANCHOR = "a"  # a token text that no decoder changes: stands for "some text came before"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+# A token's share of the text: bytes that are characters only together with their neighbours, or its text when it is
+# the first of all and its text after another token.
+Piece = bytes | tuple[str, str]
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Give the byte each character of a byte-level vocabulary stands for.
+
+    GPT-2's table (openai/gpt-2, encoder.py): printable Latin-1 characters stand for themselves, the other bytes in
+    order for the characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_level_alphabet()
+
+
+def load_tokenizer(folder_or_id: str | Path, revision: str | None = None) -> Tokenizer:
+    """Read the tokenizer of a local folder or of a hub repository (`revision`: its branch, tag or commit).
+
+    Raises `UserError` when there is none, or when it has a decoder that cannot be streamed exactly.
+    """
+    folder = _tokenizer_folder(folder_or_id, revision)
+    settings = _read_json(folder / "tokenizer_config.json")
+    if (folder / "tokenizer.json").is_file():
+        backend = _read_backend(folder / "tokenizer.json")
+        named_tokens = _add_special_tokens(backend, settings, folder)
+    elif any((folder / name).is_file() for name in _CONVERTIBLE):
+        backend, named_tokens = _convert(folder)
+    else:
+        raise UserError(f"{folder} has no tokenizer: expected tokenizer.json (or {', '.join(_CONVERTIBLE)}).")
+    # A file may carry the truncation and padding of its training run; a prompt is never cut or padded.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
+    return Tokenizer(backend, named_tokens, _chat_templates(folder, settings), str(folder_or_id))
+
+
+class Tokenizer:
+    """A model's tokenizer. Safe to share between threads; build it with `load_tokenizer`."""
+
+    def __init__(
+        self, backend: Any, named_tokens: Mapping[str, str], chat_templates: Mapping[str, str], name: str
+    ) -> None:
+        self._backend = backend  # a tokenizers.Tokenizer; not named as a type to keep the import lazy
+        self._named_tokens = dict(named_tokens)
+        self._chat_templates = dict(chat_templates)
+        self._compile = functools.lru_cache(maxsize=16)(compile_template)
+        self._pieces: dict[int, Piece] = {}
+        self.name = name
+        decoder = backend.decoder
+        self._decode_tokens: Callable[[list[str]], str] = " ".join if decoder is None else decoder.decode
+        self.decoding = _decoding_of(None if decoder is None else json.loads(decoder.__getstate__()), name)
+        self.special_ids: frozenset[int] = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, added ones included. A model's logits may be wider."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of the beginning-of-sequence token, if the tokenizer names one."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the end-of-sequence token, if the tokenizer names one. A generation config may list more."""
+        return self._named_id("eos_token")
+
+    def _named_id(self, name: str) -> int | None:
+        token = self._named_tokens.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Give the token ids of a text, by default with what the model expects around a prompt (often a BOS).
+
+        Special tokens spelled out in the text become those tokens, unless the tokenizer's config says
+        `split_special_tokens`. Raises `UserError` for what is no valid Unicode text.
+        """
+        if not isinstance(text, str):
+            raise UserError(f"A text must be a string, got {type(text).__name__}.", "prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"The text has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}: "
+                "it is not valid Unicode.",
+                "prompt",
+            ) from None
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Give the text of token ids exactly as the tokenizer's own decoder does; ids it does not know are left out.
+
+        `clean_up_tokenization_spaces` of the config is not applied: transformers 5 ignores it for BPE tokenizers, since
+        it removes spaces that belong to the text, and no other kind of tokenizer that sets it is in use for generation.
+        """
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise UserError(f"Token ids must be integers from 0 to {2**32 - 1}: {error}.", "ids") from None
+
+    def token_text(self, token_id: int) -> str:
+        """Give one token's text as it reads after other text: with its leading space, special tokens spelled out.
+
+        Bytes that are no whole character read U+FFFD; an id the tokenizer does not know reads as nothing.
+        """
+        piece = self.piece(token_id)
+        return piece.decode(errors="replace") if isinstance(piece, bytes) else piece[1]
+
+    def piece(self, token_id: int) -> Piece:
+        """Give a token's share of the text (see `Piece`); made by the decoder once, then looked up."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = self._make_piece(self._backend.id_to_token(token_id))
+        return piece
+
+    def _make_piece(self, token: str | None) -> Piece:
+        if token is None:
+            return b""
+        if self.decoding.byte_tokens == "level":
+            values = [_BYTE_OF_CHARACTER.get(character) for character in token]
+            return token.encode() if None in values else bytes(value for value in values if value is not None)
+        byte = _BYTE_TOKEN.fullmatch(token) if self.decoding.byte_tokens == "fallback" else None
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        before = self._decode_tokens([_ANCHOR])
+        return self._decode_tokens([token]), self._decode_tokens([_ANCHOR, token])[len(before) :]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Write a conversation as the model's chat template does: the text to encode without special tokens.
+
+        `chat_template` is a template, or the name of one of the model's; by default the model's "tool_use" template
+        when there are tools, else its default. `continue_final_message` leaves the last message open for the model to
+        go on with. `kwargs` are variables for the template. The template runs in jinja2's immutable sandbox.
+        """
+        template = self._compile(self._template_source(chat_template, with_tools=tools is not None))
+        return render(
+            template,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables={**self._named_tokens, **kwargs},
+        )
+
+    def _template_source(self, chosen: str | None, with_tools: bool) -> str:
+        if chosen is not None:
+            return self._chat_templates.get(chosen, chosen)
+        names = ("tool_use", "default") if with_tools else ("default",)
+        for name in names:
+            if name in self._chat_templates:
+                return self._chat_templates[name]
+        if self._chat_templates:
+            raise UserError(
+                f"{self.name} has no default chat template; choose one of {', '.join(sorted(self._chat_templates))}.",
+                "chat_template",
+            )
+        raise UserError(f"{self.name} has no chat template; use generate().", "chat_template")
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """What a tokenizer's decoder does beyond giving each token its text."""
+
+    byte_tokens: Literal["level", "fallback", "none"]  # every token is bytes; tokens like <0xE2> are; none is
+    strip: str = ""  # a character removed once from the start of the whole text
+
+
+@dataclass(frozen=True, slots=True)
+class Detokenizer:
+    """Where the text of a request stands: what `advance` needs to know of the tokens before.
+
+    The text of an output is what a reader sees grow behind the prompt: of `decode(prompt + output)`, every character
+    that is not made of the prompt's tokens alone. So the space before a first word is kept, and a character begun by
+    the prompt and completed by the output belongs to the output.
+    """
+
+    skip_special_tokens: bool = True
+    pending: bytes = b""  # bytes that later ones may still change
+    prompt_bytes: int = 0  # how many of them are the prompt's
+    is_start: bool = True  # nothing of the whole text has been decided yet
+    is_broken: bool = False  # within a run of byte-fallback tokens that can no longer be valid
+
+
+def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
+    """Give the state after a prompt. Reads back only as far as the prompt's end is undecided: a token or two."""
+    decoding, skipped = tokenizer.decoding, tokenizer.special_ids if skip_special_tokens else frozenset()
+    tail: list[bytes] = []
+    is_start = True
+    for token_id in reversed(prompt_ids):
+        piece = b"" if token_id in skipped else tokenizer.piece(token_id)
+        if not isinstance(piece, bytes):
+            if decoding.strip and not piece[1]:
+                continue
+            is_start = False
+            break
+        tail.append(piece)
+        if decoding.byte_tokens == "level" and sum(map(len, tail)) >= 3:
+            break  # a UTF-8 character has four bytes: an unfinished one at most three
+    pending = b"".join(reversed(tail))
+    if decoding.byte_tokens == "level":
+        is_start = not pending
+        pending = pending[-3:]
+        pending = pending[_decode_settled(pending)[1] :]
+    elif _is_broken(pending):
+        return Detokenizer(skip_special_tokens, is_start=False, is_broken=True)
+    return Detokenizer(skip_special_tokens, pending, len(pending), is_start)
+
+
+def advance(state: Detokenizer, tokenizer: Tokenizer, new_ids: Iterable[int]) -> tuple[Detokenizer, str]:
+    """Take in new output tokens; give the next state and the text that no later token can change.
+
+    The texts of all calls and of `finish` together are the output's text, for any ids whatever. Held back are only: an
+    unfinished character; and with byte-fallback tokens the current run of them while it is valid, because one invalid
+    byte turns all of a run into U+FFFD. The cost of a token does not
+    depend on the text's length: 1 to 3 µs on one core, measured.
+    """
+    skipped = tokenizer.special_ids if state.skip_special_tokens else frozenset()
+    pieces = [tokenizer.piece(token_id) for token_id in new_ids if token_id not in skipped]
+    if tokenizer.decoding.byte_tokens == "level":
+        return _advance_bytes(state, tokenizer.decoding, b"".join(pieces))  # type: ignore[arg-type]
+    text: list[str] = []
+    strip = tokenizer.decoding.strip
+    for piece in pieces:
+        if isinstance(piece, bytes):
+            state, delta = _extend_run(state, piece)
+            text.append(delta)
+            continue
+        if state.pending or state.is_broken:
+            text.append(_settle_run(state, strip))
+            state = Detokenizer(state.skip_special_tokens, is_start=False)
+        text.append(piece[0] if state.is_start else piece[1])
+        # The decoder strips the text, not the first token: one without text leaves that to the next.
+        if state.is_start and not (strip and not piece[1]):
+            state = Detokenizer(state.skip_special_tokens, is_start=False)
+    return state, "".join(text)
+
+
+def finish(state: Detokenizer, tokenizer: Tokenizer) -> str:
+    """Give the text that was held back, now that no token follows."""
+    if tokenizer.decoding.byte_tokens == "level":
+        return _UNKNOWN_CHARACTER if len(state.pending) > state.prompt_bytes else ""
+    return _settle_run(state, tokenizer.decoding.strip)
+
+
+def _advance_bytes(state: Detokenizer, decoding: Decoding, new: bytes) -> tuple[Detokenizer, str]:
+    """`advance` where every token is bytes of UTF-8 and invalid bytes read U+FFFD."""
+    if not new:
+        return state, ""
+    buffer = state.pending + new
+    text, settled = _decode_settled(buffer)
+    if state.prompt_bytes and _is_broken(buffer[: state.prompt_bytes + 1]):
+        text = text[1:]  # the output broke the prompt's last character: that U+FFFD is the prompt's
+    if state.is_start and decoding.strip and text:
+        text = text.removeprefix(decoding.strip)
+    if settled == len(buffer) and not state.pending and not state.is_start:
+        return state, text
+    prompt_bytes = 0 if settled else state.prompt_bytes
+    is_start = state.is_start and not settled
+    return Detokenizer(state.skip_special_tokens, buffer[settled:], prompt_bytes, is_start), text
+
+
+def _extend_run(state: Detokenizer, piece: bytes) -> tuple[Detokenizer, str]:
+    """Add to a run of byte-fallback tokens. Only a run that cannot become valid any more has a certain text."""
+    if state.is_broken:
+        return state, _UNKNOWN_CHARACTER * len(piece)
+    pending = state.pending + piece
+    if _is_broken(pending):
+        broken = Detokenizer(state.skip_special_tokens, is_start=False, is_broken=True)
+        return broken, _UNKNOWN_CHARACTER * (len(pending) - state.prompt_bytes)
+    return Detokenizer(state.skip_special_tokens, pending, state.prompt_bytes, state.is_start), ""
+
+
+def _decode_settled(data: bytes) -> tuple[str, int]:
+    """Decode UTF-8 up to an unfinished last character; give the text and the number of bytes it is made of."""
+    text, settled = codecs.utf_8_decode(data, "replace", False)
+    if _begins_surrogate(data[settled:]):
+        return text + 2 * _UNKNOWN_CHARACTER, len(data)
+    return text, settled
+
+
+def _is_broken(run: bytes) -> bool:
+    """Say whether no more bytes can make these valid UTF-8."""
+    try:
+        _, settled = codecs.utf_8_decode(run, "strict", False)
+    except UnicodeDecodeError:
+        return True
+    return _begins_surrogate(run[settled:])
+
+
+def _begins_surrogate(rest: bytes) -> bool:
+    """Recognize the one kind of rest that CPython takes for unfinished although no third byte makes it valid UTF-8."""
+    return rest[:1] == b"\xed" and rest[1:2] >= b"\xa0"
+
+
+def _settle_run(state: Detokenizer, strip: str) -> str:
+    """Give the output's part of a finished run of byte-fallback tokens.
+
+    All or nothing, as the decoder `ByteFallback` of huggingface/tokenizers does it: the run is valid UTF-8, or each of
+    its bytes becomes one U+FFFD.
+    """
+    try:
+        text = state.pending.decode()
+    except UnicodeDecodeError:
+        return _UNKNOWN_CHARACTER * (len(state.pending) - state.prompt_bytes)
+    start = len(state.pending[: state.prompt_bytes].decode(errors="ignore"))
+    if state.is_start and strip and text.startswith(strip):
+        start = max(start, 1)
+    return text[start:]
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatcher:
+    """Where the search for stop strings stands: the text not yet shown, and the stop string found, if any."""
+
+    stops: tuple[str, ...]
+    held: str = ""
+    matched: str | None = None
+    # Every proper beginning of a stop string: made once, then handed on from state to state.
+    beginnings: frozenset[str] = field(default=frozenset(), repr=False)
+    longest: int = field(default=0, repr=False)
+
+    @classmethod
+    def of(cls, stops: Iterable[str]) -> StopMatcher:
+        """Give the matcher before any text. Raises `UserError` for an empty stop string."""
+        stops = tuple(stops)
+        if "" in stops:
+            raise UserError("stop cannot contain an empty string.", "stop")
+        beginnings = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
+        return cls(stops, beginnings=beginnings, longest=max(map(len, beginnings), default=0))
+
+
+def match_stops(matcher: StopMatcher, delta: str) -> tuple[StopMatcher, str]:
+    """Take in more text; give the next state and the text that can be shown.
+
+    The stop string that is complete first ends the text, before its first character; of several complete at the same
+    character, the longest. So the result does not depend on how the text is cut into deltas, and no token has to be
+    awaited to see whether a longer stop string would have begun earlier. Held back is the longest end of the text that
+    a stop string begins with, so no part of a stop string is ever shown. At the end of a request `held` is to be shown.
+    """
+    if matcher.matched is not None or not delta:
+        return matcher, ""
+    if not matcher.stops:
+        return matcher, delta
+    text = matcher.held + delta
+    found = [(start + len(stop), start, stop) for stop in matcher.stops if (start := text.find(stop)) >= 0]
+    if found:
+        _, start, stop = min(found)
+        return replace(matcher, held="", matched=stop), text[:start]
+    lengths = range(min(len(text), matcher.longest), 0, -1)
+    held = next((length for length in lengths if text[-length:] in matcher.beginnings), 0)
+    shown = text[: len(text) - held]
+    return (matcher if not held and not matcher.held else replace(matcher, held=text[len(shown) :])), shown
+
+
+def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
+    """Give the local folder, fetched from the hub where it is an id; a local folder has no revisions."""
+    folder = Path(folder_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if isinstance(folder_or_id, Path) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", folder_or_id) or folder.exists():
+        raise UserError(f"The tokenizer folder {folder_or_id} does not exist or is not a folder.", "tokenizer")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(folder_or_id, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
+    except (OSError, ValueError) as error:  # every error of huggingface_hub is one of the two
+        raise UserError(
+            f"No tokenizer for {folder_or_id!r}: not a local folder, and the hub says: {_one_line(error)}", "tokenizer"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {_one_line(error)}", "tokenizer") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}.", "tokenizer")
+    return value
+
+
+def _read_backend(path: Path) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise UserError(f"{path} cannot be read as a tokenizer: {_one_line(error)}", "tokenizer") from error
+
+
+def _convert(folder: Path) -> tuple[Any, dict[str, str]]:
+    """Build the tokenizer of an older folder (sentencepiece, or vocabulary and merges) with transformers."""
+    from transformers import AutoTokenizer
+
+    advice = f"Save it once with save_pretrained() so that {folder} has a tokenizer.json."
+    try:
+        converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # by kind of tokenizer: ImportError, ValueError, OSError, KeyError, RuntimeError …
+        raise UserError(f"transformers cannot convert {folder}: {_one_line(error)} {advice}", "tokenizer") from error
+    backend = getattr(converted, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(f"{type(converted).__name__} has no fast form. {advice}", "tokenizer")
+    return backend, dict(converted.special_tokens_map)
+
+
+def _add_special_tokens(backend: Any, settings: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Add the special tokens the config names to the backend where it lacks them; give the named ones.
+
+    The order decides the ids of new tokens: as transformers 5 does it (tokenization_utils_tokenizers.py), the config's
+    table by id, then the named ones, then the others.
+    """
+    from tokenizers import AddedToken
+
+    settings = dict(settings)
+    table = settings.get("added_tokens_decoder")
+    if table is None:  # an older folder has them in a file of its own
+        settings.update(_read_json(folder / "special_tokens_map.json"))
+    listed = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    named: dict[str, Any] = {}
+    for key in (*_NAMED_TOKENS, *settings):
+        if key.endswith("_token") and isinstance(settings.get(key), str | dict):
+            named[key] = settings[key]
+    if isinstance(listed, dict):
+        named.update(listed)
+        listed = []
+    backend.add_tokens(
+        [
+            AddedToken(**_token_fields(token))
+            for _, token in sorted((table or {}).items(), key=lambda pair: int(pair[0]))
+        ]
+    )
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in (*named.values(), *listed):
+        fields = {**_token_fields(token), "special": True}
+        if fields["content"] not in known:
+            backend.add_tokens([AddedToken(**fields)])
+            known.add(fields["content"])
+    return {key: _token_fields(token)["content"] for key, token in named.items()}
+
+
+def _token_fields(token: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Give the arguments of an AddedToken written as its text or as an object."""
+    if isinstance(token, str):
+        return {"content": token}
+    names = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    fields = {key: token[key] for key in names if key in token}
+    if not isinstance(fields.get("content"), str):
+        raise UserError(f"tokenizer_config.json has a special token without text: {dict(token)!r}.", "tokenizer")
+    return fields
+
+
+def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Collect the model's chat templates by name; files come before the config's entry."""
+    templates: dict[str, str] = {}
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    entry = settings.get("chat_template")
+    if templates or entry is None:
+        return templates
+    if isinstance(entry, str):
+        return {"default": entry}
+    return {template["name"]: template["template"] for template in entry}
+
+
+def _decoding_of(decoder: Mapping[str, Any] | None, name: str) -> Decoding:
+    """Read off a decoder's description how its texts join; `UserError` for one that cannot be streamed exactly.
+
+    Known: every token is bytes; or tokens whose text depends at most on being first, with or without byte-fallback
+    tokens; and after either, one character stripped from the start of the text.
+    """
+    stages = _flatten(decoder)
+    strip = ""
+    if len(stages) > 1 and stages[-1]["type"] == "Strip" and stages[-2]["type"] in ("Fuse", "ByteLevel"):
+        last = stages.pop()
+        if (last["start"], last["stop"]) not in ((0, 0), (1, 0)):
+            raise UserError(
+                f"The tokenizer of {name} strips more than one character; that is not supported.", "tokenizer"
+            )
+        strip = last["content"] if last["start"] else ""
+    kinds = [stage["type"] for stage in stages]
+    while kinds and kinds[-1] == "Fuse":
+        kinds.pop()
+    if kinds == ["ByteLevel"]:
+        return Decoding("level", strip)
+    byte_fallback = kinds[-1:] == ["ByteFallback"]
+    # Metaspace treats the first token apart, which would mix with the stripping; WordPiece would hide byte tokens.
+    allowed = (
+        {"Replace"}
+        | (set() if strip else {"Metaspace"})
+        | (set() if strip or byte_fallback else {"WordPiece", "Strip"})
+    )
+    if not set(kinds[:-1] if byte_fallback else kinds) <= allowed:
+        raise UserError(
+            f"The tokenizer of {name} has a decoder that is not supported: {', '.join(kinds)}.", "tokenizer"
+        )
+    return Decoding("fallback" if byte_fallback else "none", strip)
+
+
+def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [stage for inner in decoder["decoders"] for stage in _flatten(inner)]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,328 @@
+"""What goes into a request and what comes out of one, and the two kinds of error.
+
+Names, defaults, rules and messages are vLLM's where the thing exists there. Standard library only, so that a client can
+import it in milliseconds. Knows no tokenizer, no model (`validate_for_model` is told its sizes) and no scheduler.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, fields
+from typing import Any, Literal, Self
+
+MAX_MASKED_STOP_IDS = (
+    32  # stop ids one request can hold back with min_tokens: columns of the sampling state on the device
+)
+INT32_MAX = 2**31 - 1
+_GREEDY_BELOW = 1e-5  # temperatures under it mean greedy, as in vLLM
+_LEAST_TEMPERATURE = 0.01  # of a request that is not greedy: logits divided by less overflow
+_MOST_SEQUENCES = 16384  # vLLM's default bound of n
+
+
+class UserError(ValueError):
+    """The caller's fault: one line that names the thing and says what to do. The server answers 400 with it."""
+
+    def __init__(self, message: str, parameter: str | None = None, value: object = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str | None, object]]:
+        # BaseException would rebuild it from `args`, which hold the message alone.
+        return type(self), (str(self), self.parameter, self.value)
+
+
+class EngineError(RuntimeError):
+    """The engine's own fault or the device's: never caused by what a caller sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends; checked when made, so a value of this type is valid.
+
+    What vLLM has and jaxllm has not built yet is accepted with its default and otherwise refused by name.
+
+    Raises:
+        UserError: naming the parameter, for an unknown name, a wrong type, a number out of range or a bad combination.
+    """
+
+    n: int = 1  # outputs per prompt
+    presence_penalty: float = 0.0  # taken off the logit of a token that the output holds
+    frequency_penalty: float = 0.0  # taken off it once per occurrence
+    repetition_penalty: float = 1.0  # divides a positive, multiplies a negative logit of a token in prompt or output
+    temperature: float = 1.0  # 0 means greedy, which resets top_p, top_k and min_p
+    top_p: float = 1.0  # the least probability that the kept tokens hold together
+    top_k: int = 0  # tokens kept; 0 (or -1, stored as 0) keeps all
+    min_p: float = 0.0  # the least probability of a kept token, as a share of the likeliest token's
+    seed: int | None = None  # 64 bits; None (or -1, stored as None): the engine draws one
+    stop: Sequence[str] = ()  # stored as a tuple; a lone string is one stop string, None is ()
+    stop_token_ids: Sequence[int] = ()  # stored as a tuple without repetitions, None is ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: until the model's context is full
+    min_tokens: int = 0  # before which neither end-of-sequence nor stop_token_ids can be sampled
+    logprobs: int | None = None  # likeliest tokens to report beside the sampled one; True is 1
+    skip_special_tokens: bool = True  # in the text
+
+    # Not built yet; `__post_init__` gets these in this order.
+    prompt_logprobs: InitVar[int | None] = None
+    prompt_logprob_token_ids: InitVar[Sequence[int] | None] = None
+    prompt_logprob_start: InitVar[int | None] = None
+    logprob_token_ids: InitVar[Sequence[int] | None] = None
+    flat_logprobs: InitVar[bool] = False
+    detokenize: InitVar[bool] = True
+    spaces_between_special_tokens: InitVar[bool] = True
+    include_stop_str_in_output: InitVar[bool] = False
+    output_kind: InitVar[object] = None
+    stream_interval: InitVar[int | None] = None
+    structured_outputs: InitVar[object] = None
+    logit_bias: InitVar[Mapping[int, float] | None] = None
+    allowed_token_ids: InitVar[Sequence[int] | None] = None
+    bad_words: InitVar[Sequence[str] | None] = None
+    truncate_prompt_tokens: InitVar[int | None] = None
+    extra_args: InitVar[Mapping[str, Any] | None] = None
+    skip_reading_prefix_cache: InitVar[bool | None] = None
+    thinking_token_budget: InitVar[int | None] = None
+    repetition_detection: InitVar[object] = None
+    routed_experts_prompt_start: InitVar[int] = 0
+    trace_decode_token_ids: InitVar[Sequence[int] | None] = None
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Refuse names that `__init__` would answer with a TypeError, and suggest the nearest one."""
+        if args:
+            raise UserError("SamplingParams takes keyword arguments only, as in SamplingParams(temperature=0.8).")
+        for name in kwargs:
+            if name not in cls.__dataclass_fields__:
+                near = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise UserError(f"{_shown(name)} is not a sampling parameter of jaxllm.{hint}", name)
+        return super().__new__(cls)
+
+    def __post_init__(self, *unbuilt: object) -> None:
+        names = [name for name in type(self).__dataclass_fields__ if name not in {own.name for own in fields(self)}]
+        for name, value in zip(names, unbuilt, strict=True):
+            default = getattr(type(self), name)
+            if type(value) is not type(default) or value != default:
+                shown = f"{name}={value}" if isinstance(value, bool) else name
+                raise UserError(f"{shown} is not supported by jaxllm yet.", name, value)
+        values = _normalized({own.name: getattr(self, own.name) for own in fields(self)})
+        _check_ranges(values)
+        if values["temperature"] < _GREEDY_BELOW:
+            values |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+            if values["n"] > 1:
+                raise UserError(f"n must be 1 when using greedy sampling, got {values['n']}.", "n", values["n"])
+        elif values["temperature"] < _LEAST_TEMPERATURE:
+            warnings.warn(
+                f"temperature {values['temperature']} is less than {_LEAST_TEMPERATURE} and was raised to it; "
+                "use 0 for greedy sampling.",
+                stacklevel=3,
+            )
+            values["temperature"] = _LEAST_TEMPERATURE
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def validate_for_model(
+    params: SamplingParams, vocab_size: int, max_logprobs: int, eos_token_ids: Collection[int] = ()
+) -> None:
+    """Refuse what this model cannot serve: ids outside its vocabulary, too many log-probabilities or masked stop ids.
+
+    `eos_token_ids` are the model's own, which `min_tokens` holds back too.
+    """
+    if params.logprobs is not None and params.logprobs > min(max_logprobs, vocab_size):
+        raise UserError(
+            f"Requested sample logprobs of {params.logprobs}, which is greater than max allowed: "
+            f"{min(max_logprobs, vocab_size)}",
+            "logprobs",
+            params.logprobs,
+        )
+    outside = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
+    if outside:
+        raise UserError(
+            f"token_id(s) {_shown(outside)} in stop_token_ids contain out-of-vocab token ids. "
+            f"Vocabulary size: {vocab_size}",
+            "stop_token_ids",
+            outside,
+        )
+    num_masked = len({*params.stop_token_ids, *eos_token_ids})
+    if params.min_tokens > 0 and num_masked > MAX_MASKED_STOP_IDS:
+        raise UserError(
+            f"min_tokens can hold back at most {MAX_MASKED_STOP_IDS} stop ids, got {num_masked} "
+            "(end-of-sequence ids counted): shorten stop_token_ids or drop min_tokens.",
+            "stop_token_ids",
+            params.stop_token_ids,
+        )
+
+
+def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """Build the defaults of a model's requests from its `generation_config.json`.
+
+    As in vLLM (`ModelConfig.get_diff_sampling_param`) `do_sample` has no say: a file without a temperature means 1.0.
+    """
+    names = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+    names["max_new_tokens"] = "max_tokens"
+    given = {names[key]: value for key, value in generation_config.items() if key in names and value is not None}
+    try:
+        return SamplingParams(**given)
+    except UserError as error:
+        raise UserError(f"generation_config.json: {error}", error.parameter, error.value) from error
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability under the model, before temperature, penalties and filters."""
+
+    logprob: float
+    rank: int | None = None  # 1 is the likeliest
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's `n` outputs so far."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # per token: token id to log-probability, the sampled token first
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
+
+    def finished(self) -> bool:
+        """Whether no token will be added."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request: seconds of the engine's monotonic clock, None for what has not happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and all of its outputs so far."""
+
+    request_id: str
+    prompt: str | None  # None when token ids were given
+    prompt_token_ids: Sequence[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache
+
+
+def _shown(value: object) -> str:
+    """Write `value` as `repr` does, on one line of at most 100 characters, whatever it is."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # CPython prints no integer of more than 4,300 digits, alone or in a list
+        return f"{type(value).__name__} too long to print"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _integer(name: str, value: object, low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):  # numpy's integers are Integral too
+        raise UserError(f"{name} must be an integer, got {_shown(value)}.", name, value)
+    number = int(value)
+    if not low <= number <= high:
+        raise UserError(f"{name} must be an integer from {low} to {high}, got {_shown(number)}.", name, value)
+    return number
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise UserError(f"{name} must be a number, got {_shown(value)}.", name, value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the largest float
+        number = math.inf
+    if not math.isfinite(number):
+        raise UserError(f"{name} must be a finite number, got {number}.", name, value)
+    return number
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UserError(f"{name} must be True or False, got {_shown(value)}.", name, value)
+    return value
+
+
+def _sequence(name: str, value: object, of: str) -> tuple[object, ...]:
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{name} must be a list of {of}, got {_shown(value)}.", name, value)
+    return tuple(value)
+
+
+def _normalized(given: dict[str, Any]) -> dict[str, Any]:
+    """Bring every value to its one type and form, or refuse it; ranges are left to `_check_ranges`."""
+    values = dict(given)
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"):
+        values[name] = _number(name, given[name])
+    for name in ("n", "top_k", "min_tokens"):
+        values[name] = _integer(name, given[name])
+    for name in ("ignore_eos", "skip_special_tokens"):
+        values[name] = _flag(name, given[name])
+    if given["max_tokens"] is not None:
+        values["max_tokens"] = _integer("max_tokens", given["max_tokens"])
+    if given["logprobs"] is not None:
+        values["logprobs"] = 1 if given["logprobs"] is True else _integer("logprobs", given["logprobs"])
+    if given["seed"] is not None:
+        seed = _integer("seed", given["seed"], -(2**63), 2**63 - 1)
+        values["seed"] = None if seed == -1 else seed
+    if values["top_k"] == -1:
+        values["top_k"] = 0
+    stop = (given["stop"],) if isinstance(given["stop"], str) else given["stop"]
+    stop = () if stop is None else _sequence("stop", stop, "strings")
+    if any(not isinstance(text, str) for text in stop):
+        raise UserError(f"stop must contain only strings, got {_shown(list(stop))}.", "stop", given["stop"])
+    ids = () if given["stop_token_ids"] is None else _sequence("stop_token_ids", given["stop_token_ids"], "integers")
+    if any(isinstance(token, bool) or not isinstance(token, numbers.Integral) for token in ids):
+        message = f"stop_token_ids must contain only integers, got {_shown(list(ids))}."
+        raise UserError(message, "stop_token_ids", given["stop_token_ids"])
+    ids = dict.fromkeys(_integer("stop_token_ids", token) for token in ids)  # each once, in the order given
+    values["stop"] = stop
+    values["stop_token_ids"] = tuple(ids)
+    return values
+
+
+def _check_ranges(values: dict[str, Any]) -> None:
+    """Refuse numbers out of range, in vLLM's words and order."""
+    most = values["max_tokens"]
+    rules = [
+        ("n", values["n"] >= 1, "must be at least 1"),
+        ("n", values["n"] <= _MOST_SEQUENCES, f"must be at most {_MOST_SEQUENCES}"),
+        ("presence_penalty", -2.0 <= values["presence_penalty"] <= 2.0, "must be in [-2, 2]"),
+        ("frequency_penalty", -2.0 <= values["frequency_penalty"] <= 2.0, "must be in [-2, 2]"),
+        ("repetition_penalty", values["repetition_penalty"] > 0.0, "must be greater than zero"),
+        ("temperature", values["temperature"] >= 0.0, "must be non-negative"),
+        ("top_p", 0.0 < values["top_p"] <= 1.0, "must be in (0, 1]"),
+        ("top_k", values["top_k"] >= 0, "must be 0 (disable), or at least 1"),
+        ("min_p", 0.0 <= values["min_p"] <= 1.0, "must be in [0, 1]"),
+        ("max_tokens", most is None or most >= 1, "must be at least 1"),
+        ("min_tokens", values["min_tokens"] >= 0, "must be greater than or equal to 0"),
+        (
+            "min_tokens",
+            most is None or values["min_tokens"] <= most,
+            f"must be less than or equal to max_tokens={most}",
+        ),
+        ("logprobs", values["logprobs"] is None or values["logprobs"] >= -1, "must be non-negative or -1"),
+    ]
+    for name, holds, rule in rules:
+        if not holds:
+            raise UserError(f"{name} {rule}, got {values[name]}.", name, values[name])
+    if values["logprobs"] == -1:
+        raise UserError("logprobs=-1 (all vocabulary) is not supported by jaxllm yet.", "logprobs", -1)
+    if "" in values["stop"]:
+        raise UserError("stop cannot contain an empty string.", "stop", values["stop"])

@@ -1,0 +1,125 @@
+"""The public operations on a paged key-value cache: what they mean, and which implementation runs.
+
+A layer's cache is two arrays [N, K, P, C]: N blocks in the pool, K key-value heads, P tokens per block, C head size.
+Layout, writing and attention are owned together here. Scores, softmax and accumulation are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import xla, xla_gather
+
+_IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Array]]] = {
+    "paged_decode": {"xla": xla.paged_decode, "xla_gather": xla_gather.paged_decode},
+    "paged_prefill": {"xla": xla.paged_prefill, "xla_gather": xla_gather.paged_prefill},
+}
+
+
+def resolve(operation: str, platform: str) -> str:
+    """Name the best implementation of `operation` on `platform` ("cpu", "gpu", ...)."""
+    if operation not in _IMPLEMENTATIONS:
+        raise ValueError(f"{operation!r} is not one of {', '.join(_IMPLEMENTATIONS)}")
+    # The page loop stops at the longest sequence, which a CPU needs; on a GPU its while loop would leave the CUDA
+    # graph and ask the host each time round (reference/kernels.md §4 and §6).
+    return "xla" if platform == "cpu" else "xla_gather"
+
+
+def write_kv(k_cache: Array, v_cache: Array, k: Array, v: Array, blocks: Array, offsets: Array) -> tuple[Array, Array]:
+    """Store k and v [T, K, C] at (blocks [T], offsets [T]) of the caches [N, K, P, C]; in place when those are donated.
+
+    A token whose block is N or more is not stored. No block or offset may be negative: JAX counts those from the end.
+    No two tokens may name the same place, not even one that is not stored.
+    """
+
+    def store(cache: Array, new: Array) -> Array:
+        return cache.at[blocks, :, offsets].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+
+    return store(k_cache, k), store(v_cache, v)
+
+
+def paged_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    tables: Array,
+    lengths: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """Attend with one query per sequence, q [B, H, C], over its cached keys: [B, H, C] in q's type.
+
+    Row b sits at position `lengths[b] - 1` and sees the positions up to its own (within `window` of them, itself
+    included); its key at position p is in block `tables[b, p // P]` at offset p % P. A row of length 0 gives zeros.
+    Table entries behind the length may be any block; what lies there, NaN included, is not seen.
+    `scale` multiplies the scores, then `softcap` bounds them; `sinks` [H] are logits that take part in the softmax
+    and carry no value (gpt-oss). `implementation` None picks by platform; an unknown name is a ValueError.
+    """
+    _check_heads(q, k_cache)
+    static = {"scale": scale, "window": window, "softcap": softcap}
+    return _dispatch("paged_decode", implementation, static, (q, k_cache, v_cache, tables, lengths, sinks))
+
+
+def paged_prefill(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    tables: Array,
+    tile_start: Array,
+    tile_length: Array,
+    tile_position: Array,
+    *,
+    tile: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """Attend with a ragged run of queries, q [T, H, C], over cached keys, causally: [T, H, C] in q's type.
+
+    Tile y is `tile_length[y]` (at most `tile`) consecutive queries of one sequence: those from `tile_start[y]` on,
+    the first at position `tile_position[y]`, with keys (their own included, already stored) in the blocks
+    `tables[y]`. A query sees the positions up to its own. Tiles must not overlap; a tile of length 0 is padding;
+    queries in no tile give zeros. Otherwise as `paged_decode`.
+    """
+    _check_heads(q, k_cache)
+    static = {"tile": tile, "scale": scale, "window": window, "softcap": softcap}
+    arrays = (q, k_cache, v_cache, tables, tile_start, tile_length, tile_position, sinks)
+    return _dispatch("paged_prefill", implementation, static, arrays)
+
+
+def _dispatch(
+    operation: str, implementation: str | None, static: dict[str, Any], arrays: tuple[Array | None, ...]
+) -> Array:
+    known = _IMPLEMENTATIONS[operation]
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    if implementation is None:
+        # The default backend may not be where this program will run; the lowering knows, and keeps one branch.
+        return lax.platform_dependent(
+            *arrays,
+            cpu=lambda *operands: known[resolve(operation, "cpu")](*operands, **static),
+            default=lambda *operands: known[resolve(operation, "gpu")](*operands, **static),
+        )
+    if implementation not in known:
+        raise ValueError(f"{operation} has no implementation {implementation!r}; it has {', '.join(known)}")
+    return known[implementation](*arrays, **static)
+
+
+def _check_heads(q: Array, k_cache: Array) -> None:
+    if q.shape[1] % k_cache.shape[1] != 0 or q.shape[2] != k_cache.shape[3]:
+        raise ValueError(
+            f"queries of {q.shape[1]} heads of {q.shape[2]} do not fit a cache of {k_cache.shape[1]} heads "
+            f"of {k_cache.shape[3]}"
+        )
+    if not jnp.issubdtype(k_cache.dtype, jnp.floating):
+        raise ValueError(f"the cache must hold floats, not {k_cache.dtype}")

@@ -1,0 +1,142 @@
+"""Paged attention as a loop over blocks with an online softmax (Milakov & Gimelshein 2018), in plain JAX.
+
+The loop ends at the longest sequence, so short ones in a long table are cheap: 10 to 66 times faster on a CPU than
+gathering every block of the table (reference/kernels.md §6). Knows neither models nor schedulers.
+Letters: B rows, T flat tokens, Y tiles, G query heads per key-value head, S keys visited per turn of the loop.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+# Keys per turn. On two cores, 16 sequences of 1,024 tokens, 14 query and 2 key-value heads of 64: 4.2 ms with 64 keys,
+# 6.0 with 32, 5.2 with 128; blocks kept apart as [B, n, K, P, C] instead of joined to [B, K, S, C]: 19 ms. A prefill
+# of 512 tokens is as fast with 64 as with 256.
+_KEYS = 64
+
+# Below every score, and finite: the difference of two of these is 0, of two infinities NaN.
+_LOWEST = -1e30
+
+
+def paged_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    tables: Array,
+    lengths: Array,
+    sinks: Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Array:
+    """See `pallas_kernels.paged_decode`."""
+    rows, heads, size = q.shape
+    kv_heads = k_cache.shape[1]
+    group = heads // kv_heads
+    grouped = q.reshape(rows, kv_heads, group, size)  # [B, K, G, C]
+    places = jnp.broadcast_to((lengths - 1)[:, None], (rows, group))  # [B, G]
+    logits = None if sinks is None else sinks.reshape(kv_heads, group)
+    mixed = _attend(grouped, k_cache, v_cache, tables, places, logits, scale=scale, window=window, softcap=softcap)
+    return mixed.reshape(rows, heads, size).astype(q.dtype)
+
+
+def paged_prefill(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    tables: Array,
+    tile_start: Array,
+    tile_length: Array,
+    tile_position: Array,
+    sinks: Array | None,
+    *,
+    tile: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Array:
+    """See `pallas_kernels.paged_prefill`."""
+    _, heads, size = q.shape
+    kv_heads = k_cache.shape[1]
+    group = heads // kv_heads
+    padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))  # so that no tile reaches beyond the end
+    logits = None if sinks is None else jnp.repeat(sinks.reshape(kv_heads, group), tile, axis=1)  # [K, G · tile]
+    steps = jnp.arange(tile, dtype=jnp.int32)
+
+    def attend_tile(y: Array, out: Array) -> Array:
+        start = (tile_start[y], 0, 0)
+        queries = lax.dynamic_slice(padded, start, (tile, heads, size))
+        queries = queries.reshape(tile, kv_heads, group, size).transpose(1, 2, 0, 3)  # [K, G, tile, C]
+        queries = queries.reshape(1, kv_heads, group * tile, size)
+        is_real = steps < tile_length[y]  # [tile]
+        places = jnp.tile(jnp.where(is_real, tile_position[y] + steps, -1), group)[None]  # [1, G · tile]
+        table = lax.dynamic_slice(tables, (y, 0), (1, tables.shape[1]))
+        mixed = _attend(queries, k_cache, v_cache, table, places, logits, scale=scale, window=window, softcap=softcap)
+        mixed = mixed.reshape(kv_heads, group, tile, size).transpose(2, 0, 1, 3).reshape(tile, heads, size)
+        before = lax.dynamic_slice(out, start, (tile, heads, size))
+        return lax.dynamic_update_slice(out, jnp.where(is_real[:, None, None], mixed.astype(out.dtype), before), start)
+
+    out = lax.fori_loop(0, tables.shape[0], attend_tile, jnp.zeros_like(padded))
+    return out[: q.shape[0]]
+
+
+def _attend(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    tables: Array,
+    places: Array,
+    sinks: Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Array:
+    """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): [B, K, R, C] in float32.
+
+    `sinks` [K, R]. The keys are visited `_KEYS` at a time, from the first that any query sees to the last.
+    """
+    rows, kv_heads, queries, size = q.shape
+    block_tokens = k_cache.shape[2]
+    blocks = max(1, _KEYS // block_tokens)
+    stride = blocks * block_tokens  # S
+    turns = -(-tables.shape[1] // blocks)
+    tables = jnp.pad(tables, ((0, 0), (0, turns * blocks - tables.shape[1])))
+    furthest = jnp.max(places, axis=1)  # [B]
+    last = jnp.minimum((jnp.max(furthest) + stride) // stride, turns)
+    first = jnp.int32(0)
+    if window is not None:
+        nearest = jnp.min(jnp.where(places >= 0, places, turns * stride))
+        first = jnp.clip(nearest - window + 1, 0, turns * stride) // stride
+
+    def visit(turn: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        mixed, highest, total = carry
+        chosen = lax.dynamic_slice(tables, (0, turn * blocks), (rows, blocks))
+        k = k_cache[chosen].swapaxes(1, 2).reshape(rows, kv_heads, stride, size)  # [B, K, S, C]
+        v = v_cache[chosen].swapaxes(1, 2).reshape(rows, kv_heads, stride, size)
+        key_places = turn * stride + jnp.arange(stride, dtype=jnp.int32)  # [S]
+        is_seen = key_places <= places[:, :, None]  # [B, R, S]
+        if window is not None:
+            is_seen &= key_places > places[:, :, None] - window
+        is_seen = is_seen[:, None]  # [B, 1, R, S]
+        scores = jnp.einsum("bkrc,bksc->bkrs", q, k, preferred_element_type=jnp.float32) * scale
+        if softcap is not None:
+            scores = jnp.tanh(scores / softcap) * softcap
+        scores = jnp.where(is_seen, scores, _LOWEST)
+        higher = jnp.maximum(highest, jnp.max(scores, axis=-1))  # [B, K, R]
+        shrink = jnp.exp(highest - higher)
+        weights = jnp.where(is_seen, jnp.exp(scores - higher[..., None]), 0.0)
+        # A weight of zero does not silence a NaN, so unwritten places must not reach the product.
+        v = jnp.where((key_places <= furthest[:, None])[:, None, :, None], v, 0)
+        added = jnp.einsum("bkrs,bksc->bkrc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return mixed * shrink[..., None] + added, higher, total * shrink + jnp.sum(weights, axis=-1)
+
+    shape = (rows, kv_heads, queries)
+    if sinks is None:
+        highest, total = jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)
+    else:
+        highest, total = jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape, jnp.float32)
+    mixed, _, total = lax.fori_loop(first, last, visit, (jnp.zeros((*shape, size), jnp.float32), highest, total))
+    return mixed / jnp.where(total > 0, total, 1.0)[..., None]

@@ -1,0 +1,64 @@
+"""Random checkpoints in the format of Hugging Face, written with the safetensors package and with numpy alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxllm.model.decoder import declare
+from jaxllm.model.families import read_spec
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 97,
+    "tie_word_embeddings": False,
+}
+
+
+def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Draw every tensor of a checkpoint, under its published name and in its published shape."""
+    spec, family = read_spec(config)
+    declared, rng = declare(spec, 1), np.random.default_rng(seed)
+    tensors: dict[str, np.ndarray] = {}
+    for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
+        for weight in weights.values():
+            pieces: dict[str, list[np.ndarray]] = {}
+            for part in weight.parts:
+                values = 0.2 * rng.standard_normal((part.rows, *weight.shape[1:]), np.float32)
+                name = family.tensors[part.name].format(layer)
+                pieces.setdefault(name if name.startswith("lm_head") else family.prefix + name, []).append(values)
+            for name, values in pieces.items():
+                joined = np.concatenate(values)
+                is_transposed = family.is_transposed and layer is not None and joined.ndim == 2
+                tensors[name] = np.ascontiguousarray(joined.T) if is_transposed else joined
+    return tensors
+
+
+def write_checkpoint(
+    folder: Path, config: dict[str, Any] = CONFIG, tensors: dict[str, np.ndarray] | None = None, files: int = 1
+) -> Path:
+    """Write config.json and the tensors, in one file or in several with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = random_tensors(config) if tensors is None else tensors
+    if files == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    names = [f"model-{file + 1:05}-of-{files:05}.safetensors" for file in range(files)]
+    places = {name: names[number % files] for number, name in enumerate(tensors)}
+    for file in names:
+        save_file({name: value for name, value in tensors.items() if places[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder

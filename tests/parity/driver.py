@@ -1,0 +1,107 @@
+"""Our decoder with a paged cache, one sequence at a time: what an engine does, without the engine.
+
+The cache starts as NaN and the blocks are handed out in a shuffled order, so that a place that was never written, or a
+block that is not the sequence's own, cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+import pallas_kernels
+from jaxllm import sharding
+from jaxllm.model import decoder, weights
+from jaxllm.model.families import read_spec
+from jaxllm.model.spec import Spec, heads_per_shard
+
+BLOCK_TOKENS = 4
+TILE = 16
+
+
+class Driver:
+    """A model and the cache of one sequence of at most `max_tokens` tokens."""
+
+    def __init__(
+        self, spec: Spec, params: decoder.Params[jax.Array], mesh: Mesh, max_tokens: int, implementation: str | None
+    ) -> None:
+        self._spec, self._params, self._implementation = spec, params, implementation
+        blocks = -(-max_tokens // BLOCK_TOKENS)
+        self._table = jnp.asarray(np.random.default_rng(5).permutation(blocks + 3)[:blocks], jnp.int32)
+        shards = mesh.devices.size
+        heads = heads_per_shard(spec, shards)[1] * shards
+        dtype = params.top["embed"].dtype
+        empty = np.full((blocks + 3, heads, BLOCK_TOKENS, spec.head_size), np.nan, dtype)
+        axes = (None, "kv_heads", None, "head")
+        self._caches = [
+            tuple(jax.device_put(empty, sharding.named(mesh, axes)) for _ in range(2)) for _ in range(spec.num_layers)
+        ]
+        places = jax.tree.map(lambda weight: sharding.partition(weight.axes), decoder.declare(spec, shards))
+        cache, whole = sharding.partition(axes), PartitionSpec()
+        self._step = jax.jit(
+            jax.shard_map(
+                self._on_shard,
+                mesh=mesh,
+                in_specs=(places, cache, whole, whole),
+                out_specs=(whole, cache),
+                check_vma=False,
+            ),
+            compiler_options={"xla_backend_optimization_level": 0},  # compiled in two thirds of the time, run once
+        )
+        self._length = 0
+
+    def run(self, tokens: list[int]) -> np.ndarray:
+        """Append tokens to the sequence; their logits [T, V]."""
+        positions = np.arange(self._length, self._length + len(tokens), dtype=np.int32)
+        self._length += len(tokens)
+        logits, self._caches = self._step(self._params, self._caches, np.asarray(tokens, np.int32), positions)
+        return np.asarray(logits)
+
+    def _on_shard(self, params, caches, tokens, positions):
+        caches = list(caches)
+        blocks, offsets = self._table[positions // BLOCK_TOKENS], positions % BLOCK_TOKENS
+        options = {
+            "scale": self._spec.attention_scale,
+            "softcap": self._spec.attention_softcap,
+            "implementation": self._implementation,
+        }
+
+        def attend(layer, q, k, v, window):
+            caches[layer] = pallas_kernels.write_kv(*caches[layer], k, v, blocks, offsets)
+            if len(tokens) == 1:
+                return pallas_kernels.paged_decode(
+                    q, *caches[layer], self._table[None], positions + 1, window=window, **options
+                )
+            start = jnp.arange(0, len(tokens), TILE, dtype=jnp.int32)
+            tables = jnp.broadcast_to(self._table, (len(start), len(self._table)))
+            length = jnp.minimum(TILE, len(tokens) - start)
+            return pallas_kernels.paged_prefill(
+                q, *caches[layer], tables, start, length, positions[start], tile=TILE, window=window, **options
+            )
+
+        hidden = decoder.forward(self._spec, params, tokens, positions, attend)
+        return decoder.logits(self._spec, params, hidden), caches
+
+
+def generate(
+    folder: Path, prompt: list[int], steps: int, shards: int = 1, implementation: str | None = None
+) -> tuple[np.ndarray, list[int]]:
+    """Load a folder in float32 and decode greedily: logits of every position but the last token's, and the tokens."""
+    mesh = sharding.make_mesh(jax.devices("cpu"), shards)
+    spec, family = read_spec(weights.read_config(folder))
+    params = weights.load(folder, spec, family, mesh, "float32")
+    return decode_greedily(Driver(spec, params, mesh, len(prompt) + steps, implementation), prompt, steps)
+
+
+def decode_greedily(driver: Driver, prompt: list[int], steps: int) -> tuple[np.ndarray, list[int]]:
+    """Run a prompt and `steps` further tokens: logits [prompt + steps - 1, V] and the tokens."""
+    logits = [driver.run(prompt)]
+    tokens = [int(logits[-1][-1].argmax())]
+    while len(tokens) < steps:
+        logits.append(driver.run(tokens[-1:]))
+        tokens.append(int(logits[-1][-1].argmax()))
+    return np.concatenate(logits), tokens

@@ -1,0 +1,166 @@
+"""Makes tests/golden/: for each case a random two-layer model of `transformers`, and what that model computes.
+
+Needs torch (`pip install -e ".[parity]"`), then `python tests/parity/make_golden.py [case ...]`. Weights come from
+numpy's generator, so that a case can be made again anywhere; the scale is such that logits are spread out and the
+largest never ties.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+PROMPT_TOKENS = 40
+STEPS = 32
+SEED = 2
+STORY_PROMPT = [1, 403, 407]  # "<s> Once upon" in its own vocabulary
+STORY_STEPS = 64
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+# transformers' model type and what differs from _SIZES. Windows are shorter than the prompt, so that they matter.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _SIZES | {"num_key_value_heads": 6}),
+    "llama-3.1": ("llama", _SIZES | {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
+    "llama-biased": (
+        "llama",
+        _SIZES
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        },
+    ),
+    "mistral": ("mistral", _SIZES | {"sliding_window": 11}),
+    "qwen2": ("qwen2", _SIZES | {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", _SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", _SIZES | {"head_dim": 16}),
+    "gemma2": (
+        "gemma2",
+        _SIZES
+        | {
+            "head_dim": 12,
+            "sliding_window": 10,
+            "query_pre_attn_scalar": 3,
+            "attn_logit_softcapping": 8.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "gpt2": (
+        "gpt2",
+        {"vocab_size": 128, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 80, "n_inner": 96},
+    ),
+    "opt": (
+        "opt",
+        {
+            "vocab_size": 128,
+            "hidden_size": 48,
+            "ffn_dim": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "max_position_embeddings": 80,
+            "word_embed_proj_dim": 48,
+        },
+    ),
+}
+
+
+def make_model(case: str, seed: int) -> Any:
+    """Build a case's model with weights drawn from `seed`."""
+    import torch
+    import transformers
+
+    kind, sizes = CASES[case]
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    rng = np.random.default_rng([zlib.crc32(case.encode()), seed])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = rng.standard_normal(tuple(parameter.shape), np.float32) * 0.25
+            if parameter is model.get_output_embeddings().weight and model.config.tie_word_embeddings:
+                value *= 0.4  # or each token would predict itself
+            is_norm = parameter.ndim == 1 and name.endswith("weight")
+            if is_norm and kind != "gemma2":  # whose norms store the distance from one
+                value += 1.0
+            parameter.copy_(torch.from_numpy(value))
+    return model.eval()
+
+
+def record(model: Any, prompt: list[int], steps: int) -> dict[str, np.ndarray]:
+    """Decode greedily, each time over the whole sequence: no cache that could hide a mistake of its own."""
+    import torch
+
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(steps):
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+            tokens.append(int(logits[-1].argmax()))
+    assert np.isfinite(logits).all()
+    return {
+        "prompt": np.asarray(prompt, np.int32),
+        "tokens": np.asarray(tokens[len(prompt) :], np.int32),
+        "logits": logits,  # [prompt + steps - 1, V]
+    }
+
+
+def make_prompt(case: str, vocab_size: int, seed: int) -> list[int]:
+    """Draw the prompt of a case."""
+    rng = np.random.default_rng([zlib.crc32(case.encode()), seed, 1])
+    return rng.integers(0, vocab_size, PROMPT_TOKENS).tolist()
+
+
+def load(folder: Path) -> Any:
+    """Load a stored model as transformers does."""
+    import torch
+    import transformers
+
+    options = {"attn_implementation": "eager", "dtype": torch.float32}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def main(cases: list[str]) -> None:
+    """Write the golden files of the cases, or of all."""
+    if not cases:
+        folder = GOLDEN / "stories260K"
+        np.savez(folder / "golden.npz", **record(load(folder), STORY_PROMPT, STORY_STEPS))
+    for case in cases or CASES:
+        folder = GOLDEN / case
+        model = make_model(case, seed=SEED)
+        golden = record(model, make_prompt(case, model.config.vocab_size, seed=SEED), STEPS)
+        model.save_pretrained(folder)
+        (folder / "generation_config.json").unlink()
+        (folder / "model.safetensors").chmod(0o644)
+        np.savez(folder / "golden.npz", **golden)
+        best = np.sort(golden["logits"][PROMPT_TOKENS - 1 :], axis=-1)
+        size = sum(file.stat().st_size for file in folder.iterdir()) // 1024
+        variety = len(set(golden["tokens"].tolist()))
+        print(
+            f"{case:14} {size:4} KiB  logits' deviation {golden['logits'].std():.2f}  "
+            f"least lead {np.min(best[:, -1] - best[:, -2]):.4f}  different tokens {variety}"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,52 @@
+"""The comparison of tests/test_parity.py made afresh: new random models, computed by transformers here and now.
+
+Needs torch (`pip install -e ".[parity]"`); `make parity` runs it. It also makes the committed golden files again, so
+that they cannot drift from what transformers computes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.parity import make_golden
+from tests.parity.driver import generate
+
+pytestmark = pytest.mark.parity
+
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("case", make_golden.CASES)
+def test_fresh_models_agree(case, seed, tmp_path):
+    model = make_golden.make_model(case, seed)
+    model.save_pretrained(tmp_path)
+    prompt = make_golden.make_prompt(case, model.config.vocab_size, seed)
+    expected = make_golden.record(model, prompt, make_golden.STEPS)
+    logits, tokens = generate(tmp_path, prompt, make_golden.STEPS)
+    best = np.sort(expected["logits"][len(prompt) - 1 :], axis=-1)
+    assert np.min(best[:, -1] - best[:, -2]) > 2 * TOLERANCE, "two tokens tie: choose another seed"
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE)
+    assert tokens == expected["tokens"].tolist()
+
+
+def test_trained_model_agrees():
+    folder = make_golden.GOLDEN / "stories260K"
+    expected = make_golden.record(make_golden.load(folder), make_golden.STORY_PROMPT, 128)
+    logits, tokens = generate(folder, make_golden.STORY_PROMPT, 128)
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=TOLERANCE)
+    assert tokens == expected["tokens"].tolist()
+
+
+@pytest.mark.parametrize("case", [*make_golden.CASES, "stories260K"])
+def test_golden_files_are_what_transformers_computes(case):
+    folder = make_golden.GOLDEN / case
+    with np.load(folder / "golden.npz") as stored:
+        prompt, tokens, logits = stored["prompt"].tolist(), stored["tokens"].tolist(), stored["logits"]
+    again = make_golden.record(make_golden.load(folder), prompt, len(tokens))
+    assert again["tokens"].tolist() == tokens
+    np.testing.assert_allclose(again["logits"], logits, rtol=0, atol=1e-5)
+    if case in make_golden.CASES:
+        made = make_golden.record(make_golden.make_model(case, make_golden.SEED), prompt, len(tokens))
+        np.testing.assert_allclose(made["logits"], logits, rtol=0, atol=1e-5)

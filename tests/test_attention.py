@@ -1,0 +1,225 @@
+"""Paged attention and the cache write against a naive loop in float64, over one list of shapes for all implementations.
+
+Every cache starts as NaN and only the sequences' own places are filled, so whatever reads another place shows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_kernels
+
+IMPLEMENTATIONS = ("xla", "xla_gather")
+
+
+@dataclass(frozen=True)
+class Case:
+    block_tokens: int
+    head_size: int
+    kv_heads: int
+    group: int
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def options(self) -> dict:
+        return {"scale": self.head_size**-0.5, "window": self.window, "softcap": self.softcap}
+
+
+CASES = [
+    Case(1, 16, 2, 1),
+    Case(2, 16, 1, 4, window=5),
+    Case(16, 16, 2, 4, softcap=2.0),
+    Case(16, 64, 2, 7),
+    Case(16, 128, 1, 4, window=17, has_sinks=True),
+    Case(64, 64, 1, 1, has_sinks=True),
+    Case(64, 16, 3, 7, window=100, softcap=1.0, has_sinks=True),
+]
+
+
+class Pool:
+    """Blocks of a cache, NaN where nothing was stored; sequences are written token by token."""
+
+    def __init__(self, case: Case, num_blocks: int, seed: int = 0) -> None:
+        self.case, self.rng = case, np.random.default_rng(seed)
+        shape = (num_blocks, case.kv_heads, case.block_tokens, case.head_size)
+        self.k, self.v = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+        self.free = self.rng.permutation(num_blocks).tolist()
+
+    def add(self, length: int, shared: list[int] | None = None) -> list[int]:
+        """Store random keys and values for a sequence that starts with full `shared` blocks; return its blocks."""
+        size = self.case.block_tokens
+        blocks = list(shared or [])
+        for place in range(len(blocks) * size, length):
+            if place % size == 0:
+                blocks.append(self.free.pop())
+            token = self.rng.standard_normal((2, self.case.kv_heads, self.case.head_size))
+            self.k[blocks[-1], :, place % size], self.v[blocks[-1], :, place % size] = token
+        return blocks
+
+    def tables(self, sequences: list[list[int]], width: int) -> np.ndarray:
+        """Lay blocks out as [rows, width]; what lies behind a sequence is some other, poisoned or foreign block."""
+        tables = self.rng.integers(0, len(self.k), (len(sequences), width))
+        for row, blocks in zip(tables, sequences, strict=True):
+            row[: len(blocks)] = blocks
+        return tables.astype(np.int32)
+
+    def queries(self, count: int) -> np.ndarray:
+        heads = self.case.kv_heads * self.case.group
+        return self.rng.standard_normal((count, heads, self.case.head_size)).astype(np.float32)
+
+    def sinks(self) -> np.ndarray | None:
+        if not self.case.has_sinks:
+            return None
+        return self.rng.standard_normal(self.case.kv_heads * self.case.group).astype(np.float32)
+
+    def attend(self, q: np.ndarray, blocks: list[int], place: int, sinks: np.ndarray | None) -> np.ndarray:
+        """Attend with one token's heads [H, C] at a place, head by head and key by key, in float64."""
+        case = self.case
+        first = 0 if case.window is None else max(0, place - case.window + 1)
+        out = np.zeros(q.shape)
+        for head, query in enumerate(q.astype(np.float64)):
+            stored = [
+                cache[blocks[p // case.block_tokens], head // case.group, p % case.block_tokens]
+                for cache in (self.k, self.v)
+                for p in range(first, place + 1)
+            ]
+            keys, values = np.asarray(stored, np.float64).reshape(2, place + 1 - first, case.head_size)
+            scores = keys @ query * case.head_size**-0.5
+            if case.softcap is not None:
+                scores = case.softcap * np.tanh(scores / case.softcap)
+            weights = np.exp(scores)
+            total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head]))
+            out[head] = weights @ values / total
+        return out
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decode_matches_the_naive_loop(case, implementation):
+    size = case.block_tokens
+    lengths = [0, 1, size, size + 1, max(2, size - 1), 150, 3 * size + 2]
+    pool = Pool(case, num_blocks=600 // size + 12)
+    sequences = [pool.add(length) for length in lengths[:-1]]
+    sequences.append(pool.add(lengths[-1], shared=sequences[5][: min(2, 150 // size)]))
+    lengths[-1] = max(lengths[-1], min(2, 150 // size) * size)
+    tables = pool.tables(sequences, width=max(map(len, sequences)) + 3)
+    q, sinks = pool.queries(len(lengths)), pool.sinks()
+
+    decode = jax.jit(partial(pallas_kernels.paged_decode, **case.options, implementation=implementation))
+    out = np.asarray(decode(q, pool.k, pool.v, tables, np.asarray(lengths, np.int32), sinks=sinks))
+
+    expected = np.zeros(q.shape)
+    for row, (blocks, length) in enumerate(zip(sequences, lengths, strict=True)):
+        if length:
+            expected[row] = pool.attend(q[row], blocks, length - 1, sinks)
+    assert not out[0].any()
+    np.testing.assert_allclose(out, expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ragged_prefill_matches_the_naive_loop(case, implementation):
+    tile, gap = 8, 3  # tokens between the sequences that belong to none
+    chunks = [(0, 1), (0, 21), (150, 13), (case.block_tokens, 8), (5, 2 * case.block_tokens % 30 + 1)]  # cached, new
+    pool = Pool(case, num_blocks=700 // case.block_tokens + 14, seed=1)
+    sequences = [pool.add(cached + new) for cached, new in chunks]
+    q = pool.queries(sum(new + gap for _, new in chunks))
+    sinks = pool.sinks()
+
+    expected, tiles, owners, start = np.zeros(q.shape), [(2, 0, 7)], [sequences[0]], gap  # an empty tile goes first
+    for blocks, (cached, new) in zip(sequences, chunks, strict=True):
+        for token in range(new):
+            expected[start + token] = pool.attend(q[start + token], blocks, cached + token, sinks)
+        for begin in range(0, new, tile):
+            tiles.append((start + begin, min(tile, new - begin), cached + begin))
+            owners.append(blocks)
+        start += new + gap
+    order = pool.rng.permutation(len(tiles))
+    tables = pool.tables([owners[one] for one in order], width=max(map(len, sequences)) + 2)
+    starts, lengths, places = np.asarray(tiles, np.int32)[order].T
+
+    prefill = jax.jit(partial(pallas_kernels.paged_prefill, tile=tile, **case.options, implementation=implementation))
+    out = np.asarray(prefill(q[: start - gap], pool.k, pool.v, tables, starts, lengths, places, sinks=sinks))
+    np.testing.assert_allclose(out, expected[: start - gap], rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16_caches_are_accumulated_in_float32(implementation):
+    case = Case(16, 64, 2, 4)
+    pool = Pool(case, num_blocks=70)
+    blocks = pool.add(1000)
+    pool.k, pool.v = (cache.astype(ml_dtypes.bfloat16) for cache in (pool.k, pool.v))
+    q = pool.queries(1).astype(ml_dtypes.bfloat16)
+    decode = partial(pallas_kernels.paged_decode, **case.options, implementation=implementation)
+    out = decode(q, pool.k, pool.v, pool.tables([blocks], 63), np.asarray([1000], np.int32))
+    assert out.dtype == jnp.bfloat16
+    expected = pool.attend(q[0], blocks, 999, None)
+    # One rounding of each weight and one of the result, relative to values of about 1/30: 2**-8 of that.
+    np.testing.assert_allclose(np.asarray(out[0], np.float64), expected, rtol=0, atol=5e-4)
+
+
+# XLA:CPU of jax 0.10 can neither gather nor scatter bfloat16: it converts the whole pool to float32 and back.
+_BFLOAT16 = pytest.param(
+    jnp.bfloat16, marks=pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jax 0.10 converts the pool")
+)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, _BFLOAT16])
+def test_decode_touches_only_the_blocks_of_its_sequence(dtype):
+    """A conversion or copy of the whole pool would be temporary memory of its size."""
+    shape = (4096, 2, 16, 64)
+    pool = jax.ShapeDtypeStruct(shape, dtype)
+    arguments = (jax.ShapeDtypeStruct((1, 8, 64), dtype), pool, pool)
+    arguments += (jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
+    decode = jax.jit(partial(pallas_kernels.paged_decode, scale=1.0, implementation="xla"))
+    memory = decode.lower(*arguments).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < np.prod(shape) / 50
+
+
+def test_unnamed_implementation_is_the_platforms_best():
+    case = CASES[0]
+    pool = Pool(case, num_blocks=8)
+    arguments = (pool.queries(1), pool.k, pool.v, pool.tables([pool.add(3)], 4), np.asarray([3], np.int32))
+    options = case.options
+    expected = pallas_kernels.paged_decode(*arguments, implementation="xla", **options)
+    np.testing.assert_array_equal(pallas_kernels.paged_decode(*arguments, **options), expected)
+    assert pallas_kernels.resolve("paged_decode", "cpu") == "xla"
+    assert pallas_kernels.resolve("paged_prefill", "gpu") == "xla_gather"
+    with pytest.raises(ValueError, match="paged_decode, paged_prefill"):
+        pallas_kernels.resolve("paged_encode", "cpu")
+    with pytest.raises(ValueError, match="no implementation 'triton'; it has xla, xla_gather"):
+        pallas_kernels.paged_decode(*arguments, implementation="triton", **options)
+    with pytest.raises(ValueError, match="queries of 3 heads of 16 do not fit a cache of 2 heads of 16"):
+        pallas_kernels.paged_decode(np.zeros((1, 3, 16)), *arguments[1:], **options)
+
+
+def test_write_kv_stores_each_token_in_its_place_and_drops_padding():
+    rng = np.random.default_rng(3)
+    k_cache, v_cache = rng.standard_normal((2, 5, 3, 4, 8)).astype(ml_dtypes.bfloat16)
+    k, v = rng.standard_normal((2, 6, 3, 8)).astype(np.float32)
+    blocks, offsets = np.asarray([4, 0, 4, 5, 2, 6], np.int32), np.asarray([3, 0, 1, 1, 2, 0], np.int32)
+    stored = pallas_kernels.write_kv(*map(jnp.asarray, (k_cache, v_cache, k, v, blocks, offsets)))
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        for token in (0, 1, 2, 4):
+            cache[blocks[token], :, offsets[token]] = new[token]
+    for got, expected in zip(stored, (k_cache, v_cache), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, _BFLOAT16])
+def test_write_kv_is_in_place_when_the_caches_are_donated(dtype):
+    cache = jax.ShapeDtypeStruct((256, 2, 16, 64), dtype)
+    new, place = jax.ShapeDtypeStruct((4, 2, 64), dtype), jax.ShapeDtypeStruct((4,), jnp.int32)
+    write = jax.jit(pallas_kernels.write_kv, donate_argnums=(0, 1))
+    memory = write.lower(cache, cache, new, new, place, place).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 2 * np.prod(cache.shape) * np.dtype(dtype).itemsize
+    assert memory.temp_size_in_bytes < 64 * 1024

@@ -1,0 +1,183 @@
+"""Chat templates against transformers' own rendering, and what a template or a conversation may not do."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from jaxllm.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.types import UserError
+
+TURNS = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'tool' and loop.first %}{{ raise_exception('a tool\\ncannot begin') }}{% endif %}
+    {{- '<' + message['role'] + '>' + message.content + eos_token + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
+TOOLS = """{%- set seen = namespace(system=false) %}
+{% for message in messages if message.role != 'skip' %}
+  {% if message.content is not defined %}{% continue %}{% endif %}
+  {% if message.role == 'stop' %}{% break %}{% endif %}
+  {% if message.role == 'system' %}{% set seen.system = true %}{% endif %}
+  {% generation %}{{ message.role | upper }}: {{ message.content | trim }}{% endgeneration %}
+
+{% endfor %}
+{{ seen.system }} {{ tools | tojson(indent=2) if tools else 'no tools' }} {{ messages[0] | tojson }}
+{{ documents is none }} {{ pad_token is defined }} {{ thinking | default('off') }} {{ strftime_now('%Y') }}
+{{ dict(a=1).items() | list }} {{ range(3) | list }} {{ '<é&>' | tojson }}
+"""
+TRIMMED = "{% for message in messages %}[{{ message.content | trim }}]{% endfor %}"
+PARTS = "{% for message in messages %}{% for part in message.content %}{{ part.text }}|{% endfor %}{% endfor %}"
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": " Be brief.  "},
+    {"role": "user", "content": "Wie heißt du? <b>\n", "name": None},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1.5}}}]},
+    {"role": "user", "content": "  And now  "},
+]
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "description": "<é>", "parameters": {"x": [1, True]}},
+}
+
+
+def _folder(folder: Path, template: object = None, **files: str) -> Path:
+    backend = Backend(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    config |= {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    for name, content in files.items():
+        path = folder / name.replace("__", "/").replace("_jinja", ".jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    return folder
+
+
+def _both(folder: Path) -> tuple[Tokenizer, Any]:
+    from transformers import AutoTokenizer
+
+    return load_tokenizer(folder), AutoTokenizer.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments"),
+    [
+        (TURNS, {"messages": CONVERSATION[:2]}),
+        (TURNS, {"messages": CONVERSATION[:2], "add_generation_prompt": False}),
+        (TURNS, {"messages": CONVERSATION[:2], "bos_token": "<other>"}),
+        (TOOLS, {"messages": CONVERSATION}),
+        (TOOLS, {"messages": CONVERSATION[1:], "tools": [TOOL], "thinking": "on"}),
+        (TOOLS, {"messages": [*CONVERSATION, {"role": "stop", "content": ""}, CONVERSATION[0]], "tools": []}),
+        (TRIMMED, {"messages": [CONVERSATION[0], CONVERSATION[3]]}),
+        (
+            PARTS,
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b "}]}
+                ]
+            },
+        ),
+    ],
+)
+def test_same_text_as_transformers(template: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    ours, theirs = _both(_folder(tmp_path, template))
+    arguments = {"add_generation_prompt": True, **arguments}
+    messages = arguments.pop("messages")
+    before = json.dumps(messages)
+    expected = theirs.apply_chat_template(messages, tokenize=False, **arguments)
+    assert ours.apply_chat_template(messages, **arguments) == expected
+    assert json.dumps(messages) == before
+    assert str(datetime.now().year) in expected or template != TOOLS
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        *((template, content) for template in (TURNS, TRIMMED) for content in ("I am", "I am ", " \n")),
+        (PARTS, [{"type": "text", "text": "I"}, {"type": "text", "text": "am "}]),
+    ],
+)
+def test_continued_message_is_left_open(template: str, content: Any, tmp_path: Path) -> None:
+    ours, theirs = _both(_folder(tmp_path, template))
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    text = ours.apply_chat_template(messages, **options)
+    assert text == theirs.apply_chat_template(messages, tokenize=False, **options)
+    last = content if isinstance(content, str) else content[-1]["text"]
+    assert text.endswith(last.strip() if template == TRIMMED else last)
+
+
+def test_template_is_chosen_by_file_then_config_and_by_name(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "d"},
+        {"name": "tool_use", "template": "t"},
+        {"name": "rag", "template": "r"},
+    ]
+    messages = [{"role": "user", "content": "x"}]
+    ours, theirs = _both(_folder(tmp_path, named))
+    for arguments in ({}, {"tools": [TOOL]}, {"chat_template": "rag"}, {"chat_template": "{{ messages[0].content }}!"}):
+        text = ours.apply_chat_template(messages, **arguments)
+        assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
+    ours, theirs = _both(
+        _folder(tmp_path, named, chat_template_jinja="file", additional_chat_templates__rag_jinja="more")
+    )
+    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages, tokenize=False) == "file"
+    assert ours.apply_chat_template(messages, chat_template="rag") == "more"
+    assert ours.apply_chat_template(messages, tools=[TOOL]) == "file"
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "message"),
+    [
+        (None, {}, "has no chat template; use generate()."),
+        (
+            [{"name": "a", "template": ""}, {"name": "b", "template": ""}],
+            {},
+            "no default chat template; choose one of a, b.",
+        ),
+        (TURNS, {"messages": [{"role": "tool", "content": ""}]}, "rejects this conversation: a tool cannot begin"),
+        (TURNS, {"messages": [{"role": "user", "content": 3}]}, "rejects this conversation: can only concatenate str"),
+        (TURNS, {"messages": []}, "messages must be a list of at least one message"),
+        (TURNS, {"messages": "hello"}, "messages must be a list of at least one message"),
+        (TURNS, {"messages": ["hello"]}, "messages[0] must be an object with a role"),
+        (TURNS, {"messages": [CONVERSATION[0], {"content": "x"}]}, "messages[1] must be an object with a role"),
+        (TURNS, {"messages": [{"role": "user", "content": Path("x")}]}, "text, numbers, lists and objects only, got"),
+        (TURNS, {"tools": [len]}, "tools may hold text, numbers, lists and objects only, got builtin_function"),
+        (TURNS, {"continue_final_message": True}, "exclude each other"),
+        ("{{", {}, "is not valid in line 1"),
+        ("a\n{% for %}", {}, "is not valid in line 2"),
+        ("{{ ''.__class__.__mro__ }}", {}, "rejects this conversation: access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", {}, "rejects this conversation: access to attribute 'append'"),
+        ("{{ range(10**9) | list }}", {}, "rejects this conversation: Range too big"),
+    ],
+)
+def test_refusals_are_one_line(template: object, arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_folder(tmp_path, template))
+    with pytest.raises(UserError) as caught:
+        tokenizer.apply_chat_template(arguments.pop("messages", CONVERSATION[:2]), **arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "message"),
+    [
+        ("{{ messages[0].role }}", "x", "leaves out the final message"),
+        (TRIMMED, None, "needs a final message with text"),
+        (TRIMMED, [{"type": "image"}], "needs a final message with text"),
+    ],
+)
+def test_message_that_cannot_be_continued(template: str, content: Any, message: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_folder(tmp_path, template))
+    with pytest.raises(UserError, match=message):
+        tokenizer.apply_chat_template(
+            [{"role": "assistant", "content": content}], add_generation_prompt=False, continue_final_message=True
+        )

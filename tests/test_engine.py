@@ -1,0 +1,313 @@
+"""The engine end to end on a real trained model: the same tokens whatever the settings, the load and the accidents."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm import LLM, EngineError, SamplingParams, UserError
+from jaxllm.types import RequestOutput
+
+GOLDEN = Path(__file__).parent / "golden"
+STORIES = str(GOLDEN / "stories260K")
+STORY = (
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a "
+    "big, red ball. She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's go to the park.\" "
+    "Lily was sad and didn't know what to do. She said, \"I want to play with your ball, but I can't find it.\""
+)
+PROMPTS = ["Once upon a time", "Tom had a dog", "Lily and Ben went to the", "One day, a big bear"]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=136)
+
+
+def make(**settings: Any) -> LLM:
+    settings = {"precompile": "covering", "max_num_seqs": 8, "max_num_batched_tokens": 64} | settings
+    return LLM(STORIES, **settings)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(completion.token_ids) for output in outputs for completion in output.outputs]
+
+
+def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with make() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> dict[str, list[int]]:
+    """The greedy tokens of each prompt when it is the only request."""
+    return {prompt: tokens(generate(llm, prompt, GREEDY))[0] for prompt in PROMPTS}
+
+
+def test_it_tells_the_story(llm: LLM) -> None:
+    (output,) = generate(llm, "Once upon a time", GREEDY)
+    assert ("Once upon a time" + output.outputs[0].text).startswith(STORY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({"enable_prefix_caching": False}, 2),
+        ({"block_size": 1}, 2),
+        ({"block_size": 2}, 2),
+        ({"block_size": 64}, 2),
+        ({"max_num_batched_tokens": 8}, 2),
+        ({"max_num_batched_tokens": 32}, 2),
+        ({"max_num_batched_tokens": 512, "max_num_seqs": 64}, 16),
+        ({"num_kv_blocks": 14}, 2),
+        ({"tensor_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 4}, 2),
+    ],
+    ids=str,
+)
+def test_settings_do_not_change_the_tokens(settings: dict[str, Any], copies: int, alone: dict[str, list[int]]) -> None:
+    with make(**settings) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            assert tokens(generate(llm, PROMPTS * copies, GREEDY)) == list(alone.values()) * copies
+        assert (llm.engine.metrics.preemptions > 0) == ("num_kv_blocks" in settings)
+        if settings.get("block_size", 16) <= 2:
+            assert llm.engine.metrics.cached_tokens > 0
+
+
+def test_a_request_gets_the_same_tokens_alone_and_in_a_crowd(llm: LLM) -> None:
+    params = [
+        SamplingParams(temperature=0.9, seed=1, max_tokens=30),
+        SamplingParams(temperature=1.1, seed=2, top_k=20, top_p=0.9, min_p=0.02, max_tokens=25),
+        SamplingParams(temperature=0.7, seed=3, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=28),
+        SamplingParams(temperature=0.0, presence_penalty=0.5, min_tokens=9, max_tokens=20, logprobs=2),
+    ]
+    together = tokens(generate(llm, PROMPTS * 3, params * 3))
+    for index, (prompt, own) in enumerate(zip(PROMPTS, params, strict=True)):
+        assert tokens(generate(llm, prompt, own)) == [together[index]]
+        assert together[index] == together[index + 4] == together[index + 8]
+
+
+def test_n_samples_share_their_prompt_and_are_those_of_following_seeds() -> None:
+    prompt = "Once upon a time there was a little boy who had a red ball and a big dog"
+    with make(enable_prefix_caching=False, block_size=4) as llm:
+        params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=12)
+        (output,) = generate(llm, prompt, params)
+        admitted = llm.engine.metrics.computed_tokens
+        single = [dataclasses.replace(params, n=1, seed=seed) for seed in (5, 6, 7)]
+        assert tokens([output]) == tokens(generate(llm, [prompt] * 3, single))
+        assert llm.engine.metrics.computed_tokens - admitted > admitted, "three prompts cost more than a shared one"
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+
+
+def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them() -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=12)
+    runs = []
+    for seed in (1, 1, 2):
+        with make(seed=seed) as llm:
+            runs.append(tokens(generate(llm, [PROMPTS[0]] * 2, params)))
+    assert runs[0] == runs[1] != runs[2] and runs[0][0] != runs[0][1]
+
+
+def test_penalties_see_the_tokens_that_the_prefix_cache_supplied(llm: LLM) -> None:
+    prompt = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=20)
+    llm.reset_prefix_cache()
+    first, again = generate(llm, prompt, params), generate(llm, prompt, params)
+    assert first[0].num_cached_tokens == 0 and (again[0].num_cached_tokens or 0) >= 16
+    assert tokens(first) == tokens(again)
+
+
+def test_ends(llm: LLM, alone: dict[str, list[int]]) -> None:
+    story = alone["Once upon a time"]
+
+    def end(**params: Any) -> tuple[str, Any, Any, int]:
+        (output,) = generate(llm, "Once upon a time", SamplingParams(temperature=0.0, **params))
+        done = output.outputs[0]
+        return done.text, done.finish_reason, done.stop_reason, len(done.token_ids)
+
+    assert end(max_tokens=3)[1:] == ("length", None, 3)
+    assert end(max_tokens=None)[3] == 512 - len(llm.get_tokenizer().encode("Once upon a time"))
+    assert end(max_tokens=99, stop="Lily")[:3] == (", there was a little girl named ", "stop", "Lily")
+    assert end(max_tokens=99, stop=["played", "in the park."])[:3] == (
+        ", there was a little girl named Lily. She loved to play outside ",
+        "stop",
+        "in the park.",
+    )
+    at = story.index(story[6])
+    assert end(max_tokens=99, stop_token_ids=[story[6]])[1:] == ("stop", story[6], at + 1)
+    text, reason, _, count = end(max_tokens=12, min_tokens=12, stop_token_ids=[story[6]])
+    assert (reason, count) == ("length", 12) and text
+    fresh = [token for token in set(story) if story.index(token) > 20]
+    assert end(max_tokens=99, stop_token_ids=[*fresh, 5, 6])[1:3] == ("stop", story[min(map(story.index, fresh))])
+
+
+def test_logprobs_are_those_of_the_distribution(llm: LLM) -> None:
+    (output,) = generate(llm, "Tom had", SamplingParams(temperature=0.0, max_tokens=5, logprobs=20))
+    (done,) = output.outputs
+    assert done.logprobs is not None and len(done.logprobs) == 5
+    for token, entry in zip(done.token_ids, done.logprobs, strict=True):
+        values = [item.logprob for item in entry.values()]
+        assert next(iter(entry)) == token and entry[token].rank == 1 and len(entry) == 20
+        assert values == sorted(values, reverse=True) and 0.3 < np.exp(values).sum() <= 1 + 1e-5
+        assert [item.rank for item in entry.values()] == list(range(1, 21))
+    assert done.cumulative_logprob == pytest.approx(
+        sum(entry[token].logprob for token, entry in zip(done.token_ids, done.logprobs, strict=True))
+    )
+
+
+BAD = [
+    ([], {}, "cannot be empty"),
+    ([1, 512], {}, "out of vocabulary"),
+    ([-1], {}, "out of vocabulary"),
+    ([2**32 + 5], {}, "out of vocabulary"),
+    ([1, True], {}, "integer"),
+    ([1.5], {}, "integer"),
+    ({"prompt": "a", "multi_modal_data": {}}, {}, "multi_modal_data"),
+    ({"prompt": "a", "cache_salt": 3}, {}, "cache_salt"),
+    ({"prompt": None}, {}, "text or a list"),
+    (3.0, {}, "text or a list"),
+    ([1] * 512, {}, "leaves no room"),
+    ("\ud800", {}, "surrogate"),
+    ("a", {"logprobs": 21}, "greater than max allowed: 20"),
+    ("a", {"stop_token_ids": [512]}, "out-of-vocab"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "message"), BAD, ids=[message for *_, message in BAD])
+def test_a_bad_request_is_refused_in_one_line_and_hurts_nobody(
+    llm: LLM, alone: dict[str, list[int]], prompt: Any, params: dict[str, Any], message: str
+) -> None:
+    engine = llm.engine
+    engine.add_request("good", PROMPTS[0], GREEDY)
+    engine.step()
+    with pytest.raises(UserError, match=message) as caught:
+        engine.add_request("bad", prompt, SamplingParams(**params))
+    assert "\n" not in str(caught.value)
+    done = []
+    while engine.has_unfinished_requests():
+        done = engine.step()
+    assert [output.request_id for output in done] == ["good"]
+    assert tokens(done) == [alone[PROMPTS[0]]]
+
+
+def test_other_refusals(llm: LLM) -> None:
+    with pytest.raises(UserError, match="scheduling_policy"):
+        llm.generate(PROMPTS, GREEDY, priority=[0, 1, 0, 0], use_tqdm=False)
+    assert not llm.engine.has_unfinished_requests(), "what was added before the refusal is gone"
+    with pytest.raises(UserError, match="must be the same"):
+        generate(llm, PROMPTS, [GREEDY])
+    llm.engine.add_request("twice", "a", GREEDY)
+    with pytest.raises(UserError, match="in use"):
+        llm.engine.add_request("twice", "a", GREEDY)
+    llm.engine.abort_request("twice")
+    for settings, message in [
+        ({"blocksize": 3}, "Did you mean 'block_size'"),
+        ({"block_size": 0}, "block_size"),
+        ({"max_model_len": 513}, "512 positions"),
+        ({"kv_cache_memory_bytes": 1}, "max_model_len"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "at least max_num_seqs"),
+        ({"device": "gpu"}, "cuda12"),
+        ({"tensor_parallel_size": 64}, "device"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            LLM(STORIES, **settings)
+    with make(num_kv_blocks=3) as small, pytest.raises(UserError, match="whole pool has 3"):
+        generate(small, "Tom", SamplingParams(max_tokens=99))
+
+
+def test_a_higher_priority_is_served_first() -> None:
+    with make(scheduling_policy="priority", max_num_seqs=1, max_num_batched_tokens=16) as llm:
+        ends: list[str] = []
+        for name, priority in (("late", 5), ("early", -5), ("middle", 0)):
+            llm.engine.add_request(name, "Tom", SamplingParams(temperature=0.0, max_tokens=2), priority=priority)
+        while llm.engine.has_unfinished_requests():
+            ends += [output.request_id for output in llm.engine.step() if output.finished]
+    assert ends == ["early", "middle", "late"]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+def test_an_abort_in_any_phase_returns_every_block(llm: LLM, num_steps: int) -> None:
+    engine = llm.engine
+    num_blocks = engine._state.pool.num_blocks
+    prompts: list[Any] = [[7] * 150, "Tom had", "Lily"]
+    for name, prompt in enumerate(prompts):
+        engine.add_request(str(name), prompt, SamplingParams(n=2, max_tokens=9))
+    for _ in range(num_steps):
+        engine.step()
+    for name in range(3):
+        engine.abort_request(str(name))
+        engine.abort_request(str(name))
+    assert not engine.has_unfinished_requests() and engine.step() == []
+    assert engine._state.pool.num_available == num_blocks and not engine._samples
+
+
+def test_a_step_that_takes_the_cache_with_it_costs_no_token(
+    llm: LLM, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, calls = llm.engine, 0
+    real: Callable[..., Any] = engine.runner.run
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 9, 10, 40):
+            for leaf in engine.runner._state:
+                leaf.delete()
+            raise RuntimeError("the device said no")
+        return real(*arguments)
+
+    monkeypatch.setattr(engine.runner, "run", failing)
+    before = engine.metrics.recoveries
+    assert tokens(generate(llm, PROMPTS, GREEDY)) == list(alone.values())
+    assert engine.metrics.recoveries == before + 4
+
+
+def test_an_engine_that_fails_again_and_again_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("the device said no")
+
+    monkeypatch.setattr(llm.engine.runner, "run", failing)
+    with pytest.raises(EngineError, match="the device said no"):
+        generate(llm, PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert tokens(generate(llm, "Tom", SamplingParams(max_tokens=1)))
+
+
+def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+    with LLM(
+        str(GOLDEN / "llama-biased"),
+        tokenizer=STORIES,
+        precompile="covering",
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+    ) as llm:
+        runner, params = llm.engine.runner, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        expected = tokens(generate(llm, [[5, 6, 7]], params))
+        named = jax.tree.unflatten(jax.tree.structure(runner._params_shapes), runner._params)
+        assert "head" in named.top, "a tied head would poison everybody's logits"
+        top = named.top | {"embed": named.top["embed"].at[3].set(np.nan)}
+        runner._params = tuple(jax.tree.leaves(named.replace(top=top)))
+        healthy, poisoned = generate(llm, [[5, 6, 7], [5, 3, 7]], params)
+        assert poisoned.outputs[0].finish_reason == "error" and "finite" in str(poisoned.outputs[0].stop_reason)
+        assert tokens([healthy]) == expected or 3 in expected[0]
+
+
+def test_step_shows_text_as_it_grows(llm: LLM) -> None:
+    llm.engine.add_request("story", "Once upon a time", SamplingParams(temperature=0.0, max_tokens=20))
+    texts = []
+    while llm.engine.has_unfinished_requests():
+        texts += [output.outputs[0].text for output in llm.engine.step()]
+    assert len(texts) == 20 and all(later.startswith(sooner) for sooner, later in pairwise(texts))
+
+
+def test_bfloat16_and_float16_generate(alone: dict[str, list[int]]) -> None:
+    for dtype in ("bfloat16", "float16"):
+        with make(dtype=dtype) as llm:
+            assert tokens(generate(llm, PROMPTS[0], GREEDY))[0][:10] == alone[PROMPTS[0]][:10]

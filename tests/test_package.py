@@ -1,0 +1,61 @@
+"""The package as a stranger meets it: cheap to import, free of torch, documented as it is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jaxllm
+from jaxllm.model.families import FAMILIES
+
+ROOT = Path(__file__).parent.parent
+IMPORT = """
+import sys, time
+start = time.process_time()
+import jaxllm
+spent = time.process_time() - start
+from jaxllm import EngineConfig, SamplingParams
+heavy = [name for name in ("jax", "numpy", "flax", "transformers", "tokenizers", "torch") if name in sys.modules]
+print(spent, *heavy)
+"""
+
+
+def test_importing_costs_milliseconds_and_nothing_heavy() -> None:
+    runs = [
+        subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(3)
+    ]
+    assert all(len(run) == 1 for run in runs), f"imported {runs[0][1:]}"
+    assert min(float(run[0]) for run in runs) < 0.05
+
+
+def test_the_engine_does_not_import_torch() -> None:
+    code = "import sys, jaxllm.llm, jaxllm.cli, jaxllm.doctor; print(*{'torch', 'transformers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def test_every_public_name_loads() -> None:
+    assert all(getattr(jaxllm, name) is not None for name in jaxllm.__all__)
+    assert set(jaxllm.__all__) <= set(dir(jaxllm))
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == jaxllm.__version__
+
+
+def test_readme_lists_the_families_that_there_are() -> None:
+    listed = set(re.findall(r"\| `(\w+)` \| yes", (ROOT / "README.md").read_text()))
+    assert listed == {architecture for family in FAMILIES for architecture in family.architectures}
+
+
+def test_no_module_holds_state() -> None:
+    """Module-level lists, dicts and sets are constants: upper-case names, or dunder ones."""
+    for path in [*(ROOT / "jaxllm").rglob("*.py"), *(ROOT / "pallas_kernels").rglob("*.py")]:
+        text = path.read_text()
+        assert not re.search(r"^\s*global ", text, re.MULTILINE), path
+        for name in re.findall(r"^([A-Za-z_]\w*)(?:: [^=\n]+)? = (?:\[|\{|dict\(|list\(|set\()", text, re.MULTILINE):
+            assert name.upper() == name or name == "__all__", f"{path}: {name}"

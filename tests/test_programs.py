@@ -1,0 +1,141 @@
+"""What the compiled programs promise: the cache in place, no compilation in front of a user, no slow call."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax._src import test_util as jtu
+
+from jaxllm import LLM, SamplingParams, cache
+from jaxllm.batch import decode_shapes, ragged_shapes
+from jaxllm.metrics import Metrics
+from jaxllm.programs import Key, Programs
+from jaxllm.sampling import Variant
+from jaxllm.state import Plan
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    model, stories = str(GOLDEN / "llama-3.1"), str(GOLDEN / "stories260K")
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_kv_blocks": 200}
+    with LLM(model, tokenizer=stories, precompile="all", **sizes) as llm:
+        yield llm
+
+
+def random_params(random: np.random.Generator) -> SamplingParams:
+    chosen = {
+        "temperature": float(random.choice([0.0, 0.7, 1.2])),
+        "max_tokens": int(random.integers(1, 8)),
+        "seed": int(random.integers(100)),
+    }
+    for name, value in [
+        ("top_k", 5),
+        ("top_p", 0.8),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.2),
+        ("frequency_penalty", 0.5),
+        ("logprobs", 3),
+        ("min_tokens", 1),
+        ("stop", "Lily"),
+    ]:
+        if random.random() < 0.15:
+            chosen[name] = value
+    return SamplingParams(**chosen)
+
+
+def test_nothing_is_compiled_once_the_engine_is_ready(llm: LLM) -> None:
+    events: list[str] = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        events.append(event)
+
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 128, int(random.integers(1, 90))).tolist() for _ in range(500)]
+    params = [random_params(random) for _ in prompts]
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(outputs) == 500 and all(output.finished for output in outputs)
+    assert [event for event in events if "compile" in event or "trac" in event] == []
+    assert llm.engine.metrics.compilations_after_ready == 0
+    assert len(llm.engine.runner.programs) == llm.engine.runner.programs.num_all
+
+
+def test_a_call_takes_the_fast_path(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=9)
+    llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    with jtu.count_aot_jit_cpp_cache_miss() as count:
+        llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    assert count() == 0
+
+
+def test_every_program_keeps_the_cache_in_place(llm: LLM) -> None:
+    runner = llm.engine.runner
+    state_bytes = cache.nbytes(runner._state_shapes)
+    kv = runner._state_shapes.kv[0][0].shape
+    assert len(set(kv)) == 4, "the cache's shape is like no other array's"
+    shape = ",".join(map(str, kv))
+    for key in [*runner.programs.covering, *runner.programs.rest]:
+        program = runner.programs[key]
+        copies = re.findall(rf"= f32\[{shape}\][^ ]* copy\(", program.as_text())
+        assert not copies, f"{key} copies the cache"
+        assert program.memory_analysis().alias_size_in_bytes == state_bytes, f"{key} does not reuse the whole state"
+
+
+def test_tables_of_sizes() -> None:
+    assert [shape.rows for shape in decode_shapes(64)] == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    assert [shape.rows for shape in decode_shapes(20, smallest=2)] == [2, 4, 8, 16, 20]
+    assert [shape.tokens for shape in ragged_shapes(100, 8, 16, 40)] == [16, 32, 64, 100]
+    assert [shape.rows for shape in decode_shapes(1)] == [1]
+
+
+def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_comes_next() -> None:
+    compiled: list[str] = []
+    go_on = threading.Event()
+
+    def compile_one(key: Key) -> str:
+        if len(compiled) >= 2:
+            go_on.wait(10)
+        compiled.append(str(key))
+        return str(key)
+
+    programs = Programs(decode_shapes(8), ragged_shapes(64, 8, 16, 40), compile_one, Metrics())
+    programs.begin(programs.covering, 1)
+    programs.wait()
+    assert compiled == ["ragged[64].penalized", "decode[8].penalized"]
+    programs.begin(programs.rest, 1, in_background=True)
+    ones = np.ones(3, np.int32)
+    plan = Plan(0.0, 3, ones, ones.astype(np.int64), ones, ones, ones > 0, np.zeros((0, 3), np.int32))
+    assert str(programs.choose(plan, Variant.FILTERED)) == "decode[8].penalized"
+    go_on.set()
+    programs.wait()
+    assert "decode[4].filtered" in compiled[2:4], "what a plan missed is compiled next"
+    assert str(programs.choose(plan, Variant.FILTERED)) == "decode[4].filtered"
+    assert len(programs) == programs.num_all == len(set(compiled))
+
+
+def test_a_failure_to_compile_is_not_hidden() -> None:
+    def compile_one(key: Key) -> str:
+        raise RuntimeError(f"no {key}")
+
+    programs = Programs(decode_shapes(2), ragged_shapes(16, 2, 16, 40), compile_one, Metrics())
+    programs.begin(programs.covering, 2)
+    with pytest.raises(RuntimeError, match="no "):
+        programs.wait()
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 1000, 4097, 10922, 123456])
+def test_the_number_of_blocks_is_coarse(count: int) -> None:
+    rounded = cache.coarse(count)
+    assert count * 7 / 8 <= rounded <= count
+    assert cache.coarse(rounded) == rounded

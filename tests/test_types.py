@@ -1,0 +1,320 @@
+"""What a request may say: values kept, values refused with vLLM's words, and nothing ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pickle
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from jaxllm.types import (
+    MAX_MASKED_STOP_IDS,
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    UserError,
+    default_sampling_params,
+    validate_for_model,
+)
+
+HUGE = 10**5000  # CPython refuses to print it
+
+
+def refusal(**arguments: object) -> str:
+    with pytest.raises(UserError) as caught:
+        SamplingParams(**arguments)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 300
+    return message
+
+
+def test_defaults_are_those_of_vllm():
+    assert dataclasses.asdict(SamplingParams()) == {
+        "n": 1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": None,
+        "stop": (),
+        "stop_token_ids": (),
+        "ignore_eos": False,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "logprobs": None,
+        "skip_special_tokens": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"n": 0}, "n must be at least 1, got 0."),
+        ({"n": 16385}, "n must be at most 16384, got 16385."),
+        ({"n": 2, "temperature": 0}, "n must be 1 when using greedy sampling, got 2."),
+        ({"n": 2, "temperature": 1e-6}, "n must be 1 when using greedy sampling, got 2."),
+        ({"presence_penalty": 2.1}, "presence_penalty must be in [-2, 2], got 2.1."),
+        ({"frequency_penalty": -2.1}, "frequency_penalty must be in [-2, 2], got -2.1."),
+        ({"repetition_penalty": 0}, "repetition_penalty must be greater than zero, got 0.0."),
+        ({"repetition_penalty": math.inf}, "repetition_penalty must be a finite number, got inf."),
+        ({"temperature": -1}, "temperature must be non-negative, got -1.0."),
+        ({"temperature": math.nan}, "temperature must be a finite number, got nan."),
+        ({"temperature": HUGE}, "temperature must be a finite number, got inf."),
+        ({"top_p": 0}, "top_p must be in (0, 1], got 0.0."),
+        ({"top_p": 1.01}, "top_p must be in (0, 1], got 1.01."),
+        ({"top_k": -2}, "top_k must be 0 (disable), or at least 1, got -2."),
+        ({"min_p": 1.5}, "min_p must be in [0, 1], got 1.5."),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0."),
+        ({"min_tokens": -1}, "min_tokens must be greater than or equal to 0, got -1."),
+        ({"min_tokens": 17}, "min_tokens must be less than or equal to max_tokens=16, got 17."),
+        ({"logprobs": -2}, "logprobs must be non-negative or -1, got -2."),
+        ({"logprobs": -1}, "logprobs=-1 (all vocabulary) is not supported by jaxllm yet."),
+        ({"stop": ""}, "stop cannot contain an empty string."),
+        ({"stop": ["a", ""]}, "stop cannot contain an empty string."),
+        ({"stop": [1]}, "stop must contain only strings, got [1]."),
+        ({"stop_token_ids": ["1"]}, "stop_token_ids must contain only integers, got ['1']."),
+        ({"stop_token_ids": [True]}, "stop_token_ids must contain only integers, got [True]."),
+    ],
+)
+def test_out_of_range_is_refused_in_vllms_words(arguments: dict, message: str):
+    assert refusal(**arguments) == message
+
+
+INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs")
+NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+FLAGS = ("ignore_eos", "skip_special_tokens")
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS, *FLAGS, "stop", "stop_token_ids"])
+@pytest.mark.parametrize("value", ["1", b"1", {"a": 1}, 1j, object(), "line\nbreak"], ids=repr)
+def test_wrong_types_are_refused_by_name(name: str, value: object):
+    if name == "stop" and isinstance(value, str):
+        value = 7  # a string is a stop string
+    assert refusal(**{name: value}).startswith(f"{name} must ")
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS])
+def test_false_is_not_a_number(name: str):
+    assert refusal(**{name: False}).startswith(f"{name} must be ")
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("value", [1.0, math.nan, HUGE, -HUGE, 2**63], ids=["1.0", "nan", "huge", "-huge", "2**63"])
+def test_integers_fit_the_device(name: str, value: object):
+    assert refusal(**{name: value}).startswith(f"{name} must be an integer")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, np.float32("nan"), HUGE], ids=["nan", "inf", "-inf", "nan32", "huge"]
+)
+def test_numbers_are_finite(name: str, value: object):
+    assert refusal(**{name: value}).startswith(f"{name} must be a finite number")
+
+
+@pytest.mark.parametrize("value", [[HUGE], [2**31], [-(2**31) - 1]], ids=["huge", "2**31", "below"])
+def test_stop_ids_fit_the_device(value: list):
+    assert refusal(stop_token_ids=value).startswith("stop_token_ids must be an integer from")
+
+
+UNBUILT = {
+    "prompt_logprobs": 1,
+    "prompt_logprob_token_ids": [1],
+    "prompt_logprob_start": 0,
+    "logprob_token_ids": [1],
+    "output_kind": 2,
+    "stream_interval": 4,
+    "structured_outputs": {"json": {}},
+    "logit_bias": {1: 2.0},
+    "allowed_token_ids": [1],
+    "bad_words": ["word"],
+    "truncate_prompt_tokens": 5,
+    "extra_args": {"a": 1},
+    "skip_reading_prefix_cache": True,
+    "thinking_token_budget": 10,
+    "repetition_detection": {"min_count": 2},
+    "routed_experts_prompt_start": 3,
+    "trace_decode_token_ids": [1],
+}
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_what_is_not_built_is_refused_by_name(name: str):
+    message = refusal(**{name: UNBUILT[name]})
+    assert message.endswith(" is not supported by jaxllm yet.") and message.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [
+        ("flat_logprobs", False),
+        ("detokenize", True),
+        ("spaces_between_special_tokens", True),
+        ("include_stop_str_in_output", False),
+    ],
+)
+def test_flags_that_are_not_built_have_their_default_only(name: str, default: bool):
+    assert SamplingParams(**{name: default}) == SamplingParams()
+    assert refusal(**{name: not default}) == f"{name}={not default} is not supported by jaxllm yet."
+
+
+def test_every_unbuilt_parameter_is_tested():
+    flags = {"flat_logprobs", "detokenize", "spaces_between_special_tokens", "include_stop_str_in_output"}
+    built = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert set(SamplingParams.__dataclass_fields__) == built | set(UNBUILT) | flags
+
+
+def test_defaults_of_what_is_not_built_are_accepted():
+    given_by_callers = {name: None for name in UNBUILT if name != "routed_experts_prompt_start"}
+    assert SamplingParams(**given_by_callers, routed_experts_prompt_start=0) == SamplingParams()
+
+
+def test_unknown_names_are_refused_with_the_nearest():
+    assert refusal(temprature=1.0) == (
+        "'temprature' is not a sampling parameter of jaxllm. Did you mean 'temperature'?"
+    )
+    assert refusal(zzz=1) == "'zzz' is not a sampling parameter of jaxllm."
+    with pytest.raises(UserError, match="keyword arguments"):
+        SamplingParams(1)  # pyright: ignore
+
+
+def test_errors_carry_parameter_and_value():
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(top_p=2.0)
+    error = caught.value
+    assert isinstance(error, UserError) and (error.parameter, error.value) == ("top_p", 2.0)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.parameter, copied.value) == (str(error), "top_p", 2.0)
+
+
+def test_values_take_one_form():
+    params = SamplingParams(
+        top_k=np.int64(-1),
+        temperature=np.float32(0.5),
+        top_p=1,
+        seed=-1,
+        stop="end",
+        stop_token_ids=[5, 3, np.int32(5)],
+        logprobs=True,
+    )
+    assert (params.top_k, params.temperature, params.seed, params.logprobs) == (0, 0.5, None, 1)
+    assert params.stop == ("end",) and params.stop_token_ids == (5, 3)
+    assert type(params.temperature) is float and type(params.top_p) is float and type(params.logprobs) is int
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()  # pyright: ignore
+    assert SamplingParams(stop=["end"]) == SamplingParams(stop=("end",))
+
+
+@pytest.mark.parametrize("seed", [0, -2, 2**63 - 1, -(2**63)])
+def test_seeds_have_64_bits(seed: int):
+    assert SamplingParams(seed=seed).seed == seed
+    assert refusal(seed=2**63).startswith("seed must be an integer from -9223372036854775808 to 9223372036854775807")
+
+
+def test_greedy_resets_the_filters():
+    params = SamplingParams(temperature=1e-6, top_p=0.5, top_k=3, min_p=0.1, seed=7)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.0, 1.0, 0, 0.0, 7)
+
+
+def test_a_tiny_temperature_is_raised_with_a_warning():
+    with pytest.warns(UserWarning, match=r"temperature 0\.005 is less than 0\.01") as record:
+        params = SamplingParams(temperature=0.005)
+    assert params.temperature == 0.01
+    assert record[0].filename == __file__  # the caller's line, not one inside jaxllm
+
+
+def test_params_are_values():
+    params = SamplingParams(temperature=0.7, stop=["a"], max_tokens=None, seed=3)
+    assert pickle.loads(pickle.dumps(params)) == params
+    assert hash(params) == hash(dataclasses.replace(params))
+    assert dataclasses.replace(params, top_k=5) == SamplingParams(
+        temperature=0.7, stop=["a"], max_tokens=None, seed=3, top_k=5
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.top_k = 4  # pyright: ignore
+    with pytest.raises(UserError, match="top_p must be"):
+        dataclasses.replace(params, top_p=3.0)
+    with pytest.raises(UserError, match="prompt_logprobs is not supported"):
+        dataclasses.replace(params, prompt_logprobs=2)
+    assert "prompt_logprobs" not in repr(params) and "seed=3" in repr(params)
+
+
+ANYTHING = [
+    *(None, True, False, "", "a", "1", b"1", [], [1], [-1], ["a"], [None], [[1]], {}, {"a": 1}, 1j, range(3), object()),
+    *(0, 1, -1, 2, 16, 17, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), HUGE, -HUGE, [HUGE], np.int8(1)),
+    *(0.0, -0.0, 0.5, 1.0, 2.0, 5e-324, 1e-6, 1e300, -1e300, math.nan, math.inf, np.float16(0.5), np.ones(2), "\ud800"),
+]
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS, *FLAGS, "stop", "stop_token_ids"])
+def test_anything_is_valid_or_a_user_error(name: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in ANYTHING:
+            try:
+                params = SamplingParams(**{name: value})
+            except UserError as error:
+                named = error.parameter or ""
+                assert named in (name, "min_tokens") and str(error).startswith(named) and "\n" not in str(error)
+            else:
+                assert SamplingParams(**dataclasses.asdict(params)) == params
+                json.dumps(dataclasses.asdict(params), allow_nan=False)
+
+
+def test_a_model_limits_ids_and_logprobs():
+    validate_for_model(SamplingParams(stop_token_ids=[0, 99], logprobs=20), 100, 20)
+    with pytest.raises(UserError) as caught:
+        validate_for_model(SamplingParams(stop_token_ids=[-1, 5, 100]), 100, 20)
+    assert str(caught.value) == (
+        "token_id(s) [-1, 100] in stop_token_ids contain out-of-vocab token ids. Vocabulary size: 100"
+    )
+    for logprobs, vocab_size, most in [(21, 100, 20), (11, 10, 10)]:
+        with pytest.raises(UserError) as caught:
+            validate_for_model(SamplingParams(logprobs=logprobs), vocab_size, 20)
+        assert str(caught.value) == (
+            f"Requested sample logprobs of {logprobs}, which is greater than max allowed: {most}"
+        )
+
+
+def test_min_tokens_limits_the_stop_ids():
+    ids = list(range(MAX_MASKED_STOP_IDS))
+    validate_for_model(SamplingParams(stop_token_ids=ids, min_tokens=1), 100, 20, eos_token_ids=[0])
+    validate_for_model(SamplingParams(stop_token_ids=[*ids, 50]), 100, 20, eos_token_ids=[99])
+    with pytest.raises(UserError, match="min_tokens can hold back at most 32 stop ids, got 33"):
+        validate_for_model(SamplingParams(stop_token_ids=ids, min_tokens=1), 100, 20, eos_token_ids=[99])
+
+
+def test_generation_config_gives_defaults():
+    config = {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "do_sample": False, "eos_token_id": [1, 2], "min_p": None}
+    assert default_sampling_params(config) == SamplingParams(temperature=0.6, top_p=0.9, top_k=50)
+    assert default_sampling_params({"max_new_tokens": 64, "repetition_penalty": 1.1, "max_length": 9}) == (
+        SamplingParams(max_tokens=64, repetition_penalty=1.1)
+    )
+    assert default_sampling_params({}) == SamplingParams()
+    with pytest.raises(UserError, match=r"^generation_config\.json: top_p must be in"):
+        default_sampling_params({"top_p": 7})
+
+
+def test_outputs_say_when_they_are_finished():
+    output = CompletionOutput(index=0, text="", token_ids=[], logprobs=[{3: Logprob(-0.5, 1, "x")}])
+    request = RequestOutput("a", None, [1], outputs=[output], metrics=RequestMetrics(arrival_time=1.0))
+    assert not output.finished() and not request.finished
+    output.finish_reason = "length"
+    assert output.finished()
+    assert RequestOutput("b", None, [1]).outputs is not RequestOutput("c", None, [1]).outputs
+
+
+def test_import_needs_the_standard_library_only():
+    code = "import sys; import jaxllm.types; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    printed = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
+    assert set(printed.stdout.split()) - {"jaxllm", "__main__"} <= set(sys.stdlib_module_names)
