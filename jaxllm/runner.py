@@ -45,7 +45,7 @@ class Setup:
     spec: Spec
     generation_config: dict[str, Any]
     platform: str
-    devices: tuple[jax.Device, ...]
+    devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
     dtype: jnp.dtype
     max_model_len: int
     max_num_seqs: int
@@ -53,7 +53,7 @@ class Setup:
     kernels: dict[str, str]
 
 
-def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:
+def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
     """Return the devices to run on; asking for a GPU that JAX does not see is a UserError."""
     # Read when the backend starts. XLA would take 75 % of a GPU, whatever share the user asked for.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))

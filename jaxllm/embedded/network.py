@@ -175,7 +175,7 @@ def greedy(model: Llama, prompts: list[list[int]], ends: tuple[int, ...], new_to
     length = -(-(longest + new_tokens) // 64) * 64
     table = jnp.array([prompt + [0] * (length - len(prompt)) for prompt in prompts])
     lengths = jnp.array([len(prompt) for prompt in prompts])
-    table = jax.device_get(_greedy_loop(model, table, lengths, jnp.array(ends), new_tokens))
+    table = jax.device_get(_greedy_loop(model, table, lengths, jnp.array(ends), jnp.array(new_tokens)))
     answers = []
     for row, prompt in zip(table.tolist(), prompts, strict=True):
         answer = row[len(prompt) : len(prompt) + new_tokens]

@@ -113,7 +113,10 @@ def save_state(model: Llama, optimizer: nnx.Optimizer, step: int, seconds: float
     """Write all that is needed to go on after `step` (to a second file first, so that a kill leaves the old one)."""
     leaves = jax.tree.leaves(nnx.state((model, optimizer)))
     new = path.with_suffix(".new.npz")
-    np.savez(new, step=step, seconds=seconds, **{str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)})
+    arrays = {"step": np.asarray(step), "seconds": np.asarray(seconds)}
+    arrays |= {str(number): np.asarray(leaf) for number, leaf in enumerate(leaves)}
+    with new.open("wb") as file:
+        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType] - it takes any names
     new.replace(path)
 
 
@@ -169,7 +172,7 @@ def train(
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m jaxllm.embedded.train", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m jaxllm.embedded.train", description="Train the embedded model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--state", type=Path, help="file that keeps the state, to go on after an interruption")
