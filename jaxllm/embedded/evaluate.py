@@ -37,7 +37,9 @@ def broken_promises(scores: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Ask, print and write the score; exit with 1 where it is below what is promised."""
-    parser = argparse.ArgumentParser(prog="python -m jaxllm.embedded.evaluate", description="Ask the held-out questions.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxllm.embedded.evaluate", description="Ask the held-out questions."
+    )
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="folder of the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions")
     parser.add_argument("--limit", type=int, help="ask about this many questions only, spread over all kinds")
