@@ -15,7 +15,7 @@ test: $(VENV)/.dev  ## the default tests: CPU, offline, under 5 minutes on two c
 check: $(VENV)/.dev  ## lint, format, types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
