@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int
 
 from pallas_kernels import xla, xla_gather
 
@@ -30,7 +31,14 @@ def resolve(operation: str, platform: str) -> str:
     return "xla" if platform == "cpu" else "xla_gather"
 
 
-def write_kv(k_cache: Array, v_cache: Array, k: Array, v: Array, blocks: Array, offsets: Array) -> tuple[Array, Array]:
+def write_kv(
+    k_cache: Float[Array, "N K P C"],
+    v_cache: Float[Array, "N K P C"],
+    k: Float[Array, "T K C"],
+    v: Float[Array, "T K C"],
+    blocks: Int[Array, " T"],
+    offsets: Int[Array, " T"],
+) -> tuple[Float[Array, "N K P C"], Float[Array, "N K P C"]]:
     """Store k and v [T, K, C] at (blocks [T], offsets [T]) of the caches [N, K, P, C]; in place when those are donated.
 
     A token whose block is N or more is not stored. No block or offset may be negative: JAX counts those from the end.
@@ -44,18 +52,18 @@ def write_kv(k_cache: Array, v_cache: Array, k: Array, v: Array, blocks: Array, 
 
 
 def paged_decode(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    tables: Array,
-    lengths: Array,
+    q: Float[Array, "B H C"],
+    k_cache: Float[Array, "N K P C"],
+    v_cache: Float[Array, "N K P C"],
+    tables: Int[Array, "B M"],
+    lengths: Int[Array, " B"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Array | None = None,
+    sinks: Float[Array, " H"] | None = None,
     implementation: str | None = None,
-) -> Array:
+) -> Float[Array, "B H C"]:
     """Attend with one query per sequence, q [B, H, C], over its cached keys: [B, H, C] in q's type.
 
     Row b sits at position `lengths[b] - 1` and sees the positions up to its own (within `window` of them, itself
@@ -70,21 +78,21 @@ def paged_decode(
 
 
 def paged_prefill(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    tables: Array,
-    tile_start: Array,
-    tile_length: Array,
-    tile_position: Array,
+    q: Float[Array, "T H C"],
+    k_cache: Float[Array, "N K P C"],
+    v_cache: Float[Array, "N K P C"],
+    tables: Int[Array, "Y M"],
+    tile_start: Int[Array, " Y"],
+    tile_length: Int[Array, " Y"],
+    tile_position: Int[Array, " Y"],
     *,
     tile: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: Array | None = None,
+    sinks: Float[Array, " H"] | None = None,
     implementation: str | None = None,
-) -> Array:
+) -> Float[Array, "T H C"]:
     """Attend with a ragged run of queries, q [T, H, C], over cached keys, causally: [T, H, C] in q's type.
 
     Tile y is `tile_length[y]` (at most `tile`) consecutive queries of one sequence: those from `tile_start[y]` on,

@@ -159,7 +159,7 @@ def test_bfloat16_caches_are_accumulated_in_float32(implementation):
     blocks = pool.add(1000)
     pool.k, pool.v = (cache.astype(ml_dtypes.bfloat16) for cache in (pool.k, pool.v))
     q = pool.queries(1).astype(ml_dtypes.bfloat16)
-    decode = partial(pallas_kernels.paged_decode, **case.options, implementation=implementation)
+    decode = jax.jit(partial(pallas_kernels.paged_decode, **case.options, implementation=implementation))
     out = decode(q, pool.k, pool.v, pool.tables([blocks], 63), np.asarray([1000], np.int32))
     assert out.dtype == jnp.bfloat16
     expected = pool.attend(q[0], blocks, 999, None)
@@ -188,8 +188,8 @@ def test_decode_touches_only_the_blocks_of_its_sequence(dtype):
 def test_unnamed_implementation_is_the_platforms_best():
     case = CASES[0]
     pool = Pool(case, num_blocks=8)
-    arguments = (pool.queries(1), pool.k, pool.v, pool.tables([pool.add(3)], 4), np.asarray([3], np.int32))
-    options = case.options
+    host = (pool.queries(1), pool.k, pool.v, pool.tables([pool.add(3)], 4), np.asarray([3], np.int32))
+    arguments, options = tuple(map(jnp.asarray, host)), case.options
     expected = pallas_kernels.paged_decode(*arguments, implementation="xla", **options)
     np.testing.assert_array_equal(pallas_kernels.paged_decode(*arguments, **options), expected)
     assert pallas_kernels.resolve("paged_decode", "cpu") == "xla"

@@ -9,11 +9,12 @@ size, F feed-forward width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import flax.struct
 import jax.numpy as jnp
 from jax import Array, lax
+from jaxtyping import Float, Int
 
 from jaxllm.model import layers
 from jaxllm.model.spec import Spec, heads_per_shard
@@ -21,6 +22,7 @@ from jaxllm.model.spec import Spec, heads_per_shard
 Leaf = TypeVar("Leaf")
 
 
+@runtime_checkable
 class Attend(Protocol):
     """What `forward` calls in each layer: store k and v, then attend with q over everything stored so far."""
 
@@ -121,8 +123,13 @@ def _norm_weights(spec: Spec, name: str) -> dict[str, Weight]:
 
 
 def forward(
-    spec: Spec, params: Params[Array], tokens: Array, positions: Array, attend: Attend, axis: str = "tp"
-) -> Array:
+    spec: Spec,
+    params: Params[Array],
+    tokens: Int[Array, " T"],
+    positions: Int[Array, " T"],
+    attend: Attend,
+    axis: str = "tp",
+) -> Float[Array, "T D"]:
     """Run the layers over `tokens` [T] at `positions` [T]: the normed hidden states [T, D], the same on every shard.
 
     To be called inside `shard_map` over `axis`, with each shard's piece of the weights. Layers are unrolled: a scan
@@ -138,7 +145,7 @@ def forward(
     return _norm(spec, params.top, "final_norm", x)
 
 
-def logits(spec: Spec, params: Params[Array], hidden: Array, axis: str = "tp") -> Array:
+def logits(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"], axis: str = "tp") -> Float[Array, "R V"]:
     """Score the vocabulary for each row of `hidden` [R, D]: [R, V] float32, the same on every shard."""
     head = params.top["embed" if spec.tie_embeddings else "head"]  # [V / X, D]
     scores = layers.linear(hidden, head)  # [R, V / X], padded
