@@ -199,7 +199,7 @@ def test_unnamed_implementation_is_the_platforms_best():
     with pytest.raises(ValueError, match="no implementation 'triton'; it has xla, xla_gather"):
         pallas_kernels.paged_decode(*arguments, implementation="triton", **options)
     with pytest.raises(ValueError, match="queries of 3 heads of 16 do not fit a cache of 2 heads of 16"):
-        pallas_kernels.paged_decode(np.zeros((1, 3, 16)), *arguments[1:], **options)
+        pallas_kernels.paged_decode(jnp.zeros((1, 3, 16)), *arguments[1:], **options)
 
 
 def test_write_kv_stores_each_token_in_its_place_and_drops_padding():
