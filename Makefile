@@ -10,7 +10,7 @@ run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "What is the capital of France?" "What is 47 + 38?" --max-tokens 64
 
 test: $(VENV)/.dev  ## the default tests: CPU, offline, under 5 minutes on two cores
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.dev  ## lint, format, types
 	$(VENV)/bin/ruff check .
