@@ -2,12 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARITY_VENV ?= .venv-parity
+# A plain path entry: with setuptools' import hook the clone's folder would hide the package from a script beside it.
+EDITABLE = --config-settings editable_mode=compat
 PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1
 
 .PHONY: run test check format parity golden bench train-embedded clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
-	$(VENV)/bin/jaxllm generate "Once upon a time" "What is the capital of France?" "What is 47 + 38?" --max-tokens 64
+	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
+	printf 'What is 47 + 38?\nWhat is the capital of France?\n' | $(VENV)/bin/jaxllm chat
 
 test: $(VENV)/.dev  ## the default tests: CPU, offline, under 5 minutes on two cores
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
@@ -42,16 +45,17 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: pyproject.toml | $(VENV)/bin/python
-	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet -e .
+	@echo "installing into $(VENV), about a minute"
+	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet $(EDITABLE) -e .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet -e ".[dev]"
+	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet $(EDITABLE) -e ".[dev]"
 	touch $@ $(VENV)/.run
 
 # torch comes first and pinned: anything that only asks for "torch" would bring gigabytes of CUDA.
 $(PARITY_VENV)/.parity: pyproject.toml
 	$(PYTHON) -m venv $(PARITY_VENV)
 	$(PIP_QUIET) $(PARITY_VENV)/bin/python -m pip install --quiet torch==2.13.0
-	$(PIP_QUIET) $(PARITY_VENV)/bin/python -m pip install --quiet -e ".[dev,parity]"
+	$(PIP_QUIET) $(PARITY_VENV)/bin/python -m pip install --quiet $(EDITABLE) -e ".[dev,parity]"
 	touch $@

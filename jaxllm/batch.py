@@ -137,8 +137,9 @@ def pack(
     view["row_slot"][:num_rows] = plan.slots
     view["row_slot"][num_rows:] = num_slots
     view["row_position"][:num_rows] = plan.starts + plan.lengths - 1
-    view["table"][: len(plan.table)] = plan.table
-    view["table"][len(plan.table) :, 0] = num_slots
+    table = plan.table[: shape.entries]  # more than that has been sent ahead
+    view["table"][: len(table)] = table
+    view["table"][len(table) :, 0] = num_slots
     if shape.is_decode:
         return buffer
 

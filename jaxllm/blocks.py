@@ -150,6 +150,13 @@ class PoolEditor:
             if self._find(digest) is None:
                 self._own_shard(digest)[digest] = block
 
+    def forget(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Take a request's indexed blocks out of the index, except those that others name too."""
+        references = self._own_references()
+        for block, digest in zip(blocks, digests, strict=False):
+            if self._find(digest) == block and references[block] == 1:
+                del self._own_shard(digest)[digest]
+
     def release(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
         """Give a request's blocks back: the one way in which a block is freed.
 
@@ -182,7 +189,7 @@ class PoolEditor:
         pool = Pool(
             references=self._pool.references if self._references is None else _frozen(self._references),
             stamps=self._pool.stamps if self._stamps is None else _frozen(self._stamps),
-            free=_frozen(self._all_free()) if self._freed else self._free,
+            free=_frozen(self._all_free() if self._freed else self._free),
             num_cached=self._num_cached,
             num_entries=self._num_entries,
             oldest=self._oldest,

@@ -77,6 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(error)
 
 
+def run() -> NoReturn:
+    """Run the command line as a process of its own, and end it at once.
+
+    Without this the process would first wait for the program that is being compiled in the background.
+    """
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _report(error: Exception) -> int:
     """Say what went wrong in one line; return the exit code."""
     message = str(error) or type(error).__name__

@@ -78,6 +78,9 @@ class EngineConfig:
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
         """Build a config from keyword arguments; an unknown name is an error that suggests the nearest one."""
         names = [field.name for field in fields(cls)]
+        for name, default in _NOT_BUILT.items():
+            if kwargs.pop(name, default) != default:
+                raise UserError(f"{name} is not supported by jaxllm yet; leave it at {default!r}.", name)
         for name in kwargs:
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=1)
@@ -94,6 +97,26 @@ class EngineConfig:
         return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxllm"
 
 
+# Engine arguments of vLLM that are taken at their default, so that a call written for it works; else refused.
+_NOT_BUILT: dict[str, Any] = {
+    "trust_remote_code": False,
+    "enforce_eager": False,
+    "enable_chunked_prefill": True,
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "tokenizer_mode": "auto",
+    "skip_tokenizer_init": False,
+    "disable_log_stats": True,
+    "disable_custom_all_reduce": False,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "enable_lora": False,
+    "speculative_config": None,
+    "cpu_offload_gb": 0,
+    "hf_overrides": None,
+    "runner": "auto",
+    "convert": "auto",
+}
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
     "device": get_args(Device),

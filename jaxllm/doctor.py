@@ -19,7 +19,8 @@ import psutil
 from jaxllm import __version__, sharding
 from jaxllm.config import EngineConfig
 from jaxllm.model import weights
-from jaxllm.runner import CPU_CEILING, CPU_SHARE, Setup, choose_geometry, prepare
+from jaxllm.runner import CPU_CEILING, CPU_SHARE, Setup, choose_geometry, free_bytes, prepare
+from jaxllm.tokenizer import load_tokenizer
 from jaxllm.types import UserError
 
 PACKAGES = (
@@ -35,7 +36,7 @@ PACKAGES = (
     "transformers",
     "huggingface_hub",
 )
-OPTIONAL = {"jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton"}  # they come with the CUDA extras
+OPTIONAL = {"jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "transformers"}  # they come with extras
 
 
 def examine(config: EngineConfig) -> dict[str, Any]:
@@ -149,16 +150,20 @@ def _has_nvidia_gpu() -> bool:
 
 def _choices(config: EngineConfig) -> dict[str, dict[str, Any]]:
     """Give what an engine would use, each as a value and the reason for it. Raises what starting it would raise."""
-    setup = prepare(config)
+    is_local = Path(config.model).expanduser().is_dir()
+    setup = prepare(config, needs_weights=False)
     mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
+    if is_local:  # what is still on the hub is not fetched to be looked at
+        weights.check(setup.folder, setup.spec, setup.family, mesh.size)
+    load_tokenizer(config.tokenizer or setup.folder)
     leaves = jax.tree.leaves(weights.abstract(setup.spec, mesh, setup.dtype))
     num_parameters = sum(leaf.size for leaf in leaves)
     weight_bytes = num_parameters * setup.dtype.itemsize // mesh.size
-    geometry = choose_geometry(config, setup, mesh.size, weight_bytes)
+    geometry = choose_geometry(config, setup, mesh.size, free_bytes(config, setup) - weight_bytes)
     kind = "a CPU" if setup.platform == "cpu" else "a GPU"
     shortened = geometry.max_model_len < setup.max_model_len
     chosen = {
-        "folder": (str(setup.folder), "local" if Path(config.model).expanduser().is_dir() else "from the hub"),
+        "folder": (str(setup.folder), "local" if is_local else "from the hub"),
         "parameters": (num_parameters, f"{_size(weight_bytes)} on each device"),
         "device": (setup.platform, "what JAX prefers" if config.device == "auto" else "asked for"),
         "tensor_parallel_size": (mesh.size, _asked(config, "tensor_parallel_size")),

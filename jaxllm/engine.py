@@ -6,10 +6,14 @@ threads nor protocols: whoever calls `step` decides when.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,7 @@ import numpy as np
 from jaxllm import sampling, scheduler, tokenizer
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import Metrics
-from jaxllm.runner import Runner
+from jaxllm.runner import Runner, prepare
 from jaxllm.sampling import Variant
 from jaxllm.state import Plan, Request, initial
 from jaxllm.step import Result
@@ -48,12 +52,12 @@ class Sample:
     group: Group
     index: int
     params: SamplingParams
-    seed: int
     eos_ids: frozenset[int]
     variant: Variant
     tokens: array[int]  # of prompt and output, int32; only ever appended to
     detokenizer: Detokenizer
     matcher: StopMatcher
+    seed: int = 0
     text: list[str] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
@@ -67,7 +71,7 @@ class Group:
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
+    prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics
     wants_every_step: bool
     samples: list[Sample] = field(default_factory=list)
@@ -85,21 +89,23 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, progress: bool = False) -> None:
         self.config = config
         self.metrics = Metrics()
-        self.runner = Runner(config, self.metrics, progress)
-        setup = self.runner.setup
-        self.tokenizer: Tokenizer = tokenizer.load_tokenizer(config.tokenizer or setup.folder, config.revision)
-        self.vocab_size = setup.spec.vocab_size
-        self.max_model_len = self.runner.geometry.max_model_len
+        # What can be wrong with a model comes before what takes long.
+        setup = prepare(config)
+        self.tokenizer: Tokenizer = tokenizer.load_tokenizer(config.tokenizer or setup.folder)
         self.default_params = default_sampling_params(setup.generation_config)
         self.eos_ids = _eos_ids(self.tokenizer, setup.generation_config)
+        self.runner = Runner(config, setup, self.metrics, progress)
+        self.vocab_size = setup.spec.vocab_size
+        self.max_model_len = self.runner.geometry.max_model_len
         self._limits = self.runner.limits
         self._state = initial(self._limits)
-        self._random = np.random.default_rng(abs(config.seed))
+        self._random = np.random.default_rng(config.seed % 2**64)
         self._groups: dict[str, Group] = {}
         self._samples: dict[int, Sample] = {}
         self._by_slot: list[Sample | None] = [None] * self._limits.num_slots
         self._variants = np.zeros(self._limits.num_slots, np.int8)  # index into VARIANTS, by slot
         self._sampling = np.zeros((self._limits.num_slots, sampling.ROW_WIDTH), np.int32)  # packed rows, by slot
+        self._is_closed = False
         self._num_samples = 0
         self._num_failures = 0
 
@@ -116,9 +122,14 @@ class LLMEngine:
         `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt". With
         `wants_every_step` false, `step` returns the request only once it has ended.
         """
-        params = params or self.default_params
+        self._check_open()
+        params = self.default_params if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"Sampling parameters are a SamplingParams, not {type(params).__name__}.", "params")
         if request_id in self._groups:
             raise UserError(f"request id {request_id!r} is in use.", "request_id")
+        if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
+            raise UserError(f"priority must be an integer, got {priority!r}.", "priority")
         if priority and self.config.scheduling_policy != "priority":
             raise UserError(
                 f"priority is {priority}, but scheduling_policy is {self.config.scheduling_policy!r}; "
@@ -127,8 +138,7 @@ class LLMEngine:
             )
         validate_for_model(params, self.vocab_size, self.config.max_logprobs, self.eos_ids)
         text, ids, salt = self._read_prompt(prompt)
-        group = Group(request_id, text, ids, RequestMetrics(time.monotonic()), wants_every_step)
-        seed = int(self._random.integers(2**63)) if params.seed is None else params.seed
+        group = Group(request_id, text, tuple(ids), RequestMetrics(time.monotonic()), wants_every_step)
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(ids) + params.max_tokens)
@@ -137,11 +147,15 @@ class LLMEngine:
             salt = f"{self._num_samples}".encode() if params.n > 1 else None
         state = self._state
         for index in range(params.n):
-            sample = self._make_sample(group, index, params, seed)
+            sample = self._make_sample(group, index, params)
             stop_ids = tuple(sample.eos_ids) + tuple(set(params.stop_token_ids) - sample.eos_ids)
             request = Request(sample.id, sample.tokens, len(ids), limit, stop_ids, priority, salt)
             state = scheduler.add(state, self._limits, request)
             group.samples.append(sample)
+        # Drawn last, so that a request that was refused changes nothing for those after it.
+        seed = int(self._random.integers(2**63)) if params.seed is None else params.seed
+        for sample in group.samples:
+            sample.seed = (seed + sample.index) % 2**64
         self._state = state
         self._groups[request_id] = group
         self._samples.update((sample.id, sample) for sample in group.samples)
@@ -160,8 +174,25 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Compute one step and return the requests that it changed, with all of their text so far."""
+        self._check_open()
         if not self._groups:
             return []
+        with _uninterrupted():
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
+        before = self._state
+        try:
+            plan, result = self._run()
+        except Exception as error:
+            self._state = before  # what was planned was never written
+            self._recover(error)
+            return []
+        self._num_failures = 0
+        return self._take_in(plan, result)
+
+    def _run(self) -> tuple[Plan, Result]:
+        """Plan a step and run it."""
         self._state, plan = scheduler.plan(self._state, self._limits, time.monotonic())
         history = self._admit(plan)
         if not len(plan.slots):
@@ -176,13 +207,7 @@ class LLMEngine:
                 strict=True,
             )
         ]
-        try:
-            result = self.runner.run(plan, chunks, self._sampling, variant, history)
-        except BaseException as error:
-            self._recover(error)
-            return []
-        self._num_failures = 0
-        return self._take_in(plan, result)
+        return plan, self.runner.run(plan, chunks, self._sampling, variant, history)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; refused (False) while requests run, because they hold some of them."""
@@ -192,8 +217,13 @@ class LLMEngine:
         return True
 
     def close(self) -> None:
-        """Stop background work and let go of the device's memory."""
+        """Stop background work and let go of the device's memory; to close twice does nothing."""
+        self._is_closed = True
         self.runner.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine is closed.")
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], bytes]:
         """Return a prompt's text, its checked token ids and its cache salt."""
@@ -223,14 +253,13 @@ class LLMEngine:
             )
         return text, ids, salt
 
-    def _make_sample(self, group: Group, index: int, params: SamplingParams, seed: int) -> Sample:
+    def _make_sample(self, group: Group, index: int, params: SamplingParams) -> Sample:
         self._num_samples += 1
         return Sample(
             id=self._num_samples,
             group=group,
             index=index,
             params=params,
-            seed=(seed + index) % 2**64,
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
             variant=sampling.needs(params),
             tokens=array("i", group.prompt_token_ids),
@@ -282,9 +311,13 @@ class LLMEngine:
             sample.tokens.append(token)
             if sample.group.metrics.first_token_time is None:
                 sample.group.metrics.first_token_time = now
-            if sample.logprobs is not None:
-                self._add_logprobs(sample, token, result, row)
-            self._add_text(sample, token, events.finished.get(request_id))
+            try:
+                if sample.logprobs is not None:
+                    self._add_logprobs(sample, token, result, row)
+                self._add_text(sample, token, events.finished.get(request_id))
+            except Exception as error:  # of this request's text: the others of the step are none of its business
+                self._state = scheduler.abort(self._state, self._limits, request_id)
+                self._end(sample, "error", f"{type(error).__name__}: {error}")
         for request_id in events.failed:
             sample = self._samples[request_id]
             changed[sample.group.request_id] = sample.group
@@ -300,7 +333,7 @@ class LLMEngine:
         sample.detokenizer, delta = tokenizer.advance(sample.detokenizer, self.tokenizer, (token,))
         shown = delta
         if len(sample.tokens) - len(sample.group.prompt_token_ids) > sample.params.min_tokens:
-            sample.matcher, shown = tokenizer.match_stops(sample.matcher, delta)  # not before min_tokens, as in vLLM
+            sample.matcher, shown = tokenizer.match_stops(sample.matcher, delta)  # text of min_tokens cannot end it
         sample.text.append(shown)
         if sample.matcher.matched is not None:
             if finish_reason is None:
@@ -354,16 +387,30 @@ class LLMEngine:
                 outputs.append(_output(group, is_finished))
         return outputs
 
-    def _recover(self, error: BaseException) -> None:
+    def _recover(self, error: Exception) -> None:
         """After a step that failed: the cache may be gone, so start an empty one and compute running requests again."""
         self.runner.renew()
         self._state = scheduler.reset(self._state, self._limits)
         self._num_failures += 1
         self.metrics.recoveries += 1
-        if not isinstance(error, Exception):
-            raise error
         if self._num_failures >= MAX_FAILURES:
             raise EngineError(f"{MAX_FAILURES} steps in a row failed; the last one: {error}") from error
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put ^C off until the end of a step: in the middle of one, requests and device would not agree any more."""
+    if threading.current_thread() is not threading.main_thread() or not callable(signal.getsignal(signal.SIGINT)):
+        yield
+        return
+    noted: list[tuple[int, FrameType | None]] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if noted and callable(handler):
+            handler(*noted[0])
 
 
 def _output(group: Group, is_finished: bool) -> RequestOutput:
@@ -385,7 +432,7 @@ def _output(group: Group, is_finished: bool) -> RequestOutput:
             for sample in group.samples
         ],
         finished=is_finished,
-        metrics=group.metrics,
+        metrics=replace(group.metrics),
         num_cached_tokens=group.num_cached_tokens,
     )
 
@@ -408,6 +455,8 @@ def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any]) -
     """Return the tokens that end a text: the tokenizer's, and those of the model's generation_config.json."""
     named = generation_config.get("eos_token_id")
     ids: set[int] = {named} if isinstance(named, int) else set(named or ())
+    if not all(isinstance(token, int) for token in ids):
+        raise UserError(f"eos_token_id of the model is {named!r}; it must be a token id or a list of them.", "model")
     if model_tokenizer.eos_token_id is not None:
         ids.add(model_tokenizer.eos_token_id)
     return frozenset(ids)

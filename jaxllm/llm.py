@@ -5,7 +5,8 @@ Knows how to feed the engine and show progress; everything about a request is de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm
@@ -156,5 +157,7 @@ def _as_list(prompts: Any) -> list[Prompt]:
     """Tell one prompt from a list of them: a list of integers is one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"A prompt is text or a list of token ids, not {type(prompts).__name__}.", "prompts")
     items = list(prompts)
-    return [items] if items and all(isinstance(item, int) for item in items) else items
+    return [items] if items and all(isinstance(item, Integral) for item in items) else items

@@ -10,6 +10,7 @@ class Metrics:
     """Counters since the engine started."""
 
     programs_compiled: int = 0  # ahead of time, by the engine's own threads
+    programs_failed: int = 0  # in the background; larger ones serve in their place
     compile_seconds: float = 0.0  # spent on them, added up over threads
     compilations_after_ready: int = 0  # in front of a request, which must never happen
     steps: int = 0

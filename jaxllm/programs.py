@@ -13,6 +13,8 @@ import os
 import sys
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,9 +101,10 @@ class Programs:
 
     def begin(self, keys: Sequence[Key], num_threads: int, in_background: bool = False) -> None:
         """Start to compile `keys`; `wait` ends it. In the background means: in the time that serving leaves."""
-        if in_background:
-            # A thread must not be inside XLA while the interpreter goes down: stop at exit, after the current program.
-            atexit.register(self.close)
+        if not self._threads:
+            # A thread must not be inside XLA while the interpreter goes down: it aborts the process. The method is held
+            # weakly, so that an engine nobody refers to any more can go.
+            atexit.register(_join, weakref.WeakMethod(self.join))
         with self._lock:
             self._queue += keys
         before = threading.stack_size(STACK_BYTES)
@@ -118,17 +121,19 @@ class Programs:
         """Wait until every program that was asked for is compiled; the first failure is raised here."""
         for thread in self._threads:
             thread.join()
-        self._threads.clear()
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Compile nothing more; returns once the programs being compiled are done."""
+        """Compile nothing more; what is being compiled is finished by its thread."""
         with self._lock:
             self._queue.clear()
+
+    def join(self) -> None:
+        """Compile nothing more, and wait for what is being compiled."""
+        self.close()
         for thread in self._threads:
             thread.join()
-        atexit.unregister(self.close)
 
     def _want(self, key: Key) -> None:
         """Move a program to the head of the queue, if it is there at all."""
@@ -140,7 +145,7 @@ class Programs:
     def _work(self, in_background: bool) -> None:
         if in_background and sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)  # of this thread alone
-        while self._failure is None:
+        while True:
             with self._lock:
                 if not self._queue:
                     return
@@ -149,12 +154,24 @@ class Programs:
             try:
                 program = self._compile_one(key)
             except Exception as failure:
-                self._failure = failure
-                return
+                if not in_background:
+                    self._failure = failure
+                    return
+                # Plans that it would have served go on in a larger program.
+                self._metrics.programs_failed += 1
+                warnings.warn(f"program {key} could not be compiled: {failure}", stacklevel=1)
+                continue
             with self._lock:
                 self._metrics.programs_compiled += 1
                 self._metrics.compile_seconds += time.perf_counter() - start
                 self._ready[key] = program
+
+
+def _join(join: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call a method whose object may be gone."""
+    method = join()
+    if method is not None:
+        method()
 
 
 def _urgency(key: Key) -> tuple[int, int]:

@@ -7,8 +7,10 @@ knows no requests, no text and no queue.
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
+from tqdm import tqdm
 
 import pallas_kernels
 from jaxllm import batch, cache, sharding, step
@@ -24,7 +27,7 @@ from jaxllm.cache import Geometry
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import Metrics
 from jaxllm.model import decoder, weights
-from jaxllm.model.families import read_spec
+from jaxllm.model.families import Family, read_spec
 from jaxllm.model.spec import Spec
 from jaxllm.programs import Key, Programs
 from jaxllm.sampling import ROW_WIDTH, Variant
@@ -33,6 +36,7 @@ from jaxllm.step import Result
 from jaxllm.types import UserError
 
 PATCH_ENTRIES = 1024  # changes that one call of `step.patch` takes
+GPU_SHARE = 0.97  # of what is left: the rest is for programs' code and for the tuning of those compiled later
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: a laptop has other work to do …
 CPU_CEILING = 2 << 30  # … and two gigabytes hold 87,000 tokens of a 0.5B model in float32
 
@@ -43,6 +47,7 @@ class Setup:
 
     folder: Path
     spec: Spec
+    family: Family
     generation_config: dict[str, Any]
     platform: str
     devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
@@ -55,8 +60,9 @@ class Setup:
 
 def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
     """Return the devices to run on; asking for a GPU that JAX does not see is a UserError."""
-    # Read when the backend starts. XLA would take 75 % of a GPU, whatever share the user asked for.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+    # Read when the back end starts: XLA would take 75 % of a GPU, whatever share the user asked for.
+    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
     if config.device == "auto":
         return tuple(jax.devices())
     try:
@@ -82,11 +88,11 @@ def choose_dtype(config: EngineConfig, checkpoint: dict[str, Any], platform: str
     return jnp.dtype(jnp.bfloat16 if stored == "float32" else stored)
 
 
-def prepare(config: EngineConfig) -> Setup:
+def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     """Choose everything that can be chosen without loading weights; `jaxllm doctor` prints it."""
-    folder = weights.resolve(config.model, config.revision)
+    folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
     checkpoint = weights.read_config(folder)
-    spec, _ = read_spec(checkpoint)
+    spec, family = read_spec(checkpoint)
     devices = choose_devices(config)
     platform = devices[0].platform
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
@@ -100,7 +106,9 @@ def prepare(config: EngineConfig) -> Setup:
     return Setup(
         folder=folder,
         spec=spec,
-        generation_config=weights.read_generation_config(folder),
+        family=family,
+        # Older checkpoints name the end of a text in config.json only.
+        generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | weights.read_generation_config(folder),
         platform=platform,
         devices=devices,
         dtype=choose_dtype(config, checkpoint, platform),
@@ -114,24 +122,32 @@ def prepare(config: EngineConfig) -> Setup:
 class Runner:
     """Runs plans on the device. Not thread-safe: one thread calls `run`."""
 
-    def __init__(self, config: EngineConfig, metrics: Metrics, progress: bool = False) -> None:
+    def __init__(self, config: EngineConfig, setup: Setup, metrics: Metrics, progress: bool = False) -> None:
         use_compilation_cache(config.cache_dir())
-        self.setup = setup = prepare(config)
+        self.setup = setup
         self.metrics = metrics
         self._config = config
         self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
-        shapes = weights.abstract(setup.spec, self._mesh, setup.dtype)
-        self._params_shapes = shapes
-        weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)) // self._mesh.size
-        self._patch_program: Any = None
-        self._start_programs(choose_geometry(config, setup, self._mesh.size, weight_bytes))
-        loaded = self._load(config, progress)
-        self._params = tuple(jax.tree.leaves(loaded))
-        self._finish_programs(weight_bytes)
+        self._params_shapes = weights.abstract(setup.spec, self._mesh, setup.dtype)
+        leaves = jax.tree.leaves(self._params_shapes)
+        free = free_bytes(config, setup) - sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // self._mesh.size
+        if config.load_format != "dummy":
+            weights.check(setup.folder, setup.spec, setup.family, self._mesh.size)
         self._state: step.Leaves = ()
-        self.renew()
         self._running_thread: int | None = None
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        self._start_programs(choose_geometry(config, setup, self._mesh.size, free))
+        try:
+            if progress:
+                tqdm.write("compiling for this machine; the next start finds the programs in its cache", sys.stderr)
+            self._params = tuple(jax.tree.leaves(self._load(config, progress)))
+            self._finish_programs(free)
+        except BaseException:
+            self.programs.close()
+            raise
+        self.renew()
+        self._listener = _listener(weakref.ref(self))
+        jax.monitoring.register_event_duration_secs_listener(self._listener)
+        weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, self._listener)
         if config.precompile == "background":
             self.programs.begin(self.programs.rest, max(1, (os.cpu_count() or 2) // 2), in_background=True)
         elif config.precompile == "all":
@@ -187,15 +203,14 @@ class Runner:
     def close(self) -> None:
         """Stop compiling and let go of the device's memory."""
         self.programs.close()
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
         self._state = ()
         self._params = ()
 
     def _load(self, config: EngineConfig, progress: bool) -> decoder.Params[jax.Array]:
         if config.load_format == "dummy":
-            return weights.load_random(self.setup.spec, self._mesh, self.setup.dtype, config.seed)
-        _, family = read_spec(weights.read_config(self.setup.folder))
-        return weights.load(self.setup.folder, self.setup.spec, family, self._mesh, self.setup.dtype, progress)
+            return weights.load_random(self.setup.spec, self._mesh, self.setup.dtype, config.seed % 2**32)
+        setup = self.setup
+        return weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress)
 
     def _start_programs(self, geometry: Geometry) -> None:
         """Begin to compile the covering programs for `geometry`, while the weights are being read."""
@@ -211,12 +226,12 @@ class Runner:
         )
         self.programs.begin(self.programs.covering, os.cpu_count() or 2)
 
-    def _finish_programs(self, weight_bytes: int) -> None:
+    def _finish_programs(self, free: int) -> None:
         """Wait for the covering programs; if they need more memory than guessed, compile them for fewer blocks."""
         while True:
             self.programs.wait()
             temporary = max(self.programs[key].memory_analysis().temp_size_in_bytes for key in self.programs.covering)
-            fitting = choose_geometry(self._config, self.setup, self._mesh.size, weight_bytes, temporary)
+            fitting = choose_geometry(self._config, self.setup, self._mesh.size, free, temporary)
             if fitting.num_blocks >= self.geometry.num_blocks:
                 break
             self._start_programs(fitting)
@@ -255,19 +270,46 @@ class Runner:
             tables, tokens = self._patch_program(state.tables, state.tokens, changes)
             self._state = tuple(jax.tree.leaves(state.replace(tables=tables, tokens=tokens)))
 
-    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration" and threading.get_ident() == self._running_thread:
+    def note_compilation(self) -> None:
+        """Count a compilation that somebody waits for: one on the thread that is running a step."""
+        if threading.get_ident() == self._running_thread:
             self.metrics.compilations_after_ready += 1
 
 
+def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:
+    """Return a listener to JAX's events that does not keep the runner alive."""
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        alive = runner()
+        if event == "/jax/core/compile/backend_compile_duration" and alive is not None:
+            alive.note_compilation()
+
+    return listen
+
+
+def free_bytes(config: EngineConfig, setup: Setup) -> int:
+    """Return the memory of a device that is free for weights, programs and KV blocks, before any of them is there."""
+    if setup.platform == "cpu":
+        return psutil.virtual_memory().available
+    if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
+        return 0  # nobody asks
+    stats = setup.devices[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise UserError(
+            f"{setup.devices[0]} does not say how much memory it has; set kv_cache_memory_bytes.",
+            "kv_cache_memory_bytes",
+        )
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
 def choose_geometry(
-    config: EngineConfig, setup: Setup, shards: int, weight_bytes: int, temporary_bytes: int | None = None
+    config: EngineConfig, setup: Setup, shards: int, free: int, temporary_bytes: int | None = None
 ) -> Geometry:
     """Size the KV pool: what was asked for, else what the memory holds beside the weights and the programs.
 
-    `weight_bytes` are one device's; `temporary_bytes` are what its largest program needs while it runs, None while
-    none is compiled yet. A pool too small for one sequence shortens a context length that nobody asked for, and is a
-    UserError otherwise.
+    `free` are the bytes that the weights leave on one device; `temporary_bytes` are what its largest program needs
+    while it runs, None while none is compiled yet. A pool too small for one sequence shortens a context length that
+    nobody asked for, and is a UserError otherwise.
     """
     size = cache.block_bytes(setup.spec, config.block_size, setup.dtype, shards)
     longest = -(-setup.max_model_len // config.block_size)
@@ -276,14 +318,18 @@ def choose_geometry(
     else:
         room = config.kv_cache_memory_bytes
         if room is None:
-            room = _room(config, setup, weight_bytes, _guess(setup) if temporary_bytes is None else temporary_bytes)
-        num_blocks = cache.coarse(min(max(0, room) // size, setup.max_num_seqs * longest))
+            # Tables and tokens of every slot, see cache.DeviceState.
+            slots = 4 * setup.max_num_seqs * (longest + setup.max_model_len)
+            room = free - slots - (_guess(setup) if temporary_bytes is None else temporary_bytes)
+            room = min(int(CPU_SHARE * room), CPU_CEILING) if setup.platform == "cpu" else int(GPU_SHARE * room)
+        wanted = min(max(0, room) // size, setup.max_num_seqs * longest)
+        num_blocks = max(cache.coarse(wanted), min(wanted, longest))
     max_model_len = setup.max_model_len
     if num_blocks < longest and config.num_kv_blocks is None:
         if config.max_model_len is not None or num_blocks == 0:
             raise UserError(
-                f"A sequence of max_model_len {max_model_len} tokens needs {longest * size / 2**20:.0f} MiB of KV "
-                f"blocks, but there is room for {num_blocks * size / 2**20:.0f} MiB. Lower max_model_len, or raise "
+                f"A sequence of max_model_len {max_model_len} tokens needs {longest * size / 2**20:.1f} MiB of KV "
+                f"blocks, but there is room for {num_blocks * size / 2**20:.1f} MiB. Lower max_model_len, or raise "
                 f"{'kv_cache_memory_bytes' if setup.platform == 'cpu' else 'gpu_memory_utilization'}.",
                 "max_model_len",
             )
@@ -291,16 +337,6 @@ def choose_geometry(
     return Geometry(
         num_slots=setup.max_num_seqs, num_blocks=num_blocks, block_size=config.block_size, max_model_len=max_model_len
     )
-
-
-def _room(config: EngineConfig, setup: Setup, weight_bytes: int, temporary_bytes: int) -> int:
-    """Return the bytes of a device that are left for KV blocks."""
-    if setup.platform == "cpu":
-        free = psutil.virtual_memory().available - weight_bytes - temporary_bytes
-        return min(int(CPU_SHARE * free), CPU_CEILING)
-    # The allocator's limit already is the share of the memory that was asked for, see choose_devices.
-    limit = setup.devices[0].memory_stats()["bytes_limit"]
-    return limit - weight_bytes - temporary_bytes
 
 
 def _guess(setup: Setup) -> int:

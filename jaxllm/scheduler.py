@@ -153,7 +153,10 @@ def commit(
         finished[int(ids[row])] = "stop" if stopped[row] else "length"
     failed = tuple(slots.ids[failed_slots].tolist()) if failed_slots else ()
     if finished or failed:
-        _vacate(editor, limits, row_slots[ended].tolist() + failed_slots)
+        for slot in failed_slots:  # whatever made its logits unusable may be in its blocks
+            editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
+        _vacate(editor, limits, failed_slots, may_publish=False)
+        _vacate(editor, limits, row_slots[ended].tolist())
     return editor.done(), Events(rows=rows, ids=ids, tokens=sampled, finished=finished, failed=failed)
 
 
@@ -281,18 +284,19 @@ def _requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
     editor.enqueue(Waiting(record.request, record.order, known, digests))
 
 
-def _vacate(editor: StateEditor, limits: Limits, slots: Sequence[int]) -> None:
+def _vacate(editor: StateEditor, limits: Limits, slots: Sequence[int], may_publish: bool = True) -> None:
     """Empty slots, index the blocks that sampled tokens have filled, and give all blocks back.
 
-    They are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the digests
-    cost 2 us a block (62 of them a step at 1,000 running requests).
+    The blocks are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the
+    digests cost 2 us a block (62 of them a step at 1,000 running requests).
     """
     for slot in slots:
         record, table = editor.owner(slot), editor.tables[slot]
         written = min(int(editor.read("issued")[slot]), int(editor.read("known")[slot]))
         first = min(len(record.digests), written // limits.block_size)
         digests = _digests(record.request, limits, record.digests[:first], written)
-        editor.pool.publish(zip(digests[first:], table[first:], strict=False))
+        if may_publish:
+            editor.pool.publish(zip(digests[first:], table[first:], strict=False))
         editor.pool.release(table, digests)
         editor.running[slot], editor.tables[slot] = None, ()
     # A free slot has limit and length 0, so that no column test takes it for one with work to do.

@@ -454,7 +454,12 @@ def _read_backend(path: Path) -> Any:
 
 def _convert(folder: Path) -> tuple[Any, dict[str, str]]:
     """Build the tokenizer of an older folder (sentencepiece, or vocabulary and merges) with transformers."""
-    from transformers import AutoTokenizer
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UserError(
+            f"{folder} has no tokenizer.json; to convert what it has, install jaxllm[convert].", "tokenizer"
+        ) from error
 
     advice = f"Save it once with save_pretrained() so that {folder} has a tokenizer.json."
     try:

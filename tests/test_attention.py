@@ -193,7 +193,7 @@ def test_unnamed_implementation_is_the_platforms_best():
     expected = pallas_kernels.paged_decode(*arguments, implementation="xla", **options)
     np.testing.assert_array_equal(pallas_kernels.paged_decode(*arguments, **options), expected)
     assert pallas_kernels.resolve("paged_decode", "cpu") == "xla"
-    assert pallas_kernels.resolve("paged_prefill", "gpu") == "xla_gather"
+    assert pallas_kernels.resolve("paged_prefill", "gpu") == "xla"
     with pytest.raises(ValueError, match="paged_decode, paged_prefill"):
         pallas_kernels.resolve("paged_encode", "cpu")
     with pytest.raises(ValueError, match="no implementation 'triton'; it has xla, xla_gather"):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import signal
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -207,7 +210,14 @@ def test_other_refusals(llm: LLM) -> None:
     with pytest.raises(UserError, match="in use"):
         llm.engine.add_request("twice", "a", GREEDY)
     llm.engine.abort_request("twice")
+    for priority in ("high", None, float("nan"), True):
+        with pytest.raises(UserError, match="priority must be an integer"):
+            llm.engine.add_request("wrong", "a", GREEDY, priority=priority)  # pyright: ignore[reportArgumentType]
+    for prompt, params in ((5, GREEDY), ("a", {"temperature": 0})):
+        with pytest.raises(UserError, match=r"int|SamplingParams"):
+            generate(llm, prompt, params)
     for settings, message in [
+        ({"trust_remote_code": True}, "trust_remote_code is not supported"),
         ({"blocksize": 3}, "Did you mean 'block_size'"),
         ({"block_size": 0}, "block_size"),
         ({"max_model_len": 513}, "512 positions"),
@@ -297,6 +307,75 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
         healthy, poisoned = generate(llm, [[5, 6, 7], [5, 3, 7]], params)
         assert poisoned.outputs[0].finish_reason == "error" and "finite" in str(poisoned.outputs[0].stop_reason)
         assert tokens([healthy]) == expected or 3 in expected[0]
+        # What the poisoned prompt wrote is not for anybody else, even once the fault has gone.
+        runner._params = tuple(jax.tree.leaves(named))
+        longer = [5, 3, *range(7, 40)]
+        runner._params = tuple(jax.tree.leaves(named.replace(top=top)))
+        assert generate(llm, [longer], params)[0].outputs[0].finish_reason == "error"
+        runner._params = tuple(jax.tree.leaves(named))
+        (cured,) = generate(llm, [longer], params)
+        assert cured.num_cached_tokens == 0 and cured.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("block_size", "length"), [(16, 480), (1, 480), (2, 100)])
+def test_more_blocks_than_fit_into_a_steps_buffer_are_sent_ahead(block_size: int, length: int) -> None:
+    prompts = [[5 + (7 * position + name) % 400 for position in range(length)] for name in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    with make(block_size=block_size, max_num_seqs=4, max_num_batched_tokens=32) as llm:
+        chunked = tokens(generate(llm, prompts, params))
+        assert tokens(generate(llm, prompts, params)) == chunked, "and from the prefix cache"
+    with make(block_size=64, max_num_batched_tokens=512) as llm:
+        assert tokens(generate(llm, prompts, params)) == chunked
+
+
+def test_an_interrupt_waits_for_the_end_of_the_step(
+    llm: LLM, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = "Once upon a time there was a little boy who had a red ball and a big dog"
+    llm.reset_prefix_cache()
+    expected = tokens(generate(llm, prompt, GREEDY))
+    llm.reset_prefix_cache()
+    real: Callable[..., Any] = llm.engine.runner.run
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(llm.engine.runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, prompt, GREEDY)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    monkeypatch.undo()
+    assert not llm.engine.has_unfinished_requests()
+    assert tokens(generate(llm, prompt, GREEDY)) == expected, "the blocks of the interrupted step were written"
+
+
+def test_what_fails_before_a_step_ran_is_not_in_the_prefix_cache(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = "Lily and Ben went to the park with a big dog and a red ball one day"
+    llm.reset_prefix_cache()
+    expected = tokens(generate(llm, prompt, GREEDY))
+    llm.reset_prefix_cache()
+    monkeypatch.setattr(llm.engine, "_admit", lambda plan: 1 / 0)
+    with pytest.raises(EngineError, match="division"):
+        generate(llm, prompt, GREEDY)
+    monkeypatch.undo()
+    (output,) = generate(llm, prompt, GREEDY)
+    assert output.num_cached_tokens == 0 and tokens([output]) == expected
+
+
+def test_a_closed_engine_says_so_and_lets_go() -> None:
+    llm = make()
+    runner = weakref.ref(llm.engine.runner)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        generate(llm, "Tom", GREEDY)
+    del llm
+    gc.collect()
+    assert runner() is None, "nothing keeps a forgotten engine's memory"
 
 
 def test_step_shows_text_as_it_grows(llm: LLM) -> None:

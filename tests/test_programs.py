@@ -139,3 +139,10 @@ def test_the_number_of_blocks_is_coarse(count: int) -> None:
     rounded = cache.coarse(count)
     assert count * 7 / 8 <= rounded <= count
     assert cache.coarse(rounded) == rounded
+
+
+def test_a_pool_asked_for_by_nobody_holds_at_least_one_sequence() -> None:
+    with LLM(
+        str(GOLDEN / "stories260K"), precompile="covering", max_num_seqs=1, max_model_len=300, block_size=4
+    ) as llm:
+        assert llm.engine.max_model_len == 300 and llm.engine.runner.geometry.num_blocks == 75

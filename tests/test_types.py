@@ -97,7 +97,11 @@ FLAGS = ("ignore_eos", "skip_special_tokens")
 
 
 @pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS, *FLAGS, "stop", "stop_token_ids"])
-@pytest.mark.parametrize("value", ["1", b"1", {"a": 1}, 1j, object(), "line\nbreak"], ids=lambda value: f"{type(value).__name__}_{value!r:.4}")
+@pytest.mark.parametrize(
+    "value",
+    ["1", b"1", {"a": 1}, 1j, object(), "line\nbreak"],
+    ids=lambda value: f"{type(value).__name__}_{value!r:.4}",
+)
 def test_wrong_types_are_refused_by_name(name: str, value: object):
     if name == "stop" and isinstance(value, str):
         value = 7  # a string is a stop string

@@ -95,6 +95,12 @@ def check_shards(spec: Spec, shards: int) -> None:
             )
 
 
+def check(folder: Path, spec: Spec, family: Family, shards: int) -> None:
+    """Refuse a checkpoint whose files are broken or do not hold the weights of `spec`; reads headers only."""
+    check_shards(spec, shards)
+    _find_sources(declare(spec, shards), family, _by_name(open_tensors(folder), family))
+
+
 def load(
     folder: Path, spec: Spec, family: Family, mesh: Mesh, dtype: DTypeLike, progress: bool = False
 ) -> Params[Array]:
