@@ -63,11 +63,16 @@ def resolve(model: str, revision: str | None = None, tokenizer_only: bool = Fals
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
         where = model if revision is None else f"{model} at revision {revision}"
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"no folder {model} is here, and the hub's {where} could not be had: {type(error).__name__}: {reason:.300}",
-            "model",
-        ) from None
+        reasons = {
+            "LocalEntryNotFoundError": "the hub cannot be reached, and its local cache does not hold it",
+            "OfflineModeIsEnabled": "the hub is switched off (HF_HUB_OFFLINE), and its local cache does not hold it",
+            "RepositoryNotFoundError": "the hub has no such repository, or it is private (log in with `hf auth login`)",
+            "RevisionNotFoundError": "the hub's repository has no such revision",
+            "GatedRepoError": "the hub gives it only to those who accepted its terms (log in with `hf auth login`)",
+        }
+        kind = type(error).__name__
+        reason = reasons.get(kind, f"{kind}: {' '.join(str(error).split()):.200}")
+        raise UserError(f"no folder {model} is here, and {where} could not be had: {reason}.", "model") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
