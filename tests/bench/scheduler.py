@@ -22,13 +22,13 @@ TARGET_US = 250.0  # at 1,000 running requests
 
 def request(number: int, random: np.random.Generator, ends: bool) -> Request:
     prompt = array("i", random.integers(0, 30000, int(random.integers(32, 256))).tolist())
-    num_new = int(random.integers(64, 256)) if ends else 100_000
+    num_new = int(random.integers(64, 256)) if ends else 2_000
     return Request(number, prompt, len(prompt), len(prompt) + num_new, stop_ids=(30001,))
 
 
 def measure(num_running: int, ends: bool) -> np.ndarray:
     """Return the microseconds of each step."""
-    limits = Limits(num_slots=num_running, num_blocks=65536, block_size=16, max_step_tokens=8192, max_step_chunks=64)
+    limits = Limits(num_slots=num_running, num_blocks=64 * num_running, block_size=16, max_step_tokens=8192, max_step_chunks=64)
     random = np.random.default_rng(0)
     state: State = initial(limits)
     number = 0
