@@ -28,7 +28,9 @@ def request(number: int, random: np.random.Generator, ends: bool) -> Request:
 
 def measure(num_running: int, ends: bool) -> np.ndarray:
     """Return the microseconds of each step."""
-    limits = Limits(num_slots=num_running, num_blocks=64 * num_running, block_size=16, max_step_tokens=8192, max_step_chunks=64)
+    limits = Limits(
+        num_slots=num_running, num_blocks=64 * num_running, block_size=16, max_step_tokens=8192, max_step_chunks=64
+    )
     random = np.random.default_rng(0)
     state: State = initial(limits)
     number = 0
