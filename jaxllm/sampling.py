@@ -7,7 +7,7 @@ tokens whatever runs beside it. Letters: R rows of a batch, S slots, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from enum import StrEnum
 
 import jax
@@ -73,11 +73,6 @@ def needs(params: SamplingParams) -> Variant:
     if is_filtered or params.min_tokens > 0 or params.logprobs is not None:
         return Variant.FILTERED
     return Variant.RANDOM if params.temperature > 0.0 else Variant.GREEDY
-
-
-def widest(variants: Iterable[Variant]) -> Variant:
-    """Name the cheapest variant that serves all of `variants`."""
-    return max(variants, key=list(Variant).index, default=Variant.GREEDY)
 
 
 def initial(num_slots: int, vocab_size: int) -> SamplingState:

@@ -23,7 +23,6 @@ from jaxllm.sampling import (
     penalized,
     sample,
     unpack_rows,
-    widest,
 )
 from jaxllm.types import MAX_MASKED_STOP_IDS, EngineError, SamplingParams
 
@@ -153,12 +152,6 @@ def test_empty_slots_are_greedy():
 )
 def test_a_request_needs_the_cheapest_variant(arguments: dict, variant: Variant):
     assert needs(SamplingParams(**arguments)) is variant
-
-
-def test_the_widest_variant_serves_all():
-    assert widest([]) is Variant.GREEDY
-    assert widest([Variant.RANDOM, Variant.PENALIZED, Variant.FILTERED]) is Variant.PENALIZED
-    assert widest(iter([Variant.GREEDY, Variant.RANDOM])) is Variant.RANDOM
 
 
 def test_wider_variants_give_the_same_tokens():
