@@ -91,6 +91,7 @@ class PoolEditor:
         self._stamps: np.ndarray | None = None
         self._index: list[dict[bytes, int]] | None = None
         self._touched: set[int] = set()  # shards that are this editor's own
+        self.changes: list[tuple[bool, bytes]] = []  # of the index, in order: whether it was entered, and the digest
         self._free = pool.free  # only ever cut at its end; what is freed here goes into the list below
         self._freed: list[int] = []
         self._num_cached = pool.num_cached
@@ -149,13 +150,14 @@ class PoolEditor:
         for digest, block in entries:
             if self._find(digest) is None:
                 self._own_shard(digest)[digest] = block
+                self.changes.append((True, digest))
 
     def forget(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
         """Take a request's indexed blocks out of the index, except those that others name too."""
         references = self._own_references()
         for block, digest in zip(blocks, digests, strict=False):
             if self._find(digest) == block and references[block] == 1:
-                del self._own_shard(digest)[digest]
+                self._drop(digest)
 
     def release(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
         """Give a request's blocks back: the one way in which a block is freed.
@@ -214,13 +216,17 @@ class PoolEditor:
                     break
                 used += 1
                 if stamps[entry.block] == entry.stamp:
-                    del self._own_shard(entry.digest)[entry.digest]
+                    self._drop(entry.digest)
                     stamps[entry.block] += 1
                     evicted.append(entry.block)
             self._num_entries -= used
             self._oldest = Chunk(entries[used:], rest) if used < len(entries) else rest
         self._num_cached -= count
         return evicted
+
+    def _drop(self, digest: bytes) -> None:
+        del self._own_shard(digest)[digest]
+        self.changes.append((False, digest))
 
     def _find(self, digest: bytes) -> int | None:
         index = self._pool.index if self._index is None else self._index

@@ -2,7 +2,8 @@
 
 Says how large it is and where it lies. Knows no scheduler and no program.
 
-Letters: L layers, N blocks in the pool, K key-value heads, P tokens per block, C head size, S slots, M blocks per slot.
+Letters: L layers, N blocks in the pool, K key-value heads, P tokens per block, C head size, S slots, M blocks per slot,
+E entries of logit_bias.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class DeviceState(Generic[Leaf]):
     tables: Leaf  # int32[S, M]: the blocks of each slot; behind its length, any block
     tokens: Leaf  # int32[S, M * P]: the sequence of each slot as far as this device has seen it
     sampling: SamplingState  # a row per slot
+    bias: Leaf  # int32[S, 2, E] of `sampling.pack_bias`; how many entries are the slot's own is in its sampling row
 
 
 def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> int:
@@ -83,11 +85,12 @@ def abstract(spec: Spec, geometry: Geometry, mesh: Mesh, dtype: jnp.dtype) -> De
         tables=whole((geometry.num_slots, geometry.max_blocks), int32),
         tokens=whole((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32),
         sampling=jax.tree.map(lambda row: whole(row.shape, row.dtype), rows),
+        bias=whole((geometry.num_slots, *sampling.BIAS_SHAPE), int32),
     )
 
 
 def allocate(state: DeviceState[jax.ShapeDtypeStruct]) -> DeviceState[jax.Array]:
-    """Make the state with zeros everywhere; a slot's rows are written whole when a request gets it.
+    """Make the state with zeros everywhere; what is read of a slot is written when a request gets it.
 
     Each array is made by itself and in place on its devices: nothing the size of the pool exists twice.
     """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxllm.types import UserError
+from jaxllm.errors import UserError
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "gpu"]
@@ -40,6 +40,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None  # overrides the share
     num_kv_blocks: int | None = None  # overrides both
     scheduling_policy: SchedulingPolicy = "fcfs"
+    enable_kv_cache_events: bool = False  # tell which blocks enter and leave the prefix cache
     max_logprobs: int = 20  # the most log-probabilities a request may ask for
     load_format: LoadFormat = "auto"  # "dummy": random weights of the model's shapes, for measuring
     precompile: Precompile = "background"  # which programs are compiled before the engine is ready, see runner.py
@@ -55,11 +56,9 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise UserError(f"{name} must be an integer from {low} to {high}, got {value!r}.", name)
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise UserError(
-                f"enable_prefix_caching must be true or false, got {self.enable_prefix_caching!r}.",
-                "enable_prefix_caching",
-            )
+        for name in ("enable_prefix_caching", "enable_kv_cache_events"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}.", name)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise UserError(f"gpu_memory_utilization must be in (0, 1], got {share!r}.", "gpu_memory_utilization")

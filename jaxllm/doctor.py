@@ -18,10 +18,10 @@ import psutil
 
 from jaxllm import __version__, sharding
 from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
 from jaxllm.model import weights
 from jaxllm.runner import CPU_CEILING, CPU_SHARE, Setup, choose_geometry, free_bytes, prepare
 from jaxllm.tokenizer import load_tokenizer
-from jaxllm.types import UserError
 
 PACKAGES = (
     "jax",

@@ -6,6 +6,7 @@ threads nor protocols: whoever calls `step` decides when.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -20,27 +21,31 @@ import numpy as np
 
 from jaxllm import sampling, scheduler, tokenizer
 from jaxllm.config import EngineConfig
-from jaxllm.metrics import Metrics
+from jaxllm.errors import ContextLengthError, EngineError, RequestIdInUseError, UserError
+from jaxllm.metrics import Load, Metrics
 from jaxllm.runner import Runner, prepare
 from jaxllm.sampling import Variant
-from jaxllm.state import Plan, Request, initial
+from jaxllm.state import BlockEvent, Plan, Request, initial, take_block_events
 from jaxllm.step import Result
 from jaxllm.tokenizer import Detokenizer, StopMatcher, Tokenizer
 from jaxllm.types import (
     CompletionOutput,
-    EngineError,
     FinishReason,
     Logprob,
     RequestMetrics,
     RequestOutput,
+    RequestOutputKind,
     SamplingParams,
-    UserError,
     default_sampling_params,
     validate_for_model,
 )
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
+FEW_STREAMS = 32  # running requests up to which every token is handed out by itself …
+MANY_STREAMS_INTERVAL = (
+    4  # … and from which on this many at once: a message costs 25 us, whatever it holds (grpc.md §3)
+)
 VARIANTS = tuple(Variant)
 
 
@@ -59,6 +64,9 @@ class Sample:
     matcher: StopMatcher
     seed: int = 0
     text: list[str] = field(default_factory=list)
+    num_read: int = 0  # output tokens that `text` is made of
+    num_shown: int = 0  # output tokens that were handed out, where an output is what is new …
+    text_shown: int = 0  # … and pieces of the text
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
@@ -73,7 +81,7 @@ class Group:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics
-    wants_every_step: bool
+    kind: RequestOutputKind
     samples: list[Sample] = field(default_factory=list)
     num_cached_tokens: int | None = None
 
@@ -83,15 +91,35 @@ class Group:
         return all(sample.finish_reason is not None for sample in self.samples)
 
 
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A request that has passed every check."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int
+    salt: bytes
+
+    def limit(self, max_model_len: int) -> int:
+        """Return the most tokens that prompt and output can have together."""
+        if self.params.max_tokens is None:
+            return max_model_len
+        return min(max_model_len, len(self.prompt_token_ids) + self.params.max_tokens)
+
+
 class LLMEngine:
     """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts."""
 
-    def __init__(self, config: EngineConfig, progress: bool = False) -> None:
+    def __init__(self, config: EngineConfig, progress: bool = False, metrics: Metrics | None = None) -> None:
         self.config = config
-        self.metrics = Metrics()
+        self.metrics = Metrics() if metrics is None else metrics
+        self.num_rows = 0  # requests that took part in the last step
         # What can be wrong with a model comes before what takes long.
         setup = prepare(config)
         self.tokenizer: Tokenizer = tokenizer.load_tokenizer(config.tokenizer or setup.folder)
+        self.generation_config = setup.generation_config
         self.default_params = default_sampling_params(setup.generation_config)
         self.eos_ids = _eos_ids(self.tokenizer, setup.generation_config)
         self.runner = Runner(config, setup, self.metrics, progress)
@@ -110,24 +138,21 @@ class LLMEngine:
         self._num_failures = 0
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        priority: int = 0,
-        wants_every_step: bool = True,
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
     ) -> None:
-        """Queue a request; what is wrong with it is a UserError and leaves the engine as it was.
+        """Queue a request; what is wrong with it is a UserError and leaves the engine as it was."""
+        self.add([self.accept(request_id, prompt, params, priority)])
 
-        `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt". With
-        `wants_every_step` false, `step` returns the request only once it has ended.
+    def accept(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+    ) -> Accepted:
+        """Check a request and make its token ids; nothing is queued. Any thread may call this.
+
+        `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt".
         """
-        self._check_open()
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise UserError(f"Sampling parameters are a SamplingParams, not {type(params).__name__}.", "params")
-        if request_id in self._groups:
-            raise UserError(f"request id {request_id!r} is in use.", "request_id")
         if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
             raise UserError(f"priority must be an integer, got {priority!r}.", "priority")
         if priority and self.config.scheduling_policy != "priority":
@@ -137,43 +162,69 @@ class LLMEngine:
                 "priority",
             )
         validate_for_model(params, self.vocab_size, self.config.max_logprobs, self.eos_ids)
-        text, ids, salt = self._read_prompt(prompt)
-        group = Group(request_id, text, tuple(ids), RequestMetrics(time.monotonic()), wants_every_step)
-        limit = self.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, len(ids) + params.max_tokens)
-        if not self.config.enable_prefix_caching:
-            # n samples of a prompt share its blocks all the same, under a name that nobody else has.
-            salt = f"{self._num_samples}".encode() if params.n > 1 else None
-        state = self._state
-        for index in range(params.n):
-            sample = self._make_sample(group, index, params)
-            stop_ids = tuple(sample.eos_ids) + tuple(set(params.stop_token_ids) - sample.eos_ids)
-            request = Request(sample.id, sample.tokens, len(ids), limit, stop_ids, priority, salt)
-            state = scheduler.add(state, self._limits, request)
-            group.samples.append(sample)
-        # Drawn last, so that a request that was refused changes nothing for those after it.
-        seed = int(self._random.integers(2**63)) if params.seed is None else params.seed
-        for sample in group.samples:
-            sample.seed = (seed + sample.index) % 2**64
-        self._state = state
-        self._groups[request_id] = group
-        self._samples.update((sample.id, sample) for sample in group.samples)
+        text, ids, salt = self._read_prompt(prompt, params)
+        accepted = Accepted(request_id, text, tuple(ids), params, int(priority), salt)
+        scheduler.check_fits(self._limits, len(ids), accepted.limit(self.max_model_len))
+        return accepted
 
-    def abort_request(self, request_id: str) -> None:
-        """Drop a request in whatever phase it is and free its blocks; an unknown id changes nothing."""
-        group = self._groups.pop(request_id, None)
-        for sample in group.samples if group else ():
-            if sample.finish_reason is None:
-                self._state = scheduler.abort(self._state, self._limits, sample.id)
-                self._end(sample, "abort", None)
+    def add(self, requests: Sequence[Accepted]) -> None:
+        """Queue requests that `accept` made; an id that is in use is a UserError, and then none is queued."""
+        self._check_open()
+        groups: dict[str, Group] = {}
+        queued: list[Request] = []
+        for accepted in requests:
+            if accepted.request_id in self._groups or accepted.request_id in groups:
+                raise RequestIdInUseError(f"request id {accepted.request_id!r} is in use.", "request_id")
+            group, own = self._make_group(accepted)
+            groups[accepted.request_id] = group
+            queued += own
+        self._state = scheduler.add(self._state, self._limits, queued)
+        for group in groups.values():
+            # Drawn last, so that a request that was refused changes nothing for those after it.
+            given = group.samples[0].params.seed
+            seed = int(self._random.integers(2**63)) if given is None else given
+            for sample in group.samples:
+                sample.seed = (seed + sample.index) % 2**64
+                self._samples[sample.id] = sample
+        self._groups |= groups
+
+    def abort_request(self, request_id: str, reason: FinishReason = "abort") -> RequestOutput | None:
+        """Drop a request in whatever phase it is and free its blocks; return what it had, None for an unknown id."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        going = [sample for sample in group.samples if sample.finish_reason is None]
+        self._state = scheduler.abort(self._state, self._limits, [sample.id for sample in going])
+        for sample in going:
+            self._read(sample)
+            self._flush(sample)
+            self._end(sample, reason, None)
+        return self._finish(group, time.monotonic())
+
+    def take_block_events(self) -> tuple[BlockEvent, ...]:
+        """Return what has entered and left the prefix cache since the last call, if that is recorded."""
+        self._state, events = take_block_events(self._state)
+        return events
+
+    def load(self) -> Load:
+        """Say how busy the engine is; speeds are the caller's to measure."""
+        state, metrics = self._state, self.metrics
+        return Load(
+            running=state.num_running,
+            waiting=len(state.waiting),
+            waiting_tokens=sum(entry.known for entry in state.waiting),
+            kv_blocks_used=state.pool.num_blocks - state.pool.num_available,
+            kv_blocks_total=state.pool.num_blocks,
+            max_running=self._limits.num_slots,
+            prefix_hit_rate=metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0,
+        )
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._groups)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return the requests that it changed, with all of their text so far."""
+        """Compute one step and return the outputs that are due (see `SamplingParams.output_kind`)."""
         self._check_open()
         if not self._groups:
             return []
@@ -194,7 +245,7 @@ class LLMEngine:
     def _run(self) -> tuple[Plan, Result]:
         """Plan a step and run it."""
         self._state, plan = scheduler.plan(self._state, self._limits, time.monotonic())
-        history = self._admit(plan)
+        history, biases = self._admit(plan)
         if not len(plan.slots):
             raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
         variant = VARIANTS[int(self._variants[plan.slots].max())]
@@ -207,7 +258,7 @@ class LLMEngine:
                 strict=True,
             )
         ]
-        return plan, self.runner.run(plan, chunks, self._sampling, variant, history)
+        return plan, self.runner.run(plan, chunks, self._sampling, variant, history, biases)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; refused (False) while requests run, because they hold some of them."""
@@ -225,7 +276,7 @@ class LLMEngine:
         if self._is_closed:
             raise EngineError("the engine is closed.")
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], bytes]:
+    def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int], bytes]:
         """Return a prompt's text, its checked token ids and its cache salt."""
         salt = b""
         if isinstance(prompt, Mapping):
@@ -245,13 +296,30 @@ class LLMEngine:
                 raise UserError(f"A prompt is text or a list of token ids, not {type(text).__name__}.", "prompt")
             ids = self.tokenizer.encode(text)
         ids = _token_ids(ids, self.vocab_size)
+        if params.truncate_prompt_tokens is not None:
+            room = max(1, self.max_model_len - (params.max_tokens or 1))
+            ids = ids[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
         if len(ids) >= self.max_model_len:
-            raise UserError(
-                f"The decoder prompt has {len(ids)} tokens and leaves no room for an output: the maximum model length "
-                f"is {self.max_model_len}. Shorten the prompt or raise max_model_len.",
-                "prompt",
-            )
+            raise too_long(self.max_model_len, len(ids), None)
         return text, ids, salt
+
+    def _make_group(self, accepted: Accepted) -> tuple[Group, list[Request]]:
+        """Make what the engine and what the scheduler keep of a request."""
+        params, ids = accepted.params, accepted.prompt_token_ids
+        metrics = RequestMetrics(time.monotonic())
+        group = Group(accepted.request_id, accepted.prompt, ids, metrics, params.output_kind)
+        salt: bytes | None = accepted.salt
+        if not self.config.enable_prefix_caching:
+            # n samples of a prompt share its blocks all the same, under a name that nobody else has.
+            salt = f"{self._num_samples}".encode() if params.n > 1 else None
+        requests = []
+        for index in range(params.n):
+            sample = self._make_sample(group, index, params)
+            stop_ids = tuple(sample.eos_ids) + tuple(set(params.stop_token_ids) - sample.eos_ids)
+            limit = accepted.limit(self.max_model_len)
+            group.samples.append(sample)
+            requests.append(Request(sample.id, sample.tokens, len(ids), limit, stop_ids, accepted.priority, salt))
+        return group, requests
 
     def _make_sample(self, group: Group, index: int, params: SamplingParams) -> Sample:
         self._num_samples += 1
@@ -273,10 +341,14 @@ class LLMEngine:
         assert sample is not None
         return sample
 
-    def _admit(self, plan: Plan) -> np.ndarray | None:
-        """Prepare the slots of newly admitted requests; return the tokens that the device must be told, int32[·, 3]."""
+    def _admit(self, plan: Plan) -> tuple[np.ndarray | None, list[tuple[int, np.ndarray]]]:
+        """Prepare the slots of newly admitted requests.
+
+        Returns what the device must be told ahead of the step: tokens, int32[·, 3], and the biases of slots.
+        """
         self.metrics.preemptions += len(plan.preempted)
         history: list[tuple[int, int, int]] = []
+        biases: list[tuple[int, np.ndarray]] = []
         for admission in plan.admitted:
             slot, sample = admission.slot, self._samples[admission.request.id]
             group = sample.group
@@ -292,14 +364,17 @@ class LLMEngine:
                 group.num_cached_tokens = admission.num_cached
                 self.metrics.prompt_tokens += len(group.prompt_token_ids)
                 self.metrics.cached_tokens += admission.num_cached
-            if sample.variant is Variant.PENALIZED:
+            if sample.params.logit_bias:
+                biases.append((slot, sampling.pack_bias(sample.params.logit_bias)))
+            if sampling.reads_history(sample.params):
                 known = sample.tokens[: admission.num_cached]
                 history += [(slot, position, token) for position, token in enumerate(known)]
-        return np.asarray(history, np.int32) if history else None
+        return np.asarray(history, np.int32) if history else None, biases
 
     def _take_in(self, plan: Plan, result: Result) -> list[RequestOutput]:
         """Commit what a step sampled and turn it into text."""
         self._state, events = scheduler.commit(self._state, self._limits, plan, result.tokens, result.is_finite)
+        self.num_rows = len(plan.slots)
         now = time.monotonic()
         changed: dict[str, Group] = {}
         self.metrics.generated_tokens += len(events.ids)
@@ -314,47 +389,65 @@ class LLMEngine:
             try:
                 if sample.logprobs is not None:
                     self._add_logprobs(sample, token, result, row)
-                self._add_text(sample, token, events.finished.get(request_id))
-            except Exception as error:  # of this request's text: the others of the step are none of its business
-                self._state = scheduler.abort(self._state, self._limits, request_id)
-                self._end(sample, "error", f"{type(error).__name__}: {error}")
+                self._advance(sample, token, events.finished.get(request_id))
+            except Exception:  # of this request's text: the others of the step are none of its business
+                logging.getLogger(__name__).exception("request %s failed", sample.group.request_id)
+                self._state = scheduler.abort(self._state, self._limits, [request_id])
+                self._end(sample, "error", "its text could not be made")
         for request_id in events.failed:
             sample = self._samples[request_id]
             changed[sample.group.request_id] = sample.group
             self._end(sample, "error", "the model's logits were not finite")
         return self._outputs(changed, now)
 
-    def _add_text(self, sample: Sample, token: int, finish_reason: FinishReason | None) -> None:
-        """Append a token's text; end the sample at its stop token, its limit, or a stop string."""
+    def _advance(self, sample: Sample, token: int, finish_reason: FinishReason | None) -> None:
+        """Take in a sampled token; end the sample at its stop token, its limit, or a stop string."""
         if finish_reason == "stop":
+            self._read(sample, len(sample.tokens) - 1)
             self._flush(sample)
             self._end(sample, "stop", None if token in sample.eos_ids else token)
             return
-        sample.detokenizer, delta = tokenizer.advance(sample.detokenizer, self.tokenizer, (token,))
-        shown = delta
-        if len(sample.tokens) - len(sample.group.prompt_token_ids) > sample.params.min_tokens:
-            sample.matcher, shown = tokenizer.match_stops(sample.matcher, delta)  # text of min_tokens cannot end it
-        sample.text.append(shown)
+        if finish_reason is None and not sample.params.stop:
+            return  # nobody needs its text now
+        self._read(sample)
+        if finish_reason is not None:
+            self._flush(sample)
         if sample.matcher.matched is not None:
             if finish_reason is None:
-                self._state = scheduler.abort(self._state, self._limits, sample.id)
+                self._state = scheduler.abort(self._state, self._limits, [sample.id])
             self._end(sample, "stop", sample.matcher.matched)
         elif finish_reason is not None:
-            self._flush(sample)
-            if sample.matcher.matched is not None:
-                self._end(sample, "stop", sample.matcher.matched)
-            else:
-                self._end(sample, finish_reason, None)
+            self._end(sample, finish_reason, None)
+
+    def _read(self, sample: Sample, end: int | None = None) -> None:
+        """Append the text of the tokens before `end` that have not been read yet."""
+        num_prompt, params = len(sample.group.prompt_token_ids), sample.params
+        if not params.detokenize:
+            return
+        tokens = sample.tokens[num_prompt + sample.num_read : end]
+        sample.num_read += len(tokens)
+        sample.detokenizer, delta = tokenizer.advance(sample.detokenizer, self.tokenizer, tokens)
+        if sample.num_read > params.min_tokens:
+            sample.matcher, delta = tokenizer.match_stops(sample.matcher, delta)  # text of min_tokens cannot end it
+        self._show(sample, delta)
+
+    def _show(self, sample: Sample, text: str) -> None:
+        """Append text that is certain, with the stop string that ended it where that was asked for."""
+        if sample.matcher.matched is not None and sample.params.include_stop_str_in_output:
+            text += sample.matcher.matched
+        if text:
+            sample.text.append(text)
 
     def _flush(self, sample: Sample) -> None:
         """Append the text that was held back, now that no token follows."""
-        sample.matcher, shown = tokenizer.match_stops(
-            sample.matcher, tokenizer.finish(sample.detokenizer, self.tokenizer)
-        )
-        sample.text.append(shown)
+        if sample.matcher.matched is not None or not sample.params.detokenize:
+            return
+        rest = tokenizer.finish(sample.detokenizer, self.tokenizer)
+        sample.matcher, delta = tokenizer.match_stops(sample.matcher, rest)
         if sample.matcher.matched is None:
-            sample.text.append(sample.matcher.held)
+            delta += sample.matcher.held
             sample.matcher = replace(sample.matcher, held="")
+        self._show(sample, delta)
 
     def _add_logprobs(self, sample: Sample, token: int, result: Result, row: int) -> None:
         assert sample.logprobs is not None and sample.params.logprobs is not None
@@ -377,15 +470,38 @@ class LLMEngine:
 
     def _outputs(self, changed: Mapping[str, Group], now: float) -> list[RequestOutput]:
         """Make the caller's view of the requests that changed; forget the finished ones."""
+        interval = 1 if self._state.num_running <= FEW_STREAMS else MANY_STREAMS_INTERVAL
         outputs = []
         for group in changed.values():
-            is_finished = group.is_finished
-            if is_finished:
-                group.metrics.finished_time = now
-                del self._groups[group.request_id]
-            if is_finished or group.wants_every_step:
-                outputs.append(_output(group, is_finished))
+            if group.is_finished:
+                outputs.append(self._finish(group, now))
+            elif group.kind is not RequestOutputKind.FINAL_ONLY and any(
+                _is_due(sample, interval) for sample in group.samples
+            ):
+                outputs.append(self._output(group, is_finished=False))
         return outputs
+
+    def _finish(self, group: Group, now: float) -> RequestOutput:
+        """Make the last view of a request and forget it."""
+        group.metrics.finished_time = now
+        del self._groups[group.request_id]
+        return self._output(group, is_finished=True)
+
+    def _output(self, group: Group, is_finished: bool) -> RequestOutput:
+        is_delta = group.kind is RequestOutputKind.DELTA
+        samples = [sample for sample in group.samples if not is_delta or _has_news(sample)]
+        for sample in samples:
+            if sample.finish_reason is None:
+                self._read(sample)
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.prompt,
+            prompt_token_ids=group.prompt_token_ids,
+            outputs=[_completion(sample, is_delta) for sample in samples],
+            finished=is_finished,
+            metrics=replace(group.metrics),
+            num_cached_tokens=group.num_cached_tokens,
+        )
 
     def _recover(self, error: Exception) -> None:
         """After a step that failed: the cache may be gone, so start an empty one and compute running requests again."""
@@ -413,27 +529,57 @@ def _uninterrupted() -> Iterator[None]:
             handler(*noted[0])
 
 
-def _output(group: Group, is_finished: bool) -> RequestOutput:
-    num_prompt = len(group.prompt_token_ids)
-    return RequestOutput(
-        request_id=group.request_id,
-        prompt=group.prompt,
-        prompt_token_ids=group.prompt_token_ids,
-        outputs=[
-            CompletionOutput(
-                index=sample.index,
-                text="".join(sample.text),
-                token_ids=sample.tokens[num_prompt:].tolist(),
-                cumulative_logprob=None if sample.logprobs is None else sample.cumulative_logprob,
-                logprobs=None if sample.logprobs is None else list(sample.logprobs),
-                finish_reason=sample.finish_reason,
-                stop_reason=sample.stop_reason,
-            )
-            for sample in group.samples
-        ],
-        finished=is_finished,
-        metrics=replace(group.metrics),
-        num_cached_tokens=group.num_cached_tokens,
+def _num_tokens(sample: Sample) -> int:
+    return len(sample.tokens) - len(sample.group.prompt_token_ids)
+
+
+def _has_news(sample: Sample) -> bool:
+    """Whether anything came or happened since the last output; an end is told once."""
+    return sample.num_shown >= 0 and (_num_tokens(sample) > sample.num_shown or sample.finish_reason is not None)
+
+
+def _is_due(sample: Sample, interval: int) -> bool:
+    """Whether an output is to be made now: for a first token, an end, or enough of them."""
+    new = _num_tokens(sample) - sample.num_shown
+    first_or_last = sample.num_shown == 0 or sample.finish_reason is not None
+    return _has_news(sample) and (first_or_last or new >= (sample.params.stream_interval or interval))
+
+
+def _completion(sample: Sample, is_delta: bool) -> CompletionOutput:
+    """Show a sample: all of it, or what is new since this was last called."""
+    num_prompt = len(sample.group.prompt_token_ids)
+    start, text_start = (sample.num_shown, sample.text_shown) if is_delta else (0, 0)
+    sample.num_shown, sample.text_shown = _num_tokens(sample), len(sample.text)
+    shown = CompletionOutput(
+        index=sample.index,
+        text="".join(sample.text[text_start:]),
+        token_ids=sample.tokens[num_prompt + start :].tolist(),
+        cumulative_logprob=None if sample.logprobs is None else sample.cumulative_logprob,
+        logprobs=None if sample.logprobs is None else sample.logprobs[start:],
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+        seed=None if sample.params.temperature == 0.0 else _signed(sample.seed),
+    )
+    if sample.finish_reason is not None:
+        sample.num_shown = -1
+    return shown
+
+
+def _signed(seed: int) -> int:
+    """Write a seed of 64 bits as a request can have it."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def too_long(max_model_len: int, num_prompt: int, num_output: int | None) -> ContextLengthError:
+    """Say that a prompt, with its output where that is known, is too long; proxies look for these first words."""
+    request = f"your prompt contains {num_prompt} input tokens"
+    if num_output is not None:
+        request = f"you requested {num_output} output tokens and {request}"
+    return ContextLengthError(
+        f"This model's maximum context length is {max_model_len} tokens. However, {request}. Shorten the prompt or "
+        "ask for fewer tokens.",
+        num_prompt,
+        max_model_len,
     )
 
 

@@ -6,6 +6,7 @@ Knows how to feed the engine and show progress; everything about a request is de
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -14,8 +15,9 @@ from tqdm import tqdm
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine import LLMEngine, Prompt
+from jaxllm.errors import UserError
 from jaxllm.tokenizer import Tokenizer
-from jaxllm.types import RequestOutput, SamplingParams, UserError
+from jaxllm.types import RequestOutput, RequestOutputKind, SamplingParams
 
 Message = Mapping[str, Any]
 
@@ -59,15 +61,15 @@ class LLM:
             raise UserError(
                 f"The lengths of prompts ({len(items)}) and priority ({len(priority)}) must be the same.", "priority"
             )
-        ids: list[str] = []
+        accepted = []
+        for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
+            final = replace(own, output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(own, SamplingParams) else own
+            rank = 0 if priority is None else priority[index]
+            accepted.append(self.engine.accept(str(self._num_requests + index), prompt, final, rank))
+        self._num_requests += len(items)
+        ids = [request.request_id for request in accepted]
+        self.engine.add(accepted)
         try:
-            for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
-                request_id = str(self._num_requests)
-                self._num_requests += 1
-                self.engine.add_request(
-                    request_id, prompt, own, 0 if priority is None else priority[index], wants_every_step=False
-                )
-                ids.append(request_id)
             return self._run(ids, use_tqdm)
         finally:
             for request_id in ids:  # those that have ended are unknown by now: nothing happens to them
@@ -96,16 +98,16 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
-                **(chat_template_kwargs or {}),
+                chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> dict[str, Any]:
-        """Render a conversation into a prompt: its text and token ids. The template brings its own special tokens."""
-        text = self.engine.tokenizer.apply_chat_template(messages, **template_args)
-        return {"prompt": text, "prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
+        """Render a conversation into a prompt: its text and token ids; arguments as of `Tokenizer.encode_chat`."""
+        text, ids = self.engine.tokenizer.encode_chat(messages, **template_args)
+        return {"prompt": text, "prompt_token_ids": ids}
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer."""

@@ -1,13 +1,19 @@
-"""What an engine counts: plain numbers, read by whoever reports them. Knows nothing of how they are exported."""
+"""What an engine counts and tells about itself: plain numbers, read by whoever reports them.
+
+Knows nothing of how they are exported.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from jaxllm.types import RequestOutput, SamplingParams
 
 
 @dataclass
 class Metrics:
-    """Counters since the engine started."""
+    """Counters since the engine started. Written by its thread; single numbers may be read by any."""
 
     programs_compiled: int = 0  # ahead of time, by the engine's own threads
     programs_failed: int = 0  # in the background; larger ones serve in their place
@@ -21,4 +27,40 @@ class Metrics:
     generated_tokens: int = 0
     preemptions: int = 0
     recoveries: int = 0  # steps that failed and took the cache with them
-    finished: dict[str, int] = field(default_factory=dict)  # requests by finish reason
+    finished: dict[str, int] = field(default_factory=dict)  # samples by finish reason
+
+
+class Load(NamedTuple):
+    """How busy an engine was after its last step."""
+
+    running: int = 0  # samples that own a slot
+    waiting: int = 0  # samples in the queue
+    waiting_tokens: int = 0  # of their prompts
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    max_running: int = 0
+    generated_tokens_per_second: float = 0.0  # over the last seconds
+    prefix_hit_rate: float = 0.0  # share of all prompt tokens so far that were cached
+    step_seconds: float = 0.0  # of the last step
+
+
+class StepReport(NamedTuple):
+    """What one step was."""
+
+    seconds: float
+    num_tokens: int  # computed
+    num_rows: int  # requests that took part
+    num_sampled: int
+
+
+class Observer(Protocol):
+    """Is told what happens in an asynchronous engine, on its event loop."""
+
+    def step(self, report: StepReport) -> None:
+        """A step has ended."""
+
+    def tokens(self, seconds: float, count: int, is_first: bool) -> None:
+        """A request's `count` new tokens came, `seconds` after its arrival (its first tokens) or after the last."""
+
+    def finished(self, output: RequestOutput, params: SamplingParams) -> None:
+        """A request has ended; `output` holds all of it."""

@@ -25,17 +25,19 @@ import pallas_kernels
 from jaxllm import batch, cache, sharding, step
 from jaxllm.cache import Geometry
 from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
 from jaxllm.model import decoder, weights
 from jaxllm.model.families import Family, read_spec
 from jaxllm.model.spec import Spec
 from jaxllm.programs import Key, Programs
-from jaxllm.sampling import ROW_WIDTH, Variant
+from jaxllm.sampling import BIAS_SHAPE, ROW_WIDTH, Variant
 from jaxllm.state import Limits, Plan
 from jaxllm.step import Result
-from jaxllm.types import UserError
 
 PATCH_ENTRIES = 1024  # changes that one call of `step.patch` takes
+PATCH_BIASES = 8  # requests' biases that one call of `step.patch_bias` takes, 19 kB
+_BIAS_WIDTH = 1 + BIAS_SHAPE[0] * BIAS_SHAPE[1]
 GPU_SHARE = 0.97  # of what is left: the rest is for programs' code and for the tuning of those compiled later
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: a laptop has other work to do …
 CPU_CEILING = 2 << 30  # … and two gigabytes hold 87,000 tokens of a 0.5B model in float32
@@ -163,6 +165,7 @@ class Runner:
             block_size=self.geometry.block_size,
             max_step_tokens=self.setup.max_num_batched_tokens,
             max_step_chunks=batch.max_chunks(self.setup.max_num_batched_tokens, self.geometry.num_slots),
+            records_blocks=self._config.enable_kv_cache_events,
         )
 
     def run(
@@ -172,11 +175,13 @@ class Runner:
         sampling: np.ndarray,
         variant: Variant,
         history: np.ndarray | None = None,
+        biases: Sequence[tuple[int, np.ndarray]] = (),
     ) -> Result:
         """Run one step and wait for what it sampled.
 
         `chunks` are the token ids of the plan's rows after its decode rows; `sampling` is int32[S, F]; `history` is
-        int32[·, 3] of (slot, position, token) that the device must know beforehand and will not compute.
+        int32[·, 3] of (slot, position, token) that the device must know beforehand and will not compute; `biases` are
+        the slots of newly admitted requests that have a logit_bias, each with its `sampling.pack_bias`.
         After an exception the state may be gone: call `renew`, and compute every running request again.
         """
         self._running_thread = threading.get_ident()
@@ -185,6 +190,8 @@ class Runner:
             ahead = plan.table[key.shape.entries :]
             if len(ahead) or history is not None:
                 self._patch(ahead, history)
+            if biases:
+                self._patch_biases(biases)
             buffer = batch.pack(plan, key.shape, self.geometry.num_slots, chunks, sampling)
             self._state, joined = self.programs[key](self._params, self._state, buffer)
             result = step.read(np.asarray(joined), len(plan.slots))
@@ -235,9 +242,12 @@ class Runner:
             if fitting.num_blocks >= self.geometry.num_blocks:
                 break
             self._start_programs(fitting)
-        tables, tokens = self._state_shapes.tables, self._state_shapes.tokens
-        changes = jax.ShapeDtypeStruct((2, PATCH_ENTRIES, 3), jnp.int32, sharding=sharding.replicated(self._mesh))
-        self._patch_program = jax.jit(step.patch, donate_argnums=(0, 1)).lower(tables, tokens, changes).compile()
+        shapes, everywhere = self._state_shapes, sharding.replicated(self._mesh)
+        changes = jax.ShapeDtypeStruct((2, PATCH_ENTRIES, 3), jnp.int32, sharding=everywhere)
+        patch = jax.jit(step.patch, donate_argnums=(0, 1))
+        self._patch_program = patch.lower(shapes.tables, shapes.tokens, changes).compile()
+        changes = jax.ShapeDtypeStruct((PATCH_BIASES, _BIAS_WIDTH), jnp.int32, sharding=everywhere)
+        self._patch_bias_program = jax.jit(step.patch_bias, donate_argnums=0).lower(shapes.bias, changes).compile()
 
     def _compile(self, key: Key) -> Any:
         """Compile one program ahead of time."""
@@ -269,6 +279,16 @@ class Runner:
             state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
             tables, tokens = self._patch_program(state.tables, state.tokens, changes)
             self._state = tuple(jax.tree.leaves(state.replace(tables=tables, tokens=tokens)))
+
+    def _patch_biases(self, biases: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Write the biases of newly admitted requests into the state before a step."""
+        for start in range(0, len(biases), PATCH_BIASES):
+            changes = np.full((PATCH_BIASES, _BIAS_WIDTH), self.geometry.num_slots, np.int32)
+            for target, (slot, packed) in zip(changes, biases[start : start + PATCH_BIASES], strict=False):
+                target[0], target[1:] = slot, packed.ravel()
+            state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
+            bias = self._patch_bias_program(state.bias, changes)
+            self._state = tuple(jax.tree.leaves(state.replace(bias=bias)))
 
     def note_compilation(self) -> None:
         """Count a compilation that somebody waits for: one on the thread that is running a step."""
@@ -318,8 +338,8 @@ def choose_geometry(
     else:
         room = config.kv_cache_memory_bytes
         if room is None:
-            # Tables and tokens of every slot, see cache.DeviceState.
-            slots = 4 * setup.max_num_seqs * (longest + setup.max_model_len)
+            # Tables, tokens and bias of every slot, see cache.DeviceState.
+            slots = 4 * setup.max_num_seqs * (longest + setup.max_model_len + _BIAS_WIDTH)
             room = free - slots - (_guess(setup) if temporary_bytes is None else temporary_bytes)
             room = min(int(CPU_SHARE * room), CPU_CEILING) if setup.platform == "cpu" else int(GPU_SHARE * room)
         wanted = min(max(0, room) // size, setup.max_num_seqs * longest)

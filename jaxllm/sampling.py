@@ -2,12 +2,13 @@
 
 Knows no model, scheduler or tokenizer: it is told lengths, and which ids end a request. Every row is computed from that
 row alone, and its randomness is a function of the request's seed and the token's position, so a request gets the same
-tokens whatever runs beside it. Letters: R rows of a batch, S slots, V vocabulary, Z ids that min_tokens holds back.
+tokens whatever runs beside it. Letters: R rows of a batch, S slots, V vocabulary, Z ids that min_tokens holds back,
+E entries of logit_bias.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 
 import jax
@@ -16,13 +17,17 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from jaxllm.types import INT32_MAX, MAX_MASKED_STOP_IDS, EngineError, SamplingParams
+from jaxllm.errors import EngineError
+from jaxllm.types import INT32_MAX, MAX_BIASED_TOKENS, MAX_MASKED_STOP_IDS, SamplingParams
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_INTEGERS = ("top_k", "prompt_length", "min_length")
+_INTEGERS = ("top_k", "prompt_length", "min_length", "num_biased")
 _KEY_AT = len(_FLOATS) + len(_INTEGERS)  # two words: high and low half of the seed
 _STOP_IDS_AT = _KEY_AT + 2
 ROW_WIDTH = _STOP_IDS_AT + MAX_MASKED_STOP_IDS  # int32 values of a packed row
+# Of a packed bias: its ids, then the bits of its values. It lies beside the rows because it is 16 times as wide as one,
+# few requests have one, and a row is sent to the device again with every chunk of a prompt.
+BIAS_SHAPE = (2, MAX_BIASED_TOKENS)
 
 _LARGEST_LOGIT = 1e30  # what penalties may make of a logit: divided by the least temperature it is still finite
 
@@ -33,7 +38,7 @@ class Variant(StrEnum):
     GREEDY = "greedy"  # the likeliest token
     RANDOM = "random"  # and temperature
     FILTERED = "filtered"  # and top_k, top_p, min_p, min_tokens, log-probabilities
-    PENALIZED = "penalized"  # and penalties
+    PENALIZED = "penalized"  # and penalties, logit_bias
 
 
 @struct.dataclass
@@ -50,6 +55,7 @@ class SamplingState:
     key: jax.Array  # u32[S, 2], key data of threefry2x32
     prompt_length: jax.Array  # i32[S], tokens
     min_length: jax.Array  # i32[S], tokens of prompt and output before which stop_ids cannot be sampled
+    num_biased: jax.Array  # i32[S], entries of the slot's bias that are this request's; those behind are a former one's
     stop_ids: jax.Array  # i32[S, Z], V where there is none
 
 
@@ -67,12 +73,17 @@ class Sampled:
 
 def needs(params: SamplingParams) -> Variant:
     """Name the cheapest variant that serves a request."""
-    if params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+    if reads_history(params) or params.logit_bias:
         return Variant.PENALIZED
     is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
     if is_filtered or params.min_tokens > 0 or params.logprobs is not None:
         return Variant.FILTERED
     return Variant.RANDOM if params.temperature > 0.0 else Variant.GREEDY
+
+
+def reads_history(params: SamplingParams) -> bool:
+    """Say whether a request's tokens so far change its next one otherwise than through the model: it has penalties."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def initial(num_slots: int, vocab_size: int) -> SamplingState:
@@ -106,11 +117,20 @@ def pack_row(
         np.float32,
     ).view(np.int32)
     min_length = min(prompt_length + params.min_tokens, INT32_MAX)
-    row[len(_FLOATS) : _KEY_AT] = (min(params.top_k, vocab_size), prompt_length, min_length)
+    num_biased = len(params.logit_bias or ())
+    row[len(_FLOATS) : _KEY_AT] = (min(params.top_k, vocab_size), prompt_length, min_length, num_biased)
     words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)  # what jax.random.key makes of 64 bits
     row[_KEY_AT:_STOP_IDS_AT] = words.view(np.int32)
     row[_STOP_IDS_AT : _STOP_IDS_AT + len(held_back)] = held_back
     return row
+
+
+def pack_bias(bias: Mapping[int, float]) -> np.ndarray:
+    """Write `logit_bias` as int32[2, E]: ids, and values by their bits. What is behind its length is never read."""
+    packed = np.zeros(BIAS_SHAPE, np.int32)
+    packed[0, : len(bias)] = list(bias)
+    packed[1, : len(bias)] = np.array(list(bias.values()), np.float32).view(np.int32)
+    return packed
 
 
 def unpack_rows(packed: jax.Array) -> SamplingState:
@@ -130,20 +150,22 @@ def sample(
     rows: SamplingState,
     positions: jax.Array,
     history: jax.Array | None,
+    bias: jax.Array | None,
     variant: Variant,
     num_logprobs: int,
 ) -> Sampled:
     """Choose one token per row.
 
-    The order is vLLM's: raw log-probabilities, penalties, stop ids held back, greedy or temperature, min_p, top_k,
-    top_p on what is left, choice. The choice is the largest sum of logit and Gumbel noise, which draws from the softmax
-    exactly and needs no normalisation (Maddison, Tarlow, Minka 2014, arXiv:1411.0030).
+    The order is vLLM's: raw log-probabilities, logit_bias, penalties, stop ids held back, greedy or temperature, min_p,
+    top_k, top_p on what is left, choice. The choice is the largest sum of logit and Gumbel noise, which draws from the
+    softmax exactly and needs no normalisation (Maddison, Tarlow, Minka 2014, arXiv:1411.0030).
 
     Args:
         logits: f32[R, V], finite; the full vocabulary on every shard.
         rows: the state gathered to the batch's rows.
         positions: i32[R], index of the token to be sampled, which is the request's length so far.
         history: i32[R, length], prompt and output tokens, valid below `positions`; read by PENALIZED alone.
+        bias: i32[R, 2, E] of `pack_bias`, valid below `rows.num_biased`; read by PENALIZED alone.
         variant: static; must serve every row.
         num_logprobs: static; likeliest tokens reported per row, at most V. Without effect before FILTERED.
     """
@@ -152,8 +174,8 @@ def sample(
         return Sampled(tokens=_argmax(logits), is_finite=is_finite)
     adjusted = logits
     if variant is Variant.PENALIZED:
-        assert history is not None, "penalties are computed from the history"
-        adjusted = penalized(adjusted, rows, positions, history)
+        assert history is not None and bias is not None, "this variant reads both"
+        adjusted = penalized(biased(adjusted, rows, bias), rows, positions, history)
     if variant is not Variant.RANDOM:
         adjusted = _held_back(adjusted, rows, positions)
     is_random = (rows.temperature > 0.0)[:, None]
@@ -190,6 +212,14 @@ def _noise(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
         return jax.random.gumbel(at_position, (vocab_size,), jnp.float32)
 
     return jax.vmap(row)(keys, positions)
+
+
+def biased(logits: jax.Array, rows: SamplingState, bias: jax.Array) -> jax.Array:
+    """Add each row's own entries of `bias`, int32[R, 2, E] of `pack_bias`, to its logits, f32[R, V]."""
+    is_own = jnp.arange(bias.shape[-1]) < rows.num_biased[:, None]  # [R, E]
+    ids = jnp.where(is_own, bias[:, 0], logits.shape[-1])  # out of range: dropped
+    row = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[row, ids].add(lax.bitcast_convert_type(bias[:, 1], jnp.float32), mode="drop")
 
 
 def penalized(logits: jax.Array, rows: SamplingState, positions: jax.Array, history: jax.Array) -> jax.Array:

@@ -8,12 +8,13 @@ Letters: S slots, R rows of a plan, P tokens per block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from jaxllm import blocks
+from jaxllm.errors import ContextLengthError
 from jaxllm.state import (
     Admission,
     Events,
@@ -25,36 +26,45 @@ from jaxllm.state import (
     StateEditor,
     Waiting,
 )
-from jaxllm.types import FinishReason, UserError
+from jaxllm.types import FinishReason
 
 NO_TOKEN = np.iinfo(np.int32).max
 
 
-def add(state: State, limits: Limits, request: Request) -> State:
-    """Queue a request. One that could not run even alone in the pool raises UserError."""
-    needed = -(-(request.limit - 1) // limits.block_size)  # the last token is sampled, never computed
+def check_fits(limits: Limits, num_prompt: int, limit: int) -> None:
+    """Refuse a request of at most `limit` tokens that could not run even alone in the pool."""
+    needed = -(-(limit - 1) // limits.block_size)  # the last token is sampled, never computed
     if needed > limits.num_blocks:
-        raise UserError(
-            f"The request may reach {request.limit} tokens and would need {needed} KV blocks of {limits.block_size} "
+        raise ContextLengthError(
+            f"The request may reach {limit} tokens and would need {needed} KV blocks of {limits.block_size} "
             f"tokens, but the whole pool has {limits.num_blocks}. Lower max_tokens, or raise num_kv_blocks.",
-            "max_tokens",
+            num_prompt,
+            limits.num_blocks * limits.block_size,
         )
+
+
+def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
+    """Queue requests. If one could not run even alone in the pool, a UserError is raised and none is queued."""
     editor = StateEditor(state)
-    digests = _digests(request, limits, (), request.num_prompt)
-    editor.enqueue(Waiting(request, state.num_added, request.num_prompt, digests))
-    editor.num_added += 1
+    entries = []
+    for request in requests:
+        check_fits(limits, request.num_prompt, request.limit)
+        digests = _digests(request, limits, (), request.num_prompt)
+        entries.append(Waiting(request, editor.num_added, request.num_prompt, digests))
+        editor.num_added += 1
+    editor.enqueue(entries)
     return editor.done()
 
 
-def abort(state: State, limits: Limits, request_id: int) -> State:
-    """Take a request out, in whatever phase it is, and give its blocks back; an unknown id changes nothing."""
+def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
+    """Take requests out, in whatever phase they are, and give their blocks back; unknown ids change nothing."""
+    gone = frozenset(request_ids)
     editor = StateEditor(state)
-    for position, entry in enumerate(state.waiting):
-        if entry.request.id == request_id:
-            editor.waiting = state.waiting[:position] + state.waiting[position + 1 :]
-    for slot in _taken_slots(editor):
-        if editor.owner(slot).request.id == request_id:
-            _vacate(editor, limits, [slot])
+    if any(entry.request.id in gone for entry in state.waiting):
+        editor.waiting = tuple(entry for entry in state.waiting if entry.request.id not in gone)
+    slots = [slot for slot in _taken_slots(editor) if editor.owner(slot).request.id in gone]
+    if slots:
+        _vacate(editor, limits, slots)
     return editor.done()
 
 
@@ -281,7 +291,7 @@ def _requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
     record = editor.owner(slot)
     known = int(editor.read("known")[slot])
     digests = _digests(record.request, limits, record.digests, known)
-    editor.enqueue(Waiting(record.request, record.order, known, digests))
+    editor.enqueue([Waiting(record.request, record.order, known, digests)])
 
 
 def _vacate(editor: StateEditor, limits: Limits, slots: Sequence[int], may_publish: bool = True) -> None:
@@ -296,6 +306,7 @@ def _vacate(editor: StateEditor, limits: Limits, slots: Sequence[int], may_publi
         first = min(len(record.digests), written // limits.block_size)
         digests = _digests(record.request, limits, record.digests[:first], written)
         if may_publish:
+            editor.describe(record.request, digests, range(first, len(digests)), limits.block_size)
             editor.pool.publish(zip(digests[first:], table[first:], strict=False))
         editor.pool.release(table, digests)
         editor.running[slot], editor.tables[slot] = None, ()
@@ -310,8 +321,10 @@ def _publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, 
     A step writes all its keys and values of a layer before any row attends, so a block can be read in the step that
     writes it.
     """
-    digests, table = editor.owner(slot).digests, editor.tables[slot]
+    record, table = editor.owner(slot), editor.tables[slot]
+    digests = record.digests
     full = slice(start // limits.block_size, min((start + length) // limits.block_size, len(digests)))
+    editor.describe(record.request, digests, range(full.start, full.stop), limits.block_size)
     editor.pool.publish(zip(digests[full], table[full], strict=True))
 
 

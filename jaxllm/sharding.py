@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.types import UserError
+from jaxllm.errors import UserError
 
 AXIS = "tp"
 

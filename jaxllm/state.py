@@ -11,8 +11,9 @@ values are in the cache once the steps planned so far have run; "known" tokens a
 from __future__ import annotations
 
 from array import array
-from bisect import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ class Limits:
     block_size: int  # tokens per block, P
     max_step_tokens: int  # tokens computed in one step, at least num_slots
     max_step_chunks: int  # requests whose prompts are computed in one step
+    records_blocks: bool = False  # whether states carry `block_events`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +92,27 @@ class Slots(NamedTuple):
     has_more_stops: np.ndarray  # bool[S]: whether further stop tokens must be looked at
 
 
+class Stored(NamedTuple):
+    """A block can be hit from now on."""
+
+    digest: bytes
+    parent: bytes | None  # the digest of the block before it, None where it is the first
+    tokens: tuple[int, ...]
+
+
+class Removed(NamedTuple):
+    """A block can be hit no more."""
+
+    digest: bytes
+
+
+class Cleared(NamedTuple):
+    """No block can be hit any more."""
+
+
+BlockEvent = Stored | Removed | Cleared
+
+
 class State(NamedTuple):
     """All that the scheduler knows."""
 
@@ -100,6 +123,7 @@ class State(NamedTuple):
     pool: Pool
     num_added: int = 0
     num_admitted: int = 0
+    block_events: tuple[BlockEvent, ...] | None = None  # of the prefix index, until they are taken; None: not recorded
 
     @property
     def num_running(self) -> int:
@@ -174,7 +198,14 @@ def initial(limits: Limits) -> State:
         running=(None,) * num_slots,
         tables=((),) * num_slots,
         pool=blocks.make_pool(limits.num_blocks),
+        block_events=() if limits.records_blocks else None,
     )
+
+
+def take_block_events(state: State) -> tuple[State, tuple[BlockEvent, ...]]:
+    """Return the changes of the prefix index that were not taken yet."""
+    events = state.block_events
+    return (state._replace(block_events=()), events) if events else (state, ())
 
 
 class StateEditor:
@@ -190,6 +221,8 @@ class StateEditor:
         self.num_added = state.num_added
         self.num_admitted = state.num_admitted
         self.waiting = state.waiting
+        self._was_cleared = False
+        self._described: dict[bytes, Stored] = {}
 
     def read(self, name: str) -> np.ndarray:
         """Return a column as it is now, not to be changed."""
@@ -230,14 +263,27 @@ class StateEditor:
         assert record is not None, "a row of the columns and its record belong together"
         return record
 
-    def enqueue(self, entry: Waiting) -> None:
+    def enqueue(self, entries: Sequence[Waiting]) -> None:
         """Insert into the queue by rank."""
-        position = bisect(self.waiting, entry.rank, key=lambda other: other.rank)
-        self.waiting = (*self.waiting[:position], entry, *self.waiting[position:])
+        together = (*self.waiting, *entries)
+        # Usually they belong at the end, and looking at every rank of a long queue for each request adds up.
+        first = max(0, len(self.waiting) - 1)
+        is_sorted = all(one.rank <= other.rank for one, other in pairwise(together[first:]))
+        self.waiting = together if is_sorted else tuple(sorted(together, key=lambda entry: entry.rank))
 
     def forget_cache(self, limits: Limits) -> None:
         """Start with a new pool, in which every block is free."""
         self._parts["pool"] = PoolEditor(blocks.make_pool(limits.num_blocks))
+        self._was_cleared = True
+
+    def describe(self, request: Request, digests: Sequence[bytes], full: range, block_size: int) -> None:
+        """Note what stands in blocks that are being indexed, for `block_events`: those of a request in `full`."""
+        if self._state.block_events is None:
+            return
+        for index in full:
+            parent = digests[index - 1] if index else None
+            tokens = tuple(request.tokens[index * block_size : (index + 1) * block_size])
+            self._described[digests[index]] = Stored(digests[index], parent, tokens)
 
     def done(self) -> State:
         """Return the changed state; the editor must not be used any more."""
@@ -249,16 +295,25 @@ class StateEditor:
             new_slots = slots._replace(**columns)
         else:
             new_slots = old.slots
+        pool = self._parts.get("pool")
+        events = old.block_events
+        if events is not None and pool is not None:
+            events = (*events, *([Cleared()] if self._was_cleared else ()), *self._changes(pool))
         lists = {name: tuple(part) for name, part in self._parts.items() if name != "pool"}
         return State(
             waiting=self.waiting,
             slots=new_slots,
             running=lists.get("running", old.running),
             tables=lists.get("tables", old.tables),
-            pool=self._parts["pool"].done() if "pool" in self._parts else old.pool,
+            pool=old.pool if pool is None else pool.done(),
             num_added=self.num_added,
             num_admitted=self.num_admitted,
+            block_events=events,
         )
+
+    def _changes(self, pool: PoolEditor) -> Iterator[BlockEvent]:
+        for is_stored, digest in pool.changes:
+            yield self._described[digest] if is_stored else Removed(digest)
 
     def _list(self, name: str) -> list[Any]:
         part = self._parts.get(name)

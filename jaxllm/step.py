@@ -106,6 +106,14 @@ def patch(tables: jax.Array, tokens: jax.Array, changes: jax.Array) -> tuple[jax
     return patched(tables, changes[0]), patched(tokens, changes[1])
 
 
+def patch_bias(bias: jax.Array, changes: jax.Array) -> jax.Array:
+    """Write the biases of newly admitted requests into `bias`, int32[S, 2, E], ahead of their first step.
+
+    `changes` is int32[W, 1 + 2 E]: slots, each with its `sampling.pack_bias`; slot S is dropped.
+    """
+    return bias.at[changes[:, 0]].set(changes[:, 1:].reshape(-1, *bias.shape[1:]), mode="drop")
+
+
 def _step(
     spec: Spec,
     geometry: Geometry,
@@ -147,10 +155,12 @@ def _step(
 
     ends = field["row_position"] + 1
     here = jax.tree.map(lambda column: column.at[row_slot].get(mode="clip"), rows)
-    history = known.at[row_slot].get(mode="clip") if variant is Variant.PENALIZED else None
-    sampled = sampling.sample(logits, here, ends, history, variant, num_logprobs)
+    history, bias = None, None
+    if variant is Variant.PENALIZED:
+        history, bias = known.at[row_slot].get(mode="clip"), state.bias.at[row_slot].get(mode="clip")
+    sampled = sampling.sample(logits, here, ends, history, bias, variant, num_logprobs)
     known = known.at[jnp.where(samples, row_slot, geometry.num_slots), ends].set(sampled.tokens, mode="drop")
-    return DeviceState(kv=tuple(kv), tables=tables, tokens=known, sampling=rows), sampled
+    return DeviceState(kv=tuple(kv), tables=tables, tokens=known, sampling=rows, bias=state.bias), sampled
 
 
 def _attention(

@@ -1,4 +1,4 @@
-"""What goes into a request and what comes out of one, and the two kinds of error.
+"""What goes into a request and what comes out of one.
 
 Names, defaults, rules and messages are vLLM's where the thing exists there. Standard library only, so that a client can
 import it in milliseconds. Knows no tokenizer, no model (`validate_for_model` is told its sizes) and no scheduler.
@@ -9,35 +9,29 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
+from enum import IntEnum
 from typing import Any, Literal, Self
 
-MAX_MASKED_STOP_IDS = (
-    32  # stop ids one request can hold back with min_tokens: columns of the sampling state on the device
-)
+from jaxllm.errors import UnsupportedError, UserError
+
+MAX_MASKED_STOP_IDS = 32  # stop ids that one request can hold back with min_tokens: columns of the sampling state
+MAX_BIASED_TOKENS = 300  # entries of logit_bias, OpenAI's own bound: columns of the sampling state
 INT32_MAX = 2**31 - 1
 _GREEDY_BELOW = 1e-5  # temperatures under it mean greedy, as in vLLM
 _LEAST_TEMPERATURE = 0.01  # of a request that is not greedy: logits divided by less overflow
 _MOST_SEQUENCES = 16384  # vLLM's default bound of n
 
 
-class UserError(ValueError):
-    """The caller's fault: one line that names the thing and says what to do. The server answers 400 with it."""
+class RequestOutputKind(IntEnum):
+    """What each output of a stream holds."""
 
-    def __init__(self, message: str, parameter: str | None = None, value: object = None) -> None:
-        super().__init__(message)
-        self.parameter = parameter
-        self.value = value
-
-    def __reduce__(self) -> tuple[type[UserError], tuple[str, str | None, object]]:
-        # BaseException would rebuild it from `args`, which hold the message alone.
-        return type(self), (str(self), self.parameter, self.value)
-
-
-class EngineError(RuntimeError):
-    """The engine's own fault or the device's: never caused by what a caller sent."""
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # everything, once the request has ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +60,14 @@ class SamplingParams:
     min_tokens: int = 0  # before which neither end-of-sequence nor stop_token_ids can be sampled
     logprobs: int | None = None  # likeliest tokens to report beside the sampled one; True is 1
     skip_special_tokens: bool = True  # in the text
+    include_stop_str_in_output: bool = False  # let the text end with the stop string that ended it
+    detokenize: bool = True  # False: token ids only, no text
+    # Added to a token's logit, clamped to [-100, 100]; stored as a dict of its own, {} as None. Keys may be text, as in
+    # JSON. Left out of the hash, which a dict has none of: equal values still have equal hashes.
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    truncate_prompt_tokens: int | None = None  # keep the prompt's last tokens; -1: as many as the model holds
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None  # tokens between two outputs of a stream; None: the engine's choice
 
     # Not built yet; `__post_init__` gets these in this order.
     prompt_logprobs: InitVar[int | None] = None
@@ -73,16 +75,10 @@ class SamplingParams:
     prompt_logprob_start: InitVar[int | None] = None
     logprob_token_ids: InitVar[Sequence[int] | None] = None
     flat_logprobs: InitVar[bool] = False
-    detokenize: InitVar[bool] = True
     spaces_between_special_tokens: InitVar[bool] = True
-    include_stop_str_in_output: InitVar[bool] = False
-    output_kind: InitVar[object] = None
-    stream_interval: InitVar[int | None] = None
     structured_outputs: InitVar[object] = None
-    logit_bias: InitVar[Mapping[int, float] | None] = None
     allowed_token_ids: InitVar[Sequence[int] | None] = None
     bad_words: InitVar[Sequence[str] | None] = None
-    truncate_prompt_tokens: InitVar[int | None] = None
     extra_args: InitVar[Mapping[str, Any] | None] = None
     skip_reading_prefix_cache: InitVar[bool | None] = None
     thinking_token_budget: InitVar[int | None] = None
@@ -107,7 +103,7 @@ class SamplingParams:
             default = getattr(type(self), name)
             if type(value) is not type(default) or value != default:
                 shown = f"{name}={value}" if isinstance(value, bool) else name
-                raise UserError(f"{shown} is not supported by jaxllm yet.", name, value)
+                raise UnsupportedError(f"{shown} is not supported by jaxllm yet.", name, value)
         values = _normalized({own.name: getattr(self, own.name) for own in fields(self)})
         _check_ranges(values)
         if values["temperature"] < _GREEDY_BELOW:
@@ -139,14 +135,15 @@ def validate_for_model(
             "logprobs",
             params.logprobs,
         )
-    outside = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
-    if outside:
-        raise UserError(
-            f"token_id(s) {_shown(outside)} in stop_token_ids contain out-of-vocab token ids. "
-            f"Vocabulary size: {vocab_size}",
-            "stop_token_ids",
-            outside,
-        )
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+        outside = [token for token in ids if not 0 <= token < vocab_size]
+        if outside:
+            raise UserError(
+                f"token_id(s) {_shown(outside)} in {name} contain out-of-vocab token ids. "
+                f"Vocabulary size: {vocab_size}",
+                name,
+                outside,
+            )
     num_masked = len({*params.stop_token_ids, *eos_token_ids})
     if params.min_tokens > 0 and num_masked > MAX_MASKED_STOP_IDS:
         raise UserError(
@@ -171,7 +168,7 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
         raise UserError(f"generation_config.json: {error}", error.parameter, error.value) from error
 
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "time_limit", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +191,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None  # per token: token id to log-probability, the sampled token first
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
+    seed: int | None = None  # that gives the same tokens again; None where nothing is drawn
 
     def finished(self) -> bool:
         """Whether no token will be added."""
@@ -272,10 +270,13 @@ def _normalized(given: dict[str, Any]) -> dict[str, Any]:
         values[name] = _number(name, given[name])
     for name in ("n", "top_k", "min_tokens"):
         values[name] = _integer(name, given[name])
-    for name in ("ignore_eos", "skip_special_tokens"):
+    for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
         values[name] = _flag(name, given[name])
-    if given["max_tokens"] is not None:
-        values["max_tokens"] = _integer("max_tokens", given["max_tokens"])
+    for name in ("max_tokens", "truncate_prompt_tokens", "stream_interval"):
+        if given[name] is not None:
+            values[name] = _integer(name, given[name])
+    values["output_kind"] = _output_kind(given["output_kind"])
+    values["logit_bias"] = None if given["logit_bias"] is None else _logit_bias(given["logit_bias"]) or None
     if given["logprobs"] is not None:
         values["logprobs"] = 1 if given["logprobs"] is True else _integer("logprobs", given["logprobs"])
     if given["seed"] is not None:
@@ -295,6 +296,34 @@ def _normalized(given: dict[str, Any]) -> dict[str, Any]:
     values["stop"] = stop
     values["stop_token_ids"] = tuple(ids)
     return values
+
+
+def _output_kind(value: object) -> RequestOutputKind:
+    try:
+        return RequestOutputKind(_integer("output_kind", value))
+    except ValueError as error:
+        raise UserError(
+            f"output_kind must be one of RequestOutputKind, got {_shown(value)}.", "output_kind", value
+        ) from error
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise UserError(f"logit_bias must map token ids to numbers, got {_shown(value)}.", "logit_bias", value)
+    if len(value) > MAX_BIASED_TOKENS:
+        raise UserError(
+            f"logit_bias must name at most {MAX_BIASED_TOKENS} tokens, got {len(value)}.", "logit_bias", len(value)
+        )
+    bias: dict[int, float] = {}
+    for token, number in value.items():
+        if isinstance(token, str) and re.fullmatch(r"[0-9]{1,10}", token):  # JSON's keys are text
+            token = int(token)
+        token = _integer("logit_bias", token)
+        if token in bias:
+            raise UserError(f"logit_bias must name a token once, got {token} twice.", "logit_bias", token)
+        # Clamped as vLLM does (SamplingParams.from_optional): OpenAI's range, in which 100 means "always".
+        bias[token] = min(100.0, max(-100.0, _number("logit_bias", number)))
+    return bias
 
 
 def _check_ranges(values: dict[str, Any]) -> None:
@@ -318,11 +347,21 @@ def _check_ranges(values: dict[str, Any]) -> None:
             f"must be less than or equal to max_tokens={most}",
         ),
         ("logprobs", values["logprobs"] is None or values["logprobs"] >= -1, "must be non-negative or -1"),
+        (
+            "truncate_prompt_tokens",
+            values["truncate_prompt_tokens"] is None
+            or values["truncate_prompt_tokens"] == -1
+            or values["truncate_prompt_tokens"] >= 1,
+            "must be -1 (the model's length), or at least 1",
+        ),
+        ("stream_interval", values["stream_interval"] is None or values["stream_interval"] >= 1, "must be at least 1"),
     ]
     for name, holds, rule in rules:
         if not holds:
             raise UserError(f"{name} {rule}, got {values[name]}.", name, values[name])
     if values["logprobs"] == -1:
-        raise UserError("logprobs=-1 (all vocabulary) is not supported by jaxllm yet.", "logprobs", -1)
+        raise UnsupportedError("logprobs=-1 (all vocabulary) is not supported by jaxllm yet.", "logprobs", -1)
+    if values["stop"] and not values["detokenize"]:
+        raise UserError("stop needs the text: set detokenize=True, or use stop_token_ids.", "stop", values["stop"])
     if "" in values["stop"]:
         raise UserError("stop cannot contain an empty string.", "stop", values["stop"])

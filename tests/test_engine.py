@@ -176,7 +176,7 @@ BAD = [
     ({"prompt": "a", "cache_salt": 3}, {}, "cache_salt"),
     ({"prompt": None}, {}, "text or a list"),
     (3.0, {}, "text or a list"),
-    ([1] * 512, {}, "leaves no room"),
+    ([1] * 512, {}, "maximum context length is 512 tokens"),
     ("\ud800", {}, "surrogate"),
     ("a", {"logprobs": 21}, "greater than max allowed: 20"),
     ("a", {"stop_token_ids": [512]}, "out-of-vocab"),

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import jaxllm.model
+from jaxllm.errors import UserError
 from jaxllm.model.families import FAMILIES, read_spec
 from jaxllm.model.spec import BandScaling, LinearScaling, Spec, heads_per_shard
-from jaxllm.types import UserError
 
 GOLDEN = Path(__file__).parent / "golden"
 

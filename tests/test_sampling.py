@@ -11,20 +11,26 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxllm.errors import EngineError
 from jaxllm.sampling import (
+    BIAS_SHAPE,
     ROW_WIDTH,
     Sampled,
     SamplingState,
     Variant,
+    biased,
     initial,
     kept_tokens,
     needs,
+    pack_bias,
     pack_row,
     penalized,
+    reads_history,
     sample,
     unpack_rows,
 )
-from jaxllm.types import MAX_MASKED_STOP_IDS, EngineError, SamplingParams
+from jaxllm.step import patch_bias
+from jaxllm.types import MAX_BIASED_TOKENS, MAX_MASKED_STOP_IDS, SamplingParams
 
 V = 24
 HISTORY = 8
@@ -55,16 +61,19 @@ def draw(
     positions: np.ndarray | None = None,
     history: np.ndarray | None = None,
     batch: int | None = None,
+    bias: np.ndarray | None = None,
 ) -> Sampled:
     """Sample in a batch of 1,024 rows, or of MANY, or of `batch`, and return the rows asked for."""
     count = len(logits)
     batch = batch or (1024 if count <= 1024 else MANY)
     positions = np.full(count, 6, np.int32) if positions is None else positions
     history = np.zeros((count, HISTORY), np.int32) if history is None else history
-    logits, rows, positions, history = jax.tree.map(
-        lambda each: padded(each, batch), (logits, rows, positions, history)
+    # Of a row's bias only the first `num_biased` entries are its own.
+    bias = np.full((count, *BIAS_SHAPE), 1, np.int32) if bias is None else bias
+    logits, rows, positions, history, bias = jax.tree.map(
+        lambda each: padded(each, batch), (logits, rows, positions, history, bias)
     )
-    sampled = jitted(logits, rows, positions, history, variant=variant, num_logprobs=5)
+    sampled = jitted(logits, rows, positions, history, bias, variant=variant, num_logprobs=5)
     return jax.tree.map(lambda each: np.asarray(each)[:count], sampled)
 
 
@@ -85,13 +94,14 @@ def test_a_packed_row_gives_back_its_numbers():
         presence_penalty=-0.5,
         frequency_penalty=0.25,
         min_tokens=4,
+        logit_bias={5: 1.0, 9: -2.0},
     )
     row = pack_row(params, 5, 11, (7, 3), 1000)
     assert row.dtype == np.int32 and row.shape == (ROW_WIDTH,)
     state = unpack_rows(jnp.asarray(row)[None])
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert getattr(state, name)[0] == np.float32(getattr(params, name)), name
-    assert (state.top_k[0], state.prompt_length[0], state.min_length[0]) == (40, 11, 15)
+    assert (state.top_k[0], state.prompt_length[0], state.min_length[0], state.num_biased[0]) == (40, 11, 15, 2)
     assert state.stop_ids.tolist() == [[3, 7] + [1000] * (MAX_MASKED_STOP_IDS - 2)]
 
 
@@ -148,10 +158,14 @@ def test_empty_slots_are_greedy():
         ({"repetition_penalty": 0.9}, Variant.PENALIZED),
         ({"presence_penalty": 0.1}, Variant.PENALIZED),
         ({"temperature": 0, "frequency_penalty": -0.1}, Variant.PENALIZED),
+        ({"temperature": 0, "logit_bias": {3: 1.0}}, Variant.PENALIZED),
+        ({"temperature": 0, "logit_bias": {}}, Variant.GREEDY),
     ],
 )
 def test_a_request_needs_the_cheapest_variant(arguments: dict, variant: Variant):
-    assert needs(SamplingParams(**arguments)) is variant
+    params = SamplingParams(**arguments)
+    assert needs(params) is variant
+    assert reads_history(params) == (variant is Variant.PENALIZED and params.logit_bias is None)
 
 
 def test_wider_variants_give_the_same_tokens():
@@ -349,6 +363,104 @@ def test_absurd_penalties_do_not_overflow(temperature: float, penalty: float):
         assert sampled.tokens[0] in ({3, 5} if penalty < 1.0 else set(range(7, V, 2)))
 
 
+# Bias
+
+
+def packed_biases(params: list[SamplingParams], garbage: int = 0) -> np.ndarray:
+    """As the device has them: behind each row's own entries is what a former request left."""
+    biases = np.stack([pack_bias(each.logit_bias or {}) for each in params])
+    for row, each in enumerate(params):
+        biases[row, :, len(each.logit_bias or {}) :] = garbage
+    return biases
+
+
+@pytest.mark.parametrize("garbage", [0, 1, V - 1, V, -1, 2**31 - 1, -(2**31), int(np.float32("nan").view(np.int32))])
+def test_a_bias_is_added_to_its_tokens_alone(garbage: int):
+    random = np.random.default_rng(41)
+    params = [SamplingParams(logit_bias=dict(zip(*each, strict=True))) for each in (
+        (random.permutation(V)[:count].tolist(), random.uniform(-100, 100, count).tolist()) for count in range(V + 1)
+    )]  # fmt: skip
+    logits = random_logits(len(params), 42)
+    expected = logits.copy()
+    for row, each in enumerate(params):
+        for token, value in (each.logit_bias or {}).items():
+            expected[row, token] += np.float32(value)
+    result = np.asarray(jax.jit(biased)(logits, rows_of(params), packed_biases(params, garbage)))
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_a_bias_has_room_for_the_most_entries():
+    vocabulary = MAX_BIASED_TOKENS + 7
+    params = SamplingParams(logit_bias={token: token / 10 for token in range(MAX_BIASED_TOKENS)})
+    rows = rows_of([params], vocab_size=vocabulary)
+    result = jax.jit(biased)(np.zeros((1, vocabulary), np.float32), rows, packed_biases([params]))
+    expected = [token / 10 for token in range(MAX_BIASED_TOKENS)] + [0.0] * 7
+    np.testing.assert_allclose(result, [np.minimum(expected, 100.0)], rtol=1e-6)
+
+
+def test_a_bias_of_100_picks_and_of_minus_100_bans():
+    logits = random_logits(V, 43)
+    best = logits.argmax(-1)
+    wanted = [SamplingParams(temperature=0, logit_bias={token: 100}) for token in range(V)]
+    sampled = draw(logits, rows_of(wanted), Variant.PENALIZED, bias=packed_biases(wanted))
+    assert sampled.tokens.tolist() == list(range(V))
+    banned = [SamplingParams(temperature=0, logit_bias={str(token): -100}) for token in best]
+    sampled = draw(logits, rows_of(banned), Variant.PENALIZED, bias=packed_biases(banned))
+    assert sampled.tokens.tolist() == np.argsort(logits, axis=-1)[:, -2].tolist()
+
+
+def test_a_recycled_slot_does_not_see_the_former_bias():
+    logits = random_logits(V, 44)
+    former = packed_biases([SamplingParams(logit_bias={token: 100, 3: 50}) for token in range(V)])
+    rows = rows_of([SamplingParams(temperature=0)] * V)  # its row alone is written when a slot changes hands
+    assert draw(logits, rows, Variant.PENALIZED, bias=former).tokens.tolist() == logits.argmax(-1).tolist()
+
+
+def test_biases_are_written_into_their_slots_alone():
+    slots = 6
+    before = np.random.default_rng(47).integers(-9, 9, (slots, *BIAS_SHAPE)).astype(np.int32)
+    new = {4: pack_bias({7: 1.5}), 1: pack_bias({token: -token for token in range(MAX_BIASED_TOKENS)})}
+    changes = np.full((5, 1 + BIAS_SHAPE[0] * BIAS_SHAPE[1]), slots, np.int32)  # what is not used has slot S
+    for change, (slot, packed) in zip(changes, new.items(), strict=False):
+        change[:] = [slot, *packed.ravel()]
+    after = np.asarray(jax.jit(patch_bias)(before, changes))
+    for slot in range(slots):
+        np.testing.assert_array_equal(after[slot], new.get(slot, before[slot]))
+
+
+def test_a_bias_comes_before_penalties_and_leaves_the_raw_logprobs():
+    count = 60
+    random = np.random.default_rng(45)
+    arguments = {"temperature": 0, "logprobs": 5, "repetition_penalty": 1.7, "presence_penalty": 0.5}
+    params = [
+        SamplingParams(
+            **arguments, logit_bias={int(token): float(random.normal(0, 4)) for token in random.integers(0, V, 8)}
+        )
+        for _ in range(count)
+    ]
+    logits = random_logits(count, 46)
+    history = random.integers(0, V, (count, HISTORY)).astype(np.int32)
+    rows, biases = rows_of(params), packed_biases(params, 3)
+    sampled = draw(logits, rows, Variant.PENALIZED, history=history, bias=biases)
+    raw = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    for row, each in enumerate(params):
+        expected = logits[row].astype(np.float64)
+        for token, value in (each.logit_bias or {}).items():
+            expected[token] += value
+        expected = naive_penalized(expected, each, history[row, :3].tolist(), history[row, 3:6].tolist())
+        assert sampled.tokens[row] == expected.argmax()
+        np.testing.assert_allclose(sampled.logprob[row], raw[row, expected.argmax()], atol=1e-5)
+        np.testing.assert_allclose(sampled.top_logprobs[row], np.sort(raw[row])[::-1][:5], atol=1e-5)
+
+
+def test_a_bias_does_not_free_what_min_tokens_holds_back():
+    params = SamplingParams(temperature=0, min_tokens=9, logit_bias={2: 100})
+    sampled = draw(
+        random_logits(3), rows_of([params] * 3, 3, (2,)), Variant.PENALIZED, bias=packed_biases([params] * 3)
+    )
+    assert 2 not in sampled.tokens
+
+
 # The distribution
 
 
@@ -508,7 +620,7 @@ def test_logprobs_are_those_of_the_raw_logits(variant: Variant):
 def test_no_likeliest_tokens_can_be_asked_for():
     logits = random_logits(2)
     run = partial(sample, variant=Variant.FILTERED, num_logprobs=0)
-    sampled = jax.jit(run)(logits, initial(2, V), np.array([1, 1], np.int32), None)
+    sampled = jax.jit(run)(logits, initial(2, V), np.array([1, 1], np.int32), None, None)
     assert sampled.top_logprobs.shape == sampled.top_ids.shape == (2, 0)
     assert sampled.rank.tolist() == [1, 1]
 
@@ -517,12 +629,13 @@ def test_the_sampler_runs_inside_shard_map():
     mesh = jax.make_mesh((1,), ("tp",))
     logits, rows = random_logits(4), rows_of([SamplingParams(seed=row, top_k=8) for row in range(4)])
     positions, history = np.full(4, 6, np.int32), np.zeros((4, HISTORY), np.int32)
+    bias = np.zeros((4, *BIAS_SHAPE), np.int32)
     run = partial(sample, variant=Variant.PENALIZED, num_logprobs=5)
     everywhere = PartitionSpec()
-    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(everywhere,) * 4, out_specs=everywhere))
+    sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(everywhere,) * 5, out_specs=everywhere))
     expected = draw(logits, rows, Variant.PENALIZED, positions, history)
     for one, other in zip(
-        jax.tree.leaves(sharded(logits, rows, positions, history)), jax.tree.leaves(expected), strict=True
+        jax.tree.leaves(sharded(logits, rows, positions, history, bias)), jax.tree.leaves(expected), strict=True
     ):
         # integers are equal; a sum over the vocabulary is compiled differently for another number of rows
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5 if one.dtype == np.float32 else 0)

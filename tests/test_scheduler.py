@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxllm import blocks, scheduler
 from jaxllm.blocks import PoolEditor
+from jaxllm.errors import UserError
 from jaxllm.state import Limits, Plan, Request, State, initial
-from jaxllm.types import UserError
 from tests.fake_device import VOCABULARY, FakeDevice, next_token
 
 SALTS = (b"", b"other", None)
@@ -118,9 +118,9 @@ class Core(RuleBasedStateMachine):
         needed = -(-(request.limit - 1) // self.limits.block_size)
         if needed > self.limits.num_blocks:
             with pytest.raises(UserError, match="whole pool"):
-                scheduler.add(self.state, self.limits, request)
+                scheduler.add(self.state, self.limits, [request])
             return
-        self.state = self.call("add", request)
+        self.state = self.call("add", [request])
         self.requests[request_id] = request
         self.device.full[request_id] = request.tokens
 
@@ -174,7 +174,7 @@ class Core(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        self.state = self.call("abort", request_id)
+        self.state = self.call("abort", [request_id])
         self.ended.setdefault(request_id, "abort")
 
     @rule()
@@ -238,7 +238,7 @@ def request(request_id: int, length: int = 8, num_new: int = 4, **options: Any) 
 def start(*requests: Request, limits: Limits = LIMITS) -> State:
     state = initial(limits)
     for item in requests:
-        state = scheduler.add(state, limits, item)
+        state = scheduler.add(state, limits, [item])
     return state
 
 
@@ -261,7 +261,7 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
 
 def test_decode_rows_ride_along_with_a_chunk() -> None:
     state, _ = run(start(request(1)))
-    state = scheduler.add(state, LIMITS, request(2, length=40, salt=None))
+    state = scheduler.add(state, LIMITS, [request(2, length=40, salt=None)])
     _, plan = run(state)
     assert plan.num_decodes == 1 and plan.lengths.tolist() == [1, 15]
 
@@ -284,7 +284,7 @@ def test_tokens_that_were_sampled_are_hit_by_the_next_turn() -> None:
         state, _ = run(state, token=7)
     assert state.num_running == 0
     turn = Request(2, array("i", [0, 1, 2, 3] + [7] * 9), 13, 20)
-    _, plan = run(scheduler.add(state, LIMITS, turn))
+    _, plan = run(scheduler.add(state, LIMITS, [turn]))
     assert plan.admitted[0].num_cached == 12
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.errors import UserError
 from jaxllm.tokenizer import StopMatcher, match_stops
-from jaxllm.types import UserError
 
 
 def _naive_stop(text: str, stops: list[str]) -> tuple[str, str | None]:

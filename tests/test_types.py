@@ -9,18 +9,20 @@ import pickle
 import subprocess
 import sys
 import warnings
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 
+from jaxllm.errors import UserError
 from jaxllm.types import (
     MAX_MASKED_STOP_IDS,
     CompletionOutput,
     Logprob,
     RequestMetrics,
     RequestOutput,
+    RequestOutputKind,
     SamplingParams,
-    UserError,
     default_sampling_params,
     validate_for_model,
 )
@@ -54,6 +56,12 @@ def test_defaults_are_those_of_vllm():
         "min_tokens": 0,
         "logprobs": None,
         "skip_special_tokens": True,
+        "include_stop_str_in_output": False,
+        "detokenize": True,
+        "logit_bias": None,
+        "truncate_prompt_tokens": None,
+        "output_kind": RequestOutputKind.CUMULATIVE,
+        "stream_interval": None,
     }
 
 
@@ -85,18 +93,39 @@ def test_defaults_are_those_of_vllm():
         ({"stop": [1]}, "stop must contain only strings, got [1]."),
         ({"stop_token_ids": ["1"]}, "stop_token_ids must contain only integers, got ['1']."),
         ({"stop_token_ids": [True]}, "stop_token_ids must contain only integers, got [True]."),
+        ({"stop": "x", "detokenize": False}, "stop needs the text: set detokenize=True, or use stop_token_ids."),
+        (
+            {"truncate_prompt_tokens": 0},
+            "truncate_prompt_tokens must be -1 (the model's length), or at least 1, got 0.",
+        ),
+        (
+            {"truncate_prompt_tokens": -2},
+            "truncate_prompt_tokens must be -1 (the model's length), or at least 1, got -2.",
+        ),
+        ({"stream_interval": 0}, "stream_interval must be at least 1, got 0."),
+        ({"output_kind": 3}, "output_kind must be one of RequestOutputKind, got 3."),
+        ({"output_kind": None}, "output_kind must be one of RequestOutputKind, got None."),
+        ({"logit_bias": [(1, 2.0)]}, "logit_bias must map token ids to numbers, got [(1, 2.0)]."),
+        ({"logit_bias": {"a": 1}}, "logit_bias must be an integer, got 'a'."),
+        ({"logit_bias": {"-1": 1}}, "logit_bias must be an integer, got '-1'."),
+        ({"logit_bias": {True: 1}}, "logit_bias must be an integer, got True."),
+        ({"logit_bias": {1: "2"}}, "logit_bias must be a number, got '2'."),
+        ({"logit_bias": {1: math.inf}}, "logit_bias must be a finite number, got inf."),
+        ({"logit_bias": {5: 1, "05": 2}}, "logit_bias must name a token once, got 5 twice."),
+        ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias must name at most 300 tokens, got 301."),
     ],
 )
 def test_out_of_range_is_refused_in_vllms_words(arguments: dict, message: str):
     assert refusal(**arguments) == message
 
 
-INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs")
+INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "truncate_prompt_tokens", "stream_interval")
 NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
-FLAGS = ("ignore_eos", "skip_special_tokens")
+FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
+OTHERS = ("stop", "stop_token_ids", "logit_bias", "output_kind")
 
 
-@pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS, *FLAGS, "stop", "stop_token_ids"])
+@pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS, *FLAGS, *OTHERS])
 @pytest.mark.parametrize(
     "value",
     ["1", b"1", {"a": 1}, 1j, object(), "line\nbreak"],
@@ -137,13 +166,9 @@ UNBUILT = {
     "prompt_logprob_token_ids": [1],
     "prompt_logprob_start": 0,
     "logprob_token_ids": [1],
-    "output_kind": 2,
-    "stream_interval": 4,
     "structured_outputs": {"json": {}},
-    "logit_bias": {1: 2.0},
     "allowed_token_ids": [1],
     "bad_words": ["word"],
-    "truncate_prompt_tokens": 5,
     "extra_args": {"a": 1},
     "skip_reading_prefix_cache": True,
     "thinking_token_budget": 10,
@@ -161,12 +186,7 @@ def test_what_is_not_built_is_refused_by_name(name: str):
 
 @pytest.mark.parametrize(
     ("name", "default"),
-    [
-        ("flat_logprobs", False),
-        ("detokenize", True),
-        ("spaces_between_special_tokens", True),
-        ("include_stop_str_in_output", False),
-    ],
+    [("flat_logprobs", False), ("spaces_between_special_tokens", True)],
 )
 def test_flags_that_are_not_built_have_their_default_only(name: str, default: bool):
     assert SamplingParams(**{name: default}) == SamplingParams()
@@ -174,7 +194,7 @@ def test_flags_that_are_not_built_have_their_default_only(name: str, default: bo
 
 
 def test_every_unbuilt_parameter_is_tested():
-    flags = {"flat_logprobs", "detokenize", "spaces_between_special_tokens", "include_stop_str_in_output"}
+    flags = {"flat_logprobs", "spaces_between_special_tokens"}
     built = {field.name for field in dataclasses.fields(SamplingParams)}
     assert set(SamplingParams.__dataclass_fields__) == built | set(UNBUILT) | flags
 
@@ -217,6 +237,22 @@ def test_values_take_one_form():
     assert type(params.temperature) is float and type(params.top_p) is float and type(params.logprobs) is int
     assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()  # pyright: ignore
     assert SamplingParams(stop=["end"]) == SamplingParams(stop=("end",))
+    assert SamplingParams(output_kind=np.int64(1)).output_kind is RequestOutputKind.DELTA
+
+
+def test_a_bias_is_a_dict_of_its_own():
+    given = {7: 1, "12": np.float32(0.5), np.int64(3): 1e9, 4: -101}
+    params = SamplingParams(logit_bias=given)
+    assert params.logit_bias == {7: 1.0, 12: 0.5, 3: 100.0, 4: -100.0}
+    assert {(type(token), type(value)) for token, value in params.logit_bias.items()} == {(int, float)}
+    given[7] = 50
+    assert params.logit_bias[7] == 1.0
+    for nothing in (None, {}, MappingProxyType({})):
+        assert (
+            SamplingParams(logit_bias=nothing) == SamplingParams()
+            and SamplingParams(logit_bias=nothing).logit_bias is None
+        )
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(300), 1)).logit_bias) == 300
 
 
 @pytest.mark.parametrize("seed", [0, -2, 2**63 - 1, -(2**63)])
@@ -238,12 +274,13 @@ def test_a_tiny_temperature_is_raised_with_a_warning():
 
 
 def test_params_are_values():
-    params = SamplingParams(temperature=0.7, stop=["a"], max_tokens=None, seed=3)
+    params = SamplingParams(temperature=0.7, stop=["a"], max_tokens=None, seed=3, logit_bias={"5": 1.5})
     assert pickle.loads(pickle.dumps(params)) == params
     assert hash(params) == hash(dataclasses.replace(params))
     assert dataclasses.replace(params, top_k=5) == SamplingParams(
-        temperature=0.7, stop=["a"], max_tokens=None, seed=3, top_k=5
+        temperature=0.7, stop=["a"], max_tokens=None, seed=3, top_k=5, logit_bias={5: 1.5}
     )
+    assert params != dataclasses.replace(params, logit_bias=None)
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.top_k = 4  # pyright: ignore
     with pytest.raises(UserError, match="top_p must be"):
@@ -260,7 +297,7 @@ ANYTHING = [
 ]
 
 
-@pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS, *FLAGS, "stop", "stop_token_ids"])
+@pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS, *FLAGS, *OTHERS])
 def test_anything_is_valid_or_a_user_error(name: str):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -282,6 +319,10 @@ def test_a_model_limits_ids_and_logprobs():
     assert str(caught.value) == (
         "token_id(s) [-1, 100] in stop_token_ids contain out-of-vocab token ids. Vocabulary size: 100"
     )
+    with pytest.raises(UserError) as caught:
+        validate_for_model(SamplingParams(logit_bias={"100": 1, 3: 2}), 100, 20)
+    assert str(caught.value) == "token_id(s) [100] in logit_bias contain out-of-vocab token ids. Vocabulary size: 100"
+    assert caught.value.parameter == "logit_bias"
     for logprobs, vocab_size, most in [(21, 100, 20), (11, 10, 10)]:
         with pytest.raises(UserError) as caught:
             validate_for_model(SamplingParams(logprobs=logprobs), vocab_size, 20)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from jaxllm import sharding
+from jaxllm.errors import UserError
 from jaxllm.model import weights
 from jaxllm.model.families import read_spec
-from jaxllm.types import UserError
 from tests.checkpoints import CONFIG, random_tensors, write_checkpoint
 
 LAYER = "model.layers.1."

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from jaxllm.errors import UserError
 from jaxllm.model.spec import Activation, BandScaling, LinearScaling, Spec
-from jaxllm.types import UserError
 
 Value = TypeVar("Value", int, float, bool, str)
 

@@ -23,12 +23,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
+from jaxllm.errors import UserError
 from jaxllm.model.checkpoint import Tensor, open_tensors, read_json
 from jaxllm.model.decoder import Leaf, Params, Weight, declare
 from jaxllm.model.families import Family
 from jaxllm.model.spec import Spec
 from jaxllm.sharding import SPLIT_AXES, named
-from jaxllm.types import UserError
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 _PIECE_BYTES = 32 * 2**20  # copied before the pages read are given back

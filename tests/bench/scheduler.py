@@ -41,7 +41,7 @@ def measure(num_running: int, ends: bool) -> np.ndarray:
             number += 1
             new = request(number, random, ends)
             sequences[number] = new.tokens
-            state = scheduler.add(state, limits, new)
+            state = scheduler.add(state, limits, [new])
         start = time.perf_counter()
         state, plan = scheduler.plan(state, limits, 0.0)
         planned = time.perf_counter() - start

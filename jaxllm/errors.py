@@ -1,0 +1,95 @@
+"""What can go wrong, by whose fault it is and what the caller should do. Knows nothing of protocols.
+
+`UserError` and what derives from it: the request is wrong and would be wrong again. `EngineError` and what derives from
+it: the request was right; whether to try again is in the class. `jaxllm_server/errors.py` gives each its status codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class UserError(ValueError):
+    """The caller's fault: one line that names the thing and says what to do."""
+
+    def __init__(self, message: str, parameter: str | None = None, value: object = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[Any, ...]]:
+        # BaseException would rebuild it from `args`, which hold the message alone.
+        return _rebuild, (type(self), str(self), vars(self))
+
+
+class UnsupportedError(UserError):
+    """A parameter that exists elsewhere and that jaxllm does not have yet."""
+
+
+class ContextLengthError(UserError):
+    """The prompt, with the output that was asked for, is longer than the model's context or than the KV pool."""
+
+    def __init__(self, message: str, num_prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(message, "prompt", None)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_model_len = max_model_len
+
+
+class NotFoundError(UserError):
+    """A model or an adapter that is not served here."""
+
+
+class FeatureDisabledError(UserError):
+    """Something that this server could do, started or built in another way."""
+
+
+class OutOfRangeError(UserError):
+    """What was asked for is not kept any more."""
+
+
+class RequestIdInUseError(UserError):
+    """A request of this id has not ended yet."""
+
+
+class EngineError(RuntimeError):
+    """The engine's own fault or the device's, or its state: never caused by what a caller sent."""
+
+
+class EngineDeadError(EngineError):
+    """The engine has stopped for good; another replica may serve the request."""
+
+
+class RequestFailedError(EngineError):
+    """This request failed inside a step; the engine goes on."""
+
+
+class OverloadedError(EngineError):
+    """The queue is full; try again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class UnavailableError(EngineError):
+    """No work is taken now: the engine is loading, paused or hung; try again later."""
+
+
+class DrainingError(UnavailableError):
+    """The engine is shutting down; another replica may serve the request."""
+
+
+class DeadlineError(EngineError):
+    """The request's time was over before it had ended."""
+
+
+class SlowConsumerError(EngineError):
+    """The client did not read its stream for too long."""
+
+
+def _rebuild(cls: type[UserError], message: str, attributes: dict[str, Any]) -> UserError:
+    error = cls.__new__(cls, message)
+    ValueError.__init__(error, message)
+    vars(error).update(attributes)
+    return error
