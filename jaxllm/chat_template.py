@@ -1,26 +1,34 @@
 """Chat templates: a conversation written out as the text a model was trained on.
 
-A template is jinja2 source from a model's folder, so foreign code: it runs in jinja2's immutable sandbox and sees plain
-values only. Knows nothing of tokenizers or files.
-
-What templates may rely on is fixed by transformers (utils/chat_template_utils.py): the names of the variables, the
-filter `tojson`, `raise_exception`, `strftime_now`, `break` and `continue` in loops, and `{% generation %}` blocks.
+A template is jinja2 source from a model's folder, so foreign code: it runs in a sandbox (template_sandbox.py) and sees
+plain values only. Knows nothing of tokenizers or files. The names of a template's variables are those of transformers
+(utils/chat_template_utils.py).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.types import UserError
+from jaxllm.errors import UnsupportedError, UserError
 
+MAX_SOURCE = 1 << 18  # characters of a template; the longest published ones have a tenth
+RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 _CONTINUES_HERE = "JAXLLM_CONTINUES_HERE"
 
 
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A compiled template and what it takes for a message's content."""
+
+    program: Any  # a jinja2.Template in a Sandbox
+    takes_parts: bool  # it goes through the parts of a content
+    takes_text: bool  # it does not, or asks first what the content is
+
+
 def render(
-    template: Any,
+    template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool,
@@ -31,7 +39,8 @@ def render(
     """Write a conversation with a template of `compile_template`.
 
     `tools` are JSON schemas. `variables` are passed to the template as they are. `continue_final_message` leaves the
-    last message open. Raises `UserError` where the messages are malformed or the template rejects them.
+    last message open. A content that is a list of text parts is one text, a line each, to a template that does not go
+    through parts. Raises `UserError` where the messages are malformed or the template rejects them.
     """
     if continue_final_message and add_generation_prompt:
         raise UserError(
@@ -39,6 +48,9 @@ def render(
             "continue_final_message",
         )
     conversation = _plain_messages(messages)
+    for index, message in enumerate(conversation):
+        if "content" in message:
+            message["content"] = _fitting_content(message["content"], template, f"messages[{index}]")
     if continue_final_message:
         _mark_end(conversation[-1])
     arguments = {
@@ -48,53 +60,42 @@ def render(
         "tools": None if tools is None else _plain(list(tools), "tools"),
         "add_generation_prompt": add_generation_prompt,
     }
+    from jaxllm.template_sandbox import LimitError
+
+    meter = template.program.environment.meter
+    meter.begin(sum(map(len, _strings(arguments))))
+    pieces = []
     try:
-        text = template.render(arguments)
+        for piece in template.program.generate(arguments):
+            meter.take(len(piece))
+            pieces.append(piece)
+    except LimitError as error:
+        raise UserError(f"The chat template was cut off: {error}.", "chat_template") from error
     except Exception as error:  # a template is foreign code: it may fail with anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"The chat template rejects this conversation: {reason}", "messages") from error
+        raise UserError(f"The chat template rejects this conversation: {_one_line(error)}", "messages") from error
+    text = "".join(pieces)
     return _cut_at_mark(text) if continue_final_message else text
 
 
-def compile_template(source: str) -> Any:
-    """Compile a chat template. Raises `UserError` with the line where its syntax is wrong."""
-    import jinja2.ext
-    import jinja2.nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def compile_template(source: str) -> ChatTemplate:
+    """Compile a chat template. Raises `UserError` with the line where its syntax is wrong, or if it is no template."""
+    import jinja2
 
-    class GenerationBlock(jinja2.ext.Extension):
-        """`{% generation %}` marks an assistant's words for training; here it only shows them."""
+    from jaxllm.template_sandbox import Sandbox, content_kinds
 
-        tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
-
-        def parse(self, parser: Any) -> Any:
-            """Keep the block's body."""
-            line = next(parser.stream).lineno
-            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(
-                line
-            )
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        # jinja2's own filter escapes for HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    if len(source) > MAX_SOURCE:
+        raise UserError(f"The chat template has {len(source)} characters, more than {MAX_SOURCE}.", "chat_template")
+    environment = Sandbox()
+    environment.meter.begin(len(source))
     try:
-        return environment.from_string(source)
+        takes_parts, takes_text = content_kinds(environment.parse(source))
+        return ChatTemplate(environment.from_string(source), takes_parts, takes_text)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"The chat template is not valid in line {error.lineno}: {error.message}", "chat_template"
         ) from error
+    except Exception as error:  # Python's own compiler has limits too
+        raise UserError(f"The chat template cannot be compiled: {_one_line(error)}", "chat_template") from error
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -107,6 +108,40 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
             raise UserError(f"messages[{index}] must be an object with a role and a content.", "messages")
         conversation.append(_plain({key: value for key, value in message.items() if value is not None}, "messages"))
     return conversation
+
+
+def _fitting_content(content: Any, template: ChatTemplate, name: str) -> Any:
+    """Give a content as the template takes it: a text, or a list of text parts."""
+    if isinstance(content, str):
+        return content if template.takes_text else [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        return content  # the template says what is wrong with it
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    for at, part in enumerate(parts):
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise UnsupportedError(
+                f"{name}.content[{at}] is a part of type {kind!r}; jaxllm takes parts of text only.", "messages", kind
+            )
+        if not isinstance(part.get("text"), str):
+            raise UserError(f"{name}.content[{at}] must have a text.", "messages")
+    return parts if template.takes_parts else "\n".join(part["text"] for part in parts)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Go through the texts of JSON-like values, keys of objects too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _strings(pair)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _plain(value: Any, parameter: str) -> Any:

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxllm.chat_template import compile_template, render
-from jaxllm.types import UserError
+from jaxllm import chat_tokens
+from jaxllm.chat_template import RESERVED, ChatTemplate, compile_template, render
+from jaxllm.chat_tokens import Disguise, SpecialTokens
+from jaxllm.errors import UserError
 
 # What is fetched from a hub repository; also what the conversion by transformers may need.
 TOKENIZER_FILES = (
@@ -117,6 +119,19 @@ class Tokenizer:
         """The id of the end-of-sequence token, if the tokenizer names one. A generation config may list more."""
         return self._named_id("eos_token")
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be written without a template from elsewhere."""
+        return bool(self._chat_templates)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it, None if it has none."""
+        return self._backend.token_to_id(token)
+
+    def is_special(self, token: str) -> bool:
+        """Whether a token is special, so that it is left out of texts that skip such tokens."""
+        return self.token_id(token) in self.special_ids
+
     def _named_id(self, name: str) -> int | None:
         token = self._named_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
@@ -129,14 +144,7 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise UserError(f"A text must be a string, got {type(text).__name__}.", "prompt")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"The text has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}: "
-                "it is not valid Unicode.",
-                "prompt",
-            ) from None
+        chat_tokens.check_unicode(text, "prompt")
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -193,9 +201,8 @@ class Tokenizer:
         when there are tools, else its default. `continue_final_message` leaves the last message open for the model to
         go on with. `kwargs` are variables for the template. The template runs in jinja2's immutable sandbox.
         """
-        template = self._compile(self._template_source(chat_template, with_tools=tools is not None))
         return render(
-            template,
+            self._template(chat_template, tools),
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -203,10 +210,68 @@ class Tokenizer:
             variables={**self._named_tokens, **kwargs},
         )
 
-    def _template_source(self, chosen: str | None, with_tools: bool) -> str:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> tuple[str, list[int]]:
+        """Give a conversation's text, as `apply_chat_template` does, and its token ids.
+
+        Special tokens are the template's alone: spelled in a message, a role, a tool or a variable they are ordinary
+        text (see chat_tokens.py). `add_special_tokens` adds what the model expects around a prompt to what the template
+        writes. Raises `UserError`, also for variables that are arguments of this method.
+        """
+        variables = dict(chat_template_kwargs or {})
+        taken = next((name for name in RESERVED if name in variables), None)
+        if taken is not None:
+            raise UserError(f"chat_template_kwargs cannot have {taken!r}; it is a parameter of its own.", taken)
+        special = self._special_tokens
+        source = self._template_source(chat_template, tools)
+        disguise = Disguise(special, [messages, tools, variables, source, self._named_tokens])
+        try:
+            if isinstance(messages, list | tuple):
+                chat_tokens.check_roles(special, messages)
+            text = render(
+                self._compile(source),
+                disguise.put_on(messages, "messages"),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=disguise.put_on(tools, "tools"),
+                variables={**self._named_tokens, **disguise.put_on(variables, "chat_template_kwargs")},
+            )
+        except RecursionError:
+            raise UserError("messages, tools or chat_template_kwargs are nested too deeply.", "messages") from None
+        chat_tokens.check_unicode(text, "chat_template")
+        text, ids = chat_tokens.encode(special, text, disguise)
+        if add_special_tokens:
+            before, after = self._around
+            ids = [*before, *ids, *after]
+        return text, ids
+
+    @functools.cached_property
+    def _special_tokens(self) -> SpecialTokens:
+        return SpecialTokens(self._backend)
+
+    @functools.cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The ids that the model expects before and after a prompt."""
+        whole, text = (self._backend.encode(_ANCHOR, add_special_tokens=special).ids for special in (True, False))
+        start = next(start for start in range(len(whole)) if whole[start : start + len(text)] == text)
+        return whole[:start], whole[start + len(text) :]
+
+    def _template(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+        return self._compile(self._template_source(chosen, tools))
+
+    def _template_source(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if chosen is not None:
             return self._chat_templates.get(chosen, chosen)
-        names = ("tool_use", "default") if with_tools else ("default",)
+        names = ("default",) if tools is None else ("tool_use", "default")
         for name in names:
             if name in self._chat_templates:
                 return self._chat_templates[name]

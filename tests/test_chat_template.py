@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import tracemalloc
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
+from jaxllm.chat_template import compile_template, render
+from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.tokenizer import Tokenizer, load_tokenizer
-from jaxllm.types import UserError
 
 TURNS = """{{ bos_token }}
 {%- for message in messages %}
@@ -167,12 +170,139 @@ def test_refusals_are_one_line(template: object, arguments: dict[str, Any], mess
     assert "\n" not in str(caught.value)
 
 
+GROWING = "{% set all = namespace(x='ab', l=[1]) %}{% for i in range(99) %}"
+HOSTILE = {
+    "range": "{% for i in range(10**9) %}{% endfor %}",
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops of text": "{% for a in 'x' * 99999 %}{% for b in 'x' * 99999 %}{{ '' if a == b }}{% endfor %}{% endfor %}",
+    "output": "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+    "written list": "{% set l = [messages[0].content * 999] %}{{ l * 99999 }}",
+    "concat": GROWING + "{% set all.x = all.x ~ all.x %}{% endfor %}",
+    "plus": GROWING + "{% set all.x = all.x + all.x %}{% endfor %}",
+    "times": "{{ 'x' * 10**9 }}",
+    "list plus": GROWING + "{% set all.l = all.l + all.l %}{% endfor %}",
+    "list times": "{{ ([1] * 10**9) | length }}",
+    "nested lists": GROWING + "{% set all.l = [all.l, all.l] %}{% endfor %}{{ all.l }}",
+    "nested lists as JSON": GROWING + "{% set all.l = [all.l, all.l] %}{% endfor %}{{ all.l | tojson }}",
+    "nested lists joined": GROWING + "{% set all.l = [all.l, all.l] %}{% endfor %}{{ all.l | join }}",
+    "nested lists formatted": GROWING + "{% set all.l = [all.l, all.l] %}{% endfor %}{{ '%s' % all.l }}",
+    "block": GROWING + "{% set x %}{{ all.x }}{{ all.x }}{% endset %}{% set all.x = x %}{% endfor %}",
+    "macro": "{% macro m(x) %}{{ m(x) }}{{ m(x) }}{% endmacro %}{{ m(1) }}",
+    "recursive loop": "{% set l = [1, 2] %}{% for x in l recursive %}{{ loop(l) }}{% endfor %}",
+    "replace": "{{ ('a' * 99999).replace('a', 'b' * 99999) | length }}",
+    "replace filter": "{{ ('a' * 99999) | replace('a', 'b' * 99999) | length }}",
+    "join": "{{ ''.join(['x' * 99999] * 99999) | length }}",
+    "join filter": "{{ ['x' * 99999] * 99999 | join | length }}",
+    "join generator": "{{ range(99999) | map('default', 'y') | map('center', 9999) | join | length }}",
+    "separator": "{{ ('x' * 99999).join('y' * 99999) | length }}",
+    "center": "{{ 'x' | center(10**9) | length }}",
+    "folded center": "{{ 'x' | center(1000000000) | length }}",
+    "ljust": "{{ 'x'.ljust(1000000000) | length }}",
+    "indent": "{{ 'x\n' | indent(1000000000) | length }}",
+    "percent": "{{ ('%1000000000d' % 1) | length }}",
+    "percent star": "{{ ('%*d' % (1000000000, 1)) | length }}",
+    "format": "{{ '{:1000000000}'.format(1) | length }}",
+    "format argument": "{{ '{:{}}'.format(1, 1000000000) | length }}",
+    "format filter": "{{ '%1000000000d' | format(1) | length }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "squares": "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "sum": "{{ ([[1] * 99999] * 99999) | sum(start=[]) | length }}",
+    "slices": "{{ 'x' | slice(10**9) | list | length }}",
+    "source": "{{ 1 }}" * 50_000,
+    "deep source": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
+    "deep expression": "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_cut(name: str) -> None:
+    content = "Be brief. " * 100
+    started = time.thread_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"^The chat template ") as caught:
+            render(
+                compile_template(HOSTILE[name]),
+                [{"role": "user", "content": content}],
+                add_generation_prompt=True,
+                continue_final_message=False,
+                tools=None,
+                variables={},
+            )
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert time.thread_time() - started < 2.0 and peak < 1 << 28
+
+
+def test_a_large_conversation_is_not_cut() -> None:
+    """Of 4 MB in 2,000 messages, each copied several times on the way; and the system prompts collected in one."""
+    template = compile_template(
+        "{% set all = namespace(system='') %}{% for message in messages %}{% if message.role == 'system' %}"
+        "{% set all.system = all.system + '\n' + message.content %}{% endif %}{% endfor %}{{ all.system }}"
+        "{% for message in messages %}{% set content = message.content | trim %}"
+        "{% set parts = content.split('</think>') %}"
+        "{{ '<' + message.role + '>' + (parts | last).lstrip() ~ '</' ~ message.role ~ '>' }}{% endfor %}"
+        "{{ messages | map(attribute='role') | join(',') }}"
+    )
+    messages = [
+        {"role": "user" if number % 100 else "system", "content": f" {'word ' * 400}{number}"} for number in range(2000)
+    ]
+    started = time.thread_time()
+    text = render(
+        template, messages, add_generation_prompt=True, continue_final_message=False, tools=None, variables={}
+    )
+    assert len(text) > 4_000_000 and text.endswith("user,user")
+    assert time.thread_time() - started < 1.0
+
+
+@pytest.mark.parametrize(
+    ("template", "kind"),
+    [
+        (TRIMMED, "text"),
+        (PARTS, "parts"),
+        ("{% for m in messages %}{% set content = m['content'] | list %}{% for p in content %}{{ p.text }}|{% endfor %}"
+         "{% endfor %}", "parts"),
+        ("{% for m in messages %}{% if m.content is string %}[{{ m.content }}]{% else %}{% for p in m['content'] %}"
+         "{{ p.text }}|{% endfor %}{% endif %}{% endfor %}", "both"),
+    ],
+)  # fmt: skip
+def test_content_comes_as_the_template_takes_it(template: str, kind: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_folder(tmp_path, template))
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "more": 1}]
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": content}]) for content in (parts, "a", ["x", "y"])
+    ]
+    assert (
+        texts
+        == {
+            "text": ["[a\nb]", "[a]", "[x\ny]"],
+            "parts": ["a|b|", "a|", "x|y|"],
+            "both": ["a|b|", "[a]", "x|y|"],
+        }[kind]
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "image_url"), (3, "int"), ({"type": 7}, 7)],
+)
+def test_parts_that_are_no_text_are_refused_by_their_type(part: Any, kind: Any, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_folder(tmp_path, TRIMMED))
+    with pytest.raises(UnsupportedError) as caught:
+        tokenizer.apply_chat_template([CONVERSATION[0], {"role": "user", "content": ["a", part]}])
+    assert str(caught.value) == (f"messages[1].content[1] is a part of type {kind!r}; jaxllm takes parts of text only.")
+    with pytest.raises(UserError, match=r"messages\[0\]\.content\[0\] must have a text"):
+        tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": None}]}])
+
+
 @pytest.mark.parametrize(
     ("template", "content", "message"),
     [
         ("{{ messages[0].role }}", "x", "leaves out the final message"),
         (TRIMMED, None, "needs a final message with text"),
-        (TRIMMED, [{"type": "image"}], "needs a final message with text"),
+        (PARTS, [], "needs a final message with text"),
     ],
 )
 def test_message_that_cannot_be_continued(template: str, content: Any, message: str, tmp_path: Path) -> None:
