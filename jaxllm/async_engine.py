@@ -1,0 +1,511 @@
+"""`AsyncLLM`: one engine in a thread of its own, and async iterators of outputs for any number of readers.
+
+Owns the thread, what crosses between it and the event loop, and the bounds of the queue. Everything about a request is
+decided behind `LLMEngine`; protocols are in front of this (jaxllm_server). All methods belong to the event loop that
+called `start`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from jaxllm.config import EngineConfig
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.engine import Accepted, LLMEngine, Prompt
+from jaxllm.errors import (
+    DeadlineError,
+    DrainingError,
+    EngineDeadError,
+    EngineError,
+    FeatureDisabledError,
+    OverloadedError,
+    RequestIdInUseError,
+    UnavailableError,
+)
+from jaxllm.metrics import Load, Metrics, Observer, StepReport
+from jaxllm.streams import BlockBatch, BlockLog, Inbox, Stream
+from jaxllm.tokenizer import Tokenizer
+from jaxllm.types import FinishReason, RequestOutput, SamplingParams
+
+Result = TypeVar("Result")
+EngineState = Literal["loading", "serving", "paused", "draining", "hung", "dead", "stopped"]
+PauseMode = Literal["abort", "wait", "keep"]
+LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
+RATE_SECONDS = 2.0  # over which the speed in `Load` is measured
+
+
+class AsyncLLM:
+    """A model that many can stream from at once. Without a name it is the small one that ships with jaxllm.
+
+    Keyword arguments are the fields of `EngineConfig`, and the bounds of the queue.
+
+        async with AsyncLLM("path/or/hub-id") as engine:
+            async for output in engine.generate("Once upon a time", SamplingParams(output_kind=1)):
+                print(output.outputs[0].text, end="")
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        progress: bool = False,
+        max_queued_requests: int | None = None,  # samples waiting for a slot; None: four for each slot
+        max_queued_tokens: int | None = None,  # of their prompts; None: 16 contexts, at least 65,536
+        hang_timeout: float = 8.0,  # seconds that a step may take before the engine counts as hung
+        observer: Observer | None = None,
+        **engine_args: Any,
+    ) -> None:
+        self.config = EngineConfig.from_kwargs(model=str(MODEL_DIR if model is None else model), **engine_args)
+        self.observer = observer
+        self.metrics = Metrics()
+        self.max_queued_requests = max_queued_requests
+        self.max_queued_tokens = max_queued_tokens
+        self.hang_timeout = hang_timeout
+        self._progress = progress
+        self._engine: LLMEngine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._inbox = Inbox()
+        self._blocks = BlockLog()
+        self._streams: dict[str, Stream] = {}  # by the caller's id
+        self._readers: dict[str, Stream] = {}  # the same by the engine's
+        self._num_opened = 0
+        self._load = Load()
+        self._step_since: float | None = None  # when the step that is running began; written by the engine's thread
+        self._started: asyncio.Future[None] | None = None
+        self._death: asyncio.Future[BaseException] | None = None
+        self._idle = asyncio.Event()  # no request is alive
+        self._idle.set()
+        self._failure: BaseException | None = None
+        self._is_paused = self._is_leaving = self._is_draining = self._is_stopped = False
+        self._tokenizing: ThreadPoolExecutor | None = None
+
+    async def start(self) -> None:
+        """Load the model in the engine's thread and wait for it; what is wrong with it is raised here."""
+        if self._started is None:
+            self._loop = asyncio.get_running_loop()
+            self._started = self._loop.create_future()
+            self._death = self._loop.create_future()
+            self._thread = threading.Thread(target=self._run, name="jaxllm-engine", daemon=True)
+            self._thread.start()
+        await asyncio.shield(self._started)
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine, for what never changes in it; everything else belongs to its thread."""
+        if self._engine is None:
+            raise self._unavailable() or UnavailableError("The model is still being loaded.")
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What holds for a request without parameters."""
+        return self.engine.default_params
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together."""
+        return self.engine.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the model can read and write."""
+        return self.engine.vocab_size
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine is doing; never waits for it."""
+        if self._failure is not None:
+            return "dead"
+        if self._is_stopped:
+            return "stopped"
+        if self._is_draining or self._is_leaving:
+            return "draining"
+        if self._engine is None:
+            return "loading"
+        since = self._step_since
+        if since is not None and time.monotonic() - since > self.hang_timeout:
+            return "hung"
+        return "paused" if self._is_paused else "serving"
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` holds the engine."""
+        return self._is_paused
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        time_limit: float | None = None,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Stream a request's outputs, of the kind that its parameters name. To close the iterator aborts the request.
+
+        What a slow reader has not taken is merged into one output. After `time_limit` seconds the request ends with
+        what it has; after `timeout` it fails with DeadlineError. What is wrong with the request is raised by the first
+        step of the iterator: UserError, OverloadedError where the queue is full, UnavailableError, EngineDeadError.
+        """
+        arrival = time.monotonic()
+        self._check_serving()
+        request_id = uuid.uuid4().hex if request_id is None else request_id
+        if request_id in self._streams:
+            raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
+        self._check_queue(1, 0)
+        accepted = await self._accept(request_id, prompt, sampling_params, priority)
+        if request_id in self._streams:
+            raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
+        self._check_serving()
+        self._check_queue(accepted.params.n, accepted.params.n * len(accepted.prompt_token_ids))
+        stream = self._open(accepted, arrival)
+        assert self._loop is not None
+        timers = []
+        try:
+            if timeout is not None:
+                late = DeadlineError(f"The request was not through after {timeout:g} seconds.")
+                timers.append(self._loop.call_later(max(0.0, arrival + timeout - time.monotonic()), stream.fail, late))
+            if time_limit is not None:
+                timers.append(self._loop.call_later(time_limit, self._inbox.abort, stream.key, "time_limit"))
+            while True:
+                output = await stream.get()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            for timer in timers:
+                timer.cancel()
+            self._close(stream)
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; their readers get what there is, with the finish reason "abort". Unknown ids change nothing."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            if request_id in self._streams:
+                self._inbox.abort(self._streams[request_id].key, "abort")
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError if the engine has died, UnavailableError if it makes no progress or takes no work."""
+        self._check_serving()
+
+    def get_load(self) -> Load:
+        """Say how busy the engine was after its last step, and what has come since."""
+        load = self._load
+        num_new, num_tokens = self._inbox.counts()
+        speed = load.generated_tokens_per_second if load.running else 0.0
+        return load._replace(
+            waiting=load.waiting + num_new,
+            waiting_tokens=load.waiting_tokens + num_tokens,
+            generated_tokens_per_second=speed,
+        )
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompts; False while requests run, because they hold some of the blocks."""
+        return await self._call(lambda engine: engine.reset_prefix_cache())
+
+    async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
+        """Tell what enters and leaves the prefix cache, from a batch's number on.
+
+        FeatureDisabledError without `enable_kv_cache_events`; OutOfRangeError for a batch that is kept no more.
+        """
+        if not self.config.enable_kv_cache_events:
+            raise FeatureDisabledError("start the engine with enable_kv_cache_events.", "enable_kv_cache_events")
+        async with aclosing(self._blocks.read(start_sequence)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Take no more work and stop computing, until `resume`.
+
+        What runs is aborted, or awaited ("wait"), or kept as it is ("keep"); with "keep" the cache is kept too.
+        """
+        if mode not in ("abort", "wait", "keep"):
+            raise ValueError(f"mode must be abort, wait or keep, got {mode!r}")
+        self._is_paused = True
+        if mode == "abort":
+            await self.abort(list(self._streams))
+        if mode != "keep":
+            await self._idle.wait()
+        self._inbox.set_paused(True)
+        if clear_cache and mode != "keep":
+            await self.reset_prefix_cache()
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        self._is_paused = False
+        self._inbox.set_paused(False)
+
+    def announce_drain(self) -> None:
+        """Say "not ready" from now on, but take work until `drain`: load balancers need a moment to notice."""
+        self._is_leaving = True
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take no more work and wait for what there is; what is not through in time fails with DrainingError.
+
+        Returns whether everything was through. There is no way back.
+        """
+        self._is_draining = True
+        self._inbox.set_paused(False)
+        is_through = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            is_through = False
+            self._fail_all(DrainingError("The server is shutting down and could not finish this request in time."))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._idle.wait()
+        return is_through
+
+    async def wait_dead(self) -> BaseException:
+        """Wait until the engine dies, and return of what."""
+        assert self._death is not None, "the engine was not started"
+        return await asyncio.shield(self._death)
+
+    async def close(self) -> None:
+        """Stop the engine and let go of the device's memory; what still runs fails."""
+        self._is_stopped = True
+        self._fail_all(EngineDeadError("The engine was closed."))
+        self._inbox.stop()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, 30.0)
+        if self._tokenizing is not None:
+            self._tokenizing.shutdown(wait=False)
+
+    # On the event loop.
+
+    def _unavailable(self) -> EngineError | None:
+        """Return why no work is taken now, None if it is."""
+        match self.state:
+            case "serving":
+                return None
+            case "dead" | "stopped":
+                return EngineDeadError("The engine has stopped.")
+            case "draining":
+                return DrainingError("The server is shutting down.") if self._is_draining else None
+            case "paused":
+                return UnavailableError("The engine is paused.")
+            case "hung":
+                return UnavailableError("The engine makes no progress.")
+            case "loading":
+                return UnavailableError("The model is still being loaded.")
+
+    def _check_serving(self) -> None:
+        error = self._unavailable()
+        if error is not None:
+            raise error
+
+    def _check_queue(self, num_samples: int, num_tokens: int) -> None:
+        """Refuse what would make the queue longer than its bounds, without asking the engine."""
+        load = self.get_load()
+        most = self.max_queued_requests
+        most = 4 * load.max_running if most is None else most
+        most_tokens = self.max_queued_tokens
+        most_tokens = max(65536, 16 * self.max_model_len) if most_tokens is None else most_tokens
+        if load.waiting + num_samples > most + load.max_running - load.running:
+            raise OverloadedError(f"The queue is full: {load.waiting} requests wait.", retry_after=1.0)
+        if load.waiting_tokens and load.waiting_tokens + num_tokens > most_tokens:
+            raise OverloadedError(f"The queue is full: {load.waiting_tokens} tokens of prompts wait.", retry_after=1.0)
+
+    async def _accept(self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int) -> Accepted:
+        """Check a request; a long text is tokenized off the event loop."""
+        text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
+        if not isinstance(text, str) or len(text) <= LONG_TEXT:
+            return self.engine.accept(request_id, prompt, params, priority)
+        return await self.off_loop(self.engine.accept, request_id, prompt, params, priority)
+
+    async def off_loop(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Run something slow, as tokenizing a long text, in a thread beside the event loop."""
+        if self._tokenizing is None:
+            self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="jaxllm-tokenize")
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *arguments)
+
+    def _open(self, accepted: Accepted, arrival: float) -> Stream:
+        # An id may come back before the engine has heard of its first owner's end, so it has names of its own.
+        self._num_opened += 1
+        stream = Stream(accepted.request_id, f"{self._num_opened}", accepted.params, arrival)
+        self._streams[stream.request_id] = self._readers[stream.key] = stream
+        self._idle.clear()
+        self._inbox.add(replace(accepted, request_id=stream.key))
+        return stream
+
+    def _close(self, stream: Stream) -> None:
+        """Forget a stream; a request that has not ended is aborted. Never waits: it runs while a task is cancelled."""
+        del self._streams[stream.request_id], self._readers[stream.key]
+        if not stream.is_finished:
+            self._inbox.abort(stream.key, "abort")
+        if not self._streams:
+            self._idle.set()
+
+    def _fail_all(self, error: BaseException) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(error)
+
+    async def _call(self, function: Callable[[LLMEngine], Result]) -> Result:
+        """Run a function on the engine's thread between two steps."""
+        if self.state in ("dead", "stopped"):
+            raise EngineDeadError("The engine has stopped.")
+        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+        def run(engine: LLMEngine) -> None:
+            try:
+                result = function(engine)
+            except Exception as error:
+                self._post(_set_exception, answer, error)
+            else:
+                self._post(_set_result, answer, result)
+
+        self._inbox.call(run)
+        assert self._death is not None
+        await asyncio.wait([answer, self._death], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise EngineDeadError("The engine has stopped.")
+        return answer.result()
+
+    def _ready(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        assert self._started is not None
+        _set_result(self._started, None)
+
+    def _deliver(self, outputs: list[RequestOutput], report: StepReport | None) -> None:
+        """Hand a step's outputs to their readers."""
+        now = time.monotonic()
+        observer = self.observer
+        if report is not None and observer is not None:
+            observer.step(report)
+        for output in outputs:
+            stream = self._readers.get(output.request_id)
+            if stream is None:
+                continue  # its reader has gone
+            seconds, count, is_first = stream.put(output, now)
+            if observer is not None and count:
+                observer.tokens(seconds, count, is_first)
+            if output.finished and observer is not None:
+                observer.finished(stream.summary(output), stream.params)
+
+    def _died(self, error: BaseException) -> None:
+        """Tell everybody that the engine has died."""
+        self._failure = error
+        assert self._started is not None and self._death is not None
+        if not self._started.done():
+            self._started.set_exception(error)
+            self._started.exception()  # whoever waits sees it; if nobody does, asyncio need not complain
+        _set_result(self._death, error)
+        self._fail_all(EngineDeadError("The engine has died; this request is lost."))
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the event loop, from the engine's thread."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # On the engine's thread.
+
+    def _run(self) -> None:
+        engine: LLMEngine | None = None
+        try:
+            engine = LLMEngine(self.config, self._progress, self.metrics)
+            self._load = engine.load()
+            self._post(self._ready, engine)
+            self._serve(engine)
+        except BaseException as error:
+            self._step_since = None
+            self._post(self._died, error)
+        finally:
+            if engine is not None:
+                engine.close()
+
+    def _serve(self, engine: LLMEngine) -> None:
+        """Take what came in, compute a step, hand its outputs over; until stopped."""
+        history = deque([(time.monotonic(), 0)])
+        while True:
+            taken = self._inbox.take(is_idle=not engine.has_unfinished_requests())
+            if taken.is_stopped:
+                return
+            outputs = self._take_in(engine, taken.added, taken.aborted, taken.calls)
+            if taken.added:
+                self._load = _with_speed(engine.load(), self._load)
+            self._inbox.settle(taken.added)
+            report = None
+            if not taken.is_paused and engine.has_unfinished_requests():
+                before = engine.metrics.computed_tokens, engine.metrics.generated_tokens
+                started = self._step_since = time.monotonic()
+                outputs += engine.step()
+                ended = time.monotonic()
+                self._step_since = None
+                metrics = engine.metrics
+                num_sampled = metrics.generated_tokens - before[1]
+                report = StepReport(ended - started, metrics.computed_tokens - before[0], engine.num_rows, num_sampled)
+                history.append((ended, metrics.generated_tokens))
+                while len(history) > 2 and ended - history[1][0] > RATE_SECONDS:
+                    history.popleft()
+                self._load = engine.load()._replace(
+                    step_seconds=report.seconds,
+                    generated_tokens_per_second=(history[-1][1] - history[0][1]) / max(ended - history[0][0], 1e-6),
+                )
+            elif taken.aborted or taken.calls:
+                self._load = _with_speed(engine.load(), self._load)
+            if outputs or report is not None:
+                self._post(self._deliver, outputs, report)
+            if blocks := engine.take_block_events():
+                self._post(self._blocks.append, time.time(), self.config.block_size, blocks)
+
+    def _take_in(
+        self,
+        engine: LLMEngine,
+        added: list[Accepted],
+        aborted: list[tuple[str, FinishReason]],
+        calls: list[Callable[[LLMEngine], None]],
+    ) -> list[RequestOutput]:
+        """Add and abort requests, run what was asked for; return the last outputs of aborted requests."""
+        if added:
+            engine.add(added)
+        outputs = [engine.abort_request(request_id, reason) for request_id, reason in aborted]
+        for call in calls:
+            call(engine)
+        return [output for output in outputs if output is not None]
+
+
+def _with_speed(load: Load, before: Load) -> Load:
+    """Keep what only a step can measure."""
+    return load._replace(
+        step_seconds=before.step_seconds, generated_tokens_per_second=before.generated_tokens_per_second
+    )
+
+
+def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
