@@ -1,0 +1,128 @@
+"""How the clients reach a server: address, credentials, metadata, options, retries; and what a failed call says.
+
+Makes no connection and no call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from jaxllm import __version__
+from jaxllm.client.errors import read_error
+from jaxllm.errors import EngineError, UserError
+
+_HEALTH = {
+    health_pb2.HealthCheckResponse.SERVING: "serving",
+    health_pb2.HealthCheckResponse.NOT_SERVING: "not_serving",
+    health_pb2.HealthCheckResponse.SERVICE_UNKNOWN: "service_unknown",
+}
+# Only what is known not to have begun is sent again: gRPC itself never repeats a stream after its first message. A
+# server's RetryInfo comes with the trailer grpc-retry-pushback-ms, which replaces these waits.
+_RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{"service": "jaxllm.v1.InferenceService"}, {"service": "jaxllm.v1.ControlService"}],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.2s",
+                "maxBackoff": "5s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+            },
+        }
+    ]
+}
+_KEEPALIVE = (
+    # A peer that froze is found within 40 s of a call; nothing is sent between calls.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # gRPC's own bound is two minutes, which is long for a server that has just come back.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 3_000),
+)
+
+
+class Endpoint:
+    """What both clients are: a server, and how to talk to it.
+
+    `target` is host:port or unix:/path. `timeout`, in seconds, is of a whole call and can be given to each; without one
+    a call may take as long as it likes. `api_key` is sent with every call, so use it with TLS or on one machine:
+    `tls=True`, or the files `ssl_ca_certs` (of the authority to trust; None: the system's), `ssl_certfile` and
+    `ssl_keyfile` (this client's own). With `retries`, a call that finds the server unavailable or its queue full is
+    tried again, four times in all. `metadata` goes with every call; `channel_options` are gRPC's and override ours.
+
+    Raises:
+        UserError: for an address of another form, or files that cannot be read.
+    """
+
+    def __init__(
+        self,
+        target: str = "localhost:50051",
+        *,
+        api_key: str | None = None,
+        tls: bool = False,
+        ssl_ca_certs: str | Path | None = None,
+        ssl_certfile: str | Path | None = None,
+        ssl_keyfile: str | Path | None = None,
+        timeout: float | None = None,
+        retries: bool = True,
+        metadata: Mapping[str, str] | None = None,
+        channel_options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        if "://" in target and target.partition(":")[0] not in ("dns", "unix", "ipv4", "ipv6", "xds"):
+            raise UserError(f"target must be host:port or unix:/path, got {target!r}.", "target", target)
+        if ":" not in target:
+            raise UserError(f"target needs a port, as in {target or 'localhost'}:50051.", "target", target)
+        if (ssl_certfile is None) != (ssl_keyfile is None):
+            raise UserError("ssl_certfile and ssl_keyfile go together.", "ssl_keyfile", ssl_keyfile)
+        self.target = target
+        self.timeout = timeout
+        has_tls = tls or ssl_ca_certs is not None or ssl_certfile is not None
+        self._credentials = (
+            grpc.ssl_channel_credentials(*(_read(file) for file in (ssl_ca_certs, ssl_keyfile, ssl_certfile)))
+            if has_tls
+            else None
+        )
+        self._options = [
+            *_KEEPALIVE,
+            ("grpc.max_receive_message_length", -1),  # what this client asked for, it takes
+            ("grpc.max_send_message_length", -1),  # the server has a limit, and says so
+            ("grpc.primary_user_agent", f"jaxllm-python/{__version__}"),
+            ("grpc.enable_retries", int(retries)),
+            ("grpc.service_config", json.dumps(_RETRIES if retries else {})),
+            *channel_options,
+        ]
+        key = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._metadata = tuple((key | {name.lower(): value for name, value in (metadata or {}).items()}).items())
+        self._open()
+
+    def _open(self) -> None:
+        """Prepare what calls are made on; of no effect yet on the network."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.target!r})"  # without the key
+
+
+def error_of(failure: Any, target: str) -> UserError | EngineError:
+    """Turn what gRPC raised, `grpc.RpcError` or `grpc.aio.AioRpcError`, into one of our exceptions."""
+    trailers = dict(failure.trailing_metadata() or ())
+    return read_error(failure.code().name, failure.details() or "", trailers.get("grpc-status-details-bin"), target)
+
+
+def read_health(response: health_pb2.HealthCheckResponse) -> str:
+    """Name a health state: serving, not_serving, service_unknown or unknown."""
+    return _HEALTH.get(response.status, "unknown")
+
+
+def _read(file: str | Path | None) -> bytes | None:
+    try:
+        return None if file is None else Path(file).read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.", "tls", str(file)) from error

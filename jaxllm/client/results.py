@@ -1,0 +1,444 @@
+"""What the client's methods return, read from the server's messages. Knows the messages of the API and no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from jaxllm.client.requests import keyword_of
+from jaxllm.metrics import Load
+from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
+
+FINISH_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_CONTEXT: "context",
+    types_pb2.FINISH_REASON_TIME_LIMIT: "time_limit",
+    types_pb2.FINISH_REASON_ABORTED: "abort",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability under the model, before temperature, penalties and filters."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+    text: str | None = None
+    top: tuple[TokenLogprob, ...] = ()  # the likeliest tokens at this position, likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model made."""
+
+    id: str
+    name: str
+    arguments: str  # as the model wrote them: meant to be a JSON object
+
+    def parsed(self) -> Any:
+        """Read the arguments as JSON; ValueError if the model did not write any."""
+        return json.loads(self.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What is new of a tool call: the first delta of a call holds id and name, `arguments` are a piece."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens that a call used."""
+
+    prompt_tokens: int
+    completion_tokens: int  # of all sequences
+    cached_prompt_tokens: int  # of the prompt's, found in the prefix cache
+    reasoning_tokens: int  # of the completion's
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went, in seconds; None for what the server did not tell."""
+
+    queue: float | None  # until its first step
+    prefill: float | None  # from there until the first token
+    first_token: float | None  # from arrival
+    total: float | None
+
+
+@dataclass(slots=True)
+class Output:
+    """One generated sequence, so far or in full."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None  # one per token id
+    finish_reason: str | None = None  # stop, length, context, time_limit, abort or tool_calls; None: not finished
+    stop_reason: int | str | None = None  # the stop string or stop token that ended it
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    seed: int | None = None  # that it was sampled with
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of one sequence; fields as in `Output`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    reasoning: str
+    tool_calls: list[ToolCallDelta]
+    seed: int | None
+
+
+@dataclass(slots=True)
+class Completion:
+    """What a call generated. `text` and the like are those of the first sequence; `outputs` holds all `n`."""
+
+    request_id: str = ""
+    model: str = ""
+    outputs: list[Output] = field(default_factory=list)
+    usage: Usage | None = None
+    timing: Timing | None = None
+    prompt_token_ids: list[int] | None = None  # with return_prompt_token_ids
+
+    @property
+    def text(self) -> str:
+        """The text, without reasoning and tool calls."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated token ids."""
+        return self.outputs[0].token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """One per token id, with the option `logprobs`."""
+        return self.outputs[0].logprobs
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the sequence ended: stop, length, context, time_limit, abort or tool_calls."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string or stop token that ended it; None for the model's own end of sequence."""
+        return self.outputs[0].stop_reason
+
+    @property
+    def reasoning(self) -> str:
+        """What the model wrote before its answer, where the server splits it off."""
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls that the model made."""
+        return self.outputs[0].tool_calls
+
+    @property
+    def seed(self) -> int | None:
+        """What to pass as `seed` to get the same tokens again."""
+        return self.outputs[0].seed
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to append to a conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that a server offers."""
+
+    name: str
+    aliases: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    defaults: Mapping[str, Any]  # options that a call leaves open
+    has_chat: bool
+    has_tool_calls: bool
+    has_reasoning: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server is."""
+
+    version: str
+    api_revision: int
+    instance_id: str
+    start_time: datetime
+    state: str  # loading, compiling, serving, paused, draining, hung or dead
+    model_names: tuple[str, ...]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    kv_blocks_total: int
+    dtype: str
+    device_kind: str
+    mesh: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """What came of one sequence; joined only when asked for, since a text that grows by joining is copied each time."""
+
+    deltas: list[Delta] = field(default_factory=list)
+
+    def joined(self, index: int) -> Output:
+        last = [delta for delta in self.deltas if delta.finish_reason is not None][-1:]
+        logprobs = [delta.logprobs for delta in self.deltas if delta.logprobs is not None]
+        return Output(
+            index=index,
+            text="".join(delta.text for delta in self.deltas),
+            token_ids=[token for delta in self.deltas for token in delta.token_ids],
+            logprobs=[row for rows in logprobs for row in rows] if logprobs else None,
+            finish_reason=last[0].finish_reason if last else None,
+            stop_reason=last[0].stop_reason if last else None,
+            reasoning="".join(delta.reasoning for delta in self.deltas),
+            tool_calls=self._tool_calls(),
+            seed=next((delta.seed for delta in self.deltas if delta.seed is not None), None),
+        )
+
+    def _tool_calls(self) -> list[ToolCall]:
+        calls: dict[int, list[ToolCallDelta]] = {}
+        for delta in self.deltas:
+            for call in delta.tool_calls:
+                calls.setdefault(call.index, []).append(call)
+        return [
+            ToolCall(pieces[0].id, pieces[0].name, "".join(piece.arguments for piece in pieces))
+            for _, pieces in sorted(calls.items())
+        ]
+
+
+class Joiner:
+    """Joins a stream's messages: `add` returns what each brings, `completion` everything so far."""
+
+    def __init__(self) -> None:
+        self.request_id = ""
+        self.model = ""
+        self.usage: Usage | None = None
+        self.timing: Timing | None = None
+        self._prompt_token_ids: list[int] | None = None
+        self._pieces: dict[int, _Pieces] = {}
+
+    def add(self, message: inference_pb2.StreamGenerateResponse) -> list[Delta]:
+        """Take in one message and return its deltas, which may be none."""
+        self.request_id = message.request_id or self.request_id
+        self.model = message.model or self.model
+        if message.HasField("prompt"):
+            self._prompt_token_ids = list(message.prompt.token_ids) or None
+        if message.HasField("usage"):
+            self.usage = _usage(message.usage)
+        if message.HasField("timing"):
+            self.timing = _timing(message.timing)
+        deltas = [_delta(delta) for delta in message.deltas]
+        for delta in deltas:
+            self._pieces.setdefault(delta.index, _Pieces()).deltas.append(delta)
+        return deltas
+
+    def completion(self) -> Completion:
+        """Join what has come."""
+        return Completion(
+            request_id=self.request_id,
+            model=self.model,
+            outputs=[pieces.joined(index) for index, pieces in sorted(self._pieces.items())],
+            usage=self.usage,
+            timing=self.timing,
+            prompt_token_ids=self._prompt_token_ids,
+        )
+
+
+def read_completion(response: inference_pb2.GenerateResponse) -> Completion:
+    """Read the answer of a unary call."""
+    return Completion(
+        request_id=response.request_id,
+        model=response.model,
+        outputs=[_output(output) for output in response.outputs],
+        usage=_usage(response.usage) if response.HasField("usage") else None,
+        timing=_timing(response.timing) if response.HasField("timing") else None,
+        prompt_token_ids=list(response.prompt.token_ids) or None,
+    )
+
+
+def read_models(response: inference_pb2.ListModelsResponse) -> list[ModelInfo]:
+    """Read the list of models."""
+    return [
+        ModelInfo(
+            name=model.name,
+            aliases=tuple(model.aliases),
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=tuple(model.eos_token_ids),
+            defaults=_defaults(model),
+            has_chat=model.has_chat,
+            has_tool_calls=model.has_tool_calls,
+            has_reasoning=model.has_reasoning,
+        )
+        for model in response.models
+    ]
+
+
+def read_server_info(response: control_pb2.GetServerInfoResponse) -> ServerInfo:
+    """Read the facts about a server."""
+    state = control_pb2.ServerState.Name(response.state) if response.state in control_pb2.ServerState.values() else ""
+    return ServerInfo(
+        version=response.version,
+        api_revision=response.api_revision,
+        instance_id=response.instance_id,
+        start_time=response.start_time.ToDatetime(tzinfo=UTC),
+        state=state.removeprefix("SERVER_STATE_").lower() or "unknown",
+        model_names=tuple(response.model_names),
+        max_model_len=response.max_model_len,
+        max_num_seqs=response.max_num_seqs,
+        max_num_batched_tokens=response.max_num_batched_tokens,
+        block_size=response.block_size,
+        kv_blocks_total=response.kv_blocks_total,
+        dtype=response.dtype,
+        device_kind=response.device_kind,
+        mesh=dict(response.mesh),
+    )
+
+
+def read_load(response: control_pb2.GetLoadResponse) -> Load:
+    """Read how busy a server is."""
+    return Load(
+        running=response.running,
+        waiting=response.waiting,
+        waiting_tokens=response.waiting_prompt_tokens_uncached,
+        kv_blocks_used=response.kv_blocks_used,
+        kv_blocks_total=response.kv_blocks_total,
+        max_running=response.max_running,
+        generated_tokens_per_second=response.generated_tokens_per_second,
+        prefix_hit_rate=response.prefix_hit_rate,
+        step_seconds=response.step_time.ToNanoseconds() / 1e9,
+    )
+
+
+def read_token_ids(response: inference_pb2.TokenizeResponse) -> list[int]:
+    """Read the token ids of a text."""
+    return list(response.token_ids)
+
+
+def read_text(response: inference_pb2.DetokenizeResponse) -> str:
+    """Read the text of token ids."""
+    return response.text
+
+
+def read_was_reset(response: control_pb2.ResetPrefixCacheResponse) -> bool:
+    """Read whether the prefix cache was forgotten."""
+    return response.was_reset
+
+
+def read_nothing(response: object) -> None:
+    """Take an answer that says no more than that it is one."""
+
+
+def _output(output: types_pb2.Output) -> Output:
+    return Output(
+        index=output.index,
+        text=output.text,
+        token_ids=list(output.token_ids),
+        logprobs=_logprobs(output),
+        finish_reason=_finish_reason(output),
+        stop_reason=_stop_reason(output),
+        reasoning=output.reasoning_text,
+        tool_calls=[ToolCall(call.id, call.name, call.arguments_json) for call in output.tool_calls],
+        seed=output.seed if output.HasField("seed") else None,
+    )
+
+
+def _delta(delta: types_pb2.OutputDelta) -> Delta:
+    return Delta(
+        index=delta.index,
+        text=delta.text,
+        token_ids=list(delta.token_ids),
+        logprobs=_logprobs(delta),
+        finish_reason=_finish_reason(delta),
+        stop_reason=_stop_reason(delta),
+        reasoning=delta.reasoning_text,
+        tool_calls=[ToolCallDelta(call.index, call.id, call.name, call.arguments_json) for call in delta.tool_calls],
+        seed=delta.seed if delta.HasField("seed") else None,
+    )
+
+
+def _finish_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> str | None:
+    if output.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    return FINISH_REASONS.get(output.finish_reason, "unknown")  # a reason that a newer server has
+
+
+def _stop_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> int | str | None:
+    matched = output.WhichOneof("matched")
+    return getattr(output, matched) if matched else None
+
+
+def _logprobs(output: types_pb2.Output | types_pb2.OutputDelta) -> list[TokenLogprob] | None:
+    if not output.HasField("logprobs"):
+        return None
+    packed = output.logprobs
+    texts: Sequence[str | None] = packed.texts or [None] * len(packed.logprobs)
+    rows = zip(output.token_ids, packed.logprobs, packed.ranks, texts, strict=True)
+    return [
+        TokenLogprob(token, logprob, rank, text, tuple(_alternatives(packed, row)))
+        for row, (token, logprob, rank, text) in enumerate(rows)
+    ]
+
+
+def _alternatives(packed: types_pb2.Logprobs, row: int) -> Iterator[TokenLogprob]:
+    """Read the likeliest tokens of one row, of which the arrays hold `top_k` per row."""
+    for rank in range(1, packed.top_k + 1):
+        at = row * packed.top_k + rank - 1
+        text = packed.top_texts[at] if packed.top_texts else None
+        yield TokenLogprob(packed.top_token_ids[at], packed.top_logprobs[at], rank, text)
+
+
+def _usage(usage: types_pb2.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens, usage.reasoning_tokens)
+
+
+def _timing(timing: types_pb2.Timing) -> Timing:
+    parts = {
+        name: getattr(timing, name).ToNanoseconds() / 1e9 if timing.HasField(name) else None
+        for name in ("queue", "prefill", "first_token", "total")
+    }
+    return Timing(**parts)
+
+
+def _defaults(model: inference_pb2.Model) -> dict[str, Any]:
+    """Name the values that a call leaves open by the options that would change them."""
+    sections = (("sampling", model.default_sampling), ("stop", model.default_stop))
+    return {
+        keyword_of(f"{section}.{descriptor.name}"): list(value) if descriptor.is_repeated else value
+        for section, message in sections
+        for descriptor, value in message.ListFields()
+        if descriptor.message_type is None
+    }
