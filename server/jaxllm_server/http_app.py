@@ -1,0 +1,292 @@
+"""The HTTP front end: its routes, the reading of bodies, and one place where every failure becomes an answer.
+
+What bodies and answers mean is in `openai_*.py`, what generates in `http_answers`, who may come in in `http_guard`.
+`/health`, `/live` and `/ready` look at the engine's state and never wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import jaxllm
+from jaxllm.errors import EngineError, UserError
+from jaxllm_server import strict_json
+from jaxllm_server.auth import Keys
+from jaxllm_server.errors import AdminRequiredError, AuthError
+from jaxllm_server.http_answers import Answer
+from jaxllm_server.http_errors import ClientGone, Headers, Refusal, answer_of, status_of
+from jaxllm_server.http_guard import Guard, body_too_large, request_id_of
+from jaxllm_server.http_protocol import transport_of
+from jaxllm_server.openai_chat import ChatReply
+from jaxllm_server.openai_completions import CompletionReply
+from jaxllm_server.openai_messages import Reply, model_card, model_list
+from jaxllm_server.openai_tokens import detokenize_request_of, tokenize_call_of, tokens_response
+from jaxllm_server.options import ServerOptions
+from jaxllm_server.sse import dumps
+from jaxllm_server.tracing import Tracer
+
+if TYPE_CHECKING:
+    from jaxllm_server.prometheus import PrometheusObserver
+    from jaxllm_server.serving import Serving
+
+_log = logging.getLogger("jaxllm.server.http")
+CLIENT_GONE = 499  # nginx's number, for the metrics: nothing is sent
+_NOT_FOUND = "no route"  # as what requests without a route are counted
+_DEAD = ("dead", "stopped")
+
+
+def make_app(
+    serving: Serving, options: ServerOptions, observer: PrometheusObserver | None, tracer: Tracer | None
+) -> ASGIApp:
+    """Build the front end. The engine may still be loading: what needs it says so (503)."""
+    endpoints = Endpoints(serving, options, observer, tracer or Tracer())
+    guard = Guard(
+        Router(endpoints.routes(), redirect_slashes=False), options, Keys(options.api_key, options.admin_api_key)
+    )
+    return Front(guard, options, observer)
+
+
+class Endpoints:
+    """What the routes do."""
+
+    def __init__(
+        self, serving: Serving, options: ServerOptions, observer: PrometheusObserver | None, tracer: Tracer
+    ) -> None:
+        self._serving = serving
+        self._options = options
+        self._observer = observer
+        self._tracer = tracer
+        self._since = int(time.time())
+        self._fingerprint = f"jaxllm-{jaxllm.__version__}"
+
+    def routes(self) -> list[Route]:
+        """Return every route there is; a path is also what its requests are counted under."""
+        posts: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }
+        gets: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
+            "/v1/models": self.models,
+            "/v1/models/{model:path}": self.model,
+            "/health": self.health,
+            "/live": self.live,
+            "/ready": self.ready,
+            "/version": self.version,
+            "/load": self.load,
+            "/metrics": self.metrics,
+        }
+        return [Route(path, _counted(path, endpoint), methods=["POST"]) for path, endpoint in posts.items()] + [
+            Route(path, _counted(path.replace(":path", ""), endpoint), methods=["GET"])
+            for path, endpoint in gets.items()
+        ]
+
+    async def completions(self, request: Request) -> ASGIApp:
+        """Continue one or more prompts."""
+        reply = CompletionReply(await self._body(request), self._options, _own_request_id(request))
+        for prompt in reply.echo_of:
+            is_text = isinstance(prompt, str)
+            reply.prompt_texts.append(prompt if is_text else await self._serving.detokenize(prompt))
+        return self._answer(reply)
+
+    async def chat(self, request: Request) -> ASGIApp:
+        """Answer a conversation."""
+        return self._answer(ChatReply(await self._body(request), self._options, _own_request_id(request)))
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        """Turn a text or a conversation into token ids."""
+        call, wants_texts = tokenize_call_of(await self._body(request), self._options)
+        ids = await self._serving.tokenize(call)
+        engine = self._serving.engine
+        texts = [engine.tokenizer.token_text(token) for token in ids] if wants_texts else None
+        return _json(tokens_response(ids, engine.max_model_len, texts))
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        """Turn token ids into text."""
+        model, ids = detokenize_request_of(await self._body(request))
+        self._serving.check_model(model)
+        return _json({"prompt": await self._serving.detokenize(ids)})
+
+    async def models(self, request: Request) -> ASGIApp:
+        """List the names that the model goes by."""
+        return _json(model_list(self._serving.names, self._since, self._serving.engine.max_model_len))
+
+    async def model(self, request: Request) -> ASGIApp:
+        """Describe one name."""
+        asked = request.path_params["model"]
+        if not asked:  # "" would be the served one
+            raise HTTPException(404)
+        name = self._serving.check_model(asked)
+        return _json(model_card(name, self._since, self._serving.engine.max_model_len))
+
+    async def health(self, request: Request) -> ASGIApp:
+        """Say whether there is an engine: vLLM's clients wait for this one, so a model that loads is not there yet."""
+        return Response(status_code=503 if self._serving.engine.state in (*_DEAD, "loading") else 200)
+
+    async def live(self, request: Request) -> ASGIApp:
+        """Say whether the process is worth keeping."""
+        return Response(status_code=503 if self._serving.engine.state in _DEAD else 200)
+
+    async def ready(self, request: Request) -> ASGIApp:
+        """Say whether work is taken."""
+        state = self._serving.engine.state
+        return _json({"state": state}, 200 if state == "serving" else 503)
+
+    async def version(self, request: Request) -> ASGIApp:
+        """Say what serves."""
+        return _json({"version": jaxllm.__version__})
+
+    async def load(self, request: Request) -> ASGIApp:
+        """Say how busy the engine is; `server_load` is vLLM's number, of requests that are not answered yet."""
+        load = self._serving.engine.get_load()
+        return _json({"server_load": load.running + load.waiting, **load._asdict()})
+
+    async def metrics(self, request: Request) -> ASGIApp:
+        """Write all metrics for Prometheus."""
+        if self._observer is None:
+            raise HTTPException(404)
+        return Response(self._observer.render(), media_type=self._observer.content_type)
+
+    def _answer(self, reply: Reply) -> Answer:
+        model = self._serving.check_model(reply.calls[0].model)
+        head = {
+            "id": f"{reply.id_prefix}{reply.request_id}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": self._fingerprint,
+        }
+        return Answer(self._serving, self._tracer, reply, head)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """Read a request's JSON, no more of it than is taken."""
+        media, _, parameters = request.headers.get("content-type", "").partition(";")
+        charset = parameters.replace(" ", "").lower()
+        if media.strip().lower() != "application/json" or charset not in ("", 'charset="utf-8"', "charset=utf-8"):
+            raise Refusal(415, "The body must be application/json in UTF-8.", "CONTENT_TYPE", closes=True)
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise Refusal(415, "Compressed bodies are not taken.", "CONTENT_ENCODING", closes=True)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._options.stall_timeout or None):
+                while True:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    body += message.get("body", b"")
+                    if len(body) > self._options.max_body_bytes:
+                        raise body_too_large(self._options)
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError as error:
+            text = f"The body did not come within {self._options.stall_timeout:g} seconds."
+            raise Refusal(408, text, "REQUEST_TIMEOUT", "timeout", closes=True) from error
+        return strict_json.read(body, self._options.max_json_depth)
+
+
+class Front:
+    """The outermost app: gives a request its id, answers what went wrong with it, and counts it."""
+
+    def __init__(self, guard: Guard, options: ServerOptions, observer: PrometheusObserver | None) -> None:
+        self._guard = guard
+        self._options = options
+        self._observer = observer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; raises nothing."""
+        if scope["type"] != "http":
+            await _answer_other(scope, receive, send)
+            return
+        began = time.monotonic()
+        status: int | None = None
+        own: dict[str, Any] = {"request_id": uuid4().hex, "route": _NOT_FOUND}
+        scope = {**scope, "app": self, "jaxllm": own}  # "app" makes Starlette raise its 404 and 405
+        added: Headers = []
+
+        async def sender(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        try:
+            added += self._guard.cors_headers(scope)
+            shown = request_id_of(scope, self._options) or own["request_id"]
+            if self._options.enable_request_id_headers:
+                added.append((b"x-request-id", shown.encode("ascii")))
+            await self._guard(scope, receive, sender)
+        except ClientGone:
+            status = CLIENT_GONE
+            _log.info("request %s: the client has gone", own["request_id"])
+        except Exception as error:
+            if status is not None:
+                _log_failure(own["request_id"], error)
+                status = status_of(error)
+                if (transport := transport_of(scope)) is not None:
+                    transport.abort()  # a whole answer is not to be had, and half of one must not look like it
+            else:
+                _log_failure(own["request_id"], error)
+                await _send_error(sender, error)
+        finally:
+            if self._observer is not None:
+                seconds = time.monotonic() - began
+                self._observer.request_handled("http", own["route"], status or CLIENT_GONE, seconds)
+
+
+def _counted(path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[Request], Awaitable[Any]]:
+    """Wrap an endpoint so that its requests are counted under its path."""
+
+    async def run(request: Request) -> ASGIApp:
+        request.scope["jaxllm"]["route"] = path
+        return await endpoint(request)
+
+    run.__name__ = endpoint.__name__
+    return run
+
+
+def _own_request_id(request: Request) -> str:
+    return request.scope["jaxllm"]["request_id"]
+
+
+def _json(body: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(dumps(body), status, media_type="application/json")
+
+
+def _log_failure(request_id: str, error: Exception) -> None:
+    """Write down what the client is not told; a request that is wrong is no event of the server's."""
+    if isinstance(error, UserError | Refusal | HTTPException | AuthError | AdminRequiredError):
+        return
+    if isinstance(error, EngineError):
+        _log.warning("request %s failed: %s", request_id, error)
+    else:
+        _log.error("request %s failed", request_id, exc_info=error)
+
+
+async def _send_error(send: Send, error: Exception) -> None:
+    status, headers, body = answer_of(error)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _answer_other(scope: Scope, receive: Receive, send: Send) -> None:
+    """Take part in a server's start and stop; take no WebSocket."""
+    if scope["type"] == "lifespan":
+        for done in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{done}.complete"})
+    elif scope["type"] == "websocket":
+        with suppress(Exception):
+            await send({"type": "websocket.close", "code": 1000})

@@ -1,0 +1,166 @@
+"""Who and what may reach the routes: size of the head, Host, Origin, API key, declared size of the body.
+
+An ASGI middleware that raises `Refusal` or `AuthError`; answering them is `http_app`'s business. It decides on the raw
+path, on which no decoding, host name or case can play tricks (vLLM CVE-2026-48746).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxllm_server.auth import Keys
+from jaxllm_server.errors import AuthError
+from jaxllm_server.http_errors import Headers, Refusal
+from jaxllm_server.options import LOOPBACK, ServerOptions
+
+OPEN_PATHS = frozenset({b"/health", b"/live", b"/ready"})  # for probes, which have no key
+_HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
+_PREFLIGHT_SECONDS = b"600"  # that a browser may remember an answer to its question
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
+
+
+class Guard:
+    """Lets requests pass to an app, or raises why not."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, keys: Keys) -> None:
+        self._app = app
+        self._options = options
+        self._keys = keys
+        self._root = options.root_path.rstrip("/")
+        self._checks_host = (options.is_loopback and options.uds is None) or bool(options.allowed_hosts)
+        self._hosts = {name.lower().strip("[]") for name in (*LOOPBACK, options.host, *options.allowed_hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request's head and pass it on."""
+        options = self._options
+        headers = _read_headers(scope, options)
+        host = _read_host(scope, headers)
+        if self._checks_host and "*" not in options.allowed_hosts and host is not None and host not in self._hosts:
+            raise Refusal(403, "This host name is not served here; see --allowed-hosts.", "HOST", "permission_denied")
+        self._check_origin(headers, host)
+        scope = _without_root(scope, self._root)
+        is_preflight = scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
+        if is_preflight and b"origin" in headers and options.allowed_origins:
+            await _answer_preflight(headers, send)
+            return
+        if scope["raw_path"] not in OPEN_PATHS:
+            self._keys.check(_authorization(headers))
+        length = headers.get(b"content-length", [b"0"])[0]
+        if not length.isdigit():
+            raise Refusal(400, "Content-Length must be a number.", "BAD_HEADER", closes=True)
+        if len(length) > 18 or int(length) > options.max_body_bytes:
+            raise body_too_large(options)
+        await self._app(scope, receive, send)
+
+    def cors_headers(self, scope: Scope) -> Headers:
+        """Return what lets the pages of an allowed origin read the answer."""
+        if not self._options.allowed_origins:
+            return []
+        origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
+        if origin is None or not self._is_allowed(origin):
+            return [(b"vary", b"origin")]
+        exposed = b"x-request-id, retry-after, retry-after-ms"
+        return [
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", exposed),
+            (b"vary", b"origin"),
+        ]
+
+    def _check_origin(self, headers: dict[bytes, list[bytes]], host: str | None) -> None:
+        """Refuse what a web page of somebody else's sends: browsers name its origin (Ray CVE-2025-62593)."""
+        for origin in headers.get(b"origin", []):
+            # A page of this very host counts as ours only under names known to be ours, or rebinding DNS would do.
+            is_own = host in self._hosts and _authority(origin) == headers[b"host"][0].lower()
+            if not is_own and not self._is_allowed(origin):
+                message = "Requests from web pages of this origin are not taken; see --allowed-origins."
+                raise Refusal(403, message, "ORIGIN", "permission_denied")
+
+    def _is_allowed(self, origin: bytes) -> bool:
+        allowed = self._options.allowed_origins
+        return "*" in allowed or origin.decode("latin-1") in allowed
+
+
+def request_id_of(scope: Scope, options: ServerOptions) -> str | None:
+    """Return the X-Request-Id that a client sent; one that could spoil a log is a `Refusal`."""
+    values = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    if not values:
+        return None
+    text = values[0].decode("latin-1")
+    if len(values) > 1 or len(text) > options.max_request_id_chars or not _REQUEST_ID.fullmatch(text):
+        most = options.max_request_id_chars
+        message = f"X-Request-Id must be 1 to {most} characters of A-Z, a-z, 0-9, '.', '_' and '-'."
+        raise Refusal(400, message, "BAD_HEADER", parameter="X-Request-Id")
+    return text
+
+
+def body_too_large(options: ServerOptions) -> Refusal:
+    """Return the refusal of a body, of which no more is read."""
+    message = f"The body is larger than the {options.max_body_bytes} bytes that this server takes."
+    return Refusal(413, message, "BODY_TOO_LARGE", closes=True)
+
+
+def _read_headers(scope: Scope, options: ServerOptions) -> dict[bytes, list[bytes]]:
+    """Return the values by lower-case name, once they are few and short enough."""
+    pairs: list[tuple[bytes, bytes]] = list(scope["headers"])
+    size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    size += sum(len(name) + len(value) + 4 for name, value in pairs)  # with ": " and the end of the line
+    if len(pairs) > options.max_headers or size > options.max_header_bytes:
+        message = f"The request's head is larger than {options.max_headers} lines or {options.max_header_bytes} bytes."
+        raise Refusal(431, message, "HEAD_TOO_LARGE", closes=True)
+    headers: dict[bytes, list[bytes]] = {}
+    for name, value in pairs:
+        headers.setdefault(name.lower(), []).append(value)
+    return headers
+
+
+def _read_host(scope: Scope, headers: dict[bytes, list[bytes]]) -> str | None:
+    """Return the host's name without its port; None where HTTP/1.0 needs none."""
+    values = headers.get(b"host", [])
+    if not values and scope.get("http_version") == "1.0":
+        return None
+    match = _HOST.fullmatch(values[0]) if len(values) == 1 else None
+    if match is None:
+        raise Refusal(400, "The request must have one valid Host header.", "BAD_HEADER", closes=True)
+    return match[1].decode("ascii").lower().strip("[]")
+
+
+def _authority(origin: bytes) -> bytes | None:
+    try:
+        return urlsplit(origin.lower()).netloc
+    except ValueError:  # brackets that are no IPv6 address
+        return None
+
+
+def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
+    values = headers.get(b"authorization", [])
+    if len(values) > 1:
+        raise AuthError("There may be only one Authorization header.", False)
+    return values[0].decode("utf-8", "surrogateescape") if values else None
+
+
+def _without_root(scope: Scope, root: str) -> Scope:
+    """Return the scope as if the app were at the top, whether or not a proxy or the server has added the prefix."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    path: str = scope["path"]
+    if root:
+        prefix = f"{root}/"
+        for _ in range(2):  # a proxy that leaves it, and uvicorn's root_path, which adds it
+            if path.startswith(prefix) and raw.startswith(prefix.encode()):
+                path, raw = path[len(root) :], raw[len(root.encode()) :]
+    return {**scope, "root_path": "", "path": path, "raw_path": raw}
+
+
+async def _answer_preflight(headers: dict[bytes, list[bytes]], send: Send) -> None:
+    """Let a page of an allowed origin send what it asked about."""
+    wanted = headers.get(b"access-control-request-headers", [b"authorization, content-type"])[0]
+    answer: list[Any] = [
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-headers", wanted),
+        (b"access-control-max-age", _PREFLIGHT_SECONDS),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": answer})
+    await send({"type": "http.response.body"})

@@ -1,0 +1,197 @@
+"""`/v1/completions`: a body becomes one call per prompt, their chunks become choices.
+
+Pure functions of their arguments. Knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.types import Logprob
+from jaxllm_server.calls import Call, Chunk, Part, Usage
+from jaxllm_server.openai_messages import (
+    SHARED,
+    UNBUILT,
+    Body,
+    Form,
+    finish_reason,
+    finite,
+    flag,
+    form_of,
+    given,
+    sampling_of,
+    shared_call_fields,
+    text,
+    token_name,
+    usage_fields,
+)
+from jaxllm_server.options import ServerOptions
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_UNBUILT = {**UNBUILT, "suffix": ("",), "prompt_embeds": ()}
+_FIELDS = SHARED | _UNBUILT.keys() | {"prompt", "echo", "best_of"}
+
+
+class CompletionReply:
+    """What a body of `/v1/completions` asks for, and how it is answered; raises `UserError` for a wrong shape.
+
+    `request_id` names the request unless the body does. Choices are numbered prompt by prompt.
+    """
+
+    id_prefix = "cmpl-"
+    object = chunk_object = "text_completion"
+
+    def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
+        fields = given(body, _FIELDS, _UNBUILT)
+        prompts = _prompts(fields.get("prompt"), options)
+        sampling = sampling_of(fields)
+        if "logprobs" in fields:
+            sampling["logprobs"] = fields["logprobs"]
+        self.names: Mapping[str, str] = {}
+        self.form = form_of(fields, options, fields.get("logprobs"))
+        self.echo_of = prompts if flag(fields, "echo", False) else []  # what `prompt_texts` is needed for
+        self.prompt_texts: list[str] = []  # set by who can turn ids into text
+        _check_together(fields, bool(self.echo_of))
+        self._num_outputs = _num_outputs(fields, len(prompts), options)
+        own_id = text(fields, "request_id")
+        self.request_id = request_id if own_id is None else own_id
+        shared = shared_call_fields(fields)
+        is_one = len(prompts) == 1
+        self.calls: Sequence[Call] = [
+            Call(
+                prompt=prompt,
+                sampling=sampling,
+                default_max_tokens=DEFAULT_MAX_TOKENS,
+                request_id=self.request_id if is_one else f"{self.request_id}-{number}",
+                **shared,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        self._usages: dict[int, Usage] = {}
+        self._lengths: dict[int, int] = {}  # choice -> characters told so far, for text_offset
+
+    def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return choices and usage of the whole answer; one chunk for each call."""
+        choices = [choice for number, chunk in enumerate(chunks) for choice in self._choices(number, chunk)]
+        return {"choices": choices, "usage": usage_fields(self._usages.values(), self.form)}
+
+    def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """Return what follows the head of each event that a chunk of call `number` becomes."""
+        tails: list[dict[str, Any]] = [{"choices": [choice]} for choice in self._choices(number, chunk)]
+        if self.form.include_usage:
+            usage = usage_fields(self._usages.values(), self.form) if self.form.continuous_usage else None
+            for tail in tails:
+                tail["usage"] = usage
+        return tails
+
+    def last_event(self) -> dict[str, Any] | None:
+        """Return the usage, where the stream was to end with it."""
+        if not self.form.include_usage:
+            return None
+        return {"choices": [], "usage": usage_fields(self._usages.values(), self.form)}
+
+    def _choices(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
+        self._usages[number] = chunk.usage
+        choices = []
+        for part in chunk.outputs:
+            index = number * self._num_outputs + part.index
+            is_first = index not in self._lengths
+            said = self.prompt_texts[number] if is_first and self.echo_of else ""
+            offset = self._lengths.get(index, len(said))
+            if not (is_first and said) and not _says_something(part, self.form):
+                self._lengths[index] = offset
+                continue
+            logprobs, self._lengths[index] = _logprobs(part.logprobs, offset, self.form)
+            choice = {
+                "index": index,
+                "text": said + part.text,
+                "logprobs": logprobs,
+                "finish_reason": finish_reason(part),
+                "stop_reason": part.stop_reason,
+            }
+            if self.form.return_token_ids:
+                choice["token_ids"] = list(part.token_ids)
+                choice["prompt_token_ids"] = None if chunk.prompt is None else list(chunk.prompt.token_ids)
+            choices.append(choice)
+        return choices
+
+
+def _prompts(prompt: Any, options: ServerOptions) -> list[str | list[int]]:
+    """Tell the four forms of a prompt apart; ids are checked by the engine, which knows its vocabulary."""
+    if prompt is None:
+        raise UserError("prompt is missing: give a string, a list of strings, or token ids.", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt)) if isinstance(prompt, list) else set()
+    if kinds == {int}:
+        return [prompt]
+    if kinds not in ({str}, {list}):
+        raise UserError("prompt must be a string, a list of strings, a list of token ids or a list of those.", "prompt")
+    if len(prompt) > options.max_prompts:
+        raise UserError(f"prompt may hold at most {options.max_prompts} prompts, got {len(prompt)}.", "prompt")
+    if kinds == {list} and any(set(map(type, ids)) - {int} for ids in prompt):
+        raise UserError("prompt must hold token ids only, or strings only.", "prompt")
+    return prompt
+
+
+def _num_outputs(fields: Body, num_prompts: int, options: ServerOptions) -> int:
+    """Return n, refused where there would be too many sequences; what is no number is left to `SamplingParams`."""
+    n = fields.get("n", 1)
+    if not isinstance(n, int):
+        return 1
+    if num_prompts > 1 and n * num_prompts > options.max_sequences:
+        message = f"n times the number of prompts may be at most {options.max_sequences}, got {n} times {num_prompts}."
+        raise UserError(message, "n")
+    return n
+
+
+def _check_together(fields: Body, has_echo: bool) -> None:
+    """Refuse combinations that are not built."""
+    # All of the best_of outputs are returned where it equals n, so that it says nothing.
+    best_of = fields.get("best_of")
+    if best_of is not None and (isinstance(best_of, bool) or best_of != fields.get("n", 1)):
+        raise UnsupportedError(
+            "best_of is not supported by jaxllm: ask for n outputs and choose among them.", "best_of"
+        )
+    if has_echo and "logprobs" in fields:
+        raise UnsupportedError("echo with logprobs is not supported by jaxllm yet.", "echo")
+    if has_echo and "truncate_prompt_tokens" in fields:
+        raise UnsupportedError("echo with truncate_prompt_tokens is not supported by jaxllm yet.", "echo")
+
+
+def _says_something(part: Part, form: Form) -> bool:
+    """Whether an event of a stream would hold anything: text may be held back while it could become a stop string."""
+    return bool(
+        not form.stream
+        or part.text
+        or part.finish_reason
+        or part.logprobs
+        or (form.return_token_ids and part.token_ids)
+    )
+
+
+def _logprobs(
+    entries: Sequence[dict[int, Logprob]] | None, offset: int, form: Form
+) -> tuple[dict[str, list[Any]] | None, int]:
+    """Return log-probabilities in the form of this API, and where the text of the next token begins."""
+    if entries is None or form.num_logprobs is None:
+        return None, offset
+    offsets: list[int] = []
+    names: list[str] = []
+    chosen: list[float] = []
+    tops: list[dict[str, float]] = []
+    for candidates in entries:  # the sampled token first
+        token, entry = next(iter(candidates.items()))
+        name = token_name(token, entry, form)
+        offsets.append(offset)
+        names.append(name)
+        chosen.append(finite(entry))
+        top: dict[str, float] = {}
+        for other, candidate in candidates.items():
+            # Two tokens may read the same, as pieces of characters do; the sampled and the likelier one counts.
+            top.setdefault(token_name(other, candidate, form), finite(candidate))
+        tops.append(top)
+        offset += len(entry.decoded_token or "")
+    return {"text_offset": offsets, "token_logprobs": chosen, "tokens": names, "top_logprobs": tops}, offset

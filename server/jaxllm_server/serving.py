@@ -1,0 +1,385 @@
+"""What both protocols share: a `Call` is checked, completed with the defaults, generated, and told in `Chunk`s.
+
+Owns the bounds of a request, the served names, and the split of a model's text into reasoning, content and tool calls.
+Knows nothing of messages, status codes or connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import fields, replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxllm.async_engine import AsyncLLM
+from jaxllm.engine import too_long
+from jaxllm.errors import FeatureDisabledError, NotFoundError, UserError
+from jaxllm.tokenizer import Tokenizer
+from jaxllm.types import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
+from jaxllm_server.calls import Call, Chunk, Finish, Part, PromptInfo, Timing, Usage
+from jaxllm_server.options import ServerOptions, template_kwargs
+from jaxllm_server.reasoning import REASONING_PARSERS, ReasoningParser, opens_reasoning
+from jaxllm_server.tool_parsers import TOOL_PARSERS, ToolCallDelta, ToolParser
+from jaxllm_server.tracing import REQUEST_SPAN, current_span, request_attributes
+
+Item = TypeVar("Item")
+_log = logging.getLogger(__name__)
+
+
+class Serving:
+    """Answers calls with one engine. It can be made while the engine is still loading."""
+
+    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.names = options.served_model_name or (_model_name(engine.config.model),)
+        self._template_kwargs = template_kwargs(options)
+        self._template: str | None = None
+        if options.chat_template is not None:
+            self._template = Path(options.chat_template).read_text(encoding="utf-8")
+        for name, known in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            chosen = getattr(options, name)
+            if chosen is not None and chosen not in known:
+                raise UserError(f"{name} must be one of {', '.join(sorted(known))}, got {chosen!r}.", name)
+
+    def check_model(self, name: str) -> str:
+        """Return the name that is echoed; one that is not served is a NotFoundError."""
+        if name and name not in self.names:
+            raise NotFoundError(f"The model `{name[:128]}` does not exist.", "model")
+        return name or self.names[0]
+
+    def params_of(self, call: Call) -> SamplingParams:
+        """Complete a call's sampling: what it gives, then the model's generation_config.json, then neutral values."""
+        given = dict(call.sampling)
+        self._check_bounds(given)
+        if "max_tokens" not in given:
+            given["max_tokens"] = self.engine.engine.generation_config.get("max_new_tokens") or call.default_max_tokens
+        kind = RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY
+        return replace(self.engine.default_params, **given, output_kind=kind)
+
+    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+        """Answer a call, in one chunk or as it comes. To close the iterator aborts the request."""
+        self.check_model(call.model)
+        if call.adapter:
+            raise FeatureDisabledError("Adapters are not built into jaxllm yet.", "adapter")
+        self._check_text("request_id", call.request_id)
+        self._check_text("cache_salt", call.cache_salt)
+        await self.engine.check_health()
+        params = self.params_of(call)
+        self._check_splitting(call, params)
+        prompt = await self.prompt_of(call)
+        self._check_room(call, params, prompt)
+        reader = self._reader(call, params, prompt.get("prompt") or "")
+        if reader.shows_markers:
+            params = replace(params, skip_special_tokens=False)
+        request_id = call.request_id or uuid.uuid4().hex
+        outputs = self.engine.generate(
+            prompt,
+            params,
+            request_id,
+            priority=call.priority,
+            time_limit=call.time_limit,
+            timeout=self.options.request_timeout or None,
+        )
+        if self.options.enable_log_requests:
+            num_prompt = len(prompt["prompt_token_ids"])
+            _log.info("request %s: %d prompt tokens, %s", request_id, num_prompt, given_of(params))
+        async with aclosing(outputs):
+            async for output in outputs:
+                chunk = reader.read(output)
+                if chunk.is_last:
+                    usage = chunk.usage
+                    facts = request_attributes(
+                        request_id, self.names[0], params, output.metrics, usage.prompt_tokens, usage.completion_tokens
+                    )
+                    current_span().set(facts, name=REQUEST_SPAN)
+                yield chunk
+
+    async def prompt_of(self, call: Call) -> dict[str, Any]:
+        """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt."""
+        tokenizer = self.engine.tokenizer
+        salt = {} if call.cache_salt is None else {"cache_salt": call.cache_salt}
+        if (call.prompt is None) == (call.messages is None):
+            raise UserError("A request has either a prompt or messages.", "prompt")
+        if call.messages is not None:
+            text, ids = await self.engine.off_loop(
+                partial(
+                    tokenizer.encode_chat,
+                    call.messages,
+                    add_generation_prompt=call.add_generation_prompt,
+                    continue_final_message=call.continue_final_message,
+                    tools=call.tools if call.tool_choice != "none" else None,
+                    chat_template=self._template,
+                    chat_template_kwargs={**self._template_kwargs, **call.template_kwargs},
+                    add_special_tokens=bool(call.add_special_tokens),
+                )
+            )
+            return {"prompt": text, "prompt_token_ids": ids, **salt}
+        if not isinstance(call.prompt, str):
+            return {"prompt_token_ids": call.prompt, **salt}
+        add = call.add_special_tokens is not False
+        if len(call.prompt) <= 4096:
+            ids = tokenizer.encode(call.prompt, add)
+        else:
+            ids = await self.engine.off_loop(tokenizer.encode, call.prompt, add)
+        return {"prompt": call.prompt, "prompt_token_ids": ids, **salt}
+
+    async def tokenize(self, call: Call) -> list[int]:
+        """Return the token ids of a call's prompt or messages."""
+        self.check_model(call.model)
+        await self.engine.check_health()
+        return list((await self.prompt_of(call))["prompt_token_ids"])
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        await self.engine.check_health()
+        vocab_size = self.engine.vocab_size
+        if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size for token in ids):
+            raise UserError(f"tokens must be integers from 0 to {vocab_size - 1}.", "tokens")
+        return await self.engine.off_loop(self.engine.tokenizer.decode, ids, False)
+
+    def _check_bounds(self, given: Mapping[str, Any]) -> None:
+        """Refuse what is more than this server takes, before anything of that size is made."""
+        options = self.options
+        n, stops, ids = given.get("n"), given.get("stop"), given.get("stop_token_ids")
+        if isinstance(n, int) and n > options.max_n:
+            raise UserError(f"n must be at most {options.max_n}, got {n}.", "n", n)
+        if isinstance(stops, list | tuple) and len(stops) > options.max_stops:
+            raise UserError(f"stop may hold at most {options.max_stops} strings, got {len(stops)}.", "stop")
+        for stop in [stops] if isinstance(stops, str) else stops if isinstance(stops, list | tuple) else ():
+            if isinstance(stop, str) and len(stop) > options.max_stop_chars:
+                raise UserError(f"a stop string may have at most {options.max_stop_chars} characters.", "stop")
+        if isinstance(ids, list | tuple) and len(ids) > options.max_stop_token_ids:
+            raise UserError(f"stop_token_ids may hold at most {options.max_stop_token_ids} ids.", "stop_token_ids")
+
+    def _check_text(self, name: str, value: str | None) -> None:
+        """Refuse names that are long or would be unreadable in a log."""
+        most = self.options.max_request_id_chars
+        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= most or not _is_plain(value)):
+            raise UserError(f"{name} must be 1 to {most} characters of A-Z, a-z, 0-9, '.', '_' and '-'.", name)
+
+    def _check_room(self, call: Call, params: SamplingParams, prompt: Mapping[str, Any]) -> None:
+        """Refuse a number of output tokens that the client named and the context does not hold."""
+        ids = prompt["prompt_token_ids"]
+        asked = params.max_tokens if "max_tokens" in call.sampling else None
+        is_cut = params.truncate_prompt_tokens is not None
+        longest = self.engine.max_model_len
+        if asked is not None and not is_cut and isinstance(ids, Sequence) and len(ids) + asked > longest:
+            raise too_long(longest, len(ids), asked)
+
+    def _check_splitting(self, call: Call, params: SamplingParams) -> None:
+        """Refuse tools where nobody could read the model's calls, and text to be split where there is none."""
+        has_tools = _has_tools(call)
+        if has_tools and self.options.tool_call_parser is None:
+            raise FeatureDisabledError(
+                "This server was started without --tool-call-parser, so it cannot answer with tool calls.", "tools"
+            )
+        if has_tools and not params.detokenize:
+            raise UserError("Tool calls are read from the text: leave detokenize on.", "detokenize")
+
+    def _reader(self, call: Call, params: SamplingParams, prompt: str) -> _Reader:
+        return _Reader(
+            call,
+            params,
+            self.engine.tokenizer,
+            self.options.tool_call_parser if _has_tools(call) else None,
+            self.options.reasoning_parser if call.messages is not None else None,
+            opens_reasoning(prompt),
+        )
+
+
+class _Reader:
+    """Tells one request's outputs as chunks."""
+
+    def __init__(
+        self,
+        call: Call,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        starts_inside: bool,
+    ) -> None:
+        self._call = call
+        self._params = params
+        self._tokenizer = tokenizer
+        self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
+        self._starts_inside = starts_inside  # the output begins inside of the reasoning
+        self._usage = Usage()
+        self._is_first = True
+        self._splitters: dict[int, _Splitter] = {}
+        self._num_tokens: dict[int, int] = {}
+        self.shows_markers = any(tokenizer.is_special(marker) for marker in self._make_splitter().markers)
+
+    def read(self, output: RequestOutput) -> Chunk:
+        """Return what is new in an output."""
+        usage = self._usage
+        usage.prompt_tokens = len(output.prompt_token_ids)
+        usage.cached_prompt_tokens = output.num_cached_tokens or 0
+        parts = []
+        for completion in output.outputs:
+            index = completion.index
+            usage.completion_tokens += len(completion.token_ids)
+            self._num_tokens[index] = self._num_tokens.get(index, 0) + len(completion.token_ids)
+            if index not in self._splitters:
+                self._splitters[index] = self._make_splitter()
+            splitter = self._splitters[index]
+            text, reasoning, calls = splitter.push(completion.text, completion.finish_reason is not None)
+            usage.reasoning_tokens += splitter.count_reasoning(completion.token_ids)
+            parts.append(
+                Part(
+                    index=index,
+                    text=text,
+                    reasoning=reasoning if self._call.include_reasoning else "",
+                    tool_calls=calls,
+                    token_ids=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    finish_reason=self._finish_reason(completion.finish_reason, index, splitter.num_calls),
+                    stop_reason=completion.stop_reason,
+                    seed=completion.seed,
+                )
+            )
+        prompt = None
+        if self._is_first:
+            prompt = PromptInfo(output.prompt_token_ids, usage.cached_prompt_tokens)
+        self._is_first = False
+        return Chunk(
+            request_id=output.request_id,
+            outputs=parts,
+            prompt=prompt,
+            usage=replace(usage),
+            timing=_timing(output.metrics) if output.finished and output.metrics else None,
+            is_last=output.finished,
+        )
+
+    def _finish_reason(self, reason: str | None, index: int, num_calls: int) -> Finish | None:
+        if reason == "length":
+            most = self._params.max_tokens
+            return "length" if most is not None and self._num_tokens[index] >= most else "context"
+        if reason == "stop" and num_calls:
+            return "tool_calls"
+        return reason  # pyright: ignore[reportReturnType] - "error" never comes here: the engine raises it
+
+    def _make_splitter(self) -> _Splitter:
+        tools = None if self._tool_parser is None else TOOL_PARSERS[self._tool_parser](_make_call_id)
+        reasoning = None
+        if self._reasoning_parser is not None:
+            reasoning = REASONING_PARSERS[self._reasoning_parser](self._starts_inside)
+        end_id = None if reasoning is None else self._tokenizer.token_id(reasoning.markers[-1])
+        return _Splitter(reasoning, tools, end_id)
+
+
+class _Splitter:
+    """Splits one output's text into content, reasoning and tool calls."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, end_id: int | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._end_id = end_id  # of the token that ends the reasoning, where it is one token
+        self._is_counting = reasoning is not None and end_id is not None
+        self.num_calls = 0
+        self.markers = (*(reasoning.markers if reasoning else ()), *(tools.markers if tools else ()))
+
+    def push(self, text: str, is_last: bool) -> tuple[str, str, list[ToolCallDelta]]:
+        """Take in more text; return the content, the reasoning and the calls that are certain now."""
+        content, reasoning = text, ""
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.push(text)
+            if is_last:
+                last = self._reasoning.finish()
+                reasoning, content = reasoning + last[0], content + last[1]
+        calls: list[ToolCallDelta] = []
+        if self._tools is not None:
+            content, calls = self._tools.push(content)
+            if is_last:
+                rest, last_calls = self._tools.finish()
+                content, calls = content + rest, calls + last_calls
+            self.num_calls += sum(call.name is not None for call in calls)
+        return content, reasoning, calls
+
+    def count_reasoning(self, ids: Sequence[int]) -> int:
+        """Count those of new tokens that come before the end of the reasoning."""
+        if not self._is_counting:
+            return 0
+        assert self._reasoning is not None
+        before = list(takewhile(lambda token: token != self._end_id, ids))
+        if len(before) < len(ids):
+            self._is_counting = False
+            return len(before)
+        return len(ids) if self._reasoning.is_reasoning else 0
+
+
+def _has_tools(call: Call) -> bool:
+    return bool(call.tools) and call.tool_choice != "none"
+
+
+def given_of(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that are not at their defaults."""
+    shown = {own.name: (getattr(params, own.name), own.default) for own in fields(params)}
+    return {name: value for name, (value, default) in shown.items() if value != default and name != "output_kind"}
+
+
+async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncIterator[tuple[int, Item]]:
+    """Read several iterators at once, each item with its iterator's number; a failure of one ends all."""
+    queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(maxsize=len(iterators))
+
+    async def read(number: int, iterator: AsyncGenerator[Item]) -> None:
+        try:
+            async with aclosing(iterator):
+                async for item in iterator:
+                    await queue.put((number, item))
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.ensure_future(read(number, iterator)) for number, iterator in enumerate(iterators)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _timing(metrics: RequestMetrics) -> Timing:
+    end = metrics.finished_time or metrics.arrival_time
+    scheduled = metrics.first_scheduled_time or end
+    first = metrics.first_token_time or end
+    return Timing(
+        queue=max(0.0, scheduled - metrics.arrival_time),
+        prefill=max(0.0, first - scheduled),
+        first_token=first - metrics.arrival_time,
+        total=end - metrics.arrival_time,
+    )
+
+
+def _make_call_id() -> str:
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+def _model_name(model: str) -> str:
+    """Return what a model is called where nobody named it: a folder by its last part, the hub's by their id."""
+    from jaxllm.embedded import MODEL_DIR
+
+    if Path(model) == MODEL_DIR:
+        return "jaxllm-embedded"
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and all(character.isalnum() or character in "._-" for character in text)

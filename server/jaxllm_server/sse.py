@@ -1,0 +1,36 @@
+"""Server-sent events of the OpenAI API as bytes: `data: {…}`, a blank line, `data: [DONE]` at the end. Pure.
+
+Knows nothing of what the events say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+DONE = b"data: [DONE]\n\n"
+_END = b"\n\n"
+# ASCII only: some clients split lines at U+2028 and U+0085 too (httpx's iter_lines does), in the middle of an event.
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+def dumps(value: Any) -> bytes:
+    """Return a value as JSON; NaN and infinities, which JSON does not have, are a ValueError."""
+    return _encode(value).encode("ascii")
+
+
+def event(value: Any) -> bytes:
+    """Return one event."""
+    return b"data: %b\n\n" % dumps(value)
+
+
+class EventWriter:
+    """Writes the events of one stream, which all begin with the same fields."""
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._head = b"data: " + dumps(head)[:-1] + b","
+
+    def event(self, tail: Mapping[str, Any]) -> bytes:
+        """Return the event of the common fields and those of `tail`, of which there is at least one."""
+        return self._head + dumps(tail)[1:] + _END

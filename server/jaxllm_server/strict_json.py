@@ -1,0 +1,93 @@
+"""JSON as RFC 8259 has it, bounded: what Python's parser forgives or cannot bound is refused. Pure.
+
+Knows nothing of what the documents mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from jaxllm.errors import UserError
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: never looks back
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # perhaps one: pairs begin like this too
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_SQUARE = bytes.maketrans(b"{}", b"[]")
+_SHOWN_KEY = 64  # characters of a key that an error repeats
+
+
+def read(raw: bytes | bytearray, max_depth: int) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UserError: for anything but one UTF-8 JSON object without a byte order mark, repeated keys, NaN, infinities,
+            numbers beyond a double, half surrogate pairs, or more than `max_depth` levels of brackets.
+    """
+    try:
+        document = _DECODER.decode(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"The body is not UTF-8 (byte {error.start}).") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise UserError(f"The body is not valid JSON: {error.msg} ({where}).") from error
+    except RecursionError as error:
+        raise _too_deep(max_depth) from error
+    except UserError:
+        raise
+    except ValueError as error:  # Python reads no integer of more than 4,300 digits
+        raise UserError("The body is not valid JSON: a number has too many digits.") from error
+    if not isinstance(document, dict):
+        raise UserError("The body must be a JSON object.")
+    if not _is_shallow(raw, max_depth):
+        raise _too_deep(max_depth)
+    if _LONE_SURROGATE.search(raw):
+        try:
+            json.dumps(document, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise UserError("The body holds half of a surrogate pair, which is not text.") from error
+    return document
+
+
+def _is_shallow(raw: bytes | bytearray, max_depth: int) -> bool:
+    """Say whether a valid document has at most `max_depth` levels: so often "[]" can be deleted until nothing is left.
+
+    A loop over the brackets of an 8 MiB body takes 1.5 s, this 0.05 s (measured).
+    """
+    brackets = _STRING.sub(b"", raw).translate(_SQUARE, _NO_BRACKETS)
+    for _ in range(max_depth):
+        if not brackets:
+            return True
+        brackets = brackets.replace(b"[]", b"")
+    return not brackets
+
+
+def _too_deep(max_depth: int) -> UserError:
+    return UserError(f"The body is nested more than {max_depth} levels deep.")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise UserError(f"The body names {key[:_SHOWN_KEY]!r} twice in one object.", key[:_SHOWN_KEY])
+            seen.add(key)
+    return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise UserError("The body holds a number that is too large for a double.")
+    return number
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise UserError(f"The body is not valid JSON: {name} is not a JSON number.")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant)

@@ -1,0 +1,470 @@
+"""The pure mapping of the OpenAI API: bodies become calls or errors that name a field, chunks become OpenAI's."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.errors import OverloadedError, RequestFailedError, UnsupportedError, UserError
+from jaxllm.types import Logprob, SamplingParams
+from jaxllm_server import strict_json
+from jaxllm_server.calls import Chunk, Part, PromptInfo, Usage
+from jaxllm_server.openai_chat import ChatReply
+from jaxllm_server.openai_completions import CompletionReply
+from jaxllm_server.openai_messages import SAMPLING, error_body_of
+from jaxllm_server.openai_tokens import detokenize_request_of, tokenize_call_of
+from jaxllm_server.options import ServerOptions
+from jaxllm_server.sse import EventWriter
+from jaxllm_server.tool_parsers import ToolCallDelta
+
+OPTIONS = ServerOptions()
+MESSAGES = [{"role": "user", "content": "Hi"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def completion(**body):
+    return CompletionReply({"prompt": "a", **body}, OPTIONS, "r1")
+
+
+def chat(options=OPTIONS, **body):
+    return ChatReply({"messages": MESSAGES, **body}, options, "r1")
+
+
+def part(text="", index=0, **fields):
+    names = ("reasoning", "tool_calls", "token_ids", "logprobs", "finish_reason", "stop_reason", "seed")
+    empty = dict(zip(names, ("", [], [], None, None, None, None), strict=True))
+    return Part(index=index, text=text, **{**empty, **fields})
+
+
+def chunk(*parts, usage=(3, 2), prompt=None, is_last=False):
+    return Chunk("r1", list(parts), prompt, Usage(*usage), None, is_last)
+
+
+def entry(value, text, rank=1):
+    return Logprob(value, rank, text)
+
+
+def deltas(reply, *chunks):
+    return [tail["choices"][0]["delta"] for piece in chunks for tail in reply.events(0, piece) if tail["choices"]]
+
+
+# Bodies of /v1/completions.
+
+
+def test_four_forms_of_a_prompt():
+    ids = [[1, 2], [3]]
+    for prompt, calls in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), (ids, ids)):
+        assert [call.prompt for call in completion(prompt=prompt).calls] == calls
+
+
+@pytest.mark.parametrize("prompt", [None, [], 3, True, [1, "a"], [1, True], [[1], "a"], [["a"]], [1.5], {}, [None]])
+def test_other_forms_are_refused(prompt):
+    with pytest.raises(UserError) as caught:
+        completion(prompt=prompt)
+    assert caught.value.parameter == "prompt"
+
+
+def test_fan_out_is_refused_before_a_call_is_made():
+    with pytest.raises(UserError) as caught:
+        completion(prompt=["a"] * 129)
+    assert caught.value.parameter == "prompt"
+    completion(prompt=["a"] * 64, n=2)
+    with pytest.raises(UserError) as caught:
+        completion(prompt=["a"] * 65, n=2)
+    assert caught.value.parameter == "n"
+
+
+def test_ids_of_several_prompts_differ_and_one_prompt_keeps_its_own():
+    assert [call.request_id for call in completion(request_id="mine").calls] == ["mine"]
+    assert [call.request_id for call in completion(prompt=["a", "b"]).calls] == ["r1-0", "r1-1"]
+
+
+def test_default_length_is_openais_where_the_client_gives_none():
+    assert completion(max_tokens=None).calls[0].default_max_tokens == 16
+    assert "max_tokens" not in completion(max_tokens=None).calls[0].sampling
+    assert completion(max_tokens=7).calls[0].sampling["max_tokens"] == 7
+    assert chat().calls[0].default_max_tokens is None
+
+
+def test_sampling_passes_raw_and_null_is_unset():
+    call = completion(temperature="hot", top_k=-7, stop=None, logit_bias={"1": 5}).calls[0]
+    assert call.sampling == {"temperature": "hot", "top_k": -7, "logit_bias": {"1": 5}}
+
+
+def test_every_sampling_name_is_one_that_the_validator_knows():
+    assert SAMPLING <= SamplingParams.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("suffix", "x"), ("best_of", 2), ("best_of", True), ("use_beam_search", True), ("length_penalty", 0.5)),
+        *(("guided_json", {}), ("prompt_embeds", "x"), ("kv_transfer_params", {}), ("vllm_xargs", {"a": 1})),
+        *(("response_format", {"type": "json_object"}), ("truncation_side", "right"), ("early_stopping", True)),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(field, value):
+    with pytest.raises(UnsupportedError) as caught:
+        completion(**{field: value})
+    assert caught.value.parameter == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"suffix": ""},
+        {"best_of": 1},
+        {"best_of": 3, "n": 3},
+        {"use_beam_search": False},
+        {"length_penalty": 1},
+        {"response_format": {"type": "text"}},
+        {"bad_words": []},
+        {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"},
+        {"guided_json": None, "logprobs": None},
+    ],
+)
+def test_what_asks_for_nothing_is_accepted(body):
+    sampling = completion(**body).calls[0].sampling
+    assert sampling.keys() <= {"n"}
+
+
+def test_unknown_fields_are_refused_with_the_nearest_name():
+    with pytest.raises(UserError, match="Did you mean 'temperature'") as caught:
+        completion(temprature=1)
+    assert caught.value.parameter == "temprature"
+    with pytest.raises(UserError) as caught:
+        completion(**{"x" * 100_000: 1})
+    assert len(str(caught.value)) < 200
+    with pytest.raises(UserError, match="'messages'"):  # of the other endpoint
+        completion(messages=MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("stream", 1), ("stream", "true"), ("echo", 0), ("model", 3), ("priority", 1.0), ("priority", True)),
+        *(("cache_salt", 1), ("request_id", 5), ("add_special_tokens", "no"), ("return_token_ids", 1)),
+        *(("stream_options", []), ("response_format", "text"), ("response_format", {})),
+    ],
+)
+def test_wrong_shapes_name_their_field(field, value):
+    with pytest.raises(UserError) as caught:
+        completion(**{field: value})
+    assert caught.value.parameter == field
+
+
+def test_stream_options_need_a_stream_and_known_names():
+    with pytest.raises(UserError, match="stream=true"):
+        completion(stream_options={"include_usage": True})
+    with pytest.raises(UserError, match="stream_options"):
+        completion(stream=True, stream_options={"include_usages": True})
+    form = completion(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}).form
+    assert form.include_usage and form.continuous_usage
+    assert not completion(stream=True, stream_options={"continuous_usage_stats": True}).form.continuous_usage
+
+
+@pytest.mark.parametrize("other", [{"logprobs": 1}, {"logprobs": 0}, {"truncate_prompt_tokens": 3}])
+def test_echo_with_what_is_not_built(other):
+    with pytest.raises(UnsupportedError):
+        completion(echo=True, **other)
+
+
+# Answers of /v1/completions.
+
+
+def test_choices_are_numbered_prompt_by_prompt_and_usage_is_the_sum():
+    reply = completion(prompt=["a", "b"], n=2)
+    parts = [part("x", 0, finish_reason="stop"), part("y", 1, finish_reason="context")]
+    answer = reply.response([chunk(*parts, usage=(3, 2)), chunk(*parts, usage=(5, 7))])
+    assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [
+        *((0, "x", "stop"), (1, "y", "length"), (2, "x", "stop"), (3, "y", "length"))
+    ]
+    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 9, "total_tokens": 17}
+
+
+def test_echo_puts_the_prompt_in_front_once_per_choice():
+    reply = completion(prompt=["ab", "c"], echo=True, stream=True, n=1)
+    reply.prompt_texts = ["ab", "c"]
+    texts: dict[int, str] = {}
+    for number, piece in ((0, part("x")), (1, part("y")), (0, part("z", finish_reason="length")), (1, part("!"))):
+        for tail in reply.events(number, chunk(piece)):
+            choice = tail["choices"][0]
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert texts == {0: "abxz", 1: "cy!"}
+
+
+def test_logprobs_have_offsets_that_go_on_through_a_stream():
+    reply = completion(logprobs=1, stream=True)
+    first = part("He", logprobs=[{5: entry(-0.5, "H"), 9: entry(-math.inf, "J", 2)}, {6: entry(-1.0, "e")}])
+    second = part("y", logprobs=[{7: entry(math.nan, "y")}], finish_reason="stop")
+    told = [reply.events(0, chunk(piece))[0]["choices"][0]["logprobs"] for piece in (first, second)]
+    assert told[0] == {
+        "text_offset": [0, 1],
+        "token_logprobs": [-0.5, -1.0],
+        "tokens": ["H", "e"],
+        "top_logprobs": [{"H": -0.5, "J": -9999.0}, {"e": -1.0}],
+    }
+    assert told[1]["text_offset"] == [2] and told[1]["token_logprobs"] == [-9999.0]
+
+
+def test_tokens_by_their_ids():
+    reply = completion(logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)
+    piece = part("é", token_ids=[5], logprobs=[{5: entry(-1.0, "é"), 6: entry(-2.0, "é", 2)}], finish_reason="stop")
+    (choice,) = reply.response([chunk(piece, prompt=PromptInfo([1, 2], 0))])["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"token_id:5": -1.0, "token_id:6": -2.0}]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([5], [1, 2])
+
+
+def test_events_without_content_are_left_out_but_their_usage_counts():
+    reply = completion(stream=True, stream_options={"include_usage": True})
+    assert reply.events(0, chunk(part(""), usage=(3, 1))) == []
+    (tail,) = reply.events(0, chunk(part("x", finish_reason="length"), usage=(3, 2)))
+    assert tail["usage"] is None
+    assert reply.last_event() == {
+        "choices": [],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+    }
+    assert completion(stream=True).last_event() is None
+
+
+def test_details_of_usage_follow_the_options():
+    options = ServerOptions(enable_prompt_tokens_details=True, reasoning_parser="qwen3")
+    usage = chat(options).response([chunk(part("x", finish_reason="stop"), usage=(9, 4, 8, 2))])["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+# Bodies of /v1/chat/completions.
+
+
+def test_conversations_pass_on():
+    content = [{"type": "text", "text": "Hi"}]
+    call = chat(messages=[{"role": "user", "content": content}], tools=TOOLS, tool_choice="auto").calls[0]
+    assert (
+        call.messages == [{"role": "user", "content": content}] and call.tools == TOOLS and call.tool_choice == "auto"
+    )
+    assert (call.add_generation_prompt, call.continue_final_message, call.include_reasoning) == (True, False, True)
+
+
+@pytest.mark.parametrize("messages", [None, [], {}, ["Hi"], [{}], [{"role": 3}]])
+def test_messages_of_other_forms_are_refused(messages):
+    with pytest.raises(UserError) as caught:
+        chat(messages=messages)
+    assert caught.value.parameter == "messages"
+
+
+def test_reasoning_of_earlier_messages_goes_by_either_name():
+    for name in ("reasoning", "reasoning_content"):
+        messages = chat(messages=[{"role": "assistant", "content": "4", name: "2+2"}]).calls[0].messages
+        assert messages == [{"role": "assistant", "content": "4", "reasoning_content": "2+2"}]
+    with pytest.raises(UserError):
+        chat(messages=[{"role": "assistant", "reasoning": "a", "reasoning_content": "b"}])
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter", "kind"),
+    [
+        ({"tools": []}, "tools", UserError),
+        ({"tools": [{"type": "function"}]}, "tools", UserError),
+        ({"tools": TOOLS * 129}, "tools", UserError),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", UnsupportedError),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", UnsupportedError),
+        ({"tools": TOOLS, "tool_choice": 3}, "tool_choice", UserError),
+        ({"tool_choice": "auto"}, "tool_choice", UserError),
+        ({"chat_template": "{{ x }}"}, "chat_template", UserError),
+        ({"chat_template": ""}, "chat_template", UserError),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", UserError),
+        ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs", UserError),
+        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs", UserError),
+        ({"chat_template_kwargs": {"a": "x" * 2000}}, "chat_template_kwargs", UserError),
+        ({"chat_template_kwargs": {"__class__": 1}}, "chat_template_kwargs", UserError),
+        ({"chat_template_kwargs": {f"a{i}": 1 for i in range(40)}}, "chat_template_kwargs", UserError),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs", UserError),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", UserError),
+        ({"top_logprobs": 2}, "top_logprobs", UserError),
+        ({"logprobs": 2}, "logprobs", UserError),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs", UserError),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", UserError),
+        ({"functions": []}, "functions", UnsupportedError),
+        ({"documents": [{}]}, "documents", UnsupportedError),
+        ({"modalities": ["text", "audio"]}, "modalities", UnsupportedError),
+        ({"prompt": "a"}, "prompt", UserError),
+    ],
+)
+def test_chat_refuses(body, parameter, kind):
+    with pytest.raises(kind) as caught:
+        chat(**body)
+    assert caught.value.parameter == parameter
+
+
+def test_chat_lengths_and_logprobs():
+    assert chat(max_tokens=5).calls[0].sampling == {"max_tokens": 5}
+    assert chat(max_completion_tokens=5, max_tokens=5).calls[0].sampling == {"max_tokens": 5}
+    assert chat(max_completion_tokens=5).names["max_tokens"] == "max_completion_tokens"
+    assert chat(logprobs=True).calls[0].sampling == {"logprobs": 0}
+    assert chat(logprobs=True, top_logprobs=3).calls[0].sampling == {"logprobs": 3}
+    assert chat(logprobs=False, top_logprobs=0).calls[0].sampling == {}
+    assert chat(chat_template_kwargs={"a": 1}, reasoning_effort="low").calls[0].template_kwargs == {
+        "a": 1,
+        "reasoning_effort": "low",
+    }
+
+
+# Answers of /v1/chat/completions.
+
+
+def test_a_stream_begins_with_the_role_and_adds_up():
+    reply = chat(stream=True)
+    told = deltas(reply, chunk(part("He")), chunk(part("")), chunk(part("y")), chunk(part("", finish_reason="stop")))
+    assert told == [{"role": "assistant", "content": ""}, {"content": "He"}, {"content": "y"}, {}]
+    assert reply.events(0, chunk(part("", finish_reason="stop")))[0]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_reasoning_comes_beside_the_content():
+    told = deltas(chat(stream=True), chunk(part("", reasoning="hm")), chunk(part("4", reasoning="!")))
+    assert told[1:] == [{"reasoning": "hm"}, {"reasoning": "!", "content": "4"}]
+    (choice,) = chat().response([chunk(part("", reasoning="hm", finish_reason="length"))])["choices"]
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "reasoning": "hm"}
+
+
+CALLS = [
+    ToolCallDelta(0, "id0", "add", ""),
+    ToolCallDelta(0, None, None, '{"a":'),
+    ToolCallDelta(0, None, None, "1}"),
+    ToolCallDelta(1, "id1", "sub", "{}"),
+]
+
+
+def test_tool_calls_whole_and_in_pieces():
+    reply = chat(tools=TOOLS)
+    (choice,) = reply.response([chunk(part("", tool_calls=CALLS, finish_reason="tool_calls"))])["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"] == [
+        {"id": "id0", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}},
+        {"id": "id1", "type": "function", "function": {"name": "sub", "arguments": "{}"}},
+    ]
+    told = deltas(chat(tools=TOOLS, stream=True), chunk(part("", tool_calls=CALLS[:2])))
+    assert told[1]["tool_calls"] == [
+        {"index": 0, "id": "id0", "type": "function", "function": {"name": "add", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"a":'}},
+    ]
+
+
+def test_one_tool_call_where_the_client_takes_no_more():
+    reply = chat(tools=TOOLS, parallel_tool_calls=False)
+    (choice,) = reply.response([chunk(part("", tool_calls=CALLS, finish_reason="tool_calls"))])["choices"]
+    assert [call["id"] for call in choice["message"]["tool_calls"]] == ["id0"]
+
+
+def test_chat_logprobs_are_the_likeliest_whatever_was_sampled():
+    candidates = {3: entry(-4.0, "é", 9), 5: entry(-0.1, "a", 1), 6: entry(-2.0, "b", 2)}
+    reply = chat(logprobs=True, top_logprobs=2)
+    (choice,) = reply.response([chunk(part("é", logprobs=[candidates], finish_reason="stop"))])["choices"]
+    (content,) = choice["logprobs"]["content"]
+    assert (content["token"], content["logprob"], content["bytes"]) == ("é", -4.0, [195, 169])
+    assert [(other["token"], other["logprob"]) for other in content["top_logprobs"]] == [("a", -0.1), ("b", -2.0)]
+    bare = chat(logprobs=True).response([chunk(part("é", logprobs=[candidates], finish_reason="stop"))])
+    assert bare["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_token_ids_of_a_chat():
+    reply = chat(stream=True, return_token_ids=True)
+    tails = reply.events(0, chunk(part("", token_ids=[7]), prompt=PromptInfo([1, 2], 0)))
+    assert tails[0]["prompt_token_ids"] == [1, 2]
+    assert tails[1]["choices"][0]["token_ids"] == [7]
+
+
+def test_several_outputs_each_have_their_role():
+    told = chat(stream=True, n=2).events(0, chunk(part("x", 1), part("y", 0)))
+    assert [(tail["choices"][0]["index"], tail["choices"][0]["delta"].get("role")) for tail in told] == [
+        *((1, "assistant"), (1, None), (0, "assistant"), (0, None))
+    ]
+
+
+# The rest.
+
+
+def test_tokenize_and_detokenize():
+    call, wants_texts = tokenize_call_of({"prompt": "a", "return_token_strs": True}, OPTIONS)
+    assert (call.prompt, call.add_special_tokens, wants_texts) == ("a", None, True)
+    call, _ = tokenize_call_of({"messages": MESSAGES, "add_generation_prompt": False, "model": "m"}, OPTIONS)
+    assert (call.messages, call.add_generation_prompt, call.model) == (MESSAGES, False, "m")
+    assert detokenize_request_of({"tokens": [1, 2]}) == ("", [1, 2])
+    assert detokenize_request_of({"tokens": []}) == ("", [])
+    for body in ({}, {"prompt": 3}, {"prompt": "a", "temperature": 1}, {"messages": []}):
+        with pytest.raises(UserError):
+            tokenize_call_of(body, OPTIONS)
+    for tokens in (None, "a", [1, True], [1.0]):
+        with pytest.raises(UserError):
+            detokenize_request_of({"tokens": tokens})
+
+
+def test_errors_in_openais_form():
+    body = error_body_of(UserError("top_p must be in (0, 1], got 2.", "top_p", 2))["error"]
+    assert body == {
+        "message": "top_p must be in (0, 1], got 2.",
+        "type": "invalid_request_error",
+        "param": "top_p",
+        "code": "INVALID_PARAMETER",
+    }
+    assert error_body_of(OverloadedError("full", 2.0))["error"]["type"] == "rate_limit_error"
+    assert error_body_of(RequestFailedError("NaN"))["error"]["type"] == "server_error"
+    assert "/home" not in json.dumps(error_body_of(RuntimeError("0x7f /home/me")))
+
+
+def test_events_are_strict_json_on_one_ascii_line():
+    line = EventWriter({"id": "x"}).event({"text": "a\u2028b\n\u0085é"})
+    assert line.isascii() and line.startswith(b"data: {") and line.count(b"\n") == 2
+    assert json.loads(line[6:]) == {"id": "x", "text": "a\u2028b\n\u0085é"}
+    with pytest.raises(ValueError, match="JSON"):
+        EventWriter({"id": "x"}).event({"value": math.nan})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"", b"{", b"{} x", b"[]", b"3", b"null", b'{"a":1,"a":2}', b'{"a":{"b":1,"b":1}}', b'{"a":NaN}'),
+        *(b'{"a":-Infinity}', b'{"a":1e400}', b'{"a":"\n"}', b'{"a":"\\ud800"}', b'{"\\udc00":1}', b"{'a':1}"),
+        *(b'{"a":' + b"9" * 5000 + b"}", b'{"a":"\xed\xa0\x80"}', b"\xef\xbb\xbf{}", '{"a":1}'.encode("utf-16")),
+        *(b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", b'{"a":' + b"[" * 100_000, b'{"a":' * 100_000),
+    ],
+)
+def test_json_that_is_refused(raw):
+    with pytest.raises(UserError) as caught:
+        strict_json.read(raw, 64)
+    assert len(str(caught.value)) < 200
+
+
+def test_json_that_is_read():
+    assert strict_json.read(b' {"a": "\\ud83d\\ude00", "b": [1, -0.0, 1e-400]} ', 64) == {
+        "a": "😀",
+        "b": [1, -0.0, 0.0],
+    }
+    strict_json.read(b'{"a":' + b"[" * 63 + b"]" * 63 + b"}", 64)
+    strict_json.read(b'{"a":"' + b"[" * 1000 + b'\\"{"}', 64)  # brackets in a text are none
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    ),
+    st.integers(1, 6),
+)
+def test_depth_is_that_of_a_plain_walk(value, most):
+    def depth(item):
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    document = {"a": value}
+    raw = json.dumps(document).encode()
+    if depth(document) <= most:
+        assert strict_json.read(raw, most) == document
+    else:
+        with pytest.raises(UserError, match="levels"):
+            strict_json.read(raw, most)
