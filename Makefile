@@ -2,11 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARITY_VENV ?= .venv-parity
-# A plain path entry: with setuptools' import hook the clone's folder would hide the package from a script beside it.
+# Plain path entries: with setuptools' import hook the clone's folder would hide the package from a script beside it.
 EDITABLE = --config-settings editable_mode=compat
+SERVER_PATH = import pathlib, sysconfig; \
+	pathlib.Path(sysconfig.get_path("purelib"), "jaxllm-server.pth").write_text("$(CURDIR)/server\n")
 PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: run test check format parity golden bench train-embedded clean
+.PHONY: run test check format parity golden proto bench train-embedded clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -26,9 +28,14 @@ format: $(VENV)/.dev
 
 parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
 	$(PARITY_VENV)/bin/python -m pytest tests/parity -m parity
+	$(PARITY_VENV)/bin/python -m pytest tests/test_stubs.py tests/test_grpc_messages.py tests/test_client.py
 
 golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again
 	$(PARITY_VENV)/bin/python -m tests.parity.make_golden
+
+proto: $(VENV)/.dev  ## check the gRPC API's files and make its stubs, jaxllm/v1, again
+	cd proto && ../$(VENV)/bin/buf lint
+	$(VENV)/bin/python proto/generate.py
 
 bench: $(VENV)/.dev  ## the figures that are promised, measured here
 	$(VENV)/bin/python -m tests.bench.scheduler
@@ -47,10 +54,12 @@ $(VENV)/bin/python:
 $(VENV)/.run: pyproject.toml | $(VENV)/bin/python
 	@echo "installing into $(VENV), about a minute"
 	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet $(EDITABLE) -e .
+	$(VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet $(EDITABLE) -e ".[dev]"
+	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet $(EDITABLE) -e ".[dev,proto]"
+	$(VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@ $(VENV)/.run
 
 # torch comes first and pinned: anything that only asks for "torch" would bring gigabytes of CUDA.
@@ -58,4 +67,5 @@ $(PARITY_VENV)/.parity: pyproject.toml
 	$(PYTHON) -m venv $(PARITY_VENV)
 	$(PIP_QUIET) $(PARITY_VENV)/bin/python -m pip install --quiet torch==2.13.0
 	$(PIP_QUIET) $(PARITY_VENV)/bin/python -m pip install --quiet $(EDITABLE) -e ".[dev,parity]"
+	$(PARITY_VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@

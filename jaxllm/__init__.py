@@ -10,25 +10,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxllm.async_engine import AsyncLLM
+    from jaxllm.client import AsyncClient, Client
     from jaxllm.config import EngineConfig
     from jaxllm.engine import LLMEngine
+    from jaxllm.errors import EngineError, UserError
     from jaxllm.llm import LLM
-    from jaxllm.types import CompletionOutput, EngineError, Logprob, RequestOutput, SamplingParams, UserError
+    from jaxllm.types import CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncClient",
+    "AsyncLLM",
+    "Client",
     "CompletionOutput",
     "EngineConfig",
     "EngineError",
     "LLMEngine",
     "Logprob",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "UserError",
 ]
 
-_HOMES = {"LLM": "llm", "LLMEngine": "engine", "EngineConfig": "config"}
+_HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_engine",
+    "AsyncClient": "client",
+    "Client": "client",
+    "EngineConfig": "config",
+    "EngineError": "errors",
+    "LLMEngine": "engine",
+    "UserError": "errors",
+}
 
 
 def __getattr__(name: str) -> Any:

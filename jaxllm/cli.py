@@ -1,4 +1,4 @@
-"""The command line: `jaxllm generate`, `jaxllm chat`, `jaxllm doctor`.
+"""The command line: `jaxllm generate`, `jaxllm chat`, `jaxllm serve`, `jaxllm doctor`.
 
 Flags are derived from the fields of `EngineConfig` and `SamplingParams`, so a new field is a new flag. Knows terminals,
 files and exit codes; everything about a request is decided behind `LLM`. JAX is imported when a command runs, not for
@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxllm import __version__, flags
 from jaxllm.config import EngineConfig
+from jaxllm.errors import EngineError, UserError
 from jaxllm.flags import given
-from jaxllm.types import EngineError, RequestOutput, SamplingParams, UserError
+from jaxllm.types import RequestOutput, SamplingParams
+from jaxllm_server.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
@@ -125,6 +127,16 @@ def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
     )
     chat.formatter_class = argparse.RawDescriptionHelpFormatter
     chat.add_argument("--system", help="the system prompt")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over gRPC and OpenAI-compatible HTTP",
+        allow_abbrev=False,
+        description="Serve a model over gRPC and OpenAI-compatible HTTP, on this machine only unless --host says "
+        "otherwise.",
+    )
+    serve.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
+    serve.add_argument("--config", metavar="FILE", help="YAML file of flags; those given here go before")
+    flags.add_server_flags(serve.add_argument_group("server"), ServerOptions)
     doctor = commands.add_parser(
         "doctor",
         help="show versions, devices and what would be used for a model",
@@ -133,20 +145,24 @@ def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
         "The exit code is 0 if the model can run.",
     )
     doctor.add_argument("--json", action="store_true", help="write one JSON object")
-    for command, run in ((generate, _generate), (chat, _chat), (doctor, _doctor)):
+    for command, run in ((generate, _generate), (chat, _chat), (serve, _serve), (doctor, _doctor)):
         command.set_defaults(run=run)
         command.add_argument("-m", "--model", help="folder or hub id (default: the small model within jaxllm)")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        if command is not doctor:
+        if command in (generate, chat):
             sampling = command.add_argument_group("sampling")
             if command is generate:
                 flags.add_sampling_flags(sampling, GENERATE_TOKENS)
             else:
                 flags.add_sampling_flags(sampling, CHAT_TOKENS, skipped={"n", "logprobs"})
-        flags.add_engine_flags(command.add_argument_group("engine"))
-    options, extra = parser.parse_known_args(argv)
+        flags.add_engine_flags(command.add_argument_group("engine"), has_sampling=command in (generate, chat))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options, extra = parser.parse_known_args(arguments)
+    if getattr(options, "config", None) is not None:
+        arguments[1:1] = flags.read_config_file(options.config, arguments)
+        options, extra = parser.parse_known_args(arguments)
     if extra:
-        known = {"generate": generate, "chat": chat, "doctor": doctor}[options.command]
+        known = commands.choices[options.command]
         names = [name for action in known._actions for name in action.option_strings]
         near = difflib.get_close_matches(extra[0].split("=")[0], names, n=1)
         raise Usage(f"unknown argument {extra[0]}" + (f"; did you mean {near[0]}?" if near else ""))
@@ -410,6 +426,22 @@ def _fit(
         if len(messages) == first + 1:
             raise UserError(f"The message has {num_tokens} tokens with its template; the context holds {limit}.")
         messages = messages[:first] + messages[first + 2 :]
+
+
+def _serve(options: dict[str, Any]) -> int:
+    from jaxllm.embedded import MODEL_DIR
+
+    lists = {name: tuple(value) for name, value in given(options, ServerOptions).items() if isinstance(value, list)}
+    try:
+        config = EngineConfig(
+            model=options["model_tag"] or options["model"] or str(MODEL_DIR), **given(options, EngineConfig)
+        )
+        server = ServerOptions(**{**given(options, ServerOptions), **lists})
+    except UserError as error:
+        raise Usage(str(error)) from error
+    from jaxllm_server.launch import serve
+
+    return serve(config, server, progress=sys.stderr.isatty())
 
 
 def _doctor(options: dict[str, Any]) -> int:

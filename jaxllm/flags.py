@@ -6,12 +6,14 @@ Knows names, types and defaults; the values are checked where the dataclasses ar
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
 from jaxllm.types import SamplingParams
 
 _ENGINE_HELP = {
@@ -30,6 +32,7 @@ _ENGINE_HELP = {
     "kv_cache_memory_bytes": "bytes of KV blocks, instead of that share",
     "num_kv_blocks": "KV blocks, instead of both",
     "scheduling_policy": "which waiting request is next",
+    "enable_kv_cache_events": "tell which blocks enter and leave the prefix cache (StreamKvEvents)",
     "max_logprobs": "the most log-probabilities a request may ask for",
     "load_format": "dummy: random weights of the model's shapes",
     "precompile": "which programs are compiled before the first request",
@@ -52,20 +55,82 @@ _SAMPLING_HELP = {
     "min_tokens": "tokens before the output may end",
     "logprobs": "likeliest tokens to report for each token (with --json)",
     "skip_special_tokens": "leave special tokens out of the text",
+    "include_stop_str_in_output": "let the text end with the stop string that ended it",
+    "truncate_prompt_tokens": "keep this many tokens of the prompt's end; -1: as many as the model holds",
 }
+_SERVER_HELP = {
+    "host": "address of both front ends; 0.0.0.0: every interface",
+    "port": "of HTTP; none: off",
+    "uds": "Unix socket for HTTP instead of a port",
+    "grpc_port": "of gRPC; none: off",
+    "grpc_uds": "Unix socket for gRPC instead of a port",
+    "served_model_name": "names that clients may use; the first is echoed (default: the model's)",
+    "chat_template": "file that replaces the model's own template",
+    "default_chat_template_kwargs": "JSON object: variables of every chat template",
+    "response_role": "role of the answers to a chat",
+    "tool_call_parser": "how the model writes tool calls: hermes or llama3_json; without it tools are refused",
+    "reasoning_parser": "how the model writes its reasoning: qwen3 or deepseek_r1; without it, it is content",
+    "return_tokens_as_token_ids": "write token_id:N for a token's text in log-probabilities",
+    "enable_prompt_tokens_details": "tell how many prompt tokens were cached",
+    "enable_force_include_usage": "end every HTTP stream with its usage",
+    "enable_request_id_headers": "send x-request-id with every HTTP response",
+    "api_key": "keys of which clients must send one; health stays open",
+    "admin_api_key": "keys for gRPC's control service",
+    "ssl_keyfile": "private key, for TLS on both front ends",
+    "ssl_certfile": "certificate, for TLS on both front ends",
+    "ssl_ca_certs": "certificates that sign those of clients",
+    "ssl_client_auth": "refuse clients without such a certificate",
+    "allowed_origins": "origins of browsers that may call (CORS)",
+    "allowed_hosts": "Host headers taken on loopback beside its own names",
+    "root_path": "prefix that a proxy in front strips",
+    "max_body_bytes": "of an HTTP request",
+    "max_header_bytes": "of all headers of an HTTP request",
+    "max_headers": "of an HTTP request",
+    "max_json_depth": "of an HTTP body",
+    "max_prompts": "in one completions call",
+    "max_n": "outputs per prompt",
+    "max_sequences": "outputs of one call: n times its prompts",
+    "max_stops": "stop strings of a request",
+    "max_stop_chars": "characters of a stop string",
+    "max_stop_token_ids": "stop token ids of a request",
+    "max_tools": "tools of a request",
+    "max_request_id_chars": "characters of a request id or cache salt",
+    "grpc_max_message_bytes": "of a gRPC request",
+    "max_queued_requests": "that may wait for a slot (default: 4 for each slot)",
+    "max_queued_tokens": "of the prompts that wait (default: 16 contexts, at least 65,536)",
+    "max_rpcs": "gRPC calls at once",
+    "request_timeout": "seconds after which a request fails; 0: never",
+    "stall_timeout": "seconds after which a stream that nobody reads is closed",
+    "shutdown_timeout": "seconds that streams may go on after SIGTERM or ^C",
+    "drain_delay": 'seconds between "not ready" and refusing work',
+    "hang_timeout": 'seconds of one step after which the server is "not ready"',
+    "log_stats_interval": "seconds between two lines of statistics; 0: none",
+    "enable_log_requests": "write a line for each request",
+    "otlp_traces_endpoint": "where OpenTelemetry traces go, as http://localhost:4318/v1/traces",
+    "enable_channelz": "gRPC's own debugging service",
+}
+_NO_FLAGS = {"detokenize", "logit_bias", "output_kind", "stream_interval"}  # of a program that reads outputs
+_SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
 _UNITS = {"": 1, **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgt")}}
 _UNITS |= {letter: 1024 ** (power + 1) for power, letter in enumerate("KMGT")}
 # What a model's generation_config.json may set (see `types.default_sampling_params`).
 _OF_THE_MODEL = {"repetition_penalty", "temperature", "top_k", "top_p", "min_p"}
 
 
-def add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    """Add a flag for every field of `EngineConfig` but the model."""
-    _add_flags(group, EngineConfig, _ENGINE_HELP, skipped={"model"})
+def add_engine_flags(group: argparse._ArgumentGroup, has_sampling: bool = True) -> None:
+    """Add a flag for every field of `EngineConfig` but the model; `has_sampling`: `--seed` is a request's."""
+    names = {"seed": "engine_seed"} if has_sampling else {}
+    _add_flags(group, EngineConfig, _ENGINE_HELP, skipped={"model"}, names=names)
+
+
+def add_server_flags(group: argparse._ArgumentGroup, cls: type) -> None:
+    """Add a flag for every field of the server's options."""
+    _add_flags(group, cls, _SERVER_HELP, skipped=())
 
 
 def add_sampling_flags(group: argparse._ArgumentGroup, max_tokens: int, skipped: Collection[str] = ()) -> None:
     """Add a flag for every field of `SamplingParams` but the skipped ones; `max_tokens` is the command's default."""
+    skipped = {*skipped, *_NO_FLAGS}
     _add_flags(group, SamplingParams, _SAMPLING_HELP, skipped, {"max_tokens": max_tokens})
 
 
@@ -81,6 +146,7 @@ def _add_flags(
     texts: Mapping[str, str],
     skipped: Collection[str],
     defaults: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> None:
     """Give every field a flag. One that is not given leaves nothing in the options, so that others' defaults hold."""
     kinds = get_type_hints(cls)
@@ -92,19 +158,15 @@ def _add_flags(
         if default not in (None, (), MISSING) and "(default" not in text:
             shown = str(default).lower() if isinstance(default, bool) else default
             text += f" (default: the model's, else {shown})" if field.name in _OF_THE_MODEL else f" (default: {shown})"
+        name = (names or {}).get(field.name, field.name)
         group.add_argument(
-            _flag(cls, field),
+            *_SHORT.get(field.name, ()),
+            "--" + name.replace("_", "-"),
             dest=f"{cls.__name__}.{field.name}",
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),
             **_argument_of(kinds[field.name], field),
         )
-
-
-def _flag(cls: type, field: Field[Any]) -> str:
-    # Both classes have a seed; the one of the request is what a user means.
-    name = "engine_seed" if cls is EngineConfig and field.name == "seed" else field.name
-    return "--" + name.replace("_", "-")
 
 
 def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
@@ -114,6 +176,8 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
         return {"choices": members}
+    if get_origin(kind) is tuple:
+        return {"action": "extend", "nargs": "+", "metavar": "X"}
     if isinstance(field.default, tuple):
         return {"action": "append", "type": _integer if members[0] is int else str, "metavar": "X"}
     inner = next((member for member in members if member is not type(None)), kind)
@@ -132,5 +196,33 @@ def _integer(text: str) -> int:
 
 
 def _integer_or_none(text: str) -> int | None:
-    """Read an integer, or "none" for no limit."""
-    return None if text == "none" else _integer(text)
+    """Read an integer, or "none" or "auto" for what is chosen without one."""
+    return None if text in ("none", "auto") else _integer(text)
+
+
+def read_config_file(path: str, arguments: Sequence[str]) -> list[str]:
+    """Read a YAML file of flags, as `max-model-len: 4k`; return those that `arguments` do not give, as arguments."""
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as stream:
+            settings = yaml.safe_load(stream) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}", "config") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} must hold names of flags and their values.", "config")
+    given = {argument.split("=")[0] for argument in arguments}
+    read: list[str] = []
+    for key, value in settings.items():
+        flag = "--" + str(key).replace("_", "-")
+        if given & {flag, "--no-" + flag[2:]}:
+            continue
+        if isinstance(value, bool):
+            read.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, list):
+            read += [flag, *map(str, value)]
+        elif isinstance(value, dict):
+            read.append(f"{flag}={json.dumps(value)}")
+        else:
+            read.append(f"{flag}={'none' if value is None else value}")
+    return read

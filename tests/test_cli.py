@@ -18,7 +18,8 @@ import pytest
 
 from jaxllm import cli, flags
 from jaxllm.config import EngineConfig
-from jaxllm.types import CompletionOutput, EngineError, RequestOutput, SamplingParams, UserError
+from jaxllm.errors import EngineError, UserError
+from jaxllm.types import CompletionOutput, RequestOutput, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 
@@ -142,24 +143,30 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         "--n": "2", "--presence-penalty": "0.5", "--frequency-penalty": "-0.5", "--repetition-penalty": "1.5",
         "--temperature": "0.9", "--top-p": "0.8", "--top-k": "5", "--min-p": "0.1", "--seed": "11", "--stop": "x",
         "--stop-token-ids": "3", "--max-tokens": "9", "--min-tokens": "1", "--logprobs": "2",
+        "--truncate-prompt-tokens": "1k",
     }  # fmt: skip
-    switches = ["--no-enable-prefix-caching", "--ignore-eos", "--no-skip-special-tokens", "--stop=--y"]
+    switches = [
+        "--no-enable-prefix-caching", "--enable-kv-cache-events", "--ignore-eos", "--no-skip-special-tokens",
+        "--include-stop-str-in-output", "--stop=--y",
+    ]  # fmt: skip
     code, _, _ = run("generate", "-m", "m", *(part for pair in given.items() for part in pair), *switches, "--", "p")
     assert code == 0
     assert EngineConfig(model="m", **FakeLLM.made.settings) == EngineConfig(
         model="m", tokenizer="t", revision="r", dtype="float32", device="cpu", seed=-3, max_model_len=4096,
-        block_size=32, enable_prefix_caching=False, max_num_batched_tokens=2000, max_num_seqs=8,
-        tensor_parallel_size=2, gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**30, num_kv_blocks=9,
-        scheduling_policy="priority", max_logprobs=7, load_format="dummy", precompile="all", compilation_cache_dir="c",
+        block_size=32, enable_prefix_caching=False, enable_kv_cache_events=True,
+        max_num_batched_tokens=2000, max_num_seqs=8, tensor_parallel_size=2, gpu_memory_utilization=0.5,
+        kv_cache_memory_bytes=2**30, num_kv_blocks=9, scheduling_policy="priority", max_logprobs=7,
+        load_format="dummy", precompile="all", compilation_cache_dir="c",
     )  # fmt: skip
     assert _params() == [
         SamplingParams(
             n=2, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, temperature=0.9, top_p=0.8,
             top_k=5, min_p=0.1, seed=11, stop=["x", "--y"], stop_token_ids=[3], ignore_eos=True, max_tokens=9,
-            min_tokens=1, logprobs=2, skip_special_tokens=False,
+            min_tokens=1, logprobs=2, skip_special_tokens=False, truncate_prompt_tokens=1000,
+            include_stop_str_in_output=True,
         )
     ]  # fmt: skip
-    num_fields = len(fields(EngineConfig)) - 1 + len(fields(SamplingParams))
+    num_fields = len(fields(EngineConfig)) - 1 + len(fields(SamplingParams)) - len(flags._NO_FLAGS)
     assert num_fields == len(given) + len(switches) - 1  # --stop is there twice
 
 
@@ -167,8 +174,8 @@ def test_flags_that_are_not_given_leave_the_models_defaults(run: Run) -> None:
     run("generate", "p")
     assert FakeLLM.made.model is None and FakeLLM.made.settings == {} and FakeLLM.made.is_closed
     assert _params() == [SamplingParams(temperature=0.7, max_tokens=128)]
-    run("generate", "--max-tokens", "none", "--min-tokens", "20", "p")
-    assert _params() == [SamplingParams(temperature=0.7, max_tokens=None, min_tokens=20)]
+    run("generate", "--max-tokens", "none", "--min-tokens", "20", "-n", "3", "p")
+    assert _params() == [SamplingParams(temperature=0.7, max_tokens=None, min_tokens=20, n=3)]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +282,7 @@ def test_prompts_from_a_file(run: Run, tmp_path: Path) -> None:
         (b'{"prompt": "a"}\n\n{"text": "b"}', 'line 3: expected an object with a "prompt"'),
         (b'{"prompt": "a", "max_token": 3}', "line 1: 'max_token' is not a sampling parameter of jaxllm. Did you mean"),
         (b'{"prompt": "a", "top_p": 3}', "line 1: top_p must be in (0, 1], got 3"),
-        (b'{"prompt": "a", "logit_bias": {}}', "line 1: logit_bias is not supported by jaxllm yet."),
+        (b'{"prompt": "a", "bad_words": ["x"]}', "line 1: bad_words is not supported by jaxllm yet."),
     ],
 )
 def test_bad_files_are_named_with_the_line(content: bytes, message: str, run: Run, tmp_path: Path) -> None:

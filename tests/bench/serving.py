@@ -1,0 +1,130 @@
+"""What the front ends cost: 200 streams of 64 tokens each through a server, against the same requests offline.
+
+Server, clients and engine share the machine's cores. Rounds alternate, so that what else the machine does hits all
+alike; the medians are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import grpc
+import httpx
+
+from jaxllm.v1 import inference_pb2, inference_pb2_grpc
+from tests.serving_process import ROOT, ServingProcess
+
+STREAMS, TOKENS, ROUNDS = 200, 64, 5
+LIMIT = 0.35  # the most that the front ends may cost
+OFFLINE = f"""
+import sys, time
+from jaxllm import LLM, SamplingParams
+prompts = [[3 + number % 200] * 16 for number in range({STREAMS})]
+params = [SamplingParams(seed=number, max_tokens={TOKENS}, ignore_eos=True) for number in range({STREAMS})]
+with LLM(precompile="all") as llm:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        began = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        llm.reset_prefix_cache()
+        print(time.perf_counter() - began, flush=True)
+"""
+
+
+async def over_grpc(target: str) -> int:
+    async with grpc.aio.insecure_channel(target) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        async def one(number: int) -> int:
+            request = inference_pb2.GenerateRequest(
+                token_ids={"ids": [3 + number % 200] * 16},
+                sampling={"seed": number},
+                stop={"max_tokens": TOKENS, "ignore_eos": True},
+                output={"token_ids": True},
+            )
+            count = 0
+            async for message in stub.StreamGenerate(request):
+                count += sum(len(delta.token_ids) for delta in message.deltas)
+            return count
+
+        counts = await asyncio.gather(*(one(number) for number in range(STREAMS)))
+    assert counts == [TOKENS] * STREAMS, "a stream lost tokens"
+    return sum(counts)
+
+
+async def over_http(url: str) -> int:
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=STREAMS)) as http:
+
+        async def one(number: int) -> int:
+            body = {
+                "prompt": [3 + number % 200] * 16,
+                "seed": number,
+                "max_tokens": TOKENS,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            last = ""
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        last = line
+            return json.loads(last[6:])["usage"]["completion_tokens"]
+
+        counts = await asyncio.gather(*(one(number) for number in range(STREAMS)))
+    assert counts == [TOKENS] * STREAMS, "a stream lost tokens"
+    return sum(counts)
+
+
+def main() -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}"}
+    offline = subprocess.Popen(
+        [sys.executable, "-c", OFFLINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert offline.stdin is not None and offline.stdout is not None
+    offline.stdout.readline()
+    seconds: dict[str, list[float]] = {"offline": [], "gRPC": [], "HTTP": []}
+    with ServingProcess("--precompile", "all") as server:
+
+        def reset() -> None:
+            channel = grpc.insecure_channel(server.grpc)
+            from jaxllm.v1 import control_pb2, control_pb2_grpc
+
+            control_pb2_grpc.ControlServiceStub(channel).ResetPrefixCache(control_pb2.ResetPrefixCacheRequest())
+            channel.close()
+
+        def measure(run: Any) -> float:
+            began = time.perf_counter()
+            asyncio.run(run)
+            taken = time.perf_counter() - began
+            reset()
+            return taken
+
+        for number in range(ROUNDS + 1):
+            offline.stdin.write("go\n")
+            offline.stdin.flush()
+            took = {"offline": float(offline.stdout.readline())}
+            took["gRPC"] = measure(over_grpc(server.grpc))
+            took["HTTP"] = measure(over_http(server.http))
+            if number:  # the first round warms up
+                for name, value in took.items():
+                    seconds[name].append(value)
+    offline.kill()
+    speeds = {name: STREAMS * TOKENS / statistics.median(values) for name, values in seconds.items()}
+    print(f"{STREAMS} streams of {TOKENS} tokens, median of {ROUNDS} rounds")
+    for name, speed in speeds.items():
+        cost = 1 - speed / speeds["offline"]
+        print(f"  {name:8} {speed:8.0f} tokens/s" + ("" if name == "offline" else f"   cost {cost:6.1%}"))
+    worst = 1 - min(speeds.values()) / speeds["offline"]
+    assert worst <= LIMIT, f"the front ends cost {worst:.0%}, more than {LIMIT:.0%}"
+
+
+if __name__ == "__main__":
+    main()
