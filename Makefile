@@ -8,7 +8,7 @@ SERVER_PATH = import pathlib, sysconfig; \
 	pathlib.Path(sysconfig.get_path("purelib"), "jaxllm-server.pth").write_text("$(CURDIR)/server\n")
 PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: run test check format parity golden proto bench train-embedded clean
+.PHONY: run test check format parity golden proto interop bench train-embedded clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -37,9 +37,13 @@ proto: $(VENV)/.dev  ## check the gRPC API's files and make its stubs, jaxllm/v1
 	cd proto && ../$(VENV)/bin/buf lint
 	$(VENV)/bin/python proto/generate.py
 
+interop: $(VENV)/.dev tests/interop/node_modules  ## a client in another language (needs node and npm)
+	$(VENV)/bin/python -m pytest tests/test_serve.py -k node
+
 bench: $(VENV)/.dev  ## the figures that are promised, measured here
 	$(VENV)/bin/python -m tests.bench.scheduler
 	$(VENV)/bin/python -m tests.bench.start
+	$(VENV)/bin/python -m tests.bench.serving
 
 train-embedded: $(VENV)/.dev  ## train the embedded model again: about half an hour on two cores
 	$(VENV)/bin/python -m jaxllm.embedded.train --out jaxllm/embedded/model --seed 0
@@ -47,6 +51,10 @@ train-embedded: $(VENV)/.dev  ## train the embedded model again: about half an h
 
 clean:
 	rm -rf $(VENV) $(PARITY_VENV) .cache build *.egg-info
+
+tests/interop/node_modules: tests/interop/package-lock.json
+	cd tests/interop && npm ci --no-audit --no-fund --ignore-scripts --silent
+	touch $@
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -127,6 +127,21 @@ def test_penalties_see_the_tokens_that_the_prefix_cache_supplied(llm: LLM) -> No
     assert tokens(first) == tokens(again)
 
 
+def test_a_bias_holds_for_its_request_alone_in_slots_that_change_hands() -> None:
+    plain = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    always, never = ({"logit_bias": {300: bias}} for bias in (100.0, -100.0))
+    with make(max_num_seqs=2) as llm:
+        (alone,) = tokens(generate(llm, PROMPTS[0], plain))
+        banned = dataclasses.replace(plain, logit_bias={alone[0]: -100.0})
+        params = [plain, dataclasses.replace(plain, **always), banned] * 3
+        outputs = tokens(generate(llm, [PROMPTS[0]] * 9, params))
+        assert outputs[0::3] == [alone] * 3
+        assert outputs[1::3] == [[300] * 6] * 3
+        assert all(alone[0] not in output for output in outputs[2::3])
+        assert tokens(generate(llm, PROMPTS[0], dataclasses.replace(plain, **never))) == [alone]
+        assert llm.engine.metrics.compilations_after_ready == 0
+
+
 def test_ends(llm: LLM, alone: dict[str, list[int]]) -> None:
     story = alone["Once upon a time"]
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxllm import blocks, scheduler
 from jaxllm.blocks import PoolEditor
 from jaxllm.errors import UserError
-from jaxllm.state import Limits, Plan, Request, State, initial
+from jaxllm.state import Cleared, Limits, Plan, Removed, Request, State, Stored, initial, take_block_events
 from tests.fake_device import VOCABULARY, FakeDevice, next_token
 
 SALTS = (b"", b"other", None)
@@ -87,8 +87,9 @@ class Core(RuleBasedStateMachine):
         max_chunks=st.integers(1, 4),
     )
     def start(self, num_slots: int, num_blocks: int, block_size: int, extra_tokens: int, max_chunks: int) -> None:
-        self.limits = Limits(num_slots, num_blocks, block_size, num_slots + extra_tokens, max_chunks)
+        self.limits = Limits(num_slots, num_blocks, block_size, num_slots + extra_tokens, max_chunks, True)
         self.state = initial(self.limits)
+        self.indexed: set[bytes] = set()  # what the block events say
         self.device = FakeDevice(self.limits)
         self.requests: dict[int, Request] = {}
         self.ended: dict[int, str] = {}
@@ -184,6 +185,22 @@ class Core(RuleBasedStateMachine):
         self.device.written.clear()
 
     @invariant()
+    def events_tell_the_index(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        for event in self.state.block_events or ():
+            match event:
+                case Stored(digest, _, tokens):
+                    assert digest not in self.indexed and len(tokens) == self.limits.block_size
+                    self.indexed.add(digest)
+                case Removed(digest):
+                    self.indexed.remove(digest)
+                case Cleared():
+                    self.indexed.clear()
+        assert self.indexed == {digest for shard in self.state.pool.index for digest in shard}
+        self.state = take_block_events(self.state)[0]
+
+    @invariant()
     def accounts(self) -> None:
         if hasattr(self, "state"):
             check_accounts(self.state, self.limits)
@@ -197,7 +214,7 @@ class Core(RuleBasedStateMachine):
         state, plans = initial(self.limits), []
         for name, *arguments in self.log:
             result = getattr(scheduler, name)(state, self.limits, *arguments)
-            state = result if isinstance(result, State) else result[0]
+            state = take_block_events(result if isinstance(result, State) else result[0])[0]
             if name == "plan":
                 plans.append(plan_bytes(result[1]))
         assert plans == self.plans, "same events, same plans"
