@@ -19,15 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm import sampling, scheduler, tokenizer
+from jaxllm import detokenizer, sampling, scheduler
 from jaxllm.config import EngineConfig
+from jaxllm.detokenizer import Detokenizer
 from jaxllm.errors import ContextLengthError, EngineError, RequestIdInUseError, UserError
 from jaxllm.metrics import Load, Metrics
 from jaxllm.runner import Runner, prepare
 from jaxllm.sampling import Variant
 from jaxllm.state import BlockEvent, Plan, Request, initial, take_block_events
 from jaxllm.step import Result
-from jaxllm.tokenizer import Detokenizer, StopMatcher, Tokenizer
+from jaxllm.stop_strings import StopMatcher, match_stops
+from jaxllm.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.types import (
     CompletionOutput,
     FinishReason,
@@ -118,7 +120,7 @@ class LLMEngine:
         self.num_rows = 0  # requests that took part in the last step
         # What can be wrong with a model comes before what takes long.
         setup = prepare(config)
-        self.tokenizer: Tokenizer = tokenizer.load_tokenizer(config.tokenizer or setup.folder)
+        self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer or setup.folder)
         self.generation_config = setup.generation_config
         self.default_params = default_sampling_params(setup.generation_config)
         self.eos_ids = _eos_ids(self.tokenizer, setup.generation_config)
@@ -331,7 +333,7 @@ class LLMEngine:
             eos_ids=frozenset() if params.ignore_eos else self.eos_ids,
             variant=sampling.needs(params),
             tokens=array("i", group.prompt_token_ids),
-            detokenizer=tokenizer.begin(self.tokenizer, group.prompt_token_ids, params.skip_special_tokens),
+            detokenizer=detokenizer.begin(self.tokenizer, group.prompt_token_ids, params.skip_special_tokens),
             matcher=StopMatcher.of(params.stop),
             logprobs=None if params.logprobs is None else [],
         )
@@ -426,9 +428,9 @@ class LLMEngine:
             return
         tokens = sample.tokens[num_prompt + sample.num_read : end]
         sample.num_read += len(tokens)
-        sample.detokenizer, delta = tokenizer.advance(sample.detokenizer, self.tokenizer, tokens)
+        sample.detokenizer, delta = detokenizer.advance(sample.detokenizer, self.tokenizer, tokens)
         if sample.num_read > params.min_tokens:
-            sample.matcher, delta = tokenizer.match_stops(sample.matcher, delta)  # text of min_tokens cannot end it
+            sample.matcher, delta = match_stops(sample.matcher, delta)  # text of min_tokens cannot end it
         self._show(sample, delta)
 
     def _show(self, sample: Sample, text: str) -> None:
@@ -442,8 +444,8 @@ class LLMEngine:
         """Append the text that was held back, now that no token follows."""
         if sample.matcher.matched is not None or not sample.params.detokenize:
             return
-        rest = tokenizer.finish(sample.detokenizer, self.tokenizer)
-        sample.matcher, delta = tokenizer.match_stops(sample.matcher, rest)
+        rest = detokenizer.finish(sample.detokenizer, self.tokenizer)
+        sample.matcher, delta = match_stops(sample.matcher, rest)
         if sample.matcher.matched is None:
             delta += sample.matcher.held
             sample.matcher = replace(sample.matcher, held="")

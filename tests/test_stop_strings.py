@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import UserError
-from jaxllm.tokenizer import StopMatcher, match_stops
+from jaxllm.stop_strings import StopMatcher, match_stops
 
 
 def _naive_stop(text: str, stops: list[str]) -> tuple[str, str | None]:

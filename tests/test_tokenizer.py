@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from jaxllm.detokenizer import Detokenizer, advance, begin, finish
 from jaxllm.errors import UserError
-from jaxllm.tokenizer import Detokenizer, Tokenizer, advance, begin, finish, load_tokenizer
+from jaxllm.tokenizer import Tokenizer, load_tokenizer
 
 STORIES = Path(__file__).parent / "golden" / "stories260K"
 TEXT = "Once upon a time, the naïve fox said: «日本語 is fun» 🎉👩‍👩‍👧 नमस्ते สวัสดี 한국어 don't, won't! 123\n\n  x = 3;\n"
