@@ -8,13 +8,15 @@ called `start`.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -28,18 +30,23 @@ from jaxllm.errors import (
     EngineError,
     FeatureDisabledError,
     OverloadedError,
+    RequestFailedError,
     RequestIdInUseError,
     UnavailableError,
+    UserError,
 )
 from jaxllm.metrics import Load, Metrics, Observer, StepReport
 from jaxllm.streams import BlockBatch, BlockLog, Inbox, Stream
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.types import FinishReason, RequestOutput, SamplingParams
 
+_log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 EngineState = Literal["loading", "serving", "paused", "draining", "hung", "dead", "stopped"]
 PauseMode = Literal["abort", "wait", "keep"]
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
+QUEUED_PER_SLOT = 4  # samples that may wait where nobody says otherwise, for each that runs …
+LEAST_QUEUED_TOKENS = 65536  # … and tokens of their prompts: this, or 16 contexts where that is more
 RATE_SECONDS = 2.0  # over which the speed in `Load` is measured
 
 
@@ -83,7 +90,11 @@ class AsyncLLM:
         self._step_since: float | None = None  # when the step that is running began; written by the engine's thread
         self._started: asyncio.Future[None] | None = None
         self._death: asyncio.Future[BaseException] | None = None
-        self._idle = asyncio.Event()  # no request is alive
+        self._num_preparing = 0  # samples whose prompts are being made
+        self._num_open = 0  # streams of which the engine has more to say
+        self._quiet = asyncio.Event()  # there are none of them
+        self._quiet.set()
+        self._idle = asyncio.Event()  # every reader has gone
         self._idle.set()
         self._failure: BaseException | None = None
         self._is_paused = self._is_leaving = self._is_draining = self._is_stopped = False
@@ -100,7 +111,12 @@ class AsyncLLM:
         await asyncio.shield(self._started)
 
     async def __aenter__(self) -> AsyncLLM:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:  # cancelled, perhaps: nobody will close what is being loaded
+            self._is_stopped = True
+            self._inbox.stop()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -142,6 +158,10 @@ class AsyncLLM:
             return "stopped"
         if self._is_draining or self._is_leaving:
             return "draining"
+        return self._working_state()
+
+    def _working_state(self) -> EngineState:
+        """What the engine is doing, whoever is leaving."""
         if self._engine is None:
             return "loading"
         since = self._step_since
@@ -168,24 +188,29 @@ class AsyncLLM:
         priority: int = 0,
         time_limit: float | None = None,
         timeout: float | None = None,
+        arrival: float | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a request's outputs, of the kind that its parameters name. To close the iterator aborts the request.
 
         What a slow reader has not taken is merged into one output. After `time_limit` seconds the request ends with
         what it has; after `timeout` it fails with DeadlineError. What is wrong with the request is raised by the first
         step of the iterator: UserError, OverloadedError where the queue is full, UnavailableError, EngineDeadError.
+        `arrival`, of the monotonic clock, is when the request came, if that was before this call.
         """
-        arrival = time.monotonic()
+        arrival = time.monotonic() if arrival is None else arrival
+        for name, seconds in (("time_limit", time_limit), ("timeout", timeout)):
+            if seconds is not None and not 0.0 < seconds < math.inf:
+                raise UserError(f"{name} must be a positive number of seconds, got {seconds}.", name)
         self._check_serving()
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if request_id in self._streams:
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
-        self._check_queue(1, 0)
-        accepted = await self._accept(request_id, prompt, sampling_params, priority)
+        with self.preparing(1):
+            accepted = await self._accept(request_id, prompt, sampling_params, priority)
         if request_id in self._streams:
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
         self._check_serving()
-        self._check_queue(accepted.params.n, accepted.params.n * len(accepted.prompt_token_ids))
+        self.check_queue(accepted.params.n, accepted.params.n * len(accepted.prompt_token_ids))
         stream = self._open(accepted, arrival)
         assert self._loop is not None
         timers = []
@@ -215,6 +240,34 @@ class AsyncLLM:
         """Raise EngineDeadError if the engine has died, UnavailableError if it makes no progress or takes no work."""
         self._check_serving()
 
+    def check_queue(self, num_samples: int, num_tokens: int) -> None:
+        """Refuse what would make the queue longer than its bounds, without asking the engine."""
+        load = self.get_load()
+        most, most_tokens = self.max_queued_requests, self.max_queued_tokens
+        most = QUEUED_PER_SLOT * load.max_running if most is None else most
+        most_tokens = max(LEAST_QUEUED_TOKENS, 16 * self.max_model_len) if most_tokens is None else most_tokens
+        waiting = load.waiting + self._num_preparing
+        if waiting + num_samples > most + load.max_running - load.running:
+            raise OverloadedError(f"The queue is full: {waiting} requests wait.", retry_after=1.0)
+        if load.waiting_tokens and load.waiting_tokens + num_tokens > most_tokens:
+            raise OverloadedError(f"The queue is full: {load.waiting_tokens} tokens of prompts wait.", retry_after=1.0)
+
+    @contextmanager
+    def preparing(self, num_samples: int) -> Iterator[None]:
+        """Count a request into the queue while its prompt is made; OverloadedError if there is no room for it."""
+        self.check_queue(num_samples, 0)
+        self._num_preparing += num_samples
+        try:
+            yield
+        finally:
+            self._num_preparing -= num_samples
+
+    async def off_loop(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Run something slow, as tokenizing a long text, in a thread beside the event loop."""
+        if self._tokenizing is None:
+            self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="jaxllm-tokenize")
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *arguments)
+
     def get_load(self) -> Load:
         """Say how busy the engine was after its last step, and what has come since."""
         load = self._load
@@ -241,20 +294,27 @@ class AsyncLLM:
             async for batch in batches:
                 yield batch
 
-    async def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+    async def pause(self, mode: PauseMode = "abort", clear_cache: bool | None = None) -> None:
         """Take no more work and stop computing, until `resume`.
 
-        What runs is aborted, or awaited ("wait"), or kept as it is ("keep"); with "keep" the cache is kept too.
+        What runs is aborted, or awaited ("wait"), or kept as it is ("keep"). The cache is cleared unless one says
+        otherwise or what runs needs it.
         """
         if mode not in ("abort", "wait", "keep"):
-            raise ValueError(f"mode must be abort, wait or keep, got {mode!r}")
+            raise UserError(f"mode must be abort, wait or keep, got {mode!r}.", "mode")
+        if mode == "keep" and clear_cache:
+            raise UserError("The requests that are kept need the cache: leave clear_cache off.", "clear_cache")
+        if self.state not in ("serving", "paused"):
+            self._check_serving()
         self._is_paused = True
         if mode == "abort":
             await self.abort(list(self._streams))
         if mode != "keep":
-            await self._idle.wait()
+            await self._quiet.wait()
+            if not self._is_paused:
+                return  # somebody has resumed meanwhile
         self._inbox.set_paused(True)
-        if clear_cache and mode != "keep":
+        if mode != "keep" and clear_cache is not False:
             await self.reset_prefix_cache()
 
     async def resume(self) -> None:
@@ -283,39 +343,48 @@ class AsyncLLM:
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._idle.wait()
-        return is_through
+        return is_through and self._failure is None
 
     async def wait_dead(self) -> BaseException:
         """Wait until the engine dies, and return of what."""
         assert self._death is not None, "the engine was not started"
         return await asyncio.shield(self._death)
 
-    async def close(self) -> None:
-        """Stop the engine and let go of the device's memory; what still runs fails."""
+    async def close(self, timeout: float = 30.0) -> bool:
+        """Stop the engine and let go of the device's memory; what still runs fails.
+
+        Returns whether the engine's thread has ended within `timeout` seconds: a step that hangs is not waited for.
+        """
         self._is_stopped = True
-        self._fail_all(EngineDeadError("The engine was closed."))
+        closed = EngineDeadError("The engine was closed.")
+        self._fail_all(closed)
+        self._blocks.end(closed)
         self._inbox.stop()
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, 30.0)
         if self._tokenizing is not None:
             self._tokenizing.shutdown(wait=False)
+        if self._thread is None:
+            return True
+        await asyncio.to_thread(self._thread.join, timeout)
+        assert self._death is not None
+        _set_result(self._death, closed)
+        return not self._thread.is_alive()
 
     # On the event loop.
 
     def _unavailable(self) -> EngineError | None:
         """Return why no work is taken now, None if it is."""
-        match self.state:
+        if self._is_draining and self._failure is None:
+            return DrainingError("The server is shutting down.")
+        match self.state if self._failure or self._is_stopped else self._working_state():
             case "serving":
                 return None
             case "dead" | "stopped":
                 return EngineDeadError("The engine has stopped.")
-            case "draining":
-                return DrainingError("The server is shutting down.") if self._is_draining else None
             case "paused":
                 return UnavailableError("The engine is paused.")
             case "hung":
                 return UnavailableError("The engine makes no progress.")
-            case "loading":
+            case _:
                 return UnavailableError("The model is still being loaded.")
 
     def _check_serving(self) -> None:
@@ -323,37 +392,21 @@ class AsyncLLM:
         if error is not None:
             raise error
 
-    def _check_queue(self, num_samples: int, num_tokens: int) -> None:
-        """Refuse what would make the queue longer than its bounds, without asking the engine."""
-        load = self.get_load()
-        most = self.max_queued_requests
-        most = 4 * load.max_running if most is None else most
-        most_tokens = self.max_queued_tokens
-        most_tokens = max(65536, 16 * self.max_model_len) if most_tokens is None else most_tokens
-        if load.waiting + num_samples > most + load.max_running - load.running:
-            raise OverloadedError(f"The queue is full: {load.waiting} requests wait.", retry_after=1.0)
-        if load.waiting_tokens and load.waiting_tokens + num_tokens > most_tokens:
-            raise OverloadedError(f"The queue is full: {load.waiting_tokens} tokens of prompts wait.", retry_after=1.0)
-
     async def _accept(self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int) -> Accepted:
         """Check a request; a long text is tokenized off the event loop."""
-        text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else prompt
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
         if not isinstance(text, str) or len(text) <= LONG_TEXT:
             return self.engine.accept(request_id, prompt, params, priority)
         return await self.off_loop(self.engine.accept, request_id, prompt, params, priority)
-
-    async def off_loop(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run something slow, as tokenizing a long text, in a thread beside the event loop."""
-        if self._tokenizing is None:
-            self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="jaxllm-tokenize")
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *arguments)
 
     def _open(self, accepted: Accepted, arrival: float) -> Stream:
         # An id may come back before the engine has heard of its first owner's end, so it has names of its own.
         self._num_opened += 1
         stream = Stream(accepted.request_id, f"{self._num_opened}", accepted.params, arrival)
         self._streams[stream.request_id] = self._readers[stream.key] = stream
+        self._num_open += 1
         self._idle.clear()
+        self._quiet.clear()
         self._inbox.add(replace(accepted, request_id=stream.key))
         return stream
 
@@ -362,17 +415,27 @@ class AsyncLLM:
         del self._streams[stream.request_id], self._readers[stream.key]
         if not stream.is_finished:
             self._inbox.abort(stream.key, "abort")
+        self._note_over(stream)
         if not self._streams:
             self._idle.set()
+
+    def _note_over(self, stream: Stream) -> None:
+        """Note that nothing more is expected of the engine for a stream."""
+        if not stream.is_over:
+            stream.is_over = True
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._quiet.set()
 
     def _fail_all(self, error: BaseException) -> None:
         for stream in list(self._streams.values()):
             stream.fail(error)
+            self._note_over(stream)
 
     async def _call(self, function: Callable[[LLMEngine], Result]) -> Result:
         """Run a function on the engine's thread between two steps."""
-        if self.state in ("dead", "stopped"):
-            raise EngineDeadError("The engine has stopped.")
+        if self._working_state() in ("loading", "hung") or self.state in ("dead", "stopped"):
+            raise self._unavailable() or EngineDeadError("The engine has stopped.")
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
         def run(engine: LLMEngine) -> None:
@@ -383,8 +446,8 @@ class AsyncLLM:
             else:
                 self._post(_set_result, answer, result)
 
-        self._inbox.call(run)
         assert self._death is not None
+        self._inbox.call(run)
         await asyncio.wait([answer, self._death], return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             raise EngineDeadError("The engine has stopped.")
@@ -398,18 +461,33 @@ class AsyncLLM:
     def _deliver(self, outputs: list[RequestOutput], report: StepReport | None) -> None:
         """Hand a step's outputs to their readers."""
         now = time.monotonic()
-        observer = self.observer
-        if report is not None and observer is not None:
-            observer.step(report)
+        told = []
         for output in outputs:
             stream = self._readers.get(output.request_id)
             if stream is None:
                 continue  # its reader has gone
-            seconds, count, is_first = stream.put(output, now)
-            if observer is not None and count:
-                observer.tokens(seconds, count, is_first)
-            if output.finished and observer is not None:
-                observer.finished(stream.summary(output), stream.params)
+            told.append((stream, stream.put(output, now), output if output.finished else None))
+            if output.finished:
+                self._note_over(stream)
+        if self.observer is None:
+            return
+        try:
+            if report is not None:
+                self.observer.step(report)
+            for stream, taken, last in told:
+                for seconds, count, is_first in taken:
+                    self.observer.tokens(seconds, count, is_first)
+                if last is not None:
+                    self.observer.finished(stream.summary(last), stream.params)
+        except Exception:  # statistics are no reason to fail anybody
+            _log.exception("the observer failed")
+
+    def _refused(self, key: str) -> None:
+        """Fail a request that the engine could not take in."""
+        stream = self._readers.get(key)
+        if stream is not None:
+            stream.fail(RequestFailedError("The engine could not take the request in; others go on."))
+            self._note_over(stream)
 
     def _died(self, error: BaseException) -> None:
         """Tell everybody that the engine has died."""
@@ -419,7 +497,9 @@ class AsyncLLM:
             self._started.set_exception(error)
             self._started.exception()  # whoever waits sees it; if nobody does, asyncio need not complain
         _set_result(self._death, error)
-        self._fail_all(EngineDeadError("The engine has died; this request is lost."))
+        lost = EngineDeadError("The engine has died; this request is lost.")
+        self._fail_all(lost)
+        self._blocks.end(lost)
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function on the event loop, from the engine's thread."""
@@ -447,6 +527,8 @@ class AsyncLLM:
         """Take what came in, compute a step, hand its outputs over; until stopped."""
         history = deque([(time.monotonic(), 0)])
         while True:
+            if not engine.has_unfinished_requests():
+                history = deque([(time.monotonic(), engine.metrics.generated_tokens)])
             taken = self._inbox.take(is_idle=not engine.has_unfinished_requests())
             if taken.is_stopped:
                 return
@@ -486,12 +568,19 @@ class AsyncLLM:
         calls: list[Callable[[LLMEngine], None]],
     ) -> list[RequestOutput]:
         """Add and abort requests, run what was asked for; return the last outputs of aborted requests."""
-        if added:
+        try:
             engine.add(added)
-        outputs = [engine.abort_request(request_id, reason) for request_id, reason in aborted]
+        except Exception:  # of one of them: the others are none of its business
+            for accepted in added:
+                try:
+                    engine.add([accepted])
+                except Exception:
+                    _log.exception("request %s could not be added", accepted.request_id)
+                    self._post(self._refused, accepted.request_id)
+        outputs = engine.abort_requests(aborted) if aborted else []
         for call in calls:
             call(engine)
-        return [output for output in outputs if output is not None]
+        return outputs
 
 
 def _with_speed(load: Load, before: Load) -> Load:

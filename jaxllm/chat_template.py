@@ -106,7 +106,8 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UserError(f"messages[{index}] must be an object with a role and a content.", "messages")
-        conversation.append(_plain({key: value for key, value in message.items() if value is not None}, "messages"))
+        plain = _plain({key: value for key, value in message.items() if value is not None}, "messages")
+        conversation.append({"content": "", **plain})  # a message that only calls tools has none; templates read it
     return conversation
 
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxllm import __version__, flags
-from jaxllm.config import EngineConfig
+from jaxllm.config import NOT_BUILT, EngineConfig
 from jaxllm.errors import EngineError, UserError
 from jaxllm.flags import given
 from jaxllm.types import RequestOutput, SamplingParams
@@ -33,6 +33,7 @@ from jaxllm_server.options import ServerOptions
 if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
+COMMANDS = ("generate", "chat", "serve", "doctor")
 GENERATE_TOKENS = 128  # default of `generate --max-tokens`: a look at a model, not an essay
 CHAT_TOKENS = 1024  # default of `chat --max-tokens`: an answer should end by itself
 REQUEST_ID = "cli"
@@ -94,7 +95,8 @@ def _report(error: Exception) -> int:
     """Say what went wrong in one line; return the exit code."""
     message = str(error) or type(error).__name__
     if isinstance(error, Usage):
-        message = f"{message} (see jaxllm --help)"
+        command = next((argument for argument in sys.argv[1:2] if argument in COMMANDS), "")
+        message = f"{message} (see jaxllm {command}{' ' if command else ''}--help)"
     elif isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
     elif not isinstance(error, UserError | EngineError):
@@ -164,7 +166,10 @@ def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
     if extra:
         known = commands.choices[options.command]
         names = [name for action in known._actions for name in action.option_strings]
-        near = difflib.get_close_matches(extra[0].split("=")[0], names, n=1)
+        flag = extra[0].split("=")[0]
+        if flag.removeprefix("--").replace("-", "_") in NOT_BUILT:
+            raise Usage(f"{flag} is not supported by jaxllm yet")
+        near = difflib.get_close_matches(flag, names, n=1, cutoff=0.75)
         raise Usage(f"unknown argument {extra[0]}" + (f"; did you mean {near[0]}?" if near else ""))
     return vars(options)
 

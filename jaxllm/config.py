@@ -77,7 +77,7 @@ class EngineConfig:
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
         """Build a config from keyword arguments; an unknown name is an error that suggests the nearest one."""
         names = [field.name for field in fields(cls)]
-        for name, default in _NOT_BUILT.items():
+        for name, default in NOT_BUILT.items():
             if kwargs.pop(name, default) != default:
                 raise UserError(f"{name} is not supported by jaxllm yet; leave it at {default!r}.", name)
         for name in kwargs:
@@ -97,7 +97,7 @@ class EngineConfig:
 
 
 # Engine arguments of vLLM that are taken at their default, so that a call written for it works; else refused.
-_NOT_BUILT: dict[str, Any] = {
+NOT_BUILT: dict[str, Any] = {
     "trust_remote_code": False,
     "enforce_eager": False,
     "enable_chunked_prefill": True,

@@ -11,9 +11,9 @@ import signal
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -21,19 +21,17 @@ import numpy as np
 
 from jaxllm import detokenizer, sampling, scheduler
 from jaxllm.config import EngineConfig
-from jaxllm.detokenizer import Detokenizer
-from jaxllm.errors import ContextLengthError, EngineError, RequestIdInUseError, UserError
+from jaxllm.errors import EngineError, RequestIdInUseError, UserError, too_long
 from jaxllm.metrics import Load, Metrics
 from jaxllm.runner import Runner, prepare
+from jaxllm.samples import Group, Sample
 from jaxllm.sampling import Variant
 from jaxllm.state import BlockEvent, Plan, Request, initial, take_block_events
 from jaxllm.step import Result
-from jaxllm.stop_strings import StopMatcher, match_stops
+from jaxllm.stop_strings import StopMatcher
 from jaxllm.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.types import (
-    CompletionOutput,
     FinishReason,
-    Logprob,
     RequestMetrics,
     RequestOutput,
     RequestOutputKind,
@@ -45,52 +43,9 @@ from jaxllm.types import (
 Prompt = str | Sequence[int] | Mapping[str, Any]
 MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
 FEW_STREAMS = 32  # running requests up to which every token is handed out by itself …
-MANY_STREAMS_INTERVAL = (
-    4  # … and from which on this many at once: a message costs 25 us, whatever it holds (grpc.md §3)
-)
+# … and from which on so many at once: a message costs 30 to 50 us, whatever it holds.
+MANY_STREAMS_INTERVAL = 4
 VARIANTS = tuple(Variant)
-
-
-@dataclass(slots=True, eq=False)
-class Sample:
-    """One output of a request while it is being made."""
-
-    id: int
-    group: Group
-    index: int
-    params: SamplingParams
-    eos_ids: frozenset[int]
-    variant: Variant
-    tokens: array[int]  # of prompt and output, int32; only ever appended to
-    detokenizer: Detokenizer
-    matcher: StopMatcher
-    seed: int = 0
-    text: list[str] = field(default_factory=list)
-    num_read: int = 0  # output tokens that `text` is made of
-    num_shown: int = 0  # output tokens that were handed out, where an output is what is new …
-    text_shown: int = 0  # … and pieces of the text
-    logprobs: list[dict[int, Logprob]] | None = None
-    cumulative_logprob: float = 0.0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """A request as the caller knows it: a prompt and `n` samples of its continuation."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    metrics: RequestMetrics
-    kind: RequestOutputKind
-    samples: list[Sample] = field(default_factory=list)
-    num_cached_tokens: int | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all samples have ended."""
-        return all(sample.finish_reason is not None for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +120,8 @@ class LLMEngine:
             )
         validate_for_model(params, self.vocab_size, self.config.max_logprobs, self.eos_ids)
         text, ids, salt = self._read_prompt(prompt, params)
+        if len(ids) + params.min_tokens > self.max_model_len:
+            raise too_long(self.max_model_len, len(ids), params.min_tokens)
         accepted = Accepted(request_id, text, tuple(ids), params, int(priority), salt)
         scheduler.check_fits(self._limits, len(ids), accepted.limit(self.max_model_len))
         return accepted
@@ -180,28 +137,42 @@ class LLMEngine:
             group, own = self._make_group(accepted)
             groups[accepted.request_id] = group
             queued += own
-        self._state = scheduler.add(self._state, self._limits, queued)
+        state = scheduler.add(self._state, self._limits, queued)
         for group in groups.values():
             # Drawn last, so that a request that was refused changes nothing for those after it.
             given = group.samples[0].params.seed
             seed = int(self._random.integers(2**63)) if given is None else given
             for sample in group.samples:
-                sample.seed = (seed + sample.index) % 2**64
-                self._samples[sample.id] = sample
+                self._pack(sample, (seed + sample.index) % 2**64)
+        self._state = state
+        self._samples.update((sample.id, sample) for group in groups.values() for sample in group.samples)
         self._groups |= groups
 
     def abort_request(self, request_id: str, reason: FinishReason = "abort") -> RequestOutput | None:
         """Drop a request in whatever phase it is and free its blocks; return what it had, None for an unknown id."""
-        group = self._groups.get(request_id)
-        if group is None:
-            return None
-        going = [sample for sample in group.samples if sample.finish_reason is None]
-        self._state = scheduler.abort(self._state, self._limits, [sample.id for sample in going])
-        for sample in going:
-            self._read(sample)
-            self._flush(sample)
-            self._end(sample, reason, None)
-        return self._finish(group, time.monotonic())
+        outputs = self.abort_requests([(request_id, reason)])
+        return outputs[0] if outputs else None
+
+    def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
+        """Drop requests, each for a reason; return what those had that are known."""
+        now = time.monotonic()
+        reasons: dict[str, FinishReason] = dict(requests)
+        going: list[tuple[Group, FinishReason]] = [
+            (self._groups[name], reason) for name, reason in reasons.items() if name in self._groups
+        ]
+        samples: list[tuple[Sample, FinishReason]] = [
+            (sample, reason) for group, reason in going for sample in group.samples if sample.finish_reason is None
+        ]
+        self._state = scheduler.abort(self._state, self._limits, [sample.id for sample, _ in samples])
+        for sample, why in samples:
+            try:
+                sample.read(self.tokenizer)
+                sample.flush(self.tokenizer)
+            except Exception:
+                self._fail(sample)
+            else:
+                self._end(sample, why, None)
+        return [self._finish(group, now) for group, _ in going]
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
         """Return what has entered and left the prefix cache since the last call, if that is recorded."""
@@ -285,24 +256,29 @@ class LLMEngine:
             unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown:
                 raise UserError(f"{min(unknown)!r} is not something that a jaxllm prompt can have yet.", min(unknown))
-            if not isinstance(prompt.get("cache_salt", ""), str):
-                raise UserError("cache_salt must be text.", "cache_salt")
-            salt = prompt.get("cache_salt", "").encode()
+            salt = _salt(prompt["cache_salt"]) if "cache_salt" in prompt else b""
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         elif isinstance(prompt, str):
             text, ids = prompt, None
         else:
             text, ids = None, prompt
+        longest = self.max_model_len
         if ids is None:
             if not isinstance(text, str):
                 raise UserError(f"A prompt is text or a list of token ids, not {type(text).__name__}.", "prompt")
+            if params.truncate_prompt_tokens is None:
+                self.tokenizer.check_length(text, longest)
             ids = self.tokenizer.encode(text)
-        ids = _token_ids(ids, self.vocab_size)
+        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes):
+            raise UserError(f"A prompt is text or a list of token ids, not {type(ids).__name__}.", "prompt")
+        if not len(ids):
+            raise UserError("The decoder prompt cannot be empty", "prompt")
         if params.truncate_prompt_tokens is not None:
-            room = max(1, self.max_model_len - (params.max_tokens or 1))
+            room = max(1, longest - (params.max_tokens or 1))
             ids = ids[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
-        if len(ids) >= self.max_model_len:
-            raise too_long(self.max_model_len, len(ids), None)
+        if len(ids) >= longest:
+            raise too_long(longest, len(ids), None)
+        ids = _token_ids(ids, self.vocab_size)
         return text, ids, salt
 
     def _make_group(self, accepted: Accepted) -> tuple[Group, list[Request]]:
@@ -338,6 +314,14 @@ class LLMEngine:
             logprobs=None if params.logprobs is None else [],
         )
 
+    def _pack(self, sample: Sample, seed: int) -> None:
+        """Write what the device is told of a sample once it gets a slot."""
+        params = sample.params
+        stop_ids = sample.eos_ids | set(params.stop_token_ids)
+        sample.seed = seed
+        sample.row = sampling.pack_row(params, seed, len(sample.group.prompt_token_ids), stop_ids, self.vocab_size)
+        sample.bias = sampling.pack_bias(params.logit_bias) if params.logit_bias else None
+
     def _owner(self, slot: int) -> Sample:
         sample = self._by_slot[slot]
         assert sample is not None
@@ -356,18 +340,15 @@ class LLMEngine:
             group = sample.group
             self._by_slot[slot] = sample
             self._variants[slot] = VARIANTS.index(sample.variant)
-            stop_ids = sample.eos_ids | set(sample.params.stop_token_ids)
-            self._sampling[slot] = sampling.pack_row(
-                sample.params, sample.seed, len(group.prompt_token_ids), stop_ids, self.vocab_size
-            )
+            self._sampling[slot] = sample.row
             if group.metrics.first_scheduled_time is None:
                 group.metrics.first_scheduled_time = plan.now
             if group.num_cached_tokens is None:
                 group.num_cached_tokens = admission.num_cached
                 self.metrics.prompt_tokens += len(group.prompt_token_ids)
                 self.metrics.cached_tokens += admission.num_cached
-            if sample.params.logit_bias:
-                biases.append((slot, sampling.pack_bias(sample.params.logit_bias)))
+            if sample.bias is not None:
+                biases.append((slot, sample.bias))
             if sampling.reads_history(sample.params):
                 known = sample.tokens[: admission.num_cached]
                 history += [(slot, position, token) for position, token in enumerate(known)]
@@ -389,121 +370,53 @@ class LLMEngine:
             if sample.group.metrics.first_token_time is None:
                 sample.group.metrics.first_token_time = now
             try:
-                if sample.logprobs is not None:
-                    self._add_logprobs(sample, token, result, row)
-                self._advance(sample, token, events.finished.get(request_id))
+                sample.add_logprobs(self.tokenizer, token, result, row)
+                end = sample.advance(self.tokenizer, token, events.finished.get(request_id))
             except Exception:  # of this request's text: the others of the step are none of its business
-                logging.getLogger(__name__).exception("request %s failed", sample.group.request_id)
-                self._state = scheduler.abort(self._state, self._limits, [request_id])
-                self._end(sample, "error", "its text could not be made")
+                self._fail(sample)
+                continue
+            if end is not None:
+                if request_id not in events.finished:
+                    self._state = scheduler.abort(self._state, self._limits, [request_id])
+                self._end(sample, *end)
         for request_id in events.failed:
             sample = self._samples[request_id]
             changed[sample.group.request_id] = sample.group
             self._end(sample, "error", "the model's logits were not finite")
-        return self._outputs(changed, now)
+        return self._outputs(changed.values(), now)
 
-    def _advance(self, sample: Sample, token: int, finish_reason: FinishReason | None) -> None:
-        """Take in a sampled token; end the sample at its stop token, its limit, or a stop string."""
-        if finish_reason == "stop":
-            self._read(sample, len(sample.tokens) - 1)
-            self._flush(sample)
-            self._end(sample, "stop", None if token in sample.eos_ids else token)
-            return
-        if finish_reason is None and not sample.params.stop:
-            return  # nobody needs its text now
-        self._read(sample)
-        if finish_reason is not None:
-            self._flush(sample)
-        if sample.matcher.matched is not None:
-            if finish_reason is None:
-                self._state = scheduler.abort(self._state, self._limits, [sample.id])
-            self._end(sample, "stop", sample.matcher.matched)
-        elif finish_reason is not None:
-            self._end(sample, finish_reason, None)
-
-    def _read(self, sample: Sample, end: int | None = None) -> None:
-        """Append the text of the tokens before `end` that have not been read yet."""
-        num_prompt, params = len(sample.group.prompt_token_ids), sample.params
-        if not params.detokenize:
-            return
-        tokens = sample.tokens[num_prompt + sample.num_read : end]
-        sample.num_read += len(tokens)
-        sample.detokenizer, delta = detokenizer.advance(sample.detokenizer, self.tokenizer, tokens)
-        if sample.num_read > params.min_tokens:
-            sample.matcher, delta = match_stops(sample.matcher, delta)  # text of min_tokens cannot end it
-        self._show(sample, delta)
-
-    def _show(self, sample: Sample, text: str) -> None:
-        """Append text that is certain, with the stop string that ended it where that was asked for."""
-        if sample.matcher.matched is not None and sample.params.include_stop_str_in_output:
-            text += sample.matcher.matched
-        if text:
-            sample.text.append(text)
-
-    def _flush(self, sample: Sample) -> None:
-        """Append the text that was held back, now that no token follows."""
-        if sample.matcher.matched is not None or not sample.params.detokenize:
-            return
-        rest = detokenizer.finish(sample.detokenizer, self.tokenizer)
-        sample.matcher, delta = match_stops(sample.matcher, rest)
-        if sample.matcher.matched is None:
-            delta += sample.matcher.held
-            sample.matcher = replace(sample.matcher, held="")
-        self._show(sample, delta)
-
-    def _add_logprobs(self, sample: Sample, token: int, result: Result, row: int) -> None:
-        assert sample.logprobs is not None and sample.params.logprobs is not None
-        assert result.logprob is not None and result.rank is not None
-        assert result.top_ids is not None and result.top_logprobs is not None
-        count = sample.params.logprobs
-        value = float(result.logprob[row])
-        entry = {token: Logprob(value, int(result.rank[row]), self.tokenizer.token_text(token))}
-        top = zip(result.top_ids[row, :count].tolist(), result.top_logprobs[row, :count].tolist(), strict=True)
-        for rank, (other, logprob) in enumerate(top, 1):
-            if other not in entry:
-                entry[other] = Logprob(logprob, rank, self.tokenizer.token_text(other))
-        sample.logprobs.append(entry)
-        sample.cumulative_logprob += value
+    def _fail(self, sample: Sample) -> None:
+        """End a sample whose text could not be made, while the exception is being handled."""
+        logging.getLogger(__name__).exception("request %s failed", sample.group.request_id)
+        self._state = scheduler.abort(self._state, self._limits, [sample.id])
+        self._end(sample, "error", "its text could not be made")
 
     def _end(self, sample: Sample, finish_reason: FinishReason, stop_reason: int | str | None) -> None:
         sample.finish_reason, sample.stop_reason = finish_reason, stop_reason
         self.metrics.finished[finish_reason] = self.metrics.finished.get(finish_reason, 0) + 1
         del self._samples[sample.id]
 
-    def _outputs(self, changed: Mapping[str, Group], now: float) -> list[RequestOutput]:
-        """Make the caller's view of the requests that changed; forget the finished ones."""
+    def _outputs(self, changed: Iterable[Group], now: float) -> list[RequestOutput]:
+        """Make the caller's view of the requests for which one is due; forget the finished ones."""
         interval = 1 if self._state.num_running <= FEW_STREAMS else MANY_STREAMS_INTERVAL
         outputs = []
-        for group in changed.values():
-            if group.is_finished:
-                outputs.append(self._finish(group, now))
-            elif group.kind is not RequestOutputKind.FINAL_ONLY and any(
-                _is_due(sample, interval) for sample in group.samples
-            ):
-                outputs.append(self._output(group, is_finished=False))
+        for group in changed:
+            if not group.is_due(interval):
+                continue
+            for sample in group.samples:
+                if sample.finish_reason is None and group.kind is not RequestOutputKind.FINAL_ONLY:
+                    try:
+                        sample.read(self.tokenizer)
+                    except Exception:
+                        self._fail(sample)
+            outputs.append(self._finish(group, now) if group.is_finished else group.show())
         return outputs
 
     def _finish(self, group: Group, now: float) -> RequestOutput:
         """Make the last view of a request and forget it."""
         group.metrics.finished_time = now
         del self._groups[group.request_id]
-        return self._output(group, is_finished=True)
-
-    def _output(self, group: Group, is_finished: bool) -> RequestOutput:
-        is_delta = group.kind is RequestOutputKind.DELTA
-        samples = [sample for sample in group.samples if not is_delta or _has_news(sample)]
-        for sample in samples:
-            if sample.finish_reason is None:
-                self._read(sample)
-        return RequestOutput(
-            request_id=group.request_id,
-            prompt=group.prompt,
-            prompt_token_ids=group.prompt_token_ids,
-            outputs=[_completion(sample, is_delta) for sample in samples],
-            finished=is_finished,
-            metrics=replace(group.metrics),
-            num_cached_tokens=group.num_cached_tokens,
-        )
+        return group.show()
 
     def _recover(self, error: Exception) -> None:
         """After a step that failed: the cache may be gone, so start an empty one and compute running requests again."""
@@ -531,72 +444,28 @@ def _uninterrupted() -> Iterator[None]:
             handler(*noted[0])
 
 
-def _num_tokens(sample: Sample) -> int:
-    return len(sample.tokens) - len(sample.group.prompt_token_ids)
-
-
-def _has_news(sample: Sample) -> bool:
-    """Whether anything came or happened since the last output; an end is told once."""
-    return sample.num_shown >= 0 and (_num_tokens(sample) > sample.num_shown or sample.finish_reason is not None)
-
-
-def _is_due(sample: Sample, interval: int) -> bool:
-    """Whether an output is to be made now: for a first token, an end, or enough of them."""
-    new = _num_tokens(sample) - sample.num_shown
-    first_or_last = sample.num_shown == 0 or sample.finish_reason is not None
-    return _has_news(sample) and (first_or_last or new >= (sample.params.stream_interval or interval))
-
-
-def _completion(sample: Sample, is_delta: bool) -> CompletionOutput:
-    """Show a sample: all of it, or what is new since this was last called."""
-    num_prompt = len(sample.group.prompt_token_ids)
-    start, text_start = (sample.num_shown, sample.text_shown) if is_delta else (0, 0)
-    sample.num_shown, sample.text_shown = _num_tokens(sample), len(sample.text)
-    shown = CompletionOutput(
-        index=sample.index,
-        text="".join(sample.text[text_start:]),
-        token_ids=sample.tokens[num_prompt + start :].tolist(),
-        cumulative_logprob=None if sample.logprobs is None else sample.cumulative_logprob,
-        logprobs=None if sample.logprobs is None else sample.logprobs[start:],
-        finish_reason=sample.finish_reason,
-        stop_reason=sample.stop_reason,
-        seed=None if sample.params.temperature == 0.0 else _signed(sample.seed),
-    )
-    if sample.finish_reason is not None:
-        sample.num_shown = -1
-    return shown
-
-
-def _signed(seed: int) -> int:
-    """Write a seed of 64 bits as a request can have it."""
-    return seed - 2**64 if seed >= 2**63 else seed
-
-
-def too_long(max_model_len: int, num_prompt: int, num_output: int | None) -> ContextLengthError:
-    """Say that a prompt, with its output where that is known, is too long; proxies look for these first words."""
-    request = f"your prompt contains {num_prompt} input tokens"
-    if num_output is not None:
-        request = f"you requested {num_output} output tokens and {request}"
-    return ContextLengthError(
-        f"This model's maximum context length is {max_model_len} tokens. However, {request}. Shorten the prompt or "
-        "ask for fewer tokens.",
-        num_prompt,
-        max_model_len,
-    )
+def _salt(salt: Any) -> bytes:
+    """Check a cache salt. An empty one would share blocks with those who gave none."""
+    try:
+        if isinstance(salt, str) and salt:
+            return salt.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        pass
+    raise UserError("cache_salt must be a text that is not empty.", "cache_salt", salt)
 
 
 def _token_ids(ids: Any, vocab_size: int) -> list[int]:
     """Check token ids as Python integers, before numpy could wrap 2**32 + 5 to a valid one."""
-    if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes):
-        raise UserError(f"A prompt is text or a list of token ids, not {type(ids).__name__}.", "prompt")
-    if not len(ids):
-        raise UserError("The decoder prompt cannot be empty", "prompt")
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise UserError(f"A token id is an integer, not {token!r}.", "prompt")
-        if not 0 <= token < vocab_size:
-            raise UserError(f"Token id {token} is out of vocabulary (0 to {vocab_size - 1})", "prompt")
-    return [int(token) for token in ids]
+    plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+    if set(map(type, plain)) != {int}:
+        for token in plain:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise UserError(f"A token id is an integer, not {token!r}.", "prompt")
+        plain = [int(token) for token in plain]
+    if not 0 <= min(plain) <= max(plain) < vocab_size:
+        outside = next(token for token in plain if not 0 <= token < vocab_size)
+        raise UserError(f"Token id {outside} is out of vocabulary (0 to {vocab_size - 1})", "prompt")
+    return plain
 
 
 def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any]) -> frozenset[int]:

@@ -30,8 +30,8 @@ class UnsupportedError(UserError):
 class ContextLengthError(UserError):
     """The prompt, with the output that was asked for, is longer than the model's context or than the KV pool."""
 
-    def __init__(self, message: str, num_prompt_tokens: int, max_model_len: int) -> None:
-        super().__init__(message, "prompt", None)
+    def __init__(self, message: str, num_prompt_tokens: int, max_model_len: int, parameter: str = "prompt") -> None:
+        super().__init__(message, parameter, None)
         self.num_prompt_tokens = num_prompt_tokens
         self.max_model_len = max_model_len
 
@@ -86,6 +86,20 @@ class DeadlineError(EngineError):
 
 class SlowConsumerError(EngineError):
     """The client did not read its stream for too long."""
+
+
+def too_long(max_model_len: int, num_prompt: int, num_output: int | None) -> ContextLengthError:
+    """Say that a prompt, with its output where that is known, is too long; proxies look for these first words."""
+    request = f"your prompt contains {num_prompt} input tokens"
+    if num_output is not None:
+        request = f"you requested {num_output} output tokens and {request}"
+    return ContextLengthError(
+        f"This model's maximum context length is {max_model_len} tokens. However, {request}. Shorten the prompt or "
+        "ask for fewer tokens.",
+        num_prompt,
+        max_model_len,
+        "prompt" if num_output is None or num_prompt >= max_model_len else "max_tokens",
+    )
 
 
 def _rebuild(cls: type[UserError], message: str, attributes: dict[str, Any]) -> UserError:

@@ -22,7 +22,7 @@ _ENGINE_HELP = {
     "dtype": "of weights and computation; auto: the checkpoint's on a GPU, float32 on a CPU",
     "device": "where to run; auto: a GPU if JAX sees one",
     "seed": "of the seeds of requests that bring none",
-    "max_model_len": "tokens of prompt and output together (default: the model's)",
+    "max_model_len": "tokens of prompt and output together, as 4096, 4k or auto (default: the model's, or what fits)",
     "block_size": "tokens per KV block",
     "enable_prefix_caching": "reuse the KV blocks of prompts that begin alike",
     "max_num_batched_tokens": "tokens a step (default: 512 on a CPU, 8192 on a GPU)",
@@ -64,7 +64,7 @@ _SERVER_HELP = {
     "uds": "Unix socket for HTTP instead of a port",
     "grpc_port": "of gRPC; none: off",
     "grpc_uds": "Unix socket for gRPC instead of a port",
-    "served_model_name": "names that clients may use; the first is echoed (default: the model's)",
+    "served_model_name": "name that clients may use; may be repeated, the first is echoed (default: the model's)",
     "chat_template": "file that replaces the model's own template",
     "default_chat_template_kwargs": "JSON object: variables of every chat template",
     "response_role": "role of the answers to a chat",
@@ -74,14 +74,14 @@ _SERVER_HELP = {
     "enable_prompt_tokens_details": "tell how many prompt tokens were cached",
     "enable_force_include_usage": "end every HTTP stream with its usage",
     "enable_request_id_headers": "send x-request-id with every HTTP response",
-    "api_key": "keys of which clients must send one; health stays open",
-    "admin_api_key": "keys for gRPC's control service",
+    "api_key": "key that clients must send, health excepted; may be repeated: any of them opens",
+    "admin_api_key": "key for gRPC's control service; may be repeated",
     "ssl_keyfile": "private key, for TLS on both front ends",
     "ssl_certfile": "certificate, for TLS on both front ends",
     "ssl_ca_certs": "certificates that sign those of clients",
     "ssl_client_auth": "refuse clients without such a certificate",
-    "allowed_origins": "origins of browsers that may call (CORS)",
-    "allowed_hosts": "Host headers taken on loopback beside its own names",
+    "allowed_origins": "origin of browsers that may call (CORS); may be repeated",
+    "allowed_hosts": "Host header taken on loopback beside its own names; may be repeated",
     "root_path": "prefix that a proxy in front strips",
     "max_body_bytes": "of an HTTP request",
     "max_header_bytes": "of all headers of an HTTP request",
@@ -98,9 +98,9 @@ _SERVER_HELP = {
     "grpc_max_message_bytes": "of a gRPC request",
     "max_queued_requests": "that may wait for a slot (default: 4 for each slot)",
     "max_queued_tokens": "of the prompts that wait (default: 16 contexts, at least 65,536)",
-    "max_rpcs": "gRPC calls at once",
+    "max_rpcs": "calls at once, on each front end; what comes on top is told to try again",
     "request_timeout": "seconds after which a request fails; 0: never",
-    "stall_timeout": "seconds after which a stream that nobody reads is closed",
+    "stall_timeout": "seconds after which a stream that nobody reads is closed; 0: never",
     "shutdown_timeout": "seconds that streams may go on after SIGTERM or ^C",
     "drain_delay": 'seconds between "not ready" and refusing work',
     "hang_timeout": 'seconds of one step after which the server is "not ready"',
@@ -177,7 +177,8 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"choices": members}
     if get_origin(kind) is tuple:
-        return {"action": "extend", "nargs": "+", "metavar": "X"}
+        # One value each: with more, a model's name behind them would be taken for another key.
+        return {"action": "append", "metavar": "X"}
     if isinstance(field.default, tuple):
         return {"action": "append", "type": _integer if members[0] is int else str, "metavar": "X"}
     inner = next((member for member in members if member is not type(None)), kind)
@@ -220,9 +221,9 @@ def read_config_file(path: str, arguments: Sequence[str]) -> list[str]:
         if isinstance(value, bool):
             read.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, list):
-            read += [flag, *map(str, value)]
+            read += [f"{flag}={item}" for item in value]
         elif isinstance(value, dict):
             read.append(f"{flag}={json.dumps(value)}")
-        else:
+        elif value is not None or flag in ("--port", "--grpc-port"):
             read.append(f"{flag}={'none' if value is None else value}")
     return read

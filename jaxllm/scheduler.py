@@ -46,10 +46,14 @@ def check_fits(limits: Limits, num_prompt: int, limit: int) -> None:
 def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
     """Queue requests. If one could not run even alone in the pool, a UserError is raised and none is queued."""
     editor = StateEditor(state)
-    entries = []
+    entries: list[Waiting] = []
     for request in requests:
         check_fits(limits, request.num_prompt, request.limit)
-        digests = _digests(request, limits, (), request.num_prompt)
+        before = entries[-1] if entries else None
+        if before and before.request.salt == request.salt and before.request.tokens == request.tokens:
+            digests = before.digests  # the next sample of the same prompt
+        else:
+            digests = _digests(request, limits, (), request.num_prompt)
         entries.append(Waiting(request, editor.num_added, request.num_prompt, digests))
         editor.num_added += 1
     editor.enqueue(entries)

@@ -19,7 +19,7 @@ from jaxllm.types import CompletionOutput, FinishReason, RequestOutput, RequestO
 if TYPE_CHECKING:
     from jaxllm.engine import Accepted, LLMEngine
 
-LOGGED_BATCHES = 10_000  # of changes of the prefix cache, for readers that come back
+LOGGED_EVENTS = 100_000  # changes of the prefix cache that are kept for readers that come back: 25 MB
 
 
 class Taken(NamedTuple):
@@ -111,14 +111,27 @@ class BlockLog:
     """The last changes of the prefix cache, for any number of readers. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._batches: deque[BlockBatch] = deque(maxlen=LOGGED_BATCHES)
+        self._batches: deque[BlockBatch] = deque()
+        self._num_events = 0
         self._next = 0
         self._changed = asyncio.Event()
+        self._error: BaseException | None = None
 
     def append(self, time: float, block_size: int, events: tuple[BlockEvent, ...]) -> None:
         """Note a batch and wake the readers."""
         self._batches.append(BlockBatch(self._next, time, block_size, events))
         self._next += 1
+        self._num_events += len(events)
+        while self._num_events > LOGGED_EVENTS and len(self._batches) > 1:
+            self._num_events -= len(self._batches.popleft().events)
+        self._wake()
+
+    def end(self, error: BaseException) -> None:
+        """Tell the readers that nothing will follow."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -128,7 +141,8 @@ class BlockLog:
             first = self._next - len(self._batches)
             if not first <= start <= self._next:
                 raise OutOfRangeError(
-                    f"batch {start} is not kept; there are {first} to {self._next - 1}: forget all and begin there.",
+                    f"batch {start} is not kept; the next one is {self._next}, the first that is kept {first}: forget "
+                    "all that was told and begin there.",
                     "start_sequence",
                 )
             changed = self._changed
@@ -136,6 +150,8 @@ class BlockLog:
                 yield batch
                 start = batch.sequence + 1
             if start == self._next:
+                if self._error is not None:
+                    raise self._error
                 await changed.wait()
 
 
@@ -146,7 +162,8 @@ class Stream:
         self.request_id = request_id  # the caller's
         self.key = key  # the engine's
         self.params = params
-        self.is_finished = False
+        self.is_finished = False  # its last output has come
+        self.is_over = False  # nothing more is expected of the engine
         self._arrival = arrival
         self._last_tokens: float | None = None
         self._pending: RequestOutput | None = None
@@ -154,31 +171,36 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self._tokens: dict[int, CompletionOutput] = {}  # by sample: its ids and how it ended, for the summary
 
-    def put(self, output: RequestOutput, now: float) -> tuple[float, int, bool]:
-        """Take in an output; return the seconds since the last one or the arrival, its tokens, and if it was first.
+    def put(self, output: RequestOutput, now: float) -> list[tuple[float, int, bool]]:
+        """Take in an output; return what its tokens took: seconds, tokens, and if they were the first.
 
-        Samples wait side by side: the seconds are those of all that got tokens, added up.
+        Those of first tokens are since arrival, others since the output before. Samples wait side by side: their
+        seconds are added up.
         """
-        counts = [self._count(completion) for completion in output.outputs]
-        count = sum(counts)
-        is_first = self._last_tokens is None
-        seconds = now - (self._arrival if self._last_tokens is None else self._last_tokens)
-        if not is_first:
-            seconds *= sum(count > 0 for count in counts)
-        if count:
+        counts = [count for completion in output.outputs if (count := self._count(completion))]
+        taken: list[tuple[float, int, bool]] = []
+        if counts:
+            before, num_tokens = self._last_tokens, sum(counts)
+            if before is None:
+                before = output.metrics.first_token_time if output.metrics else None
+                before = now if before is None else before
+                taken.append((before - self._arrival, len(counts), True))
+                num_tokens -= len(counts)
+            if num_tokens:
+                taken.append(((now - before) * len(counts), num_tokens, False))
             self._last_tokens = now
         output.request_id = self.request_id
         if output.metrics is not None:
             output.metrics.arrival_time = self._arrival
+        if any(completion.finish_reason == "error" for completion in output.outputs):
+            self._error = RequestFailedError("The request failed inside a step of the engine; others go on.")
+        self.is_finished = output.finished
         if self.params.output_kind is RequestOutputKind.DELTA and self._pending is not None:
-            output = merged(self._pending, output)
-        self._pending = output
-        if output.finished:
-            self.is_finished = True
-            if any(completion.finish_reason == "error" for completion in output.outputs):
-                self._error = RequestFailedError("The request failed inside a step of the engine; others go on.")
+            merge(self._pending, output)
+        else:
+            self._pending = output
         self._wake()
-        return seconds, count, is_first
+        return taken
 
     def fail(self, error: BaseException) -> None:
         """End the stream with an error, unless its last output is there already."""
@@ -222,22 +244,20 @@ class Stream:
             self._waiter.set_result(None)
 
 
-def merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Join two outputs of deltas into one."""
-    parts = {completion.index: completion for completion in first.outputs}
-    for new in second.outputs:
-        old = parts.get(new.index)
-        if old is None:
-            parts[new.index] = new
+def merge(pending: RequestOutput, new: RequestOutput) -> None:
+    """Append an output of deltas to one that nobody has taken yet, in place."""
+    parts = {completion.index: completion for completion in pending.outputs}
+    for completion in new.outputs:
+        part = parts.get(completion.index)
+        if part is None:
+            pending.outputs.append(completion)
             continue
-        parts[new.index] = CompletionOutput(
-            index=new.index,
-            text=old.text + new.text,
-            token_ids=[*old.token_ids, *new.token_ids],
-            cumulative_logprob=new.cumulative_logprob,
-            logprobs=None if new.logprobs is None else [*(old.logprobs or ()), *new.logprobs],
-            finish_reason=new.finish_reason,
-            stop_reason=new.stop_reason,
-            seed=new.seed,
-        )
-    return replace(second, outputs=[parts[index] for index in sorted(parts)])
+        part.text += completion.text
+        assert isinstance(part.token_ids, list) and isinstance(completion.token_ids, list)
+        part.token_ids += completion.token_ids
+        if part.logprobs is not None and completion.logprobs is not None:
+            part.logprobs += completion.logprobs
+        part.cumulative_logprob = completion.cumulative_logprob
+        part.finish_reason, part.stop_reason = completion.finish_reason, completion.stop_reason
+    pending.finished, pending.metrics = new.finished, new.metrics
+    pending.num_cached_tokens = new.num_cached_tokens

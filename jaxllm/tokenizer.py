@@ -21,7 +21,7 @@ from typing import Any, Literal
 from jaxllm import chat_tokens
 from jaxllm.chat_template import RESERVED, ChatTemplate, compile_template, render
 from jaxllm.chat_tokens import Disguise, SpecialTokens
-from jaxllm.errors import UserError
+from jaxllm.errors import UserError, too_long
 
 # What is fetched from a hub repository; also what the conversion by transformers may need.
 TOKENIZER_FILES = (
@@ -143,6 +143,24 @@ class Tokenizer:
             raise UserError(f"A text must be a string, got {type(text).__name__}.", "prompt")
         chat_tokens.check_unicode(text, "prompt")
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Refuse a text that must be longer than `max_tokens`, without tokenizing it: that takes 2 s a megabyte."""
+        if self._longest_token is not None and len(text) > max_tokens * self._longest_token:
+            raise too_long(max_tokens, -(-len(text) // self._longest_token), None)
+
+    @functools.cached_property
+    def _longest_token(self) -> int | None:
+        """The most characters of a text that one token can stand for, None where nothing bounds them.
+
+        Nothing does where unknown characters melt into one token or vanish, where a normalizer may shorten the text, or
+        where an added token takes the space around it.
+        """
+        if self.decoding.byte_tokens == "none" or self._backend.normalizer is not None:
+            return None
+        if any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values()):
+            return None
+        return max(map(len, self._backend.get_vocab()))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Give the text of token ids exactly as the tokenizer's own decoder does; ids it does not know are left out.

@@ -101,6 +101,8 @@ class SamplingParams:
         names = [name for name in type(self).__dataclass_fields__ if name not in {own.name for own in fields(self)}]
         for name, value in zip(names, unbuilt, strict=True):
             default = getattr(type(self), name)
+            if name == "bad_words" and value in ([], ()):
+                continue  # vLLM's own default
             if type(value) is not type(default) or value != default:
                 shown = f"{name}={value}" if isinstance(value, bool) else name
                 raise UnsupportedError(f"{shown} is not supported by jaxllm yet.", name, value)
@@ -111,9 +113,8 @@ class SamplingParams:
             if values["n"] > 1:
                 raise UserError(f"n must be 1 when using greedy sampling, got {values['n']}.", "n", values["n"])
         elif values["temperature"] < _LEAST_TEMPERATURE:
-            warnings.warn(
-                f"temperature {values['temperature']} is less than {_LEAST_TEMPERATURE} and was raised to it; "
-                "use 0 for greedy sampling.",
+            warnings.warn(  # without the value: Python keeps every text that it has warned with
+                f"temperature is less than {_LEAST_TEMPERATURE} and was raised to it; use 0 for greedy sampling.",
                 stacklevel=3,
             )
             values["temperature"] = _LEAST_TEMPERATURE
@@ -288,6 +289,10 @@ def _normalized(given: dict[str, Any]) -> dict[str, Any]:
     stop = () if stop is None else _sequence("stop", stop, "strings")
     if any(not isinstance(text, str) for text in stop):
         raise UserError(f"stop must contain only strings, got {_shown(list(stop))}.", "stop", given["stop"])
+    try:
+        "".join(map(str, stop)).encode()
+    except UnicodeEncodeError as error:
+        raise UserError("stop must be text; half of a surrogate pair is none.", "stop", given["stop"]) from error
     ids = () if given["stop_token_ids"] is None else _sequence("stop_token_ids", given["stop_token_ids"], "integers")
     if any(isinstance(token, bool) or not isinstance(token, numbers.Integral) for token in ids):
         message = f"stop_token_ids must contain only integers, got {_shown(list(ids))}."

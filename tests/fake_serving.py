@@ -36,6 +36,7 @@ class FakeServing:
             state="serving",
             max_model_len=64,
             get_load=lambda: Load(running=1, waiting=2),
+            off_loop=self._off_loop,
             tokenizer=SimpleNamespace(token_text=lambda token: self.script[token % len(self.script)]),
         )
         self.failure: BaseException | None = None
@@ -46,6 +47,12 @@ class FakeServing:
         self.calls: list = []
         self.num_live = 0
         self.num_closed_early = 0
+        self.num_off_loop = 0
+        self.num_tokens = 3  # of whatever is tokenized
+
+    async def _off_loop(self, function, *arguments):
+        self.num_off_loop += 1
+        return await asyncio.to_thread(function, *arguments)
 
     def check_model(self, name):
         if name and name not in self.names:
@@ -100,7 +107,7 @@ class FakeServing:
 
     async def tokenize(self, call):
         self.check_model(call.model)
-        return [0, 1, 2]
+        return list(range(self.num_tokens))
 
     async def detokenize(self, ids):
         if any(token >= len(self.script) for token in ids):

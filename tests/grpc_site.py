@@ -83,7 +83,7 @@ class FakeEngine:
         self.default_params = SamplingParams(temperature=0.6, max_tokens=None)
         self.max_model_len, self.vocab_size = 128, 1000
         self.config = SimpleNamespace(tensor_parallel_size=2)
-        self.tokenizer = SimpleNamespace(apply_chat_template=lambda messages: "")
+        self.tokenizer = SimpleNamespace(has_chat_template=True)
         setup = SimpleNamespace(
             max_num_seqs=8,
             max_num_batched_tokens=512,

@@ -24,6 +24,7 @@ from jaxllm.errors import (
     RequestIdInUseError,
     UnavailableError,
 )
+from jaxllm.samples import Sample
 from jaxllm.state import Cleared, Removed, Stored
 from jaxllm.types import RequestOutput, RequestOutputKind
 
@@ -380,18 +381,21 @@ def test_a_step_that_hangs_shows_and_passes(fragile: AsyncLLM, run: Run, monkeyp
     run(check())
 
 
-def test_a_request_that_fails_fails_alone(fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fragile.engine._add_logprobs
+@pytest.mark.parametrize("method", ["add_logprobs", "advance", "read", "flush"])
+def test_a_request_that_fails_fails_alone(
+    fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    real = getattr(Sample, method)
 
-    def add_logprobs(*arguments: Any) -> None:
-        if arguments[0].params.seed == 99 and len(arguments[0].tokens) > 30:
+    def failing(sample: Sample, *arguments: Any) -> Any:
+        if sample.params.seed == 99 and len(sample.tokens) > 30:
             raise RuntimeError("secret at 0xdeadbeef")
-        real(*arguments)
+        return real(sample, *arguments)
 
     async def check() -> None:
         own = params(max_tokens=40, ignore_eos=True, logprobs=1)
         (alone,) = joined(await read(fragile, "Once", own)).values()
-        monkeypatch.setattr(fragile.engine, "_add_logprobs", add_logprobs)
+        monkeypatch.setattr(Sample, method, failing)
         good, bad = await asyncio.gather(
             read(fragile, "Once", own),
             read(fragile, "Once", dataclasses.replace(own, seed=99)),
@@ -400,6 +404,100 @@ def test_a_request_that_fails_fails_alone(fragile: AsyncLLM, run: Run, monkeypat
         assert isinstance(bad, RequestFailedError) and "secret" not in str(bad)
         assert not isinstance(good, BaseException) and joined(good) == {0: alone}
         await is_empty(fragile)
+
+    run(check())
+
+
+def test_a_request_that_cannot_be_taken_in_fails_alone(
+    fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fragile.engine._pack
+
+    def pack(sample: Sample, seed: int) -> None:
+        if seed == 99:
+            raise RuntimeError("secret")
+        real(sample, seed)
+
+    async def check() -> None:
+        monkeypatch.setattr(fragile.engine, "_pack", pack)
+        own = [params(seed=seed) for seed in (1, 99, 2)]
+        results = await asyncio.gather(*(read(fragile, "Once", one) for one in own), return_exceptions=True)
+        assert isinstance(results[1], RequestFailedError)
+        assert all(not isinstance(results[number], BaseException) for number in (0, 2))
+        await is_empty(fragile)
+
+    run(check())
+
+
+def test_one_of_several_samples_that_fails_fails_the_request(
+    fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Sample.advance
+
+    def advance(sample: Sample, *arguments: Any) -> Any:
+        if sample.index == 1 and sample.num_tokens > 5:
+            raise RuntimeError("secret")
+        return real(sample, *arguments)
+
+    async def check() -> None:
+        monkeypatch.setattr(Sample, "advance", advance)
+        with pytest.raises(RequestFailedError):
+            await read(fragile, "Once", params(n=3, max_tokens=40, ignore_eos=True))
+        await is_empty(fragile)
+
+    run(check())
+
+
+def test_resuming_while_a_pause_waits_takes_it_back(fragile: AsyncLLM, run: Run) -> None:
+    async def check() -> None:
+        running = asyncio.ensure_future(read(fragile, "Once", params(max_tokens=100, ignore_eos=True)))
+        await asyncio.sleep(0.05)
+        pausing = asyncio.ensure_future(fragile.pause("wait"))
+        await asyncio.sleep(0.02)
+        await fragile.resume()
+        await asyncio.gather(running, pausing)
+        assert joined(await read(fragile, "Once", params()))[0][2] is not None
+
+    run(check())
+
+
+def test_a_pause_does_not_wait_for_readers(fragile: AsyncLLM, run: Run) -> None:
+    async def check() -> None:
+        outputs = fragile.generate("Once", params(max_tokens=300, ignore_eos=True))
+        await anext(outputs)
+        await asyncio.wait_for(fragile.pause("abort"), 5.0)
+        rest = [output async for output in outputs]
+        assert rest[-1].outputs[0].finish_reason == "abort"
+        await fragile.resume()
+
+    run(check())
+
+
+def test_closing_is_told_to_whoever_waits(run: Run) -> None:
+    async def check() -> None:
+        engine = AsyncLLM(**SETTINGS)
+        await engine.start()
+        waiting = [
+            asyncio.ensure_future(anext(engine.kv_events(0))),
+            asyncio.ensure_future(read(engine, "Once", params(max_tokens=400, ignore_eos=True))),
+        ]
+        await asyncio.sleep(0.05)
+        assert await engine.close()
+        results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5.0)
+        assert isinstance(results[1], EngineDeadError)
+        assert isinstance(await engine.wait_dead(), EngineDeadError)
+        with pytest.raises(EngineDeadError):
+            await engine.reset_prefix_cache()
+
+    run(check())
+
+
+def test_a_long_text_is_refused_without_being_tokenized(engine: AsyncLLM, run: Run) -> None:
+    async def check() -> None:
+        began = time.monotonic()
+        with pytest.raises(UserError, match="maximum context length"):
+            await read(engine, "word " * 2_000_000, params())
+        assert time.monotonic() - began < 0.5
 
     run(check())
 

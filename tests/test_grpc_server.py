@@ -124,6 +124,10 @@ def test_ids(run: Any) -> None:
             made = (await stub.Generate(ask(), metadata=taken)).request_id
             assert made.startswith("taken-") and len(made) > len("taken-")
             assert (await drained(stub.StreamGenerate(ask(), metadata=taken)))[0].request_id.startswith("taken-")
+            long = "l" * own.serving.options.max_request_id_chars
+            live.add(long)
+            made = (await stub.Generate(ask(), metadata=(("x-request-id", long),))).request_id
+            assert made not in live and len(made) == len(long) and made.startswith("lll")
             error = await error_of(stub.Generate(ask(request_id="taken")))
             assert (error.code(), reason_of(error)) == (grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE")
             assert own.serving.num_open == 0
@@ -146,6 +150,8 @@ def test_the_other_calls(run: Any) -> None:
             assert (model.name, list(model.aliases), list(model.eos_token_ids)) == ("m", ["alias"], [2, 5])
             assert model.default_sampling.temperature == 0.6 and model.has_chat and not model.has_tool_calls
             assert not model.default_stop.HasField("max_tokens")
+            own.serving.engine.tokenizer.has_chat_template = False
+            assert not (await stub.ListModels(pb.ListModelsRequest())).models[0].has_chat
             error = await error_of(stub.Embed(pb.EmbedRequest(text="a")))
             assert (error.code(), reason_of(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "FEATURE_DISABLED")
             error = await error_of(stub.Detokenize(pb.DetokenizeRequest(model="no")))
@@ -174,6 +180,13 @@ def test_the_control_service(run: Any) -> None:
             keep = control_pb2.PauseGenerationRequest(mode=control_pb2.PAUSE_MODE_KEEP, clear_cache=False)
             await stub.PauseGeneration(keep)
             assert own.serving.engine.paused == ("keep", False)
+            await stub.PauseGeneration(control_pb2.PauseGenerationRequest(mode=control_pb2.PAUSE_MODE_KEEP))
+            assert own.serving.engine.paused == ("keep", False)
+            own.serving.engine.paused = None
+            keep.clear_cache = True
+            error = await error_of(stub.PauseGeneration(keep))
+            assert details_of(error)["BadRequest"].field_violations[0].field == "clear_cache"
+            assert own.serving.engine.paused is None
             await stub.PauseGeneration(control_pb2.PauseGenerationRequest())
             assert own.serving.engine.paused == ("abort", True)
             await stub.ResumeGeneration(control_pb2.ResumeGenerationRequest())
@@ -506,6 +519,20 @@ def test_a_slow_reader_that_reads_is_kept(run: Any) -> None:
                     count += 1
                     await asyncio.sleep(0.12 if count % 20 == 0 else 0)  # 1.2 s in all, but no write waits so long
                 assert count == 200
+
+    run(check())
+
+
+def test_without_a_timeout_no_reader_is_let_go(run: Any) -> None:
+    async def check() -> None:
+        async with site(flood, stall_timeout=0) as own:
+            async with own.channel(**{"grpc.max_receive_message_length": -1}) as channel:
+                stream = InferenceServiceStub(channel).StreamGenerate(ask())
+                await own.serving.started.wait()
+                await asyncio.sleep(0.3)  # blocked by now
+                assert len(await drained(stream)) == 200
+            await own.handled(1)
+            assert [code for _, _, code in own.observer.handled] == ["OK"]
 
     run(check())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -25,6 +26,7 @@ from jaxllm.v1.inference_pb2_grpc import InferenceServiceStub
 from jaxllm_server.auth import Keys
 from jaxllm_server.calls import Call, Chunk
 from jaxllm_server.grpc_server import CONTROL, INFERENCE
+from jaxllm_server.sockets import check_uds
 from tests.grpc_site import (
     NOT_SERVING,
     SERVING,
@@ -133,6 +135,28 @@ def test_a_unix_socket(run: Any, tmp_path: Path) -> None:
                 pass
 
     run(check())
+
+
+def test_only_a_socket_that_nobody_answers_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    check_uds(str(path), "uds")  # nothing there
+    path.write_text("a file of somebody's")
+    check_uds(str(path), "uds")  # to bind there fails by itself
+    assert path.read_text() == "a file of somebody's"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as clients:
+        listener.bind(str(path))
+        listener.listen(0)
+        for _ in range(4):  # the last ones find its backlog full
+            with pytest.raises(errors.UserError, match="another server") as caught:
+                check_uds(str(path), "uds")
+            assert caught.value.parameter == "uds" and path.is_socket()
+            client = clients.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            client.connect_ex(str(path))
+    assert path.is_socket()
+    check_uds(str(path), "uds")
+    assert not path.exists()
 
 
 # TLS.

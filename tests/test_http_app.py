@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from contextlib import contextmanager
@@ -133,6 +134,16 @@ def test_echo_of_text_and_of_ids(server):
     create = server.client.completions.create
     assert create(model="fake", prompt="Hi!", echo=True, max_tokens=1).choices[0].text == "Hi!Once"
     assert create(model="fake", prompt=[1, 2], echo=True, max_tokens=1).choices[0].text == " upon aOnce"
+    answer = create(model="fake", prompt=[[1, 2], [0]], echo=True, max_tokens=1)
+    assert [choice.text for choice in answer.choices] == [" upon aOnce", "OnceOnce"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_of_ids_that_are_none_names_what_the_request_has(server, stream):
+    answer = post(server, prompt=[99], echo=True, stream=stream)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    answer = post(server, prompt=[99], echo=True, stream=stream, model="other")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
 
 
 def test_chat(server):
@@ -321,6 +332,76 @@ def test_request_ids(server):
     for bad in ("a b", "x" * 129, "é".encode(), "a\tb", "a:b", ""):
         answer = server.http.get("/version", headers={"X-Request-Id": bad})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-Id")
+        assert len(answer.headers["x-request-id"]) == 32  # the server's own
+
+
+def lines_of(caplog):
+    lines = [record.getMessage() for record in caplog.records if record.name == "jaxllm.server.http"]
+    caplog.clear()
+    return lines
+
+
+@pytest.mark.parametrize("error", [RequestFailedError("NaN."), RuntimeError("odd")])
+def test_a_failure_is_logged_once_under_both_ids(server, caplog, error):
+    caplog.set_level(logging.INFO)
+    mine = {"X-Request-Id": "mine-1"}
+    for at, status in ((0, 500), (1, 200)):  # as a status, and as an event
+        with failing(server, error, at=at):
+            body = {"prompt": "Hi", "stream": True}
+            url = f"http://127.0.0.1:{server.port}/v1/completions"  # on a connection of its own: the second one ends
+            answer = httpx.post(url, json=body, headers=mine)
+        assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine-1")
+        (line,) = lines_of(caplog)
+        assert server.serving.calls[-1].request_id in line and "(mine-1)" in line
+    with failing(server, error):
+        assert post(server).status_code == 500
+    assert "(" not in lines_of(caplog)[0]
+    with failing(server, OverloadedError("Full.", 1.0)):  # as is every request of a flood
+        assert post(server).status_code == 429
+    assert server.http.post("/v1/completions", json={}, headers=mine).headers["x-request-id"] == "mine-1"
+    assert server.http.get("/nothing", headers=mine).headers["x-request-id"] == "mine-1"
+    assert lines_of(caplog) == []
+
+
+def test_a_clients_id_is_logged_where_requests_are(caplog):
+    caplog.set_level(logging.INFO)
+    serving = FakeServing()
+    with http_server(serving, ServerOptions(enable_log_requests=True)) as port:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        assert httpx.post(url, json={"prompt": "Hi"}, headers={"X-Request-Id": "mine-1"}).status_code == 200
+        assert lines_of(caplog) == [f"request {serving.calls[-1].request_id} is mine-1"]
+        assert httpx.post(url, json={"prompt": "Hi"}).status_code == 200
+        assert lines_of(caplog) == []
+
+
+def test_requests_at_once_are_bounded():
+    serving, observer = FakeServing(), Observer()
+    with http_server(serving, ServerOptions(max_rpcs=2, api_key=("k",)), observer) as port:
+        base = f"http://127.0.0.1:{port}"
+        with httpx.Client(base_url=base, headers={"authorization": "Bearer k"}) as http:
+
+            def is_free():
+                answer = http.post("/tokenize", json={"prompt": "Hi"})
+                if answer.status_code != 429:
+                    return answer.status_code == 200
+                assert answer.json()["error"]["code"] == "QUEUE_FULL" and answer.headers["retry-after"] == "1"
+                return False
+
+            address, key = ("127.0.0.1", port), ["Authorization: Bearer k"]
+            with socket.create_connection(address) as reading, socket.create_connection(address) as answering:
+                reading.sendall(request(b"{}", key)[:-1])  # a body that is not there yet holds a place, too
+                serving.delay = 5.0
+                answering.sendall(request(b'{"prompt":"Hi"}', key))
+                wait_for(lambda: serving.num_live == 1)
+                wait_for(lambda: not is_free())
+                assert observer.handled[-1] == ("http", "/tokenize", 429)
+                assert [http.get(path).status_code for path in ("/health", "/v1/models")] == [200, 200]
+                # Who has no key is told so, and takes nobody's place.
+                assert httpx.post(f"{base}/tokenize", json={"prompt": "Hi"}).status_code == 401
+            wait_for(is_free)  # both clients have gone
+            serving.delay, serving.failure = 0.0, RequestFailedError("x")
+            assert [http.post("/v1/completions", json={"prompt": "Hi"}).status_code for _ in range(4)] == [500] * 4
+            assert is_free()
 
 
 @pytest.mark.parametrize(
@@ -399,6 +480,23 @@ def test_other_content_is_415(server, headers):
 def test_content_type_may_name_utf8(server):
     headers = {"content-type": "Application/JSON; charset=UTF-8"}
     assert server.http.post("/v1/completions", content=b'{"prompt":"a"}', headers=headers).status_code == 200
+
+
+def test_what_takes_long_is_done_beside_the_event_loop(server):
+    for num_ids, num_off_loop in ((1000, 0), (60_000, 1)):
+        server.serving.num_off_loop = 0
+        answer = server.http.post("/v1/completions", json={"prompt": list(range(num_ids))})
+        assert answer.status_code == 200 and server.serving.num_off_loop == num_off_loop
+        assert list(server.serving.calls[-1].prompt) == list(range(num_ids))
+    answer = server.http.post("/v1/completions", content=b"[" * 300_000, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    server.serving.num_off_loop, server.serving.num_tokens = 0, 5000
+    answer = server.http.post("/tokenize", json={"prompt": "Hi", "return_token_strs": True}).json()
+    assert (answer["count"], answer["tokens"], len(answer["token_strs"])) == (5000, list(range(5000)), 5000)
+    assert server.serving.num_off_loop == 1
+    server.serving.engine.state = "stopped"  # its threads have ended
+    assert server.http.post("/tokenize", json={"prompt": "Hi"}).status_code == 200
+    assert server.serving.num_off_loop == 1
 
 
 # Golden rows of the errors that a client sees whose engine is not there yet.

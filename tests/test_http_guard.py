@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from jaxllm.errors import UserError
 from jaxllm_server.auth import Keys
 from jaxllm_server.errors import AdminRequiredError, AuthError
+from jaxllm_server.http_protocol import protocol_of
 from jaxllm_server.options import ServerOptions
 from tests.fake_serving import FakeServing, http_server, raw_exchange
 
@@ -309,6 +314,32 @@ def test_answers_that_nobody_reads_do_not_hold_the_connection():
             while piece := connection.recv(1 << 20):
                 num_bytes += len(piece)
     assert 0 < num_bytes < 31_000_000
+
+
+@pytest.mark.parametrize("error", [None, ConnectionResetError()])
+def test_no_timer_outlives_its_connection(error):
+    """One would hold the connection's transport for as long as a client may stall."""
+    timers = []
+
+    class Loop(asyncio.SelectorEventLoop):
+        def call_later(self, delay, callback, *arguments, **options):
+            timers.append(super().call_later(delay, callback, *arguments, **options))
+            return timers[-1]
+
+    loop, transport = Loop(), Mock(asyncio.Transport)
+    transport.is_closing.return_value = False
+    transport.get_extra_info.return_value = None
+    config = uvicorn.Config(lambda *_: None, log_config=None, lifespan="off", ws="none")
+    config.load()
+    connection = protocol_of(ServerOptions(stall_timeout=30))(config, ServerState(), {}, loop)
+    connection.connection_made(transport)
+    assert len(timers) == 1  # for the head
+    connection.pause_writing()
+    connection.send_400_response("")
+    assert len(timers) == 3 and not all(timer.cancelled() for timer in timers)
+    connection.connection_lost(error)
+    assert [timer.cancelled() for timer in timers] == [True] * 3
+    loop.close()
 
 
 def test_a_flood_of_pipelined_requests_is_cut_off(bounded):

@@ -11,7 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PURE = {"scheduler", "state", "blocks", "batch"}
 WHOLE = ("embedded", "client", "v1")  # packages that are one row
-MAPPINGS = {"grpc_messages", "grpc_replies", "openai_messages", "openai_completions", "openai_chat", "openai_tokens"}
+MAPPINGS = {
+    *("calls", "chat_checks", "grpc_messages", "grpc_replies"),
+    *("openai_messages", "openai_completions", "openai_chat", "openai_tokens"),
+}
 IMPURE = {"jax", "time", "random", "threading", "asyncio", "logging"}
 
 

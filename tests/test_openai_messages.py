@@ -13,6 +13,7 @@ from jaxllm.errors import OverloadedError, RequestFailedError, UnsupportedError,
 from jaxllm.types import Logprob, SamplingParams
 from jaxllm_server import strict_json
 from jaxllm_server.calls import Chunk, Part, PromptInfo, Usage
+from jaxllm_server.chat_checks import check_template_kwargs, check_tools
 from jaxllm_server.openai_chat import ChatReply
 from jaxllm_server.openai_completions import CompletionReply
 from jaxllm_server.openai_messages import SAMPLING, error_body_of
@@ -83,6 +84,20 @@ def test_ids_of_several_prompts_differ_and_one_prompt_keeps_its_own():
     assert [call.request_id for call in completion(prompt=["a", "b"]).calls] == ["r1-0", "r1-1"]
 
 
+def test_ids_of_several_prompts_are_as_valid_as_the_id_they_are_made_of():
+    most = OPTIONS.max_request_id_chars
+    made = [
+        call.request_id or ""
+        for own in ("a" * (most - 1) + "b", "a" * (most - 1) + "c")
+        for call in completion(prompt=["x"] * 128, request_id=own).calls
+    ]
+    assert len(set(made)) == 256  # also where two ids differ in what is cut off
+    assert {len(request_id) <= most and request_id.startswith("aaa") for request_id in made} == {True}
+    assert all(character.isalnum() or character in "._-" for character in "".join(made))
+    too_long = completion(prompt=["x", "y"], request_id="a" * (most + 1)).calls
+    assert all(len(call.request_id or "") > most for call in too_long)  # to be refused
+
+
 def test_default_length_is_openais_where_the_client_gives_none():
     assert completion(max_tokens=None).calls[0].default_max_tokens == 16
     assert "max_tokens" not in completion(max_tokens=None).calls[0].sampling
@@ -129,7 +144,8 @@ def test_what_is_not_built_is_refused_by_name(field, value):
 )
 def test_what_asks_for_nothing_is_accepted(body):
     sampling = completion(**body).calls[0].sampling
-    assert sampling.keys() <= {"n"}
+    assert sampling.keys() <= {"n", "bad_words"}
+    assert SamplingParams(**sampling) == SamplingParams(n=sampling.get("n", 1))
 
 
 def test_unknown_fields_are_refused_with_the_nearest_name():
@@ -268,21 +284,14 @@ def test_reasoning_of_earlier_messages_goes_by_either_name():
 @pytest.mark.parametrize(
     ("body", "parameter", "kind"),
     [
+        ({"tools": {}}, "tools", UserError),
         ({"tools": []}, "tools", UserError),
-        ({"tools": [{"type": "function"}]}, "tools", UserError),
-        ({"tools": TOOLS * 129}, "tools", UserError),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", UnsupportedError),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", UnsupportedError),
         ({"tools": TOOLS, "tool_choice": 3}, "tool_choice", UserError),
         ({"tool_choice": "auto"}, "tool_choice", UserError),
         ({"chat_template": "{{ x }}"}, "chat_template", UserError),
         ({"chat_template": ""}, "chat_template", UserError),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", UserError),
-        ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs", UserError),
-        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs", UserError),
-        ({"chat_template_kwargs": {"a": "x" * 2000}}, "chat_template_kwargs", UserError),
-        ({"chat_template_kwargs": {"__class__": 1}}, "chat_template_kwargs", UserError),
-        ({"chat_template_kwargs": {f"a{i}": 1 for i in range(40)}}, "chat_template_kwargs", UserError),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", UserError),
         ({"reasoning_effort": "huge"}, "reasoning_effort", UserError),
         ({"top_logprobs": 2}, "top_logprobs", UserError),
@@ -299,6 +308,41 @@ def test_chat_refuses(body, parameter, kind):
     with pytest.raises(kind) as caught:
         chat(**body)
     assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        *(TOOLS * 4, [3], [{}], [{"type": "function"}], [{"type": "web", "function": {"name": "a"}}]),
+        *([{"type": "function", "function": own}] for own in ({}, "add", {"name": ""}, {"name": 3})),
+    ],
+)
+def test_tools_that_no_request_may_bring(tools):
+    with pytest.raises(UserError) as caught:
+        check_tools(tools, 3)
+    assert caught.value.parameter == "tools"
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        *({"tokenize": True}, {"messages": "x"}, {"a": [1]}, {"a": {}}, {"a": "x" * 1025}, {"__class__": 1}),
+        *({"a b": 1}, {"": 1}, {"a" * 65: 1}, {f"a{i}": 1 for i in range(33)}),
+    ],
+)
+def test_template_variables_that_no_request_may_bring(kwargs):
+    with pytest.raises(UserError) as caught:
+        check_template_kwargs(kwargs)
+    assert caught.value.parameter == "chat_template_kwargs" and len(str(caught.value)) < 200
+
+
+def test_what_a_conversation_may_bring_along():
+    check_tools(None, 3)
+    check_tools([], 3)
+    check_tools(TOOLS * 3, 3)
+    check_template_kwargs({})
+    check_template_kwargs({"a": 1, "b": 0.5, "enable_thinking": False, "c": None, "d": "x" * 1024})
+    check_template_kwargs({f"a{i}": 1 for i in range(32)})
 
 
 def test_chat_lengths_and_logprobs():
@@ -389,15 +433,15 @@ def test_several_outputs_each_have_their_role():
 
 
 def test_tokenize_and_detokenize():
-    call, wants_texts = tokenize_call_of({"prompt": "a", "return_token_strs": True}, OPTIONS)
+    call, wants_texts = tokenize_call_of({"prompt": "a", "return_token_strs": True})
     assert (call.prompt, call.add_special_tokens, wants_texts) == ("a", None, True)
-    call, _ = tokenize_call_of({"messages": MESSAGES, "add_generation_prompt": False, "model": "m"}, OPTIONS)
+    call, _ = tokenize_call_of({"messages": MESSAGES, "add_generation_prompt": False, "model": "m"})
     assert (call.messages, call.add_generation_prompt, call.model) == (MESSAGES, False, "m")
     assert detokenize_request_of({"tokens": [1, 2]}) == ("", [1, 2])
     assert detokenize_request_of({"tokens": []}) == ("", [])
     for body in ({}, {"prompt": 3}, {"prompt": "a", "temperature": 1}, {"messages": []}):
         with pytest.raises(UserError):
-            tokenize_call_of(body, OPTIONS)
+            tokenize_call_of(body)
     for tokens in (None, "a", [1, True], [1.0]):
         with pytest.raises(UserError):
             detokenize_request_of({"tokens": tokens})
@@ -433,19 +477,21 @@ def test_events_are_strict_json_on_one_ascii_line():
         *(b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", b'{"a":' + b"[" * 100_000, b'{"a":' * 100_000),
     ],
 )
-def test_json_that_is_refused(raw):
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_json_that_is_refused(raw, in_thread):
     with pytest.raises(UserError) as caught:
-        strict_json.read(raw, 64)
+        strict_json.read(raw, 64, in_thread=in_thread)
     assert len(str(caught.value)) < 200
 
 
-def test_json_that_is_read():
-    assert strict_json.read(b' {"a": "\\ud83d\\ude00", "b": [1, -0.0, 1e-400]} ', 64) == {
-        "a": "😀",
-        "b": [1, -0.0, 0.0],
-    }
-    strict_json.read(b'{"a":' + b"[" * 63 + b"]" * 63 + b"}", 64)
-    strict_json.read(b'{"a":"' + b"[" * 1000 + b'\\"{"}', 64)  # brackets in a text are none
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_json_that_is_read(in_thread):
+    def read(raw):
+        return strict_json.read(raw, 64, in_thread=in_thread)
+
+    assert read(b' {"a": "\\ud83d\\ude00", "b": [1, -0.0, 1e-400]} ') == {"a": "😀", "b": [1, -0.0, 0.0]}
+    read(b'{"a":' + b"[" * 63 + b"]" * 63 + b"}")
+    read(b'{"a":"' + b"[" * 1000 + b'\\"{"}')  # brackets in a text are none
 
 
 @settings(max_examples=100, deadline=None)
@@ -463,8 +509,9 @@ def test_depth_is_that_of_a_plain_walk(value, most):
 
     document = {"a": value}
     raw = json.dumps(document).encode()
-    if depth(document) <= most:
-        assert strict_json.read(raw, most) == document
-    else:
-        with pytest.raises(UserError, match="levels"):
-            strict_json.read(raw, most)
+    for in_thread in (False, True):
+        if depth(document) <= most:
+            assert strict_json.read(raw, most, in_thread=in_thread) == document
+        else:
+            with pytest.raises(UserError, match="levels"):
+                strict_json.read(raw, most, in_thread=in_thread)

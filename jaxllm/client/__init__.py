@@ -12,7 +12,7 @@ try:
     import google.rpc.status_pb2  # noqa: F401
     import grpc_health.v1.health_pb2_grpc  # noqa: F401  # needs grpc and protobuf, as everything here does
 except ModuleNotFoundError as error:
-    raise ImportError(f"The client needs {error.name}: pip install 'jaxllm[client]'", name=error.name) from error
+    raise ImportError(f"The client needs {error.name}: pip install 'jaxllm[client]'", name=error.name) from None
 
 from jaxllm.client.asynchronous import AsyncClient, AsyncStream
 from jaxllm.client.blocking import Client, Stream

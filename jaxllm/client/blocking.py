@@ -111,7 +111,7 @@ class Client(Endpoint):
         request = requests.abort_request(request_ids)
         return self._call(self._control.Abort, request, results.read_nothing, timeout)
 
-    def pause(self, mode: str = "abort", *, clear_cache: bool = True, timeout: float | None = None) -> None:
+    def pause(self, mode: str = "abort", *, clear_cache: bool | None = None, timeout: float | None = None) -> None:
         """Stop generating; running requests end ("abort"), finish first ("wait") or stay for `resume` ("keep")."""
         request = requests.pause_request(mode, clear_cache)
         return self._call(self._control.PauseGeneration, request, results.read_nothing, timeout)

@@ -124,6 +124,7 @@ _CHAT_FIELDS = {
 }
 _KEYWORDS = {field: name for name, field in {**_GENERATE_FIELDS, **_STREAM_FIELDS, **_CHAT_FIELDS}.items()}
 
+_NEVER_EMPTY = ("allowed_token_ids", "logprob_token_ids", "request_id", "cache_salt")  # on the wire, empty is not given
 _TOOL_CHOICES = {"none": types_pb2.TOOL_CHOICE_NONE, "auto": types_pb2.TOOL_CHOICE_AUTO}
 _PAUSE_MODES = {
     "abort": control_pb2.PAUSE_MODE_ABORT,
@@ -196,10 +197,11 @@ def abort_request(request_ids: str | Sequence[str]) -> control_pb2.AbortRequest:
     return request
 
 
-def pause_request(mode: str, clear_cache: bool) -> control_pb2.PauseGenerationRequest:
+def pause_request(mode: str, clear_cache: bool | None) -> control_pb2.PauseGenerationRequest:
     """Build the request that stops generating."""
     request = control_pb2.PauseGenerationRequest(mode=_choice("mode", mode, _PAUSE_MODES))
-    _set(request, "clear_cache", "clear_cache", clear_cache)
+    if clear_cache is not None:
+        _set(request, "clear_cache", "clear_cache", clear_cache)
     return request
 
 
@@ -242,6 +244,10 @@ def _set_options(request: Message, options: Mapping[str, Any], fields: Mapping[s
             value = _json(name, list(value) if isinstance(value, Sequence) else value)
         elif name == "tool_choice":
             value = _choice(name, value, _TOOL_CHOICES)
+        elif name == "logprobs" and value is True:
+            value = 1  # as SamplingParams reads it
+        elif name in _NEVER_EMPTY and isinstance(value, Sequence) and not value:
+            raise UserError(f"{name} must not be empty.", name, value)
         if name == "structured_outputs":
             _set_structure(request, value)
         else:
@@ -357,7 +363,12 @@ def _fits(field: Any, value: Any) -> bool:
     """Whether `value` is of the kind that `field` is; protobuf itself takes True as 1 and bytes as text."""
     if field.message_type is not None:
         is_mapping = field.is_repeated or field.message_type is Struct.DESCRIPTOR
-        return isinstance(value, Mapping) if is_mapping else not isinstance(value, bool)
+        if not is_mapping:
+            return not isinstance(value, bool)
+        if not isinstance(value, Mapping) or field.message_type is Struct.DESCRIPTOR:
+            return isinstance(value, Mapping)
+        parts = [field.message_type.fields_by_name[part] for part in ("key", "value")]
+        return all(_is_scalar(part, own) for item in value.items() for part, own in zip(parts, item, strict=True))
     if field.is_repeated:
         return not isinstance(value, str | bytes | Mapping) and all(_is_scalar(field, item) for item in value)
     return _is_scalar(field, value)

@@ -11,7 +11,6 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb
 from jaxllm_server.errors import AdminRequiredError, AuthError
 from jaxllm_server.grpc_errors import Failure, failure_of
 from jaxllm_server.grpc_service import REQUEST_ID, ControlService, InferenceService
+from jaxllm_server.sockets import check_uds
 
 if TYPE_CHECKING:
     from jaxllm_server.auth import Keys
@@ -138,7 +138,7 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
 def _listen(server: grpc.aio.Server, options: ServerOptions) -> int | None:
     """Bind the socket, with TLS where it was asked for; return the port, None for a Unix socket."""
     if options.grpc_uds is not None:
-        _check_uds(options.grpc_uds)
+        check_uds(options.grpc_uds, "grpc_uds")  # gRPC itself would delete it and take its place
         address, flag = f"unix:{options.grpc_uds}", "grpc_uds"
     else:
         host = f"[{options.host}]" if ":" in options.host else options.host
@@ -151,14 +151,6 @@ def _listen(server: grpc.aio.Server, options: ServerOptions) -> int | None:
     except RuntimeError as error:
         raise UserError(f"gRPC cannot listen on {address}: {_reason(options)}.", flag) from error
     return None if options.grpc_uds is not None else port
-
-
-def _check_uds(path: str) -> None:
-    """Refuse a socket on which somebody listens: gRPC would delete it and take its place."""
-    probe = socket.socket(socket.AF_UNIX)
-    with probe, suppress(OSError):
-        probe.connect(path)
-        raise UserError(f"gRPC cannot listen on {path}: another server does.", "grpc_uds")
 
 
 def _reason(options: ServerOptions) -> str:

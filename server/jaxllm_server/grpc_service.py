@@ -33,13 +33,11 @@ from jaxllm_server import grpc_messages, grpc_replies
 
 if TYPE_CHECKING:
     from jaxllm.async_engine import PauseMode
-    from jaxllm.tokenizer import Tokenizer
     from jaxllm_server.calls import Call, Chunk
     from jaxllm_server.serving import Serving
 
 REQUEST_ID = "x-request-id"
 _LEAST_REMAINING = 0.001  # seconds before its deadline at which a call can still be answered
-_HINT_CHARS = 96  # of a proposed id, with room for what makes it unique
 _MAX_METADATA_CHARS = 256
 _NO_ADAPTERS = "This server has no adapters: jaxllm cannot load any yet."
 _API_REVISION = 1  # counts the additions to jaxllm.v1
@@ -128,7 +126,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             eos_token_ids=sorted(engine.engine.eos_ids),
             default_sampling=grpc_replies.default_sampling_of(params),
             default_stop=grpc_replies.default_stop_of(params, engine.engine.generation_config.get("max_new_tokens")),
-            has_chat=options.chat_template is not None or _has_template(engine.tokenizer),
+            has_chat=options.chat_template is not None or engine.tokenizer.has_chat_template,
             has_tool_calls=options.tool_call_parser is not None,
             has_reasoning=options.reasoning_parser is not None,
         )
@@ -158,7 +156,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 async for chunk in chunks:
                     yield chunk
         except RequestIdInUseError:
-            unique = f"{(call.request_id or '')[:_HINT_CHARS]}-{uuid4().hex[:8]}"
+            ending = f"-{uuid4().hex[:8]}"
+            room = max(0, self._serving.options.max_request_id_chars - len(ending))
+            unique = f"{(call.request_id or '')[:room]}{ending}"
             async with aclosing(self._serving.generate(replace(call, request_id=unique))) as chunks:
                 async for chunk in chunks:
                     yield chunk
@@ -237,8 +237,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         """Stop generating."""
         if request.mode not in _PAUSE_MODES:
             raise UserError(f"mode {request.mode} is not known.", "mode")
-        clear = request.clear_cache if request.HasField("clear_cache") else True
-        await self._serving.engine.pause(_PAUSE_MODES[request.mode], clear)
+        mode = _PAUSE_MODES[request.mode]
+        if mode == "keep" and request.clear_cache:
+            raise UserError("requests that are kept need the cache: leave clear_cache out or false.", "clear_cache")
+        clear = request.clear_cache if request.HasField("clear_cache") else mode != "keep"
+        await self._serving.engine.pause(mode, clear)
         return control_pb2.PauseGenerationResponse()
 
     async def ResumeGeneration(
@@ -277,7 +280,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
 
 class Writer:
-    """Writes the messages of one stream, and gives up on a client that does not read for `stall_timeout` seconds.
+    """Writes a stream's messages; gives up on a client that does not read for `stall_timeout` seconds (0: never).
 
     Flow control alone bounds nothing: a client that never read took 4 MiB before a write blocked (measured). One timer
     for the stream, which looks at the write that is under way: a timeout around each write costs 7 microseconds.
@@ -289,16 +292,19 @@ class Writer:
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # when the write under way began
         self._is_stalled = False
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Writer:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._timer = self._loop.call_later(self._stall_timeout, self._look)
+        if self._stall_timeout > 0:
+            self._timer = self._loop.call_later(self._stall_timeout, self._look)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def write(self, message: Message) -> None:
         """Send a message; raise SlowConsumerError where it does not leave in time."""
@@ -320,15 +326,6 @@ class Writer:
         else:
             self._is_stalled = True
             self._task.cancel()
-
-
-def _has_template(tokenizer: Tokenizer) -> bool:
-    """Whether a conversation can be sent to a model: whether its own template writes one."""
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
-    except UserError:
-        return False
-    return True
 
 
 def _metadata(context: grpc.aio.ServicerContext, key: str) -> str:

@@ -8,16 +8,15 @@ client that reads nothing has gone.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Scope, Send
 
-from jaxllm.errors import EngineError, UserError
-from jaxllm_server.http_errors import ClientGone
+from jaxllm.errors import UserError
+from jaxllm_server.http_errors import ClientGone, log_failure
 from jaxllm_server.http_protocol import transport_of
 from jaxllm_server.openai_messages import Reply, error_body_of
 from jaxllm_server.serving import merge
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
     from jaxllm_server.tracing import Tracer
 
-_log = logging.getLogger("jaxllm.server.http")
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -44,6 +42,8 @@ class Answer:
     tracer: Tracer
     reply: Reply
     head: Mapping[str, Any]  # fields that begin the answer and every event of it
+    name: str  # of the request in the log
+    prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is told: the calls are valid
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send; what fails before the first byte is raised."""
@@ -68,6 +68,8 @@ class Answer:
         async with aclosing(self._chunks()) as items:
             async for number, chunk in items:
                 chunks[number] = chunk
+        if self.prepare is not None:
+            await self.prepare()
         tail = self.reply.response([chunks[number] for number in sorted(chunks)])
         await send_json(send, {"object": self.reply.object, **self.head, **tail})
 
@@ -75,6 +77,8 @@ class Answer:
         reply, writer = self.reply, EventWriter({"object": self.reply.chunk_object, **self.head})
         async with aclosing(self._chunks()) as items:
             first = await anext(items)
+            if self.prepare is not None:
+                await self.prepare()
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
             is_whole = True
             try:
@@ -85,8 +89,7 @@ class Answer:
                 ending = [] if last is None else [writer.event(last)]
             except Exception as error:  # too late for a status
                 is_whole = False
-                if not isinstance(error, UserError | EngineError):
-                    _log.exception("request %s failed while it was streamed", reply.request_id)
+                log_failure(self.name, error)
                 ending = [event(error_body_of(error))]
             await send({"type": "http.response.body", "body": b"".join([*ending, DONE])})
         if not is_whole and (transport := transport_of(scope)) is not None:
@@ -96,8 +99,7 @@ class Answer:
         """Yield the chunks of all calls as they come, each with its call's number."""
         iterators = [self.serving.generate(call) for call in self.reply.calls]
         if len(iterators) > 1:
-            merged: AsyncIterator[tuple[int, Chunk]] = merge(iterators)
-            async with aclosing(merged):  # pyright: ignore[reportArgumentType] - it is an async generator
+            async with aclosing(merge(iterators)) as merged:
                 async for item in merged:
                     yield item
             return

@@ -1,20 +1,23 @@
 """How a failure is told over HTTP: status, headers and a body in OpenAI's form.
 
-What the engine and `Serving` raise has its row in `errors.py`; what only HTTP knows is a `Refusal`. Knows no server.
+What the engine and `Serving` raise has its row in `errors.py`; what only HTTP knows is a `Refusal`. What the server is
+to blame for goes to the log as well. Knows no server.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
 
-from jaxllm.errors import OverloadedError
+from jaxllm.errors import EngineError, OverloadedError
 from jaxllm_server.errors import row_of
 from jaxllm_server.openai_messages import error_body, error_body_of
 from jaxllm_server.sse import dumps
 
+_log = logging.getLogger("jaxllm.server.http")
 Headers = list[tuple[bytes, bytes]]
 
 UNAVAILABLE_RETRY_SECONDS = 1  # until another replica, or this one once it is loaded, may answer
@@ -70,6 +73,16 @@ def answer_of(error: BaseException) -> tuple[int, Headers, bytes]:
     if isinstance(error, HTTPException):
         headers += _encoded(error.headers or {})
     return status, headers + _retry_headers(error, status), content
+
+
+def log_failure(request_name: str, error: BaseException) -> None:
+    """Write down what the client is not told; a request that is wrong, or one too many, is no event of the server's."""
+    if status_of(error) < 500:
+        return
+    if isinstance(error, EngineError):
+        _log.warning("request %s failed: %s", request_name, error)
+    else:
+        _log.error("request %s failed", request_name, exc_info=error)
 
 
 def _routing_body(status: int) -> dict[str, dict[str, object]]:

@@ -1,17 +1,20 @@
-"""Who and what may reach the routes: size of the head, Host, Origin, API key, declared size of the body.
+"""Who and what may reach the routes: size of the head, Host, Origin, API key, declared size of the body, how many.
 
-An ASGI middleware that raises `Refusal` or `AuthError`; answering them is `http_app`'s business. It decides on the raw
-path, on which no decoding, host name or case can play tricks (vLLM CVE-2026-48746).
+An ASGI middleware that raises `Refusal` or `AuthError`, and a gate; answering them is `http_app`'s business. It decides
+on the raw path, on which no decoding, host name or case can play tricks (vLLM CVE-2026-48746).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxllm.errors import OverloadedError
 from jaxllm_server.auth import Keys
 from jaxllm_server.errors import AuthError
 from jaxllm_server.http_errors import Headers, Refusal
@@ -82,6 +85,25 @@ class Guard:
     def _is_allowed(self, origin: bytes) -> bool:
         allowed = self._options.allowed_origins
         return "*" in allowed or origin.decode("latin-1") in allowed
+
+
+class Gate:
+    """Lets so many requests in at once; what their bodies hold is memory, and it is not in the engine's queue yet."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._num_requests = 0
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Hold a place while the body runs; an OverloadedError where there is none."""
+        if self._num_requests >= self._max_requests:
+            raise OverloadedError(f"The server is answering {self._max_requests} requests already.", retry_after=1.0)
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
 
 
 def request_id_of(scope: Scope, options: ServerOptions) -> str | None:

@@ -42,6 +42,7 @@ class BoundedProtocol(HttpToolsProtocol):
     stall_seconds: float | None  # for the client to read what is in the way of more
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
+    _aborting: asyncio.TimerHandle | None = None
     _is_in_head = True
     _num_bytes = 0  # of the message that is being received, roughly: the next one may begin in the same segment
 
@@ -53,6 +54,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._cancel_late()
+        for timer in (self._stalled, self._aborting):  # each holds the connection
+            if timer is not None:
+                timer.cancel()
+        self._stalled = self._aborting = None
         super().connection_lost(exc)  # resumes writing, so that an app that waits goes on
 
     def data_received(self, data: bytes) -> None:
@@ -132,8 +137,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _abort_later(self) -> None:
         """Cut the connection off: asyncio closes once all is sent, which a client that does not read puts off."""
-        if self.stall_seconds is not None:
-            self.loop.call_later(self.stall_seconds, self.transport.abort)
+        if self.stall_seconds is not None and self._aborting is None:
+            self._aborting = self.loop.call_later(self.stall_seconds, self.transport.abort)
 
     def _expect_head(self) -> None:
         if self._late is None and self.head_seconds is not None:

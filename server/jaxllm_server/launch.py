@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import socket
-import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from jaxllm.async_engine import AsyncLLM
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm_server.options import ServerOptions
+from jaxllm_server.sockets import check_uds
 
 if TYPE_CHECKING:
     import uvicorn
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm.server")
 WATCH_SECONDS = 0.2  # between two looks at the engine's state
+CLOSE_SECONDS = 3.0  # that the step which is running may take when the process ends
 FAREWELL_SECONDS = 1.0  # for the last errors to reach their clients before the process ends
 SECOND_SIGNAL = 130  # exit code, a shell's for ^C
 
@@ -48,6 +49,7 @@ def serve(config: EngineConfig, options: ServerOptions, progress: bool = False) 
     except ImportError as error:
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # tells of every back end that is not there
     return uvloop.run(Server(config, options, progress).run())
 
 
@@ -89,21 +91,28 @@ class Server:
             loading = asyncio.ensure_future(self.engine.start())
             watching.append(asyncio.ensure_future(self._watch()))
             signalled = asyncio.ensure_future(self._signalled.wait())
-            await asyncio.wait([loading, signalled], return_when=asyncio.FIRST_COMPLETED)
+            ends = [signalled, *([self._http_task] if self._http_task else [])]
+            await asyncio.wait([loading, *ends], return_when=asyncio.FIRST_COMPLETED)
+            self._check_http()
             if not loading.done():
                 return 0  # nobody is being served yet
             loading.result()  # what is wrong with the model
             _log.info("ready after %.1f s", time.monotonic() - began)
             watching.append(asyncio.ensure_future(self._log_stats()))
             died = asyncio.ensure_future(self.engine.wait_dead())
-            await asyncio.wait([signalled, died], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([died, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if signalled.done() and not died.done():
+                await self._drain()
             if died.done():
                 _log.error("the engine has died: %s", died.result(), exc_info=died.result())
-                await self._close(FAREWELL_SECONDS)
-                return 1
-            died.cancel()
-            await self._drain()
-            return 0
+                if self.grpc is not None:
+                    await self.grpc.set_state("dead")
+                await asyncio.sleep(FAREWELL_SECONDS)  # for calls and probes that come now to be told why
+            else:
+                died.cancel()
+            await self._close(FAREWELL_SECONDS)
+            self._check_http()
+            return 1 if died.done() and not died.cancelled() else 0
         finally:
             for task in watching:
                 task.cancel()
@@ -142,25 +151,29 @@ class Server:
         options = self.options
         listener = _listen(options)
         self.http_port = None if options.uds else listener.getsockname()[1]
-        self.http = QuietServer(
-            uvicorn.Config(
-                make_app(self.serving, options, self.observer, self.tracer),
-                http=protocol_of(options),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=False,
-                backlog=2048,
-                timeout_graceful_shutdown=1,
-                root_path=options.root_path,
-                ssl_keyfile=options.ssl_keyfile,
-                ssl_certfile=options.ssl_certfile,
-                ssl_ca_certs=options.ssl_ca_certs,
-                ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_client_auth else ssl.CERT_NONE,
-            )
+        config = uvicorn.Config(
+            make_app(self.serving, options, self.observer, self.tracer),
+            http=protocol_of(options),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            backlog=2048,
+            timeout_graceful_shutdown=1,
+            root_path=options.root_path,
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
+            ssl_ca_certs=options.ssl_ca_certs,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_client_auth else ssl.CERT_NONE,
         )
+        try:
+            config.load()
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            listener.close()
+            raise UserError(f"ssl_certfile and ssl_keyfile cannot be used: {error}", "ssl_certfile") from error
+        self.http = QuietServer(config)
         self._http_task = asyncio.ensure_future(self.http.serve(sockets=[listener]))
 
     def _handle_signals(self) -> None:
@@ -170,8 +183,13 @@ class Server:
 
     def _on_signal(self, number: int) -> None:
         if self._signalled.is_set():
+            _log.warning("second signal: ending at once, %d requests are cut off", self.engine.num_live)
             os._exit(SECOND_SIGNAL)
-        _log.info("%s: draining for up to %g s", signal.Signals(number).name, self.options.shutdown_timeout)
+        name, state = signal.Signals(number).name, self.engine.state
+        what = (
+            f"draining for up to {self.options.shutdown_timeout:g} s" if state == "serving" else f"ending while {state}"
+        )
+        _log.info("%s: %s", name, what)
         self._signalled.set()
 
     async def _watch(self) -> None:
@@ -197,8 +215,13 @@ class Server:
             await self.grpc.set_state("draining")
         await asyncio.sleep(self.options.drain_delay)
         is_through = await self.engine.drain(self.options.shutdown_timeout)
-        _log.info("all requests are through" if is_through else "time is over: the remaining requests were failed")
-        await self._close(FAREWELL_SECONDS)
+        if self.engine.state != "dead":
+            _log.info("all requests are through" if is_through else "time is over: the remaining requests were failed")
+
+    def _check_http(self) -> None:
+        """Raise what ended the HTTP front end, if it ended by itself."""
+        if self._http_task is not None and self._http_task.done():
+            self._http_task.result()
 
     async def _close(self, grace: float) -> None:
         """Close the front ends, which have `grace` seconds to send what they hold, then the engine."""
@@ -209,17 +232,18 @@ class Server:
         if self._http_task is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace + 2.0):
-                    await self._http_task
+                    await asyncio.wait([self._http_task])
+        if self.options.uds is not None:
+            Path(self.options.uds).unlink(missing_ok=True)
         await asyncio.to_thread(self.tracer.close)
-        await self.engine.close()
+        if not await self.engine.close(CLOSE_SECONDS):
+            _log.warning("the engine's thread has not ended: a step hangs")
 
 
 def _listen(options: ServerOptions) -> socket.socket:
     """Open the socket of the HTTP front end."""
     if options.uds is not None:
-        path = Path(options.uds)
-        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-            path.unlink()  # left over by a process that was killed
+        check_uds(options.uds, "uds")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         address: Any = options.uds
     else:

@@ -57,18 +57,6 @@ _FIELDS = (
     | {"max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls", "include_reasoning"}
 )
 _REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_MAX_TEMPLATE_KWARGS = 32
-_MAX_TEMPLATE_KWARG_CHARS = 1024
-# Variables of a template that the request's own fields decide, and arguments of transformers' and vLLM's functions,
-# with which a client once changed how the rendered text was tokenized (vLLM CVE-2025-62426).
-_RESERVED_KWARGS = frozenset(
-    (
-        *("messages", "conversation", "tools", "documents", "chat_template", "template"),
-        *("add_generation_prompt", "continue_final_message", "add_special_tokens", "tokenize", "tokenizer"),
-        *("truncation", "padding", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
-        *("return_assistant_tokens_mask", "chat_template_content_format", "skip_special_tokens", "variables"),
-    )
-)
 
 
 class ChatReply:
@@ -100,7 +88,7 @@ class ChatReply:
         self.request_id = request_id if own_id is None else own_id
         self._role = options.response_role
         self._takes_one_call = flag(fields, "parallel_tool_calls", True) is False
-        conversation = conversation_of(fields, options)
+        conversation = conversation_of(fields)
         self.calls: Sequence[Call] = [
             Call(
                 **conversation,
@@ -205,8 +193,8 @@ class ChatReply:
         return [call for call in part.tool_calls if call.index == 0] if self._takes_one_call else part.tool_calls
 
 
-def conversation_of(fields: Body, options: ServerOptions) -> dict[str, Any]:
-    """Return the fields of `Call` that make the prompt of a chat."""
+def conversation_of(fields: Body) -> dict[str, Any]:
+    """Return the fields of `Call` that make the prompt of a chat; tools and template variables are checked later."""
     if "chat_template" in fields:
         raise UserError(
             "chat_template is not taken from requests: start the server with --chat-template.", "chat_template"
@@ -214,7 +202,7 @@ def conversation_of(fields: Body, options: ServerOptions) -> dict[str, Any]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise UserError("messages must be a list of at least one message.", "messages")
-    kwargs = _template_kwargs(mapping(fields, "chat_template_kwargs") or {})
+    kwargs = dict(mapping(fields, "chat_template_kwargs") or {})
     effort = text(fields, "reasoning_effort")
     if effort is not None:
         if effort not in _REASONING_EFFORTS:
@@ -222,7 +210,7 @@ def conversation_of(fields: Body, options: ServerOptions) -> dict[str, Any]:
         kwargs["reasoning_effort"] = effort  # what it does is the template's business
     return {
         "messages": [_message_in(message, index) for index, message in enumerate(messages)],
-        "tools": _tools(fields.get("tools"), options),
+        "tools": _tools(fields.get("tools")),
         "template_kwargs": kwargs,
         "add_generation_prompt": flag(fields, "add_generation_prompt", True),
         "continue_final_message": flag(fields, "continue_final_message", False),
@@ -242,17 +230,9 @@ def _message_in(message: Any, index: int) -> Mapping[str, Any]:
     return {**renamed, "reasoning_content": reasoning}
 
 
-def _tools(tools: Any, options: ServerOptions) -> list[Mapping[str, Any]] | None:
-    if tools is None:
-        return None
-    if not isinstance(tools, list) or not tools:
+def _tools(tools: Any) -> list[Any] | None:
+    if tools is not None and not (isinstance(tools, list) and tools):
         raise UserError("tools must be a list of at least one tool; leave it out where there are none.", "tools")
-    if len(tools) > options.max_tools:
-        raise UserError(f"tools may hold at most {options.max_tools} tools, got {len(tools)}.", "tools")
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise UserError(f'tools[{index}] must be {{"type": "function", "function": {{"name": …}}}}.', "tools")
     return tools
 
 
@@ -267,21 +247,6 @@ def _tool_choice(choice: Any, has_tools: bool) -> Literal["none", "auto"] | None
     if not has_tools:
         raise UserError("tool_choice=auto needs tools.", "tool_choice")
     return "auto"
-
-
-def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Let only plain values reach a template, under names that are nobody else's."""
-    if len(kwargs) > _MAX_TEMPLATE_KWARGS:
-        message = f"chat_template_kwargs may hold at most {_MAX_TEMPLATE_KWARGS} names, got {len(kwargs)}."
-        raise UserError(message, "chat_template_kwargs")
-    for name, value in kwargs.items():
-        if not name.isidentifier() or name.startswith("_") or len(name) > 64 or name in _RESERVED_KWARGS:
-            raise UserError(f"chat_template_kwargs may not set {name[:64]!r}.", "chat_template_kwargs")
-        is_long = isinstance(value, str) and len(value) > _MAX_TEMPLATE_KWARG_CHARS
-        if is_long or not isinstance(value, str | int | float | bool | None):
-            message = f"chat_template_kwargs: {name} must be a number, true, false, null or a short text."
-            raise UserError(message, "chat_template_kwargs")
-    return dict(kwargs)
 
 
 def _num_logprobs(fields: Body) -> Any:

@@ -6,6 +6,7 @@ Pure functions of their arguments. Knows no HTTP and no engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2s
 from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
@@ -49,22 +50,22 @@ class CompletionReply:
         sampling = sampling_of(fields)
         if "logprobs" in fields:
             sampling["logprobs"] = fields["logprobs"]
-        self.names: Mapping[str, str] = {}
+        self.names: Mapping[str, str] = {"tokens": "prompt"}  # as the ids are called that `echo` has turned into text
         self.form = form_of(fields, options, fields.get("logprobs"))
         self.echo_of = prompts if flag(fields, "echo", False) else []  # what `prompt_texts` is needed for
-        self.prompt_texts: list[str] = []  # set by who can turn ids into text
+        self.prompt_texts: list[str] = []  # set by who can turn ids into text, before the first chunk is told
         _check_together(fields, bool(self.echo_of))
         self._num_outputs = _num_outputs(fields, len(prompts), options)
         own_id = text(fields, "request_id")
         self.request_id = request_id if own_id is None else own_id
         shared = shared_call_fields(fields)
-        is_one = len(prompts) == 1
+        most = options.max_request_id_chars
         self.calls: Sequence[Call] = [
             Call(
                 prompt=prompt,
                 sampling=sampling,
                 default_max_tokens=DEFAULT_MAX_TOKENS,
-                request_id=self.request_id if is_one else f"{self.request_id}-{number}",
+                request_id=self.request_id if len(prompts) == 1 else _numbered(self.request_id, number, most),
                 **shared,
             )
             for number, prompt in enumerate(prompts)
@@ -134,6 +135,18 @@ def _prompts(prompt: Any, options: ServerOptions) -> list[str | list[int]]:
     if kinds == {list} and any(set(map(type, ids)) - {int} for ids in prompt):
         raise UserError("prompt must hold token ids only, or strings only.", "prompt")
     return prompt
+
+
+def _numbered(request_id: str, number: int, most: int) -> str:
+    """Return the id of one of a request's calls; where it would be too long, a digest stands for the end of the id.
+
+    An id that is itself too long stays so, to be refused with the others that no request may have.
+    """
+    numbered = f"{request_id}-{number}"
+    if len(numbered) <= most or len(request_id) > most:
+        return numbered
+    ending = f"-{blake2s(request_id.encode(), digest_size=8).hexdigest()}-{number}"
+    return f"{request_id[: max(0, most - len(ending))]}{ending}"
 
 
 def _num_outputs(fields: Body, num_prompts: int, options: ServerOptions) -> int:

@@ -132,10 +132,7 @@ def given(body: Body, known: Collection[str], unbuilt: Mapping[str, tuple[Any, .
 def sampling_of(fields: Body) -> dict[str, Any]:
     """Return what a request says about sampling, unchecked."""
     _check_response_format(fields.get("response_format"))
-    sampling = {name: fields[name] for name in SAMPLING if name in fields}
-    if sampling.get("bad_words") == []:  # vLLM's default
-        del sampling["bad_words"]
-    return sampling
+    return {name: fields[name] for name in SAMPLING if name in fields}
 
 
 def shared_call_fields(fields: Body) -> dict[str, Any]:

@@ -12,18 +12,17 @@ from jaxllm.errors import UserError
 from jaxllm_server.calls import Call
 from jaxllm_server.openai_chat import CONVERSATION, conversation_of
 from jaxllm_server.openai_messages import Body, flag, given, text
-from jaxllm_server.options import ServerOptions
 
 _TEXT_FIELDS = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
 _CHAT_FIELDS = CONVERSATION | {"model", "add_special_tokens", "return_token_strs"}
 
 
-def tokenize_call_of(body: Body, options: ServerOptions) -> tuple[Call, bool]:
+def tokenize_call_of(body: Body) -> tuple[Call, bool]:
     """Return the call whose prompt is to be tokenized, and whether the tokens' texts are wanted too."""
     is_chat = "messages" in body
     fields = given(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS, {})
     if is_chat:
-        prompt: dict[str, Any] = conversation_of(fields, options)
+        prompt: dict[str, Any] = conversation_of(fields)
     else:
         prompt = {"prompt": text(fields, "prompt")}
         if prompt["prompt"] is None:

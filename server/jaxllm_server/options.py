@@ -69,9 +69,9 @@ class ServerOptions:
     # Bounds of all requests together.
     max_queued_requests: int | None = None  # waiting for a slot; default: 4 for each of max_num_seqs
     max_queued_tokens: int | None = None  # of their prompts; default: 16 times max_model_len, at least 65,536
-    max_rpcs: int = 1024  # gRPC calls at once
+    max_rpcs: int = 1024  # calls at once, on each front end
     request_timeout: float = 600.0  # a request that is not through by then fails
-    stall_timeout: float = 30.0  # a stream that is not read for so long is closed
+    stall_timeout: float = 30.0  # a stream that is not read for so long is closed; 0: never
 
     # Its life.
     shutdown_timeout: float = 30.0  # streams may finish for so long once a signal came
@@ -99,6 +99,10 @@ class ServerOptions:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise UserError(f"{name}: there is no file {path}.", name)
+        if self.max_request_id_chars < 40:  # what the server makes up itself has to fit
+            raise UserError("max_request_id_chars must be at least 40.", "max_request_id_chars")
+        if self.hang_timeout <= 0.0:
+            raise UserError("hang_timeout must be positive.", "hang_timeout")
         if any(not key for key in (*self.api_key, *self.admin_api_key)):
             raise UserError("an API key cannot be empty.", "api_key")
 
@@ -106,11 +110,6 @@ class ServerOptions:
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the server over the network."""
         return self.host in LOOPBACK
-
-
-def default_queue(max_num_seqs: int, max_model_len: int) -> tuple[int, int]:
-    """Return how many requests and how many tokens of prompts may wait where nobody said so."""
-    return 4 * max_num_seqs, max(65536, 16 * max_model_len)
 
 
 def _check_type(name: str, value: Any, kind: str) -> None:

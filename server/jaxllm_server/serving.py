@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
 from functools import partial
@@ -17,19 +18,20 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxllm.async_engine import AsyncLLM
-from jaxllm.engine import too_long
-from jaxllm.errors import FeatureDisabledError, NotFoundError, UserError
+from jaxllm.async_engine import LONG_TEXT, AsyncLLM
+from jaxllm.errors import FeatureDisabledError, NotFoundError, UserError, too_long
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.types import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
 from jaxllm_server.calls import Call, Chunk, Finish, Part, PromptInfo, Timing, Usage
+from jaxllm_server.chat_checks import check_template_kwargs, check_tools, with_parsed_arguments
 from jaxllm_server.options import ServerOptions, template_kwargs
 from jaxllm_server.reasoning import REASONING_PARSERS, ReasoningParser, opens_reasoning
 from jaxllm_server.tool_parsers import TOOL_PARSERS, ToolCallDelta, ToolParser
 from jaxllm_server.tracing import REQUEST_SPAN, current_span, request_attributes
 
 Item = TypeVar("Item")
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("jaxllm.server")
+LEFT_OUT = 4  # times the context that a conversation may be, because templates may leave parts of it out
 
 
 class Serving:
@@ -70,10 +72,12 @@ class Serving:
             raise FeatureDisabledError("Adapters are not built into jaxllm yet.", "adapter")
         self._check_text("request_id", call.request_id)
         self._check_text("cache_salt", call.cache_salt)
+        arrival = time.monotonic()
         await self.engine.check_health()
         params = self.params_of(call)
         self._check_splitting(call, params)
-        prompt = await self.prompt_of(call)
+        with self.engine.preparing(params.n):
+            prompt = await self.prompt_of(call, is_cut=params.truncate_prompt_tokens is not None)
         self._check_room(call, params, prompt)
         reader = self._reader(call, params, prompt.get("prompt") or "")
         if reader.shows_markers:
@@ -86,6 +90,7 @@ class Serving:
             priority=call.priority,
             time_limit=call.time_limit,
             timeout=self.options.request_timeout or None,
+            arrival=arrival,
         )
         if self.options.enable_log_requests:
             num_prompt = len(prompt["prompt_token_ids"])
@@ -101,17 +106,26 @@ class Serving:
                     current_span().set(facts, name=REQUEST_SPAN)
                 yield chunk
 
-    async def prompt_of(self, call: Call) -> dict[str, Any]:
-        """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt."""
+    async def prompt_of(self, call: Call, is_cut: bool = False) -> dict[str, Any]:
+        """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt.
+
+        What cannot fit into the context is refused before it is tokenized, unless it is to be cut.
+        """
         tokenizer = self.engine.tokenizer
         salt = {} if call.cache_salt is None else {"cache_salt": call.cache_salt}
         if (call.prompt is None) == (call.messages is None):
             raise UserError("A request has either a prompt or messages.", "prompt")
+        longest = self.engine.max_model_len
         if call.messages is not None:
+            if call.tools is not None:
+                check_tools(call.tools, self.options.max_tools)
+            check_template_kwargs(call.template_kwargs)
+            # Templates may leave words out, old reasoning for one: what is far too long is no conversation.
+            tokenizer.check_length(_words(call.messages), LEFT_OUT * longest + 4096)
             text, ids = await self.engine.off_loop(
                 partial(
                     tokenizer.encode_chat,
-                    call.messages,
+                    with_parsed_arguments(call.messages),
                     add_generation_prompt=call.add_generation_prompt,
                     continue_final_message=call.continue_final_message,
                     tools=call.tools if call.tool_choice != "none" else None,
@@ -124,7 +138,9 @@ class Serving:
         if not isinstance(call.prompt, str):
             return {"prompt_token_ids": call.prompt, **salt}
         add = call.add_special_tokens is not False
-        if len(call.prompt) <= 4096:
+        if not is_cut:
+            tokenizer.check_length(call.prompt, longest)
+        if len(call.prompt) <= LONG_TEXT:
             ids = tokenizer.encode(call.prompt, add)
         else:
             ids = await self.engine.off_loop(tokenizer.encode, call.prompt, add)
@@ -139,7 +155,9 @@ class Serving:
     async def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
         await self.engine.check_health()
-        vocab_size = self.engine.vocab_size
+        vocab_size, longest = self.engine.vocab_size, self.engine.max_model_len
+        if len(ids) > longest:
+            raise UserError(f"tokens may hold at most {longest} ids, got {len(ids)}.", "tokens")
         if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size for token in ids):
             raise UserError(f"tokens must be integers from 0 to {vocab_size - 1}.", "tokens")
         return await self.engine.off_loop(self.engine.tokenizer.decode, ids, False)
@@ -174,7 +192,7 @@ class Serving:
             raise too_long(longest, len(ids), asked)
 
     def _check_splitting(self, call: Call, params: SamplingParams) -> None:
-        """Refuse tools where nobody could read the model's calls, and text to be split where there is none."""
+        """Refuse tools where nobody could read the model's calls."""
         has_tools = _has_tools(call)
         if has_tools and self.options.tool_call_parser is None:
             raise FeatureDisabledError(
@@ -315,6 +333,14 @@ class _Splitter:
         return len(ids) if self._reasoning.is_reasoning else 0
 
 
+def _words(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Join the texts of a conversation's contents."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return "".join(text for text in [*contents, *texts] if isinstance(text, str))
+
+
 def _has_tools(call: Call) -> bool:
     return bool(call.tools) and call.tool_choice != "none"
 
@@ -325,7 +351,7 @@ def given_of(params: SamplingParams) -> dict[str, Any]:
     return {name: value for name, (value, default) in shown.items() if value != default and name != "output_kind"}
 
 
-async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncIterator[tuple[int, Item]]:
+async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
     """Read several iterators at once, each item with its iterator's number; a failure of one ends all."""
     queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(maxsize=len(iterators))
 

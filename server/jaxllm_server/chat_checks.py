@@ -1,0 +1,88 @@
+"""What a conversation may bring along on either protocol: how many tools, of which form, and which template variables.
+
+Pure. Knows no message of a protocol and no template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import UserError
+
+_MAX_TEMPLATE_KWARGS = 32
+_MAX_TEMPLATE_KWARG_CHARS = 1024
+_MAX_NAME_CHARS = 64
+# Variables of a template that the request's own fields decide, and arguments of transformers' and vLLM's functions,
+# with which a client once changed how the rendered text was tokenized (vLLM CVE-2025-62426).
+_RESERVED_KWARGS = frozenset(
+    (
+        *("messages", "conversation", "tools", "documents", "chat_template", "template"),
+        *("add_generation_prompt", "continue_final_message", "add_special_tokens", "tokenize", "tokenizer"),
+        *("truncation", "padding", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        *("return_assistant_tokens_mask", "chat_template_content_format", "skip_special_tokens", "variables"),
+    )
+)
+
+
+def check_tools(tools: Sequence[Any] | None, max_tools: int) -> None:
+    """Refuse more than `max_tools` tools, and what is no function with a name.
+
+    Raises:
+        UserError: naming `tools`.
+    """
+    tools = tools or ()
+    if len(tools) > max_tools:
+        raise UserError(f"tools may hold at most {max_tools} tools, got {len(tools)}.", "tools")
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise UserError(f'tools[{index}] must be {{"type": "function", "function": {{"name": …}}}}.', "tools")
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Let only few, plain values reach a template, under names that are nobody else's.
+
+    Raises:
+        UserError: naming `chat_template_kwargs`.
+    """
+    if len(kwargs) > _MAX_TEMPLATE_KWARGS:
+        message = f"chat_template_kwargs may hold at most {_MAX_TEMPLATE_KWARGS} names, got {len(kwargs)}."
+        raise UserError(message, "chat_template_kwargs")
+    for name, value in kwargs.items():
+        if not name.isidentifier() or name.startswith("_") or len(name) > _MAX_NAME_CHARS or name in _RESERVED_KWARGS:
+            raise UserError(f"chat_template_kwargs may not set {name[:_MAX_NAME_CHARS]!r}.", "chat_template_kwargs")
+        is_long = isinstance(value, str) and len(value) > _MAX_TEMPLATE_KWARG_CHARS
+        if is_long or not isinstance(value, str | int | float | bool | None):
+            message = f"chat_template_kwargs: {name} must be a number, true, false, null or a short text."
+            raise UserError(message, "chat_template_kwargs")
+
+
+def with_parsed_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Turn the arguments of earlier tool calls from JSON text into objects, which templates write out, as in vLLM.
+
+    What is no JSON object stays text: the model wrote it so.
+    """
+    return [_with_parsed_arguments(message) for message in messages]
+
+
+def _with_parsed_arguments(message: Any) -> Any:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        return message
+    parsed = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            call = {**call, "function": {**function, "arguments": _object_of(function["arguments"])}}
+        parsed.append(call)
+    return {**message, "tool_calls": parsed}
+
+
+def _object_of(arguments: str) -> Any:
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

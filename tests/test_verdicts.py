@@ -1,0 +1,324 @@
+"""One validator, one resolver of defaults: Python, gRPC and HTTP judge every value alike, whatever they have to carry.
+
+A verdict is "accepted", or the name of the parameter that was refused. What a protocol cannot even write (NaN in JSON,
+2^64 or a text in a protobuf integer) is refused by whoever would have written it. One engine, one server, real clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import uvloop
+
+from jaxllm import AsyncLLM, Client, SamplingParams, UserError
+from jaxllm.config import EngineConfig
+from jaxllm.embedded import MODEL_DIR
+from jaxllm_server.launch import Server
+from jaxllm_server.options import ServerOptions
+
+NAN, INF = math.nan, math.inf
+TINY = 5e-324  # the least double above zero
+ABOVE_1, BELOW_1 = math.nextafter(1.0, 2.0), math.nextafter(1.0, 0.0)
+ABOVE_2 = math.nextafter(2.0, 3.0)
+HALF_PAIR = "\ud800"  # no text: half of a surrogate pair
+OTHER_TYPES = ["1", "", [], [1], {}]  # for what is one number
+SETTINGS: dict[str, Any] = {
+    "model": str(MODEL_DIR),
+    "precompile": "covering",
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+}
+BASE: dict[str, Any] = {"prompt": "Once", "temperature": 1.0, "max_tokens": 2, "seed": 3}
+VOCABULARY = 1536  # asserted below
+
+
+def each(name: str, *values: Any) -> list[tuple[str, Any]]:
+    return [(name, value) for value in values]
+
+
+# Accepted by all three.
+GOOD = [
+    *each("temperature", 0, 0.0, -0.0, TINY, 1e-5, 0.005, 1, 2.0, 1e30, 1e39, 1e308),
+    *each("top_p", TINY, 0.5, BELOW_1, 1.0, 1),
+    *each("top_k", -1, 0, -0, 1, VOCABULARY, 2**31 - 1),
+    *each("min_p", 0, -0.0, TINY, BELOW_1, 1),
+    *each("presence_penalty", -2, -0.0, TINY, 2.0),
+    *each("frequency_penalty", -2.0, -0.0, TINY, 2),
+    *each("repetition_penalty", TINY, 1e-30, BELOW_1, 1, 2.0, 1e30, 1e308),
+    *each("seed", -(2**63), -1, 0, 2**31, 2**63 - 1),
+    *each("n", 1, 2, 16),
+    *each("stop", "x", [], ["x"], ["a", "b", "\0", "\uffff"]),
+    *each("stop_token_ids", [], [0], [VOCABULARY - 1], [5, 5]),
+    *each("max_tokens", 1, 3),
+    *each("min_tokens", 0, 1, 2),
+    *each("logprobs", 0, 1, 20, True),
+    *each("logit_bias", {}, {0: 100}, {5: -100.0, 6: TINY}, {VOCABULARY - 1: 1e308}, {i: 1.0 for i in range(300)}),
+    *each("ignore_eos", True, False),
+    *each("skip_special_tokens", True, False),
+    *each("include_stop_str_in_output", True, False),
+    *each("truncate_prompt_tokens", -1, 1, 2**31 - 1),
+    *each("stream_interval", 1, 2**31 - 1),
+    *each("bad_words", []),
+    *each("prompt", "a\0b", "\uffff", "e" + "\u0301" * 100, [0], [VOCABULARY - 1], [5, 6, 7]),
+    *each("priority", 0),
+    *each("cache_salt", "a", "A-Z_0.9"),
+]
+
+# Refused by all three, by the field's own name.
+BAD = [
+    *each("temperature", -TINY, -1, NAN, INF, -INF, 2**1024, True, *OTHER_TYPES),
+    *each("top_p", 0, -0.0, -0.1, ABOVE_1, NAN, INF, -INF, True, *OTHER_TYPES),
+    *each("top_k", -2, 2**31, 2**32, 2**63, 2**64, -(2**31) - 1, 1.0, 0.5, NAN, INF, True, *OTHER_TYPES),
+    *each("min_p", -TINY, ABOVE_1, NAN, INF, -INF, False, *OTHER_TYPES),
+    *each("presence_penalty", ABOVE_2, -ABOVE_2, NAN, INF, -INF, True, *OTHER_TYPES),
+    *each("frequency_penalty", ABOVE_2, -ABOVE_2, NAN, INF, -INF, True, *OTHER_TYPES),
+    *each("repetition_penalty", 0, -0.0, -1.0, NAN, INF, -INF, True, *OTHER_TYPES),
+    *each("seed", 2**63, 2**64, -(2**63) - 1, 1.0, NAN, True, *OTHER_TYPES),
+    *each("n", 0, -1, 16385, 10**6, 2**31, 2**32, 2**63, 2**64, 1.0, NAN, True, *OTHER_TYPES),
+    *each("stop", "", [""], ["a", ""], 1, True, [1], [None], [["a"]], {}, HALF_PAIR, ["a", HALF_PAIR]),
+    *each("stop_token_ids", [-1], [VOCABULARY], [2**31], [2**32 + 5], [2**63], [2**64], [True], ["1"], [1.0], [None]),
+    *each("stop_token_ids", 1, "1", True, {}),
+    *each("max_tokens", 0, -1, 2**31, 2**32, 2**63, 2**64, 1.0, NAN, True, *OTHER_TYPES),
+    *each("min_tokens", -1, 3, 2**31 - 1, 2**31, 2**63, 2**64, 1.0, True, *OTHER_TYPES),
+    *each("logprobs", False, -2, -1, 21, 10**9, 2**31, 2**32, 2**64, 1.0, NAN, *OTHER_TYPES),
+    *each("logit_bias", {-1: 1.0}, {VOCABULARY: 1.0}, {2**31: 1.0}, {2**32 + 5: 1.0}, {2**64: 1.0}),
+    *each("logit_bias", {5: NAN}, {5: INF}, {5: -INF}, {5: "1"}, {5: True}, {5: None}, {5: []}),
+    *each(
+        "logit_bias",
+        {True: 1.0},
+        {1.0: 1.0},
+        {"a": 1.0},
+        {"": 1.0},
+        {i: 1.0 for i in range(301)},
+        [],
+        [5],
+        5,
+        "5",
+        True,
+    ),
+    *each("ignore_eos", 0, 1, 0.0, "true", [], {}),
+    *each("skip_special_tokens", 0, 1, 0.0, "false", [], {}),
+    *each("include_stop_str_in_output", 0, 1, 0.0, "true", [], {}),
+    *each("truncate_prompt_tokens", 0, -2, 2**31, 2**63, 2**64, 1.0, True, *OTHER_TYPES),
+    *each("stream_interval", 0, -1, 2**31, 2**32, 2**64, 1.0, True, *OTHER_TYPES),
+    # Not built yet, so that nothing of it is accepted but what asks for nothing.
+    *each("prompt_logprobs", -1, 0, 1, 2**31, 2**64, True, "1"),
+    *each("allowed_token_ids", [], [5], [-1], [2**64], 5, "5"),
+    *each("bad_words", ["a"], [""], [1], "a", 1),
+    *each("logprob_token_ids", [], [5], [-1], 5),
+    *each("structured_outputs", {}, {"regex": "a"}, {"json_schema": "{}"}, {"choice": ["a"]}, {"unknown": 1}, "a", []),
+    *each("temperatur", 1.0),
+    *each(
+        "prompt", [], [-1], [VOCABULARY], [2**31], [2**32 + 5], [2**63], [2**64], [True], [5, True], [1.0], [5, None]
+    ),
+    *each("prompt", "", [5, None], 5, 1.0, True, {}, HALF_PAIR, "a" + HALF_PAIR + "b"),
+    *each("priority", 1, -1, 2**31, 2**63, 2**64, 1.0, True, "1", [], {}),
+    *each("cache_salt", "", 1, True, [], {}, HALF_PAIR),
+]
+
+# Values that are right by themselves and wrong together.
+TOGETHER: list[tuple[dict[str, Any], str]] = [
+    ({"n": 2, "temperature": 0}, "n"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"min_tokens": 1, "stop_token_ids": list(range(5, 5 + 40))}, "stop_token_ids"),
+    ({"prompt": [5] * 512, "max_tokens": 1}, "prompt"),
+    ({"prompt": "a", "stop": ["a", 1], "temperature": 1.0}, "stop"),
+]
+
+# Bounds that only a server has: what it takes at most, and one more. The second is refused by name.
+EDGES: list[tuple[str, Any, Any]] = [
+    ("n", 16, 17),
+    ("stop", ["a"] * 4, ["a"] * 5),
+    ("stop", "x" * 64, "x" * 65),
+    ("stop", ["x" * 64], ["a", "x" * 65]),
+    ("stop_token_ids", list(range(5, 133)), list(range(5, 134))),
+    ("request_id", "a" * 128, "a" * 129),
+    ("request_id", "Az09._-", "a b"),
+    ("request_id", "a", ""),
+    ("request_id", "a", "a\n"),
+    ("request_id", "a", "é"),
+    ("request_id", "a", "a/b"),
+    ("request_id", "a", "\0"),
+    ("cache_salt", "a" * 128, "a" * 129),
+    ("cache_salt", "Az09._-", "a b"),
+    ("cache_salt", "a", "\x1b[31m"),
+    ("cache_salt", "a", "é"),
+]
+
+
+class Refused(NamedTuple):
+    """The verdict on what was not accepted."""
+
+    parameter: str | None  # None: the form of the request as a whole
+
+
+Verdict = str | Refused
+ACCEPTED = "accepted"
+
+
+class Site:
+    """One engine that three front ends share, on a loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = uvloop.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.server: Server = self.run(self.open())
+        assert self.server.grpc is not None
+        self.client = Client(f"127.0.0.1:{self.server.grpc.port}", retries=False, timeout=20.0)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.server.http_port}", timeout=20.0)
+
+    async def open(self) -> Server:
+        options = ServerOptions(port=0, grpc_port=0, max_queued_requests=1000, log_stats_interval=0.0)
+        server = Server(EngineConfig(**SETTINGS), options)
+        await server.open()
+        await server.engine.start()
+        return server
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60.0)
+
+    def close(self) -> None:
+        self.client.close()
+        self.http.close()
+        self.run(self.server._close(0.1))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10.0)
+        self.loop.close()
+
+    def over_python(self, fields: Mapping[str, Any]) -> Verdict:
+        """Judge as whoever embeds the engine is judged."""
+        own = dict(fields)
+        prompt, priority = own.pop("prompt"), own.pop("priority", 0)
+        if "cache_salt" in own:
+            prompt = {"prompt": prompt, "cache_salt": own.pop("cache_salt")}
+
+        async def ask(engine: AsyncLLM) -> None:
+            async for _ in engine.generate(prompt, SamplingParams(**own), priority=priority):
+                pass
+
+        return verdict_of(lambda: self.run(ask(self.server.engine)))
+
+    def over_grpc(self, fields: Mapping[str, Any]) -> Verdict:
+        """Judge as the client's caller is judged."""
+        own = dict(fields)
+        prompt = own.pop("prompt")
+        if "stream_interval" in own:  # of streams only
+            return verdict_of(lambda: list(self.client.stream(prompt, **own)))
+        return verdict_of(lambda: self.client.generate(prompt, **own))
+
+    def over_http(self, fields: Mapping[str, Any]) -> Verdict:
+        """Judge a body as it stands, NaN included."""
+        body = json.dumps(dict(fields)).encode()
+        response = self.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        if response.status_code == 200:
+            return ACCEPTED
+        error = response.json()["error"]
+        assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
+        return Refused(error["param"])
+
+
+def verdict_of(ask: Callable[[], object]) -> Verdict:
+    """Make the call; anything but an answer or a UserError is a failure of ours and is raised."""
+    try:
+        ask()
+    except UserError as error:
+        return Refused(error.parameter)
+    return ACCEPTED
+
+
+def is_json(value: Any) -> bool:
+    """Whether JSON can hold a value: it has no NaN, no infinities and no halves of surrogate pairs."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError:
+        return False
+    return True
+
+
+def named(case: tuple[Any, ...]) -> str:
+    return f"{case[0]}-{repr(case[1])[:24]}".encode("ascii", "backslashreplace").decode()
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    site = Site()
+    try:
+        yield site
+    finally:
+        with suppress(TimeoutError):
+            site.close()
+
+
+def test_the_table_is_long_and_about_this_model(site: Site) -> None:
+    engine = site.server.engine
+    assert len(GOOD) + len(BAD) >= 200
+    assert (engine.vocab_size, engine.max_model_len) == (VOCABULARY, 512)
+
+
+@pytest.mark.filterwarnings("ignore:temperature .* was raised")
+@pytest.mark.parametrize("case", GOOD, ids=named)
+def test_a_good_value_is_accepted_by_all(site: Site, case: tuple[str, Any]) -> None:
+    fields = {**BASE, case[0]: case[1]}
+    if case[0] in ("temperature", "seed"):
+        fields["top_k"] = 3  # what is scaled is masked too
+    verdicts = [site.over_python(fields), site.over_grpc(fields), site.over_http(fields)]
+    assert verdicts == [ACCEPTED] * 3
+
+
+@pytest.mark.parametrize("case", BAD, ids=named)
+def test_a_bad_value_is_refused_by_all_by_its_name(site: Site, case: tuple[str, Any]) -> None:
+    name, value = case
+    fields = {**BASE, name: value}
+    written = Refused(name if is_json(value) else None)
+    verdicts = [site.over_python(fields), site.over_grpc(fields), site.over_http(fields)]
+    assert verdicts == [Refused(name), Refused(name), written]
+
+
+@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: "-".join(case[0]))
+def test_bad_combinations_are_refused_by_all_alike(site: Site, case: tuple[dict[str, Any], str]) -> None:
+    fields = {**BASE, **case[0]}
+    assert [site.over_python(fields), site.over_grpc(fields), site.over_http(fields)] == [Refused(case[1])] * 3
+
+
+@pytest.mark.parametrize("case", EDGES, ids=named)
+def test_a_server_has_the_same_bounds_on_both_protocols(site: Site, case: tuple[str, Any, Any]) -> None:
+    name, most, more = case
+    for value, verdict in ((most, ACCEPTED), (more, Refused(name))):
+        fields = {**BASE, name: value}
+        assert [site.over_grpc(fields), site.over_http(fields)] == [verdict] * 2, value
+
+
+def test_what_the_context_cannot_hold_is_refused_by_both_protocols(site: Site) -> None:
+    """Alone in this a server is stricter than the engine, which ends such a request where its context ends."""
+    for prompt, most in (([5] * 500, 12), ([5], 511)):
+        fields = {**BASE, "prompt": prompt, "max_tokens": most, "ignore_eos": False}
+        assert [site.over_grpc(fields), site.over_http(fields)] == [ACCEPTED] * 2
+        fields["max_tokens"] = most + 1
+        assert [site.over_grpc(fields), site.over_http(fields)] == [Refused("prompt")] * 2
+        assert site.over_python(fields) == ACCEPTED
+
+
+def test_a_request_that_says_nothing_gets_the_same_everywhere(site: Site) -> None:
+    """The defaults are resolved in one place: the same greedy text from each."""
+    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+    texts = {
+        site.client.generate("Once upon", **asked).text,
+        site.http.post("/v1/completions", json={"prompt": "Once upon", **asked}).json()["choices"][0]["text"],
+    }
+
+    async def ask(engine: AsyncLLM) -> str:
+        async for output in engine.generate("Once upon", SamplingParams(**asked)):
+            text = output.outputs[0].text
+        return text
+
+    texts.add(site.run(ask(site.server.engine)))
+    assert len(texts) == 1 and texts != {""}
