@@ -267,7 +267,7 @@ def test_greedy_resets_the_filters():
 
 
 def test_a_tiny_temperature_is_raised_with_a_warning():
-    with pytest.warns(UserWarning, match=r"temperature 0\.005 is less than 0\.01") as record:
+    with pytest.warns(UserWarning, match="raised to it") as record:
         params = SamplingParams(temperature=0.005)
     assert params.temperature == 0.01
     assert record[0].filename == __file__  # the caller's line, not one inside jaxllm
