@@ -107,7 +107,7 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UserError(f"messages[{index}] must be an object with a role and a content.", "messages")
         plain = _plain({key: value for key, value in message.items() if value is not None}, "messages")
-        conversation.append({"content": "", **plain})  # a message that only calls tools has none; templates read it
+        conversation.append(plain)
     return conversation
 
 

@@ -77,7 +77,8 @@ def _with_parsed_arguments(message: Any) -> Any:
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
             call = {**call, "function": {**function, "arguments": _object_of(function["arguments"])}}
         parsed.append(call)
-    return {**message, "tool_calls": parsed}
+    content = message.get("content")  # OpenAI's clients send null, and templates read it
+    return {**message, "tool_calls": parsed, "content": "" if content is None else content}
 
 
 def _object_of(arguments: str) -> Any:

@@ -18,7 +18,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health_pb2 import HealthListRequest, HealthListResponse  # pyright: ignore[reportAttributeAccessIssue]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
@@ -238,9 +237,9 @@ class Health(health_pb2_grpc.HealthServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, "There is no service of this name.")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def List(self, request: HealthListRequest, context: grpc.aio.ServicerContext) -> HealthListResponse:
-        """Answer for all services."""
-        response = HealthListResponse()
+    async def List(self, request: Message, context: grpc.aio.ServicerContext) -> Message:
+        """Answer for all services. Registered by grpcio-health-checking where that knows the call: 1.81 does not."""
+        response = health_pb2.HealthListResponse()  # pyright: ignore[reportAttributeAccessIssue]
         for name, status in self._statuses.items():
             response.statuses[name].status = status
         return response
