@@ -106,8 +106,7 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UserError(f"messages[{index}] must be an object with a role and a content.", "messages")
-        plain = _plain({key: value for key, value in message.items() if value is not None}, "messages")
-        conversation.append(plain)
+        conversation.append(_plain({key: value for key, value in message.items() if value is not None}, "messages"))
     return conversation
 
 
