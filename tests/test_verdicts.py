@@ -303,7 +303,7 @@ def test_what_the_context_cannot_hold_is_refused_by_both_protocols(site: Site) -
         fields = {**BASE, "prompt": prompt, "max_tokens": most, "ignore_eos": False}
         assert [site.over_grpc(fields), site.over_http(fields)] == [ACCEPTED] * 2
         fields["max_tokens"] = most + 1
-        assert [site.over_grpc(fields), site.over_http(fields)] == [Refused("prompt")] * 2
+        assert [site.over_grpc(fields), site.over_http(fields)] == [Refused("max_tokens")] * 2
         assert site.over_python(fields) == ACCEPTED
 
 

@@ -24,7 +24,7 @@ def read_error(code: str, message: str, details: bytes | None, target: str) -> e
     parameter = keyword_of(violation) if violation else None
     if code == "INVALID_ARGUMENT" and reason == "CONTEXT_LENGTH_EXCEEDED":
         prompt_tokens, length = (info.metadata.get(key, "") for key in ("prompt_tokens", "max_model_len"))
-        return errors.ContextLengthError(text, int(prompt_tokens or 0), int(length or 0))
+        return errors.ContextLengthError(text, int(prompt_tokens or 0), int(length or 0), parameter or "prompt")
     if code == "RESOURCE_EXHAUSTED" and not reason and "larger than max" in message:
         return errors.UserError(f"The request is larger than {target} takes: {text}", "prompt")
     if code == "RESOURCE_EXHAUSTED" and reason != "SLOW_CONSUMER":
