@@ -340,6 +340,7 @@ class LLMEngine:
             group = sample.group
             self._by_slot[slot] = sample
             self._variants[slot] = VARIANTS.index(sample.variant)
+            assert sample.row is not None, "a sample is packed before it is queued"
             self._sampling[slot] = sample.row
             if group.metrics.first_scheduled_time is None:
                 group.metrics.first_scheduled_time = plan.now
