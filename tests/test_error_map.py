@@ -573,7 +573,7 @@ def test_unix_sockets_and_a_request_that_takes_too_long(
 
     async def check() -> None:
         server = new_server(
-            uds=str(tmp_path / "http"), grpc_uds=str(tmp_path / "grpc"), request_timeout=0.2, max_queued_requests=8
+            uds=str(tmp_path / "http"), grpc_uds=str(tmp_path / "grpc"), request_timeout=1.0, max_queued_requests=8
         )
         async with opened(server):
             await server.engine.start()
