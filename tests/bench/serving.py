@@ -16,7 +16,6 @@ import time
 from typing import Any
 
 import grpc
-import httpx
 
 from jaxllm.v1 import inference_pb2, inference_pb2_grpc
 from tests.serving_process import ROOT, ServingProcess
@@ -60,10 +59,12 @@ async def over_grpc(target: str) -> int:
 
 
 async def over_http(url: str) -> int:
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=STREAMS)) as http:
+    """Bare sockets: an HTTP library for Python costs as much of the shared cores as the server that it asks."""
+    host, _, port = url.removeprefix("http://").partition(":")
 
-        async def one(number: int) -> int:
-            body = {
+    async def one(number: int) -> int:
+        body = json.dumps(
+            {
                 "prompt": [3 + number % 200] * 16,
                 "seed": number,
                 "max_tokens": TOKENS,
@@ -71,15 +72,17 @@ async def over_http(url: str) -> int:
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
-            received = bytearray()
-            # As bytes: to split lines as they come costs this client as much as all else, and it shares the cores.
-            async with http.stream("POST", "/v1/completions", json=body) as response:
-                async for piece in response.aiter_raw():
-                    received += piece
-            last = [line for line in received.split(b"\n\n") if line.startswith(b"data: {")][-1]
-            return json.loads(last[6:])["usage"]["completion_tokens"]
+        )
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        received = (await reader.read()).decode()
+        writer.close()
+        assert received.endswith("data: [DONE]\n\n\r\n0\r\n\r\n"), received[-200:]
+        usage, _ = json.JSONDecoder().raw_decode(received, received.rindex('{"object"'))  # each event is a chunk of its own
+        return usage["usage"]["completion_tokens"]
 
-        counts = await asyncio.gather(*(one(number) for number in range(STREAMS)))
+    counts = await asyncio.gather(*(one(number) for number in range(STREAMS)))
     assert counts == [TOKENS] * STREAMS, "a stream lost tokens"
     return sum(counts)
 
