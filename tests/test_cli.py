@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from jaxllm import cli, flags
+from jaxllm.commands.chat import CHAT_HELP
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineError, UserError
 from jaxllm.types import CompletionOutput, RequestOutput, SamplingParams
@@ -201,6 +202,7 @@ def test_integers_with_units(text: str, value: int) -> None:
         (["generate", "--dtype", "int8", "x"], "argument --dtype: invalid choice: 'int8'"),
         (["generate", "--temperature", "-1", "x"], "temperature must be non-negative, got -1.0."),
         (["generate", "--block-size", "0", "x"], "block_size must be an integer from 1 to 256, got 0."),
+        (["generate", "--min-tokens", "200", "x"], "min_tokens must be less than or equal to max_tokens=128"),
         (["doctor", "--max-num-seqs", "0"], "max_num_seqs must be an integer"),
         (["chat", "--stop", ""], "stop cannot contain an empty string."),
         (["generate", "--file", "f", "x"], "give prompts as arguments or with --file, not both"),
@@ -361,7 +363,7 @@ def test_chat_keeps_the_conversation(run: Run) -> None:
 def test_chat_commands(run: Run) -> None:
     code, out, err = run("chat", stdin="/help\n/nope\n /exit \nnever\n")
     assert (code, out, FakeLLM.made.engine.seen) == (0, "", [])
-    assert err == cli.CHAT_HELP + "\nThere is no command /nope; /help lists them.\n"
+    assert err == CHAT_HELP + "\nThere is no command /nope; /help lists them.\n"
 
 
 def test_interrupt_ends_the_turn_and_not_the_chat(run: Run) -> None:

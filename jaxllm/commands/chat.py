@@ -1,0 +1,139 @@
+"""`jaxllm chat`: a conversation, a line a turn, in the terminal or from a pipe.
+
+Keeps the conversation and forgets its oldest turns when the context is full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config
+from jaxllm.commands.session import open_llm, stream
+from jaxllm.errors import UserError
+from jaxllm.flags import add_engine_flags, add_sampling_flags, given
+from jaxllm.types import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+
+CHAT_TOKENS = 1024  # default of `--max-tokens`: an answer should end by itself
+CHAT_HELP = """\
+/clear   forget the conversation (the system prompt stays)
+/exit    leave, as ^D does
+/help    this list
+^C       stop the answer; what was written of it stays in the conversation"""
+
+
+def add(commands: Subparsers) -> None:
+    """Describe the command."""
+    parser = commands.add_parser(
+        "chat", help="talk with a model", allow_abbrev=False, description="Talk with a model.\n\n" + CHAT_HELP
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--system", help="the system prompt")
+    add_model(parser)
+    add_sampling_flags(parser.add_argument_group("sampling"), CHAT_TOKENS, skipped={"n", "logprobs"})
+    add_engine_flags(parser.add_argument_group("engine"))
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Talk until the input ends."""
+    engine_config(options)
+    build(SamplingParams, options, max_tokens=CHAT_TOKENS)
+    own = {"max_tokens": CHAT_TOKENS, **given(options, SamplingParams)}
+    system = [{"role": "system", "content": options["system"]}] if options["system"] else []
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        _enable_line_editing()
+    with open_llm(options) as llm:
+        params = replace(llm.get_default_sampling_params(), **own)
+        # Has it a template, one that takes the system prompt?
+        llm.chat_prompt([*system, {"role": "user", "content": "Hello"}])
+        history = list(system)
+        if is_terminal:
+            print("/help lists the commands, ^D ends.", file=sys.stderr)
+        while (line := _read_line(is_terminal)) is not None:
+            command = line.strip()
+            if command == "/exit":
+                break
+            if command == "/clear":
+                history = list(system)
+                print("The conversation is forgotten.", file=sys.stderr)
+            elif command == "/help":
+                print(CHAT_HELP, file=sys.stderr)
+            elif command.startswith("/"):
+                print(f"There is no command {command}; /help lists them.", file=sys.stderr)
+            elif command:
+                history = _turn(llm, history, line, params)
+    return 0
+
+
+def _enable_line_editing() -> None:
+    try:
+        import readline  # noqa: F401 - importing it gives input() a history and editing keys
+    except ImportError:  # Windows has none, and edits lines by itself
+        pass
+
+
+def _read_line(is_terminal: bool) -> str | None:
+    """Read what the user says; None at the end of the input."""
+    while True:
+        try:
+            return input("> " if is_terminal else "")
+        except EOFError:
+            if is_terminal:
+                print()
+            return None
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print()  # ^C drops the line, as in a shell
+
+
+def _turn(llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:
+    """Answer one line; return the conversation with both, or as it was where there is no answer."""
+    try:
+        messages, prompt = _fit(llm, [*history, {"role": "user", "content": line}], params.max_tokens)
+        num_dropped = len(history) + 1 - len(messages)
+        if num_dropped:
+            print(f"The context is full: the {num_dropped} oldest messages are forgotten.", file=sys.stderr)
+        output, was_interrupted = stream(llm, prompt, params)
+    except UserError as error:
+        print(f"jaxllm: error: {error}", file=sys.stderr)
+        return history
+    print()
+    completion = output.outputs[0] if output is not None else None
+    if completion is not None and completion.finish_reason == "error":
+        print(f"jaxllm: error: the answer broke off: {completion.stop_reason}", file=sys.stderr)
+        return history
+    if was_interrupted:
+        print("(stopped)", file=sys.stderr)
+    elif completion is not None and completion.finish_reason == "length":
+        print("(cut off: --max-tokens or the context is used up)", file=sys.stderr)
+    if completion is None or not completion.text:
+        return history
+    return [*messages, {"role": "assistant", "content": completion.text}]
+
+
+def _fit(
+    llm: LLM, messages: list[dict[str, str]], max_tokens: int | None
+) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """Drop the oldest questions and answers until the conversation leaves room for an answer; give it and its prompt.
+
+    Room is `max_tokens`, but at most a quarter of the context: to forget costs more than an answer that is cut off.
+    """
+    limit = llm.engine.max_model_len
+    room = min(max_tokens or limit, limit // 4)
+    first = 1 if messages[0]["role"] == "system" else 0
+    while True:
+        prompt = llm.chat_prompt(messages)
+        num_tokens = len(prompt["prompt_token_ids"])
+        if num_tokens + room <= limit or (len(messages) == first + 1 and num_tokens < limit):
+            return messages, prompt
+        if len(messages) == first + 1:
+            raise UserError(f"The message has {num_tokens} tokens with its template; the context holds {limit}.")
+        messages = messages[:first] + messages[first + 2 :]

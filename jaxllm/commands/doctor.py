@@ -1,0 +1,34 @@
+"""`jaxllm doctor`: show what `jaxllm.doctor` finds out about this machine and a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from jaxllm.commands.arguments import Subparsers, add_model, engine_config
+from jaxllm.flags import add_engine_flags
+
+
+def add(commands: Subparsers) -> None:
+    """Describe the command."""
+    parser = commands.add_parser(
+        "doctor",
+        help="show versions, devices and what would be used for a model",
+        allow_abbrev=False,
+        description="Show versions, devices, memory and caches, and what would be used for a model and why. "
+        "The exit code is 0 if the model can run.",
+    )
+    parser.add_argument("--json", action="store_true", help="write one JSON object")
+    add_model(parser)
+    add_engine_flags(parser.add_argument_group("engine"), has_sampling=False)
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Write the report; 1 where the model cannot run."""
+    config = engine_config(options)
+    from jaxllm import doctor
+
+    report = doctor.examine(config)
+    print(json.dumps(report, indent=2) if options["json"] else doctor.describe(report))
+    return 0 if report["usable"] else 1

@@ -1,0 +1,153 @@
+"""`jaxllm generate`: continue prompts from arguments, a file or standard input.
+
+Knows what it reads and writes; a single prompt at a terminal streams.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config
+from jaxllm.commands.session import open_llm, stream
+from jaxllm.errors import UserError
+from jaxllm.flags import add_engine_flags, add_sampling_flags, given
+from jaxllm.types import RequestOutput, SamplingParams
+
+GENERATE_TOKENS = 128  # default of `--max-tokens`: a look at a model, not an essay
+
+
+def add(commands: Subparsers) -> None:
+    """Describe the command."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts",
+        allow_abbrev=False,
+        description="Continue each prompt. Without PROMPT and --file, standard input is one prompt, and so is the "
+        "PROMPT '-'.",
+    )
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; '-': standard input")
+    parser.add_argument(
+        "--file",
+        help="a prompt a line; or, if the first line begins with '{', JSON lines with a \"prompt\" and the sampling "
+        "parameters that differ; '-': standard input",
+    )
+    parser.add_argument("--json", action="store_true", help="write one JSON object a line for each output")
+    add_model(parser)
+    add_sampling_flags(parser.add_argument_group("sampling"), GENERATE_TOKENS)
+    add_engine_flags(parser.add_argument_group("engine"))
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Continue the prompts and write what came; 1 where an output failed, 130 after ^C."""
+    engine_config(options)
+    build(SamplingParams, options, max_tokens=GENERATE_TOKENS)
+    own = {"max_tokens": GENERATE_TOKENS, **given(options, SamplingParams)}
+    jobs = _read_prompts(options, own)
+    with open_llm(options) as llm:
+        default = llm.get_default_sampling_params()
+        params = [replace(default, **{**own, **override}) for _, override in jobs]
+        started = time.monotonic()
+        if len(jobs) == 1 and params[0].n == 1 and not options["json"] and sys.stdout.isatty():
+            output, was_interrupted = stream(llm, jobs[0][0], params[0])
+            print()
+            if was_interrupted or output is None:
+                return 130
+            outputs = [output]
+        else:
+            outputs = llm.generate([prompt for prompt, _ in jobs], params, use_tqdm=sys.stderr.isatty())
+            _write(outputs, options["json"])
+        _write_speed(outputs, time.monotonic() - started)
+    return 1 if any(completion.finish_reason == "error" for output in outputs for completion in output.outputs) else 0
+
+
+def _read_prompts(options: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Collect the prompts, each with the sampling parameters of its own."""
+    prompts, file = options["prompts"], options["file"]
+    if file is not None and prompts:
+        raise Usage("give prompts as arguments or with --file, not both")
+    if file is not None:
+        jobs = _prompts_of_file(file, own)
+        if not jobs:
+            raise UserError(f"{file} holds no prompt.")
+        return jobs
+    if not prompts and sys.stdin.isatty():
+        raise Usage("no prompt: give one as an argument, with --file, or on standard input")
+    return [(_read("-").removesuffix("\n") if prompt == "-" else prompt, {}) for prompt in prompts or ["-"]]
+
+
+def _prompts_of_file(file: str, own: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Read a prompt a line, or a JSON object a line; blank lines are skipped."""
+    lines = [(number, line) for number, line in enumerate(_read(file).split("\n"), 1) if line.strip()]
+    if not lines or not (file.endswith(".jsonl") or lines[0][1].lstrip().startswith("{")):
+        return [(line, {}) for _, line in lines]
+    jobs = []
+    for number, line in lines:
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or "prompt" not in record:
+                raise UserError('expected an object with a "prompt"')
+            prompt = record.pop("prompt")
+            SamplingParams(**{**own, **record})
+        except ValueError as error:  # json's and ours
+            raise UserError(f"{file}, line {number}: {error}") from error
+        jobs.append((prompt, record))
+    return jobs
+
+
+def _read(file: str) -> str:
+    """Read a file, or standard input for '-', as UTF-8."""
+    try:
+        if file == "-":
+            return sys.stdin.read()
+        with open(file, encoding="utf-8") as stream:
+            return stream.read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{'standard input' if file == '-' else file} is not UTF-8 text: {error.reason}.") from error
+
+
+def _write(outputs: Sequence[RequestOutput], as_json: bool) -> None:
+    """Write finished outputs: text, with a header each where there are several, or JSON lines."""
+    several = len(outputs) > 1 or len(outputs[0].outputs) > 1
+    for output in outputs:
+        for completion in output.outputs:
+            if as_json:
+                print(json.dumps(_record(output, completion.index), ensure_ascii=False))
+                continue
+            if several:
+                shown = output.prompt if output.prompt is not None else str(list(output.prompt_token_ids))
+                first_line = (shown.strip().split("\n") or [""])[0]
+                print(f"==> {first_line if len(first_line) <= 60 else first_line[:59] + '…'} <==")
+            print(completion.text + ("\n" if several else ""))
+
+
+def _record(output: RequestOutput, index: int) -> dict[str, Any]:
+    completion = output.outputs[index]
+    record = {
+        "prompt": list(output.prompt_token_ids) if output.prompt is None else output.prompt,
+        "index": index,
+        "text": completion.text,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "completion_tokens": len(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.logprobs is not None:
+        record["logprobs"] = [
+            [{"token_id": token, "token": entry.decoded_token, "logprob": entry.logprob, "rank": entry.rank}
+             for token, entry in position.items()]
+            for position in completion.logprobs
+        ]  # fmt: skip
+    return record
+
+
+def _write_speed(outputs: Sequence[RequestOutput], seconds: float) -> None:
+    num_in = sum(len(output.prompt_token_ids) for output in outputs)
+    num_out = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    speed = num_out / max(seconds, 1e-9)
+    print(f"{num_in} prompt tokens, {num_out} tokens in {seconds:.2f} s: {speed:.1f} tokens/s", file=sys.stderr)

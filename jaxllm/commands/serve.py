@@ -1,0 +1,39 @@
+"""`jaxllm serve`: what is typed becomes the engine's settings and the server's; `jaxllm_server` does the rest."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config
+from jaxllm.flags import add_engine_flags, add_server_flags
+from jaxllm_server.options import ServerOptions
+
+
+def add(commands: Subparsers) -> None:
+    """Describe the command."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over gRPC and OpenAI-compatible HTTP",
+        allow_abbrev=False,
+        description="Serve a model over gRPC and OpenAI-compatible HTTP, on this machine only unless --host says "
+        "otherwise.",
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of flags; those given here go before")
+    add_model(parser)
+    add_server_flags(parser.add_argument_group("server"), ServerOptions)
+    add_engine_flags(parser.add_argument_group("engine"), has_sampling=False)
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Serve until a signal or the engine's death."""
+    config = engine_config({**options, "model": options["model_tag"] or options["model"]})
+    # argparse collects what is repeated in lists; the options are frozen.
+    server = build(
+        ServerOptions, {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    )
+    from jaxllm_server.launch import serve
+
+    return serve(config, server, progress=sys.stderr.isatty())

@@ -1,0 +1,67 @@
+"""What `generate` and `chat` share: a loaded model, and a request whose text is written as it comes.
+
+Knows terminals and ^C.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.flags import given
+from jaxllm.types import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+
+REQUEST_ID = "cli"
+
+
+@contextmanager
+def open_llm(options: Mapping[str, Any]) -> Iterator[LLM]:
+    """Load the model that the flags name, with a bar at a terminal."""
+    from jaxllm.llm import LLM
+
+    with LLM(options["model"], use_tqdm=sys.stderr.isatty(), **given(options, EngineConfig)) as llm:
+        yield llm
+
+
+@contextmanager
+def noting_interrupts() -> Iterator[threading.Event]:
+    """Have ^C set an event instead of breaking off a step, which would cost the engine its cache; a second ^C does."""
+    seen = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield seen  # only the main thread may handle signals
+        return
+
+    def note(*_: object) -> None:
+        if seen.is_set():
+            raise KeyboardInterrupt
+        seen.set()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def stream(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[RequestOutput | None, bool]:
+    """Write a request's text as it comes; return its last output and whether ^C ended it."""
+    output, num_shown = None, 0
+    with noting_interrupts() as interrupt:
+        llm.engine.add_request(REQUEST_ID, prompt, params)
+        try:
+            while llm.engine.has_unfinished_requests() and not interrupt.is_set():
+                for output in llm.engine.step():
+                    text = output.outputs[0].text
+                    print(text[num_shown:], end="", flush=True)
+                    num_shown = len(text)
+        finally:
+            llm.engine.abort_request(REQUEST_ID)  # nothing happens where it has ended
+    return output, interrupt.is_set() and (output is None or not output.finished)
