@@ -26,8 +26,9 @@ from grpc_status import rpc_status
 
 from jaxllm import AsyncClient, Client, errors
 from jaxllm.client import AuthError, Completion, TokenLogprob, ToolCall, Usage
-from jaxllm.client.requests import GenerateOptions, chat_request, generate_request, keyword_of
-from jaxllm.client.results import Joiner, read_completion
+from jaxllm.client.options import GenerateOptions, keyword_of
+from jaxllm.client.reading import Joiner, read_completion
+from jaxllm.client.requests import chat_request, generate_request
 from jaxllm.types import SamplingParams
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 

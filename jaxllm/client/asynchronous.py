@@ -1,10 +1,9 @@
-"""The client for event loops. What it sends and returns is made in `requests` and `results`; `blocking` is its twin."""
+"""The client for event loops. What it sends and returns is made in `requests` and `reading`; `blocking` is its twin."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self, TypeVar, Unpack
@@ -13,9 +12,10 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxllm.client import requests, results
+from jaxllm.client import reading, requests
 from jaxllm.client.channel import Endpoint, error_of, read_health
-from jaxllm.client.results import Completion, Delta
+from jaxllm.client.options import ChatGenerateOptions, ChatOptions, ChatStreamOptions, GenerateOptions, StreamOptions
+from jaxllm.client.results import Completion, Delta, ModelInfo, ServerInfo
 from jaxllm.errors import DeadlineError, UnavailableError
 from jaxllm.metrics import Load
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -59,14 +59,14 @@ class AsyncClient(Endpoint):
         return health_pb2_grpc.HealthStub(self._channel)
 
     async def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[requests.GenerateOptions]
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """Generate from a text, or from token ids, and return everything."""
         request = requests.generate_request(prompt, options)
-        return await self._call(self._inference.Generate, request, results.read_completion, timeout)
+        return await self._call(self._inference.Generate, request, reading.read_completion, timeout)
 
     def stream(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[requests.StreamOptions]
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[StreamOptions]
     ) -> AsyncStream:
         """Generate and iterate over what is new; no `await` before the call."""
         return self._stream(requests.generate_request(prompt, options, is_stream=True), timeout)
@@ -76,18 +76,18 @@ class AsyncClient(Endpoint):
         messages: Sequence[Mapping[str, Any]],
         *,
         timeout: float | None = None,
-        **options: Unpack[requests.ChatGenerateOptions],
+        **options: Unpack[ChatGenerateOptions],
     ) -> Completion:
         """Answer a conversation, given as OpenAI's `messages`; append the answer's `message` to go on."""
         request = requests.chat_request(messages, options)
-        return await self._call(self._inference.Generate, request, results.read_completion, timeout)
+        return await self._call(self._inference.Generate, request, reading.read_completion, timeout)
 
     def stream_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         timeout: float | None = None,
-        **options: Unpack[requests.ChatStreamOptions],
+        **options: Unpack[ChatStreamOptions],
     ) -> AsyncStream:
         """Answer a conversation and iterate over what is new; no `await` before the call."""
         return self._stream(requests.chat_request(messages, options, is_stream=True), timeout)
@@ -99,53 +99,53 @@ class AsyncClient(Endpoint):
         model: str = "",
         add_special_tokens: bool | None = None,
         timeout: float | None = None,
-        **options: Unpack[requests.ChatOptions],
+        **options: Unpack[ChatOptions],
     ) -> list[int]:
         """Return the token ids of a text, or of a conversation, as `generate` and `chat` would make them."""
         request = requests.tokenize_request(prompt, model, add_special_tokens, options)
-        return await self._call(self._inference.Tokenize, request, results.read_token_ids, timeout)
+        return await self._call(self._inference.Tokenize, request, reading.read_token_ids, timeout)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
         """Return the text of token ids, special tokens shown."""
         request = requests.detokenize_request(token_ids, model)
-        return await self._call(self._inference.Detokenize, request, results.read_text, timeout)
+        return await self._call(self._inference.Detokenize, request, reading.read_text, timeout)
 
-    async def models(self, *, timeout: float | None = None) -> list[results.ModelInfo]:
+    async def models(self, *, timeout: float | None = None) -> list[ModelInfo]:
         """List the models that are served, with the values of options that a call leaves open."""
         request = inference_pb2.ListModelsRequest()
-        return await self._call(self._inference.ListModels, request, results.read_models, timeout)
+        return await self._call(self._inference.ListModels, request, reading.read_models, timeout)
 
-    async def server_info(self, *, timeout: float | None = None) -> results.ServerInfo:
+    async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Tell what the server is."""
         request = control_pb2.GetServerInfoRequest()
-        return await self._call(self._control.GetServerInfo, request, results.read_server_info, timeout)
+        return await self._call(self._control.GetServerInfo, request, reading.read_server_info, timeout)
 
     async def load(self, *, timeout: float | None = None) -> Load:
         """Tell how busy the server is."""
         request = control_pb2.GetLoadRequest()
-        return await self._call(self._control.GetLoad, request, results.read_load, timeout)
+        return await self._call(self._control.GetLoad, request, reading.read_load, timeout)
 
     async def abort(self, request_ids: str | Sequence[str], *, timeout: float | None = None) -> None:
         """End requests by id, whoever sent them; they return what there is. Unknown ids are no error."""
         request = requests.abort_request(request_ids)
-        return await self._call(self._control.Abort, request, results.read_nothing, timeout)
+        return await self._call(self._control.Abort, request, reading.read_nothing, timeout)
 
     async def pause(
         self, mode: str = "abort", *, clear_cache: bool | None = None, timeout: float | None = None
     ) -> None:
         """Stop generating; running requests end ("abort"), finish first ("wait") or stay for `resume` ("keep")."""
         request = requests.pause_request(mode, clear_cache)
-        return await self._call(self._control.PauseGeneration, request, results.read_nothing, timeout)
+        return await self._call(self._control.PauseGeneration, request, reading.read_nothing, timeout)
 
     async def resume(self, *, timeout: float | None = None) -> None:
         """Generate again."""
         request = control_pb2.ResumeGenerationRequest()
-        return await self._call(self._control.ResumeGeneration, request, results.read_nothing, timeout)
+        return await self._call(self._control.ResumeGeneration, request, reading.read_nothing, timeout)
 
     async def reset_prefix_cache(self, *, timeout: float | None = None) -> bool:
         """Forget cached prefixes; False, and nothing is forgotten, while requests run."""
         request = control_pb2.ResetPrefixCacheRequest()
-        return await self._call(self._control.ResetPrefixCache, request, results.read_was_reset, timeout)
+        return await self._call(self._control.ResetPrefixCache, request, reading.read_was_reset, timeout)
 
     async def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """Return the health of the server, or of one of its services: "serving", "not_serving" or "unknown"."""
@@ -201,7 +201,7 @@ class AsyncClient(Endpoint):
         return AsyncStream(call, self.target)
 
 
-class AsyncStream:
+class AsyncStream(reading.Received):
     """Iterates over what is new of a call's sequences: each `Delta` belongs to the sequence of its `index`.
 
     Leaving an `async with` block, or `close`, ends the call on the server too. After an exception, what came before is
@@ -209,33 +209,12 @@ class AsyncStream:
     """
 
     def __init__(self, call: Any, target: str) -> None:
+        super().__init__()
         self._call = call
         self._loop = asyncio.get_running_loop()
         self._messages = call.__aiter__()
         self._target = target
-        self._joiner = results.Joiner()
-        self._deltas: deque[Delta] = deque()
         self._is_closed = False
-
-    @property
-    def request_id(self) -> str:
-        """The request's id, once the first delta is there; what `abort` takes."""
-        return self._joiner.request_id
-
-    @property
-    def usage(self) -> results.Usage | None:
-        """Tokens used: at the end, or with `usage_every_message` so far."""
-        return self._joiner.usage
-
-    @property
-    def timing(self) -> results.Timing | None:
-        """Where the time went: at the end."""
-        return self._joiner.timing
-
-    @property
-    def so_far(self) -> Completion:
-        """Everything that has come."""
-        return self._joiner.completion()
 
     async def result(self) -> Completion:
         """Wait for the rest and return everything."""
@@ -262,7 +241,7 @@ class AsyncStream:
                 raise
             except grpc.RpcError as failure:
                 raise error_of(failure, self._target) from None
-            self._deltas.extend(self._joiner.add(message))
+            self._take(message)
         return self._deltas.popleft()
 
     async def __aenter__(self) -> Self:

@@ -1,18 +1,18 @@
-"""The client that blocks. What it sends and returns is made in `requests` and `results`; `asynchronous` is its twin."""
+"""The client that blocks. What it sends and returns is made in `requests` and `reading`; `asynchronous` is its twin."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxllm.client import requests, results
+from jaxllm.client import reading, requests
 from jaxllm.client.channel import Endpoint, error_of, read_health
-from jaxllm.client.results import Completion, Delta
+from jaxllm.client.options import ChatGenerateOptions, ChatOptions, ChatStreamOptions, GenerateOptions, StreamOptions
+from jaxllm.client.results import Completion, Delta, ModelInfo, ServerInfo
 from jaxllm.errors import DeadlineError, UnavailableError
 from jaxllm.metrics import Load
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -40,14 +40,14 @@ class Client(Endpoint):
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
     def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[requests.GenerateOptions]
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """Generate from a text, or from token ids, and return everything."""
         request = requests.generate_request(prompt, options)
-        return self._call(self._inference.Generate, request, results.read_completion, timeout)
+        return self._call(self._inference.Generate, request, reading.read_completion, timeout)
 
     def stream(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[requests.StreamOptions]
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[StreamOptions]
     ) -> Stream:
         """Generate and iterate over what is new."""
         return self._stream(requests.generate_request(prompt, options, is_stream=True), timeout)
@@ -57,18 +57,18 @@ class Client(Endpoint):
         messages: Sequence[Mapping[str, Any]],
         *,
         timeout: float | None = None,
-        **options: Unpack[requests.ChatGenerateOptions],
+        **options: Unpack[ChatGenerateOptions],
     ) -> Completion:
         """Answer a conversation, given as OpenAI's `messages`; append the answer's `message` to go on."""
         request = requests.chat_request(messages, options)
-        return self._call(self._inference.Generate, request, results.read_completion, timeout)
+        return self._call(self._inference.Generate, request, reading.read_completion, timeout)
 
     def stream_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         timeout: float | None = None,
-        **options: Unpack[requests.ChatStreamOptions],
+        **options: Unpack[ChatStreamOptions],
     ) -> Stream:
         """Answer a conversation and iterate over what is new."""
         return self._stream(requests.chat_request(messages, options, is_stream=True), timeout)
@@ -80,51 +80,51 @@ class Client(Endpoint):
         model: str = "",
         add_special_tokens: bool | None = None,
         timeout: float | None = None,
-        **options: Unpack[requests.ChatOptions],
+        **options: Unpack[ChatOptions],
     ) -> list[int]:
         """Return the token ids of a text, or of a conversation, as `generate` and `chat` would make them."""
         request = requests.tokenize_request(prompt, model, add_special_tokens, options)
-        return self._call(self._inference.Tokenize, request, results.read_token_ids, timeout)
+        return self._call(self._inference.Tokenize, request, reading.read_token_ids, timeout)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
         """Return the text of token ids, special tokens shown."""
         request = requests.detokenize_request(token_ids, model)
-        return self._call(self._inference.Detokenize, request, results.read_text, timeout)
+        return self._call(self._inference.Detokenize, request, reading.read_text, timeout)
 
-    def models(self, *, timeout: float | None = None) -> list[results.ModelInfo]:
+    def models(self, *, timeout: float | None = None) -> list[ModelInfo]:
         """List the models that are served, with the values of options that a call leaves open."""
         request = inference_pb2.ListModelsRequest()
-        return self._call(self._inference.ListModels, request, results.read_models, timeout)
+        return self._call(self._inference.ListModels, request, reading.read_models, timeout)
 
-    def server_info(self, *, timeout: float | None = None) -> results.ServerInfo:
+    def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Tell what the server is."""
         request = control_pb2.GetServerInfoRequest()
-        return self._call(self._control.GetServerInfo, request, results.read_server_info, timeout)
+        return self._call(self._control.GetServerInfo, request, reading.read_server_info, timeout)
 
     def load(self, *, timeout: float | None = None) -> Load:
         """Tell how busy the server is."""
         request = control_pb2.GetLoadRequest()
-        return self._call(self._control.GetLoad, request, results.read_load, timeout)
+        return self._call(self._control.GetLoad, request, reading.read_load, timeout)
 
     def abort(self, request_ids: str | Sequence[str], *, timeout: float | None = None) -> None:
         """End requests by id, whoever sent them; they return what there is. Unknown ids are no error."""
         request = requests.abort_request(request_ids)
-        return self._call(self._control.Abort, request, results.read_nothing, timeout)
+        return self._call(self._control.Abort, request, reading.read_nothing, timeout)
 
     def pause(self, mode: str = "abort", *, clear_cache: bool | None = None, timeout: float | None = None) -> None:
         """Stop generating; running requests end ("abort"), finish first ("wait") or stay for `resume` ("keep")."""
         request = requests.pause_request(mode, clear_cache)
-        return self._call(self._control.PauseGeneration, request, results.read_nothing, timeout)
+        return self._call(self._control.PauseGeneration, request, reading.read_nothing, timeout)
 
     def resume(self, *, timeout: float | None = None) -> None:
         """Generate again."""
         request = control_pb2.ResumeGenerationRequest()
-        return self._call(self._control.ResumeGeneration, request, results.read_nothing, timeout)
+        return self._call(self._control.ResumeGeneration, request, reading.read_nothing, timeout)
 
     def reset_prefix_cache(self, *, timeout: float | None = None) -> bool:
         """Forget cached prefixes; False, and nothing is forgotten, while requests run."""
         request = control_pb2.ResetPrefixCacheRequest()
-        return self._call(self._control.ResetPrefixCache, request, results.read_was_reset, timeout)
+        return self._call(self._control.ResetPrefixCache, request, reading.read_was_reset, timeout)
 
     def health(self, service: str = "", *, timeout: float | None = None) -> str:
         """Return the health of the server, or of one of its services: "serving", "not_serving" or "unknown"."""
@@ -175,7 +175,7 @@ class Client(Endpoint):
         return Stream(call, self.target)
 
 
-class Stream:
+class Stream(reading.Received):
     """Iterates over what is new of a call's sequences: each `Delta` belongs to the sequence of its `index`.
 
     Leaving a `with` block, or `close`, ends the call on the server too. After an exception, what came before is still
@@ -183,31 +183,10 @@ class Stream:
     """
 
     def __init__(self, call: Any, target: str) -> None:
+        super().__init__()
         self._call = call
         self._target = target
-        self._joiner = results.Joiner()
-        self._deltas: deque[Delta] = deque()
         self._is_closed = False
-
-    @property
-    def request_id(self) -> str:
-        """The request's id, once the first delta is there; what `abort` takes."""
-        return self._joiner.request_id
-
-    @property
-    def usage(self) -> results.Usage | None:
-        """Tokens used: at the end, or with `usage_every_message` so far."""
-        return self._joiner.usage
-
-    @property
-    def timing(self) -> results.Timing | None:
-        """Where the time went: at the end."""
-        return self._joiner.timing
-
-    @property
-    def so_far(self) -> Completion:
-        """Everything that has come."""
-        return self._joiner.completion()
 
     def result(self) -> Completion:
         """Wait for the rest and return everything."""
@@ -231,7 +210,7 @@ class Stream:
                 if self._is_closed:
                     raise StopIteration from None
                 raise error_of(failure, self._target) from None
-            self._deltas.extend(self._joiner.add(message))
+            self._take(message)
         return self._deltas.popleft()
 
     def __enter__(self) -> Self:

@@ -6,7 +6,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from jaxllm import errors
-from jaxllm.client.requests import keyword_of
+from jaxllm.client.options import keyword_of
 
 
 class AuthError(errors.UserError):

@@ -1,0 +1,122 @@
+"""The options of the client's calls, and the fields of the API that they fill.
+
+Names of options are those of `SamplingParams` where the thing is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What a call may say beside its prompt; None, like absence, leaves it to the model's defaults."""
+
+    temperature: float | None  # 0 is greedy
+    top_p: float | None
+    top_k: int | None  # 0 or -1: all tokens
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    n: int | None  # sequences; read them from `outputs`
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None  # the server refuses what it has not built yet, by name
+    bad_words: Sequence[str] | None
+    max_tokens: int | None  # None: until the model's context is full
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop_str_in_output: bool | None
+    ignore_eos: bool | None
+    time_limit: float | None  # seconds after which what there is is returned; `timeout` instead fails the call
+    truncate_prompt_tokens: int | None  # keep this many, the last ones; -1: as many as the model holds
+    detokenize: bool | None  # False: token ids only
+    return_token_ids: bool | None  # False saves their bytes
+    return_prompt_token_ids: bool | None
+    logprobs: int | None  # likeliest tokens to report beside the sampled one
+    logprob_texts: bool | None  # with the text of each; on unless False when `logprobs` is given
+    prompt_logprobs: int | None
+    logprob_token_ids: Sequence[int] | None
+    skip_special_tokens: bool | None
+    include_reasoning: bool | None
+    structured_outputs: Mapping[str, Any] | None  # one of json_schema, json_object, regex, ebnf, choice, structural_tag
+    model: str | None
+    adapter: str | None
+    request_id: str | None  # unique among the server's requests; what `abort` takes
+    priority: int | None  # lower goes first
+    cache_salt: str | None
+    add_special_tokens: bool | None  # of a text prompt
+
+
+class StreamOptions(GenerateOptions, total=False):
+    """What only a stream may say."""
+
+    stream_interval: int | None  # tokens that the server gathers for one delta
+    usage_every_message: bool | None  # keep the stream's `usage` up to date on the way
+
+
+class ChatOptions(TypedDict, total=False):
+    """What only a conversation may say."""
+
+    tools: Sequence[Mapping[str, Any]] | None  # in OpenAI's form
+    tool_choice: Literal["none", "auto"] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+class ChatGenerateOptions(GenerateOptions, ChatOptions, total=False):
+    """The options of `chat`."""
+
+
+class ChatStreamOptions(StreamOptions, ChatOptions, total=False):
+    """The options of `stream_chat`."""
+
+
+# Keyword to field of GenerateRequest.
+GENERATE_FIELDS = {
+    **{
+        name: f"sampling.{name}"
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+            *("seed", "n", "logit_bias", "allowed_token_ids", "bad_words"),
+        )
+    },
+    **{
+        name: f"stop.{name}"
+        for name in (
+            *("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "time_limit", "truncate_prompt_tokens"),
+        )
+    },
+    "stop": "stop.stop_strings",
+    "include_stop_str_in_output": "stop.include_stop",
+    **{
+        name: f"output.{name}"
+        for name in ("logprobs", "logprob_texts", "prompt_logprobs", "logprob_token_ids", "skip_special_tokens")
+    },
+    "detokenize": "output.text",
+    "return_token_ids": "output.token_ids",
+    "return_prompt_token_ids": "output.prompt_token_ids",
+    "include_reasoning": "output.reasoning",
+    "structured_outputs": "structured_output",
+    **{name: name for name in ("model", "adapter", "request_id", "priority", "cache_salt", "add_special_tokens")},
+}
+STREAM_FIELDS = {"stream_interval": "stream.interval_tokens", "usage_every_message": "stream.usage_every_message"}
+CHAT_FIELDS = {
+    "tools": "chat.tools_json",
+    "tool_choice": "chat.tool_choice",
+    "chat_template_kwargs": "chat.template_kwargs",
+    "add_generation_prompt": "chat.add_generation_prompt",
+    "continue_final_message": "chat.continue_final_message",
+}
+_KEYWORDS = {field: name for name, field in {**GENERATE_FIELDS, **STREAM_FIELDS, **CHAT_FIELDS}.items()}
+
+
+def keyword_of(field: str) -> str:
+    """Name the option that fills `field` of a request, as in `stop.stop_strings`; other fields by themselves."""
+    section, _, rest = field.partition(".")
+    if section in ("sampling", "stop", "output", "stream", "chat") and rest:
+        return _KEYWORDS.get(field, rest)
+    return _KEYWORDS.get(section, {"text": "prompt", "token_ids": "prompt", "chat": "messages"}.get(section, field))

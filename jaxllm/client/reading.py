@@ -1,0 +1,298 @@
+"""Reads the server's messages into what the client's methods return. Knows the messages of the API and no network."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC
+from typing import Any
+
+from jaxllm.client.options import keyword_of
+from jaxllm.client.results import (
+    Completion,
+    Delta,
+    ModelInfo,
+    Output,
+    ServerInfo,
+    Timing,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
+from jaxllm.metrics import Load
+from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
+
+FINISH_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_CONTEXT: "context",
+    types_pb2.FINISH_REASON_TIME_LIMIT: "time_limit",
+    types_pb2.FINISH_REASON_ABORTED: "abort",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """What came of one sequence; joined only when asked for, since a text that grows by joining is copied each time."""
+
+    deltas: list[Delta] = field(default_factory=list)
+
+    def joined(self, index: int) -> Output:
+        last = [delta for delta in self.deltas if delta.finish_reason is not None][-1:]
+        logprobs = [delta.logprobs for delta in self.deltas if delta.logprobs is not None]
+        return Output(
+            index=index,
+            text="".join(delta.text for delta in self.deltas),
+            token_ids=[token for delta in self.deltas for token in delta.token_ids],
+            logprobs=[row for rows in logprobs for row in rows] if logprobs else None,
+            finish_reason=last[0].finish_reason if last else None,
+            stop_reason=last[0].stop_reason if last else None,
+            reasoning="".join(delta.reasoning for delta in self.deltas),
+            tool_calls=self._tool_calls(),
+            seed=next((delta.seed for delta in self.deltas if delta.seed is not None), None),
+        )
+
+    def _tool_calls(self) -> list[ToolCall]:
+        calls: dict[int, list[ToolCallDelta]] = {}
+        for delta in self.deltas:
+            for call in delta.tool_calls:
+                calls.setdefault(call.index, []).append(call)
+        return [
+            ToolCall(pieces[0].id, pieces[0].name, "".join(piece.arguments for piece in pieces))
+            for _, pieces in sorted(calls.items())
+        ]
+
+
+class Joiner:
+    """Joins a stream's messages: `add` returns what each brings, `completion` everything so far."""
+
+    def __init__(self) -> None:
+        self.request_id = ""
+        self.model = ""
+        self.usage: Usage | None = None
+        self.timing: Timing | None = None
+        self._prompt_token_ids: list[int] | None = None
+        self._pieces: dict[int, _Pieces] = {}
+
+    def add(self, message: inference_pb2.StreamGenerateResponse) -> list[Delta]:
+        """Take in one message and return its deltas, which may be none."""
+        self.request_id = message.request_id or self.request_id
+        self.model = message.model or self.model
+        if message.HasField("prompt"):
+            self._prompt_token_ids = list(message.prompt.token_ids) or None
+        if message.HasField("usage"):
+            self.usage = _usage(message.usage)
+        if message.HasField("timing"):
+            self.timing = _timing(message.timing)
+        deltas = [_delta(delta) for delta in message.deltas]
+        for delta in deltas:
+            self._pieces.setdefault(delta.index, _Pieces()).deltas.append(delta)
+        return deltas
+
+    def completion(self) -> Completion:
+        """Join what has come."""
+        return Completion(
+            request_id=self.request_id,
+            model=self.model,
+            outputs=[pieces.joined(index) for index, pieces in sorted(self._pieces.items())],
+            usage=self.usage,
+            timing=self.timing,
+            prompt_token_ids=self._prompt_token_ids,
+        )
+
+
+class Received:
+    """What has come of a stream, and which of its deltas nobody has read."""
+
+    def __init__(self) -> None:
+        self._joiner = Joiner()
+        self._deltas: deque[Delta] = deque()
+
+    def _take(self, message: inference_pb2.StreamGenerateResponse) -> None:
+        self._deltas.extend(self._joiner.add(message))
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, once the first delta is there; what `abort` takes."""
+        return self._joiner.request_id
+
+    @property
+    def usage(self) -> Usage | None:
+        """Tokens used: at the end, or with `usage_every_message` so far."""
+        return self._joiner.usage
+
+    @property
+    def timing(self) -> Timing | None:
+        """Where the time went: at the end."""
+        return self._joiner.timing
+
+    @property
+    def so_far(self) -> Completion:
+        """Everything that has come."""
+        return self._joiner.completion()
+
+
+def read_completion(response: inference_pb2.GenerateResponse) -> Completion:
+    """Read the answer of a unary call."""
+    return Completion(
+        request_id=response.request_id,
+        model=response.model,
+        outputs=[_output(output) for output in response.outputs],
+        usage=_usage(response.usage) if response.HasField("usage") else None,
+        timing=_timing(response.timing) if response.HasField("timing") else None,
+        prompt_token_ids=list(response.prompt.token_ids) or None,
+    )
+
+
+def read_models(response: inference_pb2.ListModelsResponse) -> list[ModelInfo]:
+    """Read the list of models."""
+    return [
+        ModelInfo(
+            name=model.name,
+            aliases=tuple(model.aliases),
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=tuple(model.eos_token_ids),
+            defaults=_defaults(model),
+            has_chat=model.has_chat,
+            has_tool_calls=model.has_tool_calls,
+            has_reasoning=model.has_reasoning,
+        )
+        for model in response.models
+    ]
+
+
+def read_server_info(response: control_pb2.GetServerInfoResponse) -> ServerInfo:
+    """Read the facts about a server."""
+    state = control_pb2.ServerState.Name(response.state) if response.state in control_pb2.ServerState.values() else ""
+    return ServerInfo(
+        version=response.version,
+        api_revision=response.api_revision,
+        instance_id=response.instance_id,
+        start_time=response.start_time.ToDatetime(tzinfo=UTC),
+        state=state.removeprefix("SERVER_STATE_").lower() or "unknown",
+        model_names=tuple(response.model_names),
+        max_model_len=response.max_model_len,
+        max_num_seqs=response.max_num_seqs,
+        max_num_batched_tokens=response.max_num_batched_tokens,
+        block_size=response.block_size,
+        kv_blocks_total=response.kv_blocks_total,
+        dtype=response.dtype,
+        device_kind=response.device_kind,
+        mesh=dict(response.mesh),
+    )
+
+
+def read_load(response: control_pb2.GetLoadResponse) -> Load:
+    """Read how busy a server is."""
+    return Load(
+        running=response.running,
+        waiting=response.waiting,
+        waiting_tokens=response.waiting_prompt_tokens_uncached,
+        kv_blocks_used=response.kv_blocks_used,
+        kv_blocks_total=response.kv_blocks_total,
+        max_running=response.max_running,
+        generated_tokens_per_second=response.generated_tokens_per_second,
+        prefix_hit_rate=response.prefix_hit_rate,
+        step_seconds=response.step_time.ToNanoseconds() / 1e9,
+    )
+
+
+def read_token_ids(response: inference_pb2.TokenizeResponse) -> list[int]:
+    """Read the token ids of a text."""
+    return list(response.token_ids)
+
+
+def read_text(response: inference_pb2.DetokenizeResponse) -> str:
+    """Read the text of token ids."""
+    return response.text
+
+
+def read_was_reset(response: control_pb2.ResetPrefixCacheResponse) -> bool:
+    """Read whether the prefix cache was forgotten."""
+    return response.was_reset
+
+
+def read_nothing(response: object) -> None:
+    """Take an answer that says no more than that it is one."""
+
+
+def _sequence(output: types_pb2.Output | types_pb2.OutputDelta) -> dict[str, Any]:
+    """Read what `Output` and `Delta` have in common: all but the tool calls."""
+    return {
+        "index": output.index,
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "logprobs": _logprobs(output),
+        "finish_reason": _finish_reason(output),
+        "stop_reason": _stop_reason(output),
+        "reasoning": output.reasoning_text,
+        "seed": output.seed if output.HasField("seed") else None,
+    }
+
+
+def _output(output: types_pb2.Output) -> Output:
+    calls = [ToolCall(call.id, call.name, call.arguments_json) for call in output.tool_calls]
+    return Output(**_sequence(output), tool_calls=calls)
+
+
+def _delta(delta: types_pb2.OutputDelta) -> Delta:
+    calls = [ToolCallDelta(call.index, call.id, call.name, call.arguments_json) for call in delta.tool_calls]
+    return Delta(**_sequence(delta), tool_calls=calls)
+
+
+def _finish_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> str | None:
+    if output.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    return FINISH_REASONS.get(output.finish_reason, "unknown")  # a reason that a newer server has
+
+
+def _stop_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> int | str | None:
+    matched = output.WhichOneof("matched")
+    return getattr(output, matched) if matched else None
+
+
+def _logprobs(output: types_pb2.Output | types_pb2.OutputDelta) -> list[TokenLogprob] | None:
+    if not output.HasField("logprobs"):
+        return None
+    packed = output.logprobs
+    texts: Sequence[str | None] = packed.texts or [None] * len(packed.logprobs)
+    rows = zip(output.token_ids, packed.logprobs, packed.ranks, texts, strict=True)
+    return [
+        TokenLogprob(token, logprob, rank, text, tuple(_alternatives(packed, row)))
+        for row, (token, logprob, rank, text) in enumerate(rows)
+    ]
+
+
+def _alternatives(packed: types_pb2.Logprobs, row: int) -> Iterator[TokenLogprob]:
+    """Read the likeliest tokens of one row, of which the arrays hold `top_k` per row."""
+    for rank in range(1, packed.top_k + 1):
+        at = row * packed.top_k + rank - 1
+        text = packed.top_texts[at] if packed.top_texts else None
+        yield TokenLogprob(packed.top_token_ids[at], packed.top_logprobs[at], rank, text)
+
+
+def _usage(usage: types_pb2.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens, usage.reasoning_tokens)
+
+
+def _timing(timing: types_pb2.Timing) -> Timing:
+    parts = {
+        name: getattr(timing, name).ToNanoseconds() / 1e9 if timing.HasField(name) else None
+        for name in ("queue", "prefill", "first_token", "total")
+    }
+    return Timing(**parts)
+
+
+def _defaults(model: inference_pb2.Model) -> dict[str, Any]:
+    """Name the values that a call leaves open by the options that would change them."""
+    sections = (("sampling", model.default_sampling), ("stop", model.default_stop))
+    return {
+        keyword_of(f"{section}.{descriptor.name}"): list(value) if descriptor.is_repeated else value
+        for section, message in sections
+        for descriptor, value in message.ListFields()
+        if descriptor.message_type is None
+    }
