@@ -1,0 +1,230 @@
+"""What goes out: prompts, conversations and options become messages, or are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxllm import errors
+from jaxllm.client.options import GenerateOptions, keyword_of
+from jaxllm.client.requests import chat_request, generate_request
+from jaxllm.types import SamplingParams
+from jaxllm.v1 import types_pb2
+from tests.client.fake_server import (
+    FakeServer,
+    deltas_of_whole,
+    plain,
+)
+
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "temperature": (0, {"sampling": {"temperature": 0.0}}),
+    "top_p": (0.9, {"sampling": {"top_p": 0.9}}),
+    "top_k": (-1, {"sampling": {"top_k": -1}}),
+    "min_p": (0.25, {"sampling": {"min_p": 0.25}}),
+    "presence_penalty": (0.5, {"sampling": {"presence_penalty": 0.5}}),
+    "frequency_penalty": (-2, {"sampling": {"frequency_penalty": -2.0}}),
+    "repetition_penalty": (1.1, {"sampling": {"repetition_penalty": 1.1}}),
+    "seed": (-(2**63), {"sampling": {"seed": str(-(2**63))}}),
+    "n": (3, {"sampling": {"n": 3}}),
+    "logit_bias": ({5: -100}, {"sampling": {"logit_bias": {"5": -100.0}}}),
+    "allowed_token_ids": ([1], {"sampling": {"allowed_token_ids": [1]}}),
+    "bad_words": (["x"], {"sampling": {"bad_words": ["x"]}}),
+    "max_tokens": (64, {"stop": {"max_tokens": 64}}),
+    "min_tokens": (0, {"stop": {"min_tokens": 0}}),
+    "stop": ("\n\n", {"stop": {"stop_strings": ["\n\n"]}}),
+    "stop_token_ids": ((2, 3), {"stop": {"stop_token_ids": [2, 3]}}),
+    "include_stop_str_in_output": (True, {"stop": {"include_stop": True}}),
+    "ignore_eos": (False, {"stop": {"ignore_eos": False}}),
+    "time_limit": (1.5, {"stop": {"time_limit": "1.500s"}}),
+    "truncate_prompt_tokens": (-1, {"stop": {"truncate_prompt_tokens": -1}}),
+    "detokenize": (False, {"output": {"text": False}}),
+    "return_token_ids": (False, {"output": {"token_ids": False}}),
+    "return_prompt_token_ids": (True, {"output": {"prompt_token_ids": True}}),
+    "logprobs": (0, {"output": {"logprobs": 0, "logprob_texts": True}}),
+    "logprob_texts": (False, {"output": {"logprob_texts": False}}),
+    "prompt_logprobs": (2, {"output": {"prompt_logprobs": 2}}),
+    "logprob_token_ids": ([4], {"output": {"logprob_token_ids": [4]}}),
+    "skip_special_tokens": (False, {"output": {"skip_special_tokens": False}}),
+    "include_reasoning": (False, {"output": {"reasoning": False}}),
+    "structured_outputs": ({"choice": ["a", "b"]}, {"structured_output": {"choice": {"values": ["a", "b"]}}}),
+    "model": ("tiny", {"model": "tiny"}),
+    "adapter": ("poet", {"adapter": "poet"}),
+    "request_id": ("r-1", {"request_id": "r-1"}),
+    "priority": (-5, {"priority": -5}),
+    "cache_salt": ("s", {"cache_salt": "s"}),
+    "add_special_tokens": (False, {"add_special_tokens": False}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_an_option_fills_its_field_and_no_other(name: str) -> None:
+    value, filled = OPTIONS[name]
+    assert plain(generate_request("Hi", {name: value})) == {"text": "Hi", **filled}
+    assert plain(generate_request("Hi", {name: None})) == {"text": "Hi"}
+
+
+def test_every_option_is_tested() -> None:
+    assert set(GenerateOptions.__annotations__) == set(OPTIONS)
+
+
+def test_options_are_named_as_sampling_parameters_are() -> None:
+    """Every parameter that the engine has built can be given by the same name, but the two that are of Python's API."""
+    built = set(SamplingParams.__dataclass_fields__) - {"output_kind", "stream_interval"}
+    not_built = {name for name, field in SamplingParams.__dataclass_fields__.items() if "InitVar" in str(field.type)}
+    assert built - not_built <= set(GenerateOptions.__annotations__)
+
+
+def test_doubles_are_not_rounded() -> None:
+    assert generate_request("", {"top_p": 0.1}).sampling.top_p == 0.1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "filled"),
+    [
+        ("", {"text": ""}),
+        ("é\n", {"text": "é\n"}),
+        ([1, 2], {"token_ids": {"ids": [1, 2]}}),
+        (range(2), {"token_ids": {"ids": [0, 1]}}),
+        ([], {"token_ids": {}}),
+    ],
+)
+def test_a_prompt_is_text_or_token_ids(prompt: Any, filled: dict[str, Any]) -> None:
+    request = generate_request(prompt, {})
+    assert plain(request) == filled
+    assert request.WhichOneof("prompt") == next(iter(filled))
+
+
+def test_a_conversation_is_sent_whole() -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    request = chat_request(
+        [
+            {"role": "system", "content": ""},
+            {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "1 + 1?"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "add",
+                "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": {"a": 1}}}],
+            },
+        ],
+        {
+            "tools": tools,
+            "tool_choice": "none",
+            "chat_template_kwargs": {"enable_thinking": False},
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+            "temperature": 0,
+        },
+    )
+    assert plain(request) == {
+        "sampling": {"temperature": 0.0},
+        "chat": {
+            "messages": [
+                {"role": "system", "content": ""},
+                {"role": "user", "name": "Ann", "parts": [{"text": "1 + 1?"}]},
+                {
+                    "role": "assistant",
+                    "reasoning_text": "add",
+                    "tool_calls": [{"id": "c", "name": "add", "arguments_json": '{"a": 1}'}],
+                },
+            ],
+            "tools_json": '[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]',
+            "tool_choice": "TOOL_CHOICE_NONE",
+            "template_kwargs": {"enable_thinking": False},
+            "add_generation_prompt": False,
+            "continue_final_message": True,
+        },
+    }
+
+
+def test_only_streams_take_a_streams_options(client: Any, server: FakeServer) -> None:
+    server.answers["stream"] = lambda _: iter(deltas_of_whole())
+    client.stream("Hi", stream_interval=4, usage_every_message=True).result()
+    assert server.request.stream == types_pb2.StreamOptions(interval_tokens=4, usage_every_message=True)
+    with pytest.raises(errors.UserError, match=r"^'stream_interval' is not an option of this call\.$"):
+        client.generate("Hi", stream_interval=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "parameter"),
+    [
+        ({"temprature": 1}, "'temprature' is not an option of this call. Did you mean 'temperature'?", "temprature"),
+        ({"max_token": 1}, "'max_token' is not an option of this call. Did you mean 'max_tokens'?", "max_token"),
+        ({"timeouts": 1}, "'timeouts' is not an option of this call. Did you mean 'timeout'?", "timeouts"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'.", "temperature"),
+        ({"temperature": True}, "temperature must be a number, got True.", "temperature"),
+        ({"temperature": 10**400}, None, "temperature"),
+        ({"seed": 10**5000}, "an integer from -9223372036854775808 to 9223372036854775807", "seed"),
+        ({"n": -1}, "n must be an integer from 0 to 4294967295, got -1.", "n"),
+        ({"max_tokens": 1.5}, "max_tokens must be an integer from 0 to 4294967295, got 1.5.", "max_tokens"),
+        ({"max_tokens": True}, "max_tokens must be an integer", "max_tokens"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1.", "ignore_eos"),
+        ({"stop": [b"x"]}, "stop must be a list of valid texts, got [b'x'].", "stop"),
+        ({"stop": 5}, "stop must be a list of valid texts, got 5.", "stop"),
+        ({"stop_token_ids": [-1]}, "must be a list of integers from 0 to 4294967295, got [-1].", "stop_token_ids"),
+        ({"stop_token_ids": "ab"}, "stop_token_ids must be a list of integers", "stop_token_ids"),
+        ({"logit_bias": [1]}, "logit_bias must be a mapping of token ids to numbers, got [1].", "logit_bias"),
+        ({"logit_bias": {"5": 1}}, "logit_bias must be a mapping of token ids to numbers", "logit_bias"),
+        ({"time_limit": "1s"}, "time_limit must be a number of seconds, got '1s'.", "time_limit"),
+        ({"time_limit": float("nan")}, "time_limit must be a number of seconds, got nan.", "time_limit"),
+        ({"time_limit": True}, "time_limit must be a number of seconds, got True.", "time_limit"),
+        ({"model": "\ud800"}, "model must be a valid text", "model"),
+        ({"structured_outputs": {"json": {}}}, "one of json_schema, json_object, regex", "structured_outputs"),
+    ],
+)
+def test_a_bad_option_is_named_before_anything_is_sent(options: dict[str, Any], message: str, parameter: str) -> None:
+    with pytest.raises(errors.UserError) as caught:
+        generate_request("Hi", options)
+    assert (message or "") in str(caught.value)
+    assert caught.value.parameter == parameter
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"text", {"a": 1}, ["one", "two"], [[1], [2]], [1.5], [-1], "\ud800"])
+def test_a_bad_prompt_is_named(prompt: Any) -> None:
+    with pytest.raises(errors.UserError, match=r"^prompt must be") as caught:
+        generate_request(prompt, {})
+    assert caught.value.parameter == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "parameter"),
+    [
+        ("Hi", {}, "messages"),
+        (["Hi"], {}, "messages[0]"),
+        ([{"content": "Hi"}], {}, "messages[0].role"),
+        ([{"role": "user", "contents": "Hi"}], {}, "messages[0].contents"),
+        ([{"role": "user", "content": 5}], {}, "messages[0].content"),
+        ([{"role": 5, "content": "Hi"}], {}, "messages[0].role"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], {}, "messages[0].content[0].text"),
+        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], {}, "messages[0].tool_calls[0]"),
+        ([], {"tools": [object()]}, "tools"),
+        ([], {"tool_choice": "required"}, "tool_choice"),
+        ([], {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ([], {"chat_template_kwargs": {"a": object()}}, "chat_template_kwargs"),
+    ],
+)
+def test_a_bad_conversation_is_named(messages: Any, options: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(errors.UserError) as caught:
+        chat_request(messages, options)
+    assert caught.value.parameter == parameter
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("stop.include_stop", "include_stop_str_in_output"),
+        ("structured_output.regex", "structured_outputs"),
+        ("chat.messages[0].role", "messages[0].role"),
+        ("chat.tools_json", "tools"),
+        ("token_ids.ids", "prompt"),
+        ("prompt", "prompt"),
+        ("extensions", "extensions"),
+    ],
+)
+def test_a_field_at_fault_is_named_as_the_caller_knows_it(field: str, name: str) -> None:
+    assert keyword_of(field) == name
