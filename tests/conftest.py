@@ -6,6 +6,7 @@ A program that is found in the cache is traced all the same, so its shapes are c
 import os
 from pathlib import Path
 
+import pytest
 from jaxtyping import install_import_hook
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -14,3 +15,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAXLLM_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "programs"))
 
 install_import_hook(["jaxllm.model.decoder", "pallas_kernels.api"], "beartype.beartype")
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the keys and certificates of `tests.certificates`."""
+    from tests.certificates import make_certificates
+
+    folder = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder)
+    return folder

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -27,6 +26,7 @@ from jaxllm_server.auth import Keys
 from jaxllm_server.calls import Call, Chunk
 from jaxllm_server.grpc_server import CONTROL, INFERENCE
 from jaxllm_server.sockets import check_uds
+from tests.certificates import credentials
 from tests.grpc_site import (
     NOT_SERVING,
     SERVING,
@@ -160,33 +160,6 @@ def test_only_a_socket_that_nobody_answers_is_removed(tmp_path: Path) -> None:
 
 
 # TLS.
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make two authorities, and a pair of key and certificate signed by each: server, client and stranger."""
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    for authority, names in (("ca", ("server", "client")), ("other_ca", ("stranger",))):
-        openssl("req", "-x509", *key, "-keyout", f"{authority}.key", "-out", f"{authority}.pem", "-subj", "/CN=ca")
-        for name in names:
-            openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-            signing = ("-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", "2")
-            openssl("x509", "-req", "-in", f"{name}.csr", *signing, "-extfile", "names", "-out", f"{name}.pem")
-    return folder
-
-
-def credentials(folder: Path, name: str | None) -> grpc.ChannelCredentials:
-    authority = (folder / "ca.pem").read_bytes()
-    if name is None:
-        return grpc.ssl_channel_credentials(authority)
-    pair = ((folder / f"{name}.key").read_bytes(), (folder / f"{name}.pem").read_bytes())
-    return grpc.ssl_channel_credentials(authority, *pair)
 
 
 @pytest.mark.parametrize("mutual", [False, True], ids=["TLS", "mTLS"])
