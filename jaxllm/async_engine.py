@@ -1,8 +1,8 @@
 """`AsyncLLM`: one engine in a thread of its own, and async iterators of outputs for any number of readers.
 
-Owns the thread, what crosses between it and the event loop, and the bounds of the queue. Everything about a request is
-decided behind `LLMEngine`; protocols are in front of this (jaxllm_server). All methods belong to the event loop that
-called `start`.
+Owns what the engine is doing (loading, serving, paused, draining …), the readers and the bounds of the queue. The
+thread is in engine_thread.py; everything about a request is decided behind `LLMEngine`; protocols are in front of this
+(jaxllm_server). All methods belong to the event loop that called `start`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
@@ -23,6 +21,7 @@ from typing import Any, Literal, TypeVar
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine import Accepted, LLMEngine, Prompt
+from jaxllm.engine_thread import EngineThread, Listeners
 from jaxllm.errors import (
     DeadlineError,
     DrainingError,
@@ -36,9 +35,9 @@ from jaxllm.errors import (
     UserError,
 )
 from jaxllm.metrics import Load, Metrics, Observer, StepReport
-from jaxllm.streams import BlockBatch, BlockLog, Inbox, Stream
+from jaxllm.streams import BlockBatch, BlockLog, Inbox, Stream, StreamTable
 from jaxllm.tokenizer import Tokenizer
-from jaxllm.types import FinishReason, RequestOutput, SamplingParams
+from jaxllm.types import RequestOutput, SamplingParams
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -47,7 +46,6 @@ PauseMode = Literal["abort", "wait", "keep"]
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
 QUEUED_PER_SLOT = 4  # samples that may wait where nobody says otherwise, for each that runs …
 LEAST_QUEUED_TOKENS = 65536  # … and tokens of their prompts: this, or 16 contexts where that is more
-RATE_SECONDS = 2.0  # over which the speed in `Load` is measured
 
 
 class AsyncLLM:
@@ -80,22 +78,13 @@ class AsyncLLM:
         self._progress = progress
         self._engine: LLMEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: EngineThread | None = None
         self._inbox = Inbox()
         self._blocks = BlockLog()
-        self._streams: dict[str, Stream] = {}  # by the caller's id
-        self._readers: dict[str, Stream] = {}  # the same by the engine's
-        self._num_opened = 0
-        self._load = Load()
-        self._step_since: float | None = None  # when the step that is running began; written by the engine's thread
+        self._streams = StreamTable()
         self._started: asyncio.Future[None] | None = None
         self._death: asyncio.Future[BaseException] | None = None
         self._num_preparing = 0  # samples whose prompts are being made
-        self._num_open = 0  # streams of which the engine has more to say
-        self._quiet = asyncio.Event()  # there are none of them
-        self._quiet.set()
-        self._idle = asyncio.Event()  # every reader has gone
-        self._idle.set()
         self._failure: BaseException | None = None
         self._is_paused = self._is_leaving = self._is_draining = self._is_stopped = False
         self._tokenizing: ThreadPoolExecutor | None = None
@@ -106,7 +95,14 @@ class AsyncLLM:
             self._loop = asyncio.get_running_loop()
             self._started = self._loop.create_future()
             self._death = self._loop.create_future()
-            self._thread = threading.Thread(target=self._run, name="jaxllm-engine", daemon=True)
+            listeners = Listeners(
+                ready=self._ready,
+                deliver=self._deliver,
+                refused=self._refused,
+                block_events=self._blocks.append,
+                died=self._died,
+            )
+            self._thread = EngineThread(self.config, self._progress, self.metrics, self._inbox, self._loop, listeners)
             self._thread.start()
         await asyncio.shield(self._started)
 
@@ -164,7 +160,7 @@ class AsyncLLM:
         """What the engine is doing, whoever is leaving."""
         if self._engine is None:
             return "loading"
-        since = self._step_since
+        since = self._thread.step_since if self._thread is not None else None
         if since is not None and time.monotonic() - since > self.hang_timeout:
             return "hung"
         return "paused" if self._is_paused else "serving"
@@ -211,7 +207,8 @@ class AsyncLLM:
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
         self._check_serving()
         self.check_queue(accepted.params.n, accepted.params.n * len(accepted.prompt_token_ids))
-        stream = self._open(accepted, arrival)
+        stream = self._streams.open(accepted.request_id, accepted.params, arrival)
+        self._inbox.add(replace(accepted, request_id=stream.key))
         assert self._loop is not None
         timers = []
         try:
@@ -233,8 +230,8 @@ class AsyncLLM:
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End requests; their readers get what there is, with the finish reason "abort". Unknown ids change nothing."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
-            if request_id in self._streams:
-                self._inbox.abort(self._streams[request_id].key, "abort")
+            if (stream := self._streams.get(request_id)) is not None:
+                self._inbox.abort(stream.key, "abort")
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine has died, UnavailableError if it makes no progress or takes no work."""
@@ -270,7 +267,7 @@ class AsyncLLM:
 
     def get_load(self) -> Load:
         """Say how busy the engine was after its last step, and what has come since."""
-        load = self._load
+        load = self._thread.load if self._thread is not None else Load()
         num_new, num_tokens = self._inbox.counts()
         speed = load.generated_tokens_per_second if load.running else 0.0
         return load._replace(
@@ -308,9 +305,9 @@ class AsyncLLM:
             self._check_serving()
         self._is_paused = True
         if mode == "abort":
-            await self.abort(list(self._streams))
+            await self.abort(self._streams.ids())
         if mode != "keep":
-            await self._quiet.wait()
+            await self._streams.wait_quiet()
             if not self._is_paused:
                 return  # somebody has resumed meanwhile
         self._inbox.set_paused(True)
@@ -336,13 +333,15 @@ class AsyncLLM:
         is_through = True
         try:
             async with asyncio.timeout(timeout):
-                await self._idle.wait()
+                await self._streams.wait_idle()
         except TimeoutError:
             is_through = False
-            self._fail_all(DrainingError("The server is shutting down and could not finish this request in time."))
+            self._streams.fail_all(
+                DrainingError("The server is shutting down and could not finish this request in time.")
+            )
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
-                    await self._idle.wait()
+                    await self._streams.wait_idle()
         return is_through and self._failure is None
 
     async def wait_dead(self) -> BaseException:
@@ -357,17 +356,17 @@ class AsyncLLM:
         """
         self._is_stopped = True
         closed = EngineDeadError("The engine was closed.")
-        self._fail_all(closed)
+        self._streams.fail_all(closed)
         self._blocks.end(closed)
         self._inbox.stop()
         if self._tokenizing is not None:
             self._tokenizing.shutdown(wait=False)
         if self._thread is None:
             return True
-        await asyncio.to_thread(self._thread.join, timeout)
+        has_ended = await asyncio.to_thread(self._thread.join, timeout)
         assert self._death is not None
         _set_result(self._death, closed)
-        return not self._thread.is_alive()
+        return has_ended
 
     # On the event loop.
 
@@ -399,52 +398,27 @@ class AsyncLLM:
             return self.engine.accept(request_id, prompt, params, priority)
         return await self.off_loop(self.engine.accept, request_id, prompt, params, priority)
 
-    def _open(self, accepted: Accepted, arrival: float) -> Stream:
-        # An id may come back before the engine has heard of its first owner's end, so it has names of its own.
-        self._num_opened += 1
-        stream = Stream(accepted.request_id, f"{self._num_opened}", accepted.params, arrival)
-        self._streams[stream.request_id] = self._readers[stream.key] = stream
-        self._num_open += 1
-        self._idle.clear()
-        self._quiet.clear()
-        self._inbox.add(replace(accepted, request_id=stream.key))
-        return stream
-
     def _close(self, stream: Stream) -> None:
         """Forget a stream; a request that has not ended is aborted. Never waits: it runs while a task is cancelled."""
-        del self._streams[stream.request_id], self._readers[stream.key]
         if not stream.is_finished:
             self._inbox.abort(stream.key, "abort")
-        self._note_over(stream)
-        if not self._streams:
-            self._idle.set()
-
-    def _note_over(self, stream: Stream) -> None:
-        """Note that nothing more is expected of the engine for a stream."""
-        if not stream.is_over:
-            stream.is_over = True
-            self._num_open -= 1
-            if self._num_open == 0:
-                self._quiet.set()
-
-    def _fail_all(self, error: BaseException) -> None:
-        for stream in list(self._streams.values()):
-            stream.fail(error)
-            self._note_over(stream)
+        self._streams.close(stream)
 
     async def _call(self, function: Callable[[LLMEngine], Result]) -> Result:
         """Run a function on the engine's thread between two steps."""
         if self._working_state() in ("loading", "hung") or self.state in ("dead", "stopped"):
             raise self._unavailable() or EngineDeadError("The engine has stopped.")
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        thread = self._thread
+        assert thread is not None
 
         def run(engine: LLMEngine) -> None:
             try:
                 result = function(engine)
             except Exception as error:
-                self._post(_set_exception, answer, error)
+                thread.tell(_set_exception, answer, error)
             else:
-                self._post(_set_result, answer, result)
+                thread.tell(_set_result, answer, result)
 
         assert self._death is not None
         self._inbox.call(run)
@@ -463,12 +437,12 @@ class AsyncLLM:
         now = time.monotonic()
         told = []
         for output in outputs:
-            stream = self._readers.get(output.request_id)
+            stream = self._streams.of_key(output.request_id)
             if stream is None:
                 continue  # its reader has gone
             told.append((stream, stream.put(output, now), output if output.finished else None))
             if output.finished:
-                self._note_over(stream)
+                self._streams.note_over(stream)
         if self.observer is None:
             return
         try:
@@ -484,10 +458,10 @@ class AsyncLLM:
 
     def _refused(self, key: str) -> None:
         """Fail a request that the engine could not take in."""
-        stream = self._readers.get(key)
+        stream = self._streams.of_key(key)
         if stream is not None:
-            stream.fail(RequestFailedError("The engine could not take the request in; others go on."))
-            self._note_over(stream)
+            error = RequestFailedError("The engine could not take the request in; others go on.")
+            self._streams.fail(stream, error)
 
     def _died(self, error: BaseException) -> None:
         """Tell everybody that the engine has died."""
@@ -498,96 +472,8 @@ class AsyncLLM:
             self._started.exception()  # whoever waits sees it; if nobody does, asyncio need not complain
         _set_result(self._death, error)
         lost = EngineDeadError("The engine has died; this request is lost.")
-        self._fail_all(lost)
+        self._streams.fail_all(lost)
         self._blocks.end(lost)
-
-    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function on the event loop, from the engine's thread."""
-        assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody is there to be told
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    # On the engine's thread.
-
-    def _run(self) -> None:
-        engine: LLMEngine | None = None
-        try:
-            engine = LLMEngine(self.config, self._progress, self.metrics)
-            self._load = engine.load()
-            self._post(self._ready, engine)
-            self._serve(engine)
-        except BaseException as error:
-            self._step_since = None
-            self._post(self._died, error)
-        finally:
-            if engine is not None:
-                engine.close()
-
-    def _serve(self, engine: LLMEngine) -> None:
-        """Take what came in, compute a step, hand its outputs over; until stopped."""
-        history = deque([(time.monotonic(), 0)])
-        while True:
-            if not engine.has_unfinished_requests():
-                history = deque([(time.monotonic(), engine.metrics.generated_tokens)])
-            taken = self._inbox.take(is_idle=not engine.has_unfinished_requests())
-            if taken.is_stopped:
-                return
-            outputs = self._take_in(engine, taken.added, taken.aborted, taken.calls)
-            if taken.added:
-                self._load = _with_speed(engine.load(), self._load)
-            self._inbox.settle(taken.added)
-            report = None
-            if not taken.is_paused and engine.has_unfinished_requests():
-                before = engine.metrics.computed_tokens, engine.metrics.generated_tokens
-                started = self._step_since = time.monotonic()
-                outputs += engine.step()
-                ended = time.monotonic()
-                self._step_since = None
-                metrics = engine.metrics
-                num_sampled = metrics.generated_tokens - before[1]
-                report = StepReport(ended - started, metrics.computed_tokens - before[0], engine.num_rows, num_sampled)
-                history.append((ended, metrics.generated_tokens))
-                while len(history) > 2 and ended - history[1][0] > RATE_SECONDS:
-                    history.popleft()
-                self._load = engine.load()._replace(
-                    step_seconds=report.seconds,
-                    generated_tokens_per_second=(history[-1][1] - history[0][1]) / max(ended - history[0][0], 1e-6),
-                )
-            elif taken.aborted or taken.calls:
-                self._load = _with_speed(engine.load(), self._load)
-            if outputs or report is not None:
-                self._post(self._deliver, outputs, report)
-            if blocks := engine.take_block_events():
-                self._post(self._blocks.append, time.time(), self.config.block_size, blocks)
-
-    def _take_in(
-        self,
-        engine: LLMEngine,
-        added: list[Accepted],
-        aborted: list[tuple[str, FinishReason]],
-        calls: list[Callable[[LLMEngine], None]],
-    ) -> list[RequestOutput]:
-        """Add and abort requests, run what was asked for; return the last outputs of aborted requests."""
-        try:
-            engine.add(added)
-        except Exception:  # of one of them: the others are none of its business
-            for accepted in added:
-                try:
-                    engine.add([accepted])
-                except Exception:
-                    _log.exception("request %s could not be added", accepted.request_id)
-                    self._post(self._refused, accepted.request_id)
-        outputs = engine.abort_requests(aborted) if aborted else []
-        for call in calls:
-            call(engine)
-        return outputs
-
-
-def _with_speed(load: Load, before: Load) -> Load:
-    """Keep what only a step can measure."""
-    return load._replace(
-        step_seconds=before.step_seconds, generated_tokens_per_second=before.generated_tokens_per_second
-    )
 
 
 def _set_result(future: asyncio.Future[Any], result: Any) -> None:

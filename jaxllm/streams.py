@@ -244,6 +244,82 @@ class Stream:
             self._waiter.set_result(None)
 
 
+class StreamTable:
+    """The streams of all readers, by the caller's id and by the engine's. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Stream] = {}
+        self._by_key: dict[str, Stream] = {}
+        self._num_opened = 0
+        self._num_awaited = 0  # streams of which the engine has more to say
+        self._quiet = asyncio.Event()  # there are none of them
+        self._quiet.set()
+        self._idle = asyncio.Event()  # every reader has gone
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def ids(self) -> list[str]:
+        """List the callers' ids."""
+        return list(self._by_id)
+
+    def get(self, request_id: str) -> Stream | None:
+        """Find a stream by its caller's id."""
+        return self._by_id.get(request_id)
+
+    def of_key(self, key: str) -> Stream | None:
+        """Find a stream by the engine's id; None if its reader has gone."""
+        return self._by_key.get(key)
+
+    def open(self, request_id: str, params: SamplingParams, arrival: float) -> Stream:
+        """Make a stream for an id that is free."""
+        # An id may come back before the engine has heard of its first owner's end, so it has names of its own.
+        self._num_opened += 1
+        stream = Stream(request_id, f"{self._num_opened}", params, arrival)
+        self._by_id[request_id] = self._by_key[stream.key] = stream
+        self._num_awaited += 1
+        self._idle.clear()
+        self._quiet.clear()
+        return stream
+
+    def close(self, stream: Stream) -> None:
+        """Forget a stream, whose reader has gone."""
+        del self._by_id[stream.request_id], self._by_key[stream.key]
+        self.note_over(stream)
+        if not self._by_id:
+            self._idle.set()
+
+    def note_over(self, stream: Stream) -> None:
+        """Note that nothing more is expected of the engine for a stream."""
+        if not stream.is_over:
+            stream.is_over = True
+            self._num_awaited -= 1
+            if self._num_awaited == 0:
+                self._quiet.set()
+
+    def fail(self, stream: Stream, error: BaseException) -> None:
+        """End a stream with an error."""
+        stream.fail(error)
+        self.note_over(stream)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End every stream with an error."""
+        for stream in list(self._by_id.values()):
+            self.fail(stream, error)
+
+    async def wait_quiet(self) -> None:
+        """Wait until the engine has no more to say to anybody."""
+        await self._quiet.wait()
+
+    async def wait_idle(self) -> None:
+        """Wait until every reader has gone."""
+        await self._idle.wait()
+
+
 def merge(pending: RequestOutput, new: RequestOutput) -> None:
     """Append an output of deltas to one that nobody has taken yet, in place."""
     parts = {completion.index: completion for completion in pending.outputs}

@@ -327,7 +327,7 @@ class FakeEngine(LLMEngine):
 
 @pytest.fixture
 def fragile(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
-    monkeypatch.setattr("jaxllm.async_engine.LLMEngine", FakeEngine)
+    monkeypatch.setattr("jaxllm.engine_thread.LLMEngine", FakeEngine)
     engine = AsyncLLM(**SETTINGS, hang_timeout=0.2)
     run(engine.start())
     yield engine
