@@ -1,0 +1,179 @@
+"""What stands before every gRPC call: keys, the bound of calls, traces, and exceptions made into statuses.
+
+Knows nothing of what the services do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from jaxllm.errors import OverloadedError, UserError
+from jaxllm_server.errors import AdminRequiredError, AuthError
+from jaxllm_server.grpc_errors import Failure, failure_of
+from jaxllm_server.grpc_health import CONTROL, HEALTH
+from jaxllm_server.grpc_service import REQUEST_ID
+
+if TYPE_CHECKING:
+    from jaxllm_server.auth import Keys
+    from jaxllm_server.prometheus import PrometheusObserver
+    from jaxllm_server.tracing import Tracer
+
+_log = logging.getLogger(__name__)
+CHANNELZ = "grpc.channelz.v1.Channelz"
+_ADMIN_PREFIXES = (f"/{CONTROL}/", f"/{CHANNELZ}/")
+_HEALTH_PREFIX = f"/{HEALTH}/"
+_FAREWELL_SECONDS = 5.0  # for a status to leave; a client that reads nothing would hold its call for ever
+_SPAN = {"rpc.system": "grpc"}
+_KINDS = {
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
+}
+
+# Answers a raw request, and appends the parsed one to the list as soon as it is one.
+Respond = Callable[[Any, grpc.aio.ServicerContext, list[Message]], Awaitable[Any]]
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Stands before every call of every kind: lets in, counts, traces, and turns exceptions into statuses."""
+
+    def __init__(self, keys: Keys, tracer: Tracer, observer: PrometheusObserver, max_rpcs: int) -> None:
+        self._keys = keys
+        self._tracer = tracer
+        self._observer = observer
+        self._max_rpcs = max_rpcs
+        self._num_rpcs = 0
+        self._guarded: dict[str, grpc.RpcMethodHandler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Check the key, before the request is even received, and wrap the method that answers."""
+        method: str = handler_call_details.method
+        if not method.startswith(_HEALTH_PREFIX):
+            try:
+                header = _first(handler_call_details.invocation_metadata, "authorization")
+                self._keys.check(header, admin=method.startswith(_ADMIN_PREFIXES))
+            except (AuthError, AdminRequiredError) as error:
+                return self._refusal(method, error)
+        guarded = self._guarded.get(method)
+        if guarded is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None  # gRPC answers UNIMPLEMENTED
+            guarded = self._guarded[method] = self._guard(method, handler)
+        return guarded
+
+    def _guard(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """Wrap a method; requests are parsed inside, because a parser's error would reach the client as it is."""
+        kind = _KINDS[handler.request_streaming, handler.response_streaming]
+        behaviour = getattr(handler, kind)
+        parse = handler.request_deserializer
+        assert parse is not None, "every service is made of messages"
+
+        async def respond(raw: Any, context: grpc.aio.ServicerContext, asked: list[Message]) -> Any:
+            if handler.request_streaming:
+                result = behaviour(_parsed(raw, parse), context)
+            else:
+                asked.append(_parse(raw, parse))
+                result = behaviour(asked[0], context)
+            if not hasattr(result, "__aiter__"):
+                return await result
+            async for response in result:
+                await context.write(response)
+
+        async def answer(raw: Any, context: grpc.aio.ServicerContext) -> Any:
+            return await self._answer(method, context, respond, raw)
+
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(answer, request_deserializer=None, response_serializer=handler.response_serializer)
+
+    async def _answer(self, method: str, context: grpc.aio.ServicerContext, respond: Respond, raw: Any) -> Any:
+        """Answer one call and account for it; every exception becomes a status, and the log has the unforeseen ones."""
+        is_counted = not method.startswith(_HEALTH_PREFIX)
+        began = time.monotonic()
+        span = self._tracer.start(_first(context.invocation_metadata(), "traceparent"), method[1:], _SPAN)
+        asked: list[Message] = []
+        error: BaseException | None = None
+        code = "OK"
+        self._num_rpcs += is_counted
+        try:
+            if is_counted and self._num_rpcs > self._max_rpcs:
+                raise OverloadedError(f"The server is answering {self._max_rpcs} calls already.", retry_after=1.0)
+            return await respond(raw, context, asked)
+        except (grpc.aio.AbortError, grpc.aio.InternalError) as ended:  # a status was sent, or the client has gone
+            error, code = ended, "CANCELLED"
+            raise
+        except (Exception, asyncio.CancelledError) as failure:
+            error, code = failure, "CANCELLED"
+            task = asyncio.current_task()
+            if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # by gRPC: the call is over. A stray one would leave the client without a status
+            told = failure_of(failure, asked[0] if asked else None, _request_id(context))
+            code = told.code
+            if code == "INTERNAL":
+                _log.error("%s failed, request %s", method, _request_id(context) or "without an id", exc_info=failure)
+            await _fail(context, told)
+        finally:
+            self._num_rpcs -= is_counted
+            span.end(error)
+            if is_counted:
+                self._observer.request_handled("grpc", method, code, time.monotonic() - began)
+
+    def _refusal(self, method: str, error: AuthError | AdminRequiredError) -> grpc.RpcMethodHandler:
+        """Return a method that fails at once. It takes a stream of requests, so that gRPC does not wait for one."""
+
+        async def refuse(raw: Any, context: grpc.aio.ServicerContext, asked: list[Message]) -> None:
+            raise error
+
+        async def answer(raw: Any, context: grpc.aio.ServicerContext) -> None:
+            await self._answer(method, context, refuse, raw)
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+
+async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
+    """End a call with a status; always raises."""
+    trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", failure.status.SerializeToString())]
+    if request_id := _request_id(context):
+        trailers.append((REQUEST_ID, request_id))
+    if failure.pushback_ms is not None:
+        trailers.append(("grpc-retry-pushback-ms", str(failure.pushback_ms)))
+    try:
+        async with asyncio.timeout(_FAREWELL_SECONDS):
+            await context.abort(grpc.StatusCode[failure.code], failure.status.message, tuple(trailers))
+    except TimeoutError:
+        raise asyncio.CancelledError from None  # the status waits behind what the client does not read
+
+
+def _request_id(context: grpc.aio.ServicerContext) -> str:
+    """Return the id that the service has given to the call so far; "" if none."""
+    return _first(context.trailing_metadata(), REQUEST_ID) or ""
+
+
+def _parse(raw: bytes, parse: Callable[[bytes], Message]) -> Message:
+    try:
+        return parse(raw)
+    except DecodeError as error:
+        raise UserError("The request is not a message of this method.") from error
+
+
+async def _parsed(raws: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> AsyncIterator[Message]:
+    async for raw in raws:
+        yield _parse(raw, parse)
+
+
+def _first(metadata: Any, key: str) -> str | None:
+    """Return the first value of a key of metadata as text."""
+    return next((value for name, value in metadata or () if name == key and isinstance(value, str)), None)

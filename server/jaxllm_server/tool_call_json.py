@@ -1,0 +1,206 @@
+"""Reads the JSON object of one tool call while it comes, in linear time: its name, and its arguments' text as written.
+
+Knows nothing of markers around calls, of content and of requests.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import Enum, auto
+from types import MappingProxyType
+
+_SPACE = frozenset(" \t\r\n")  # JSON's
+_SCALAR = frozenset(
+    "+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+)  # of numbers, true, false, null
+_ARGUMENTS = ("arguments", "parameters")  # Hermes' name for them and Llama's
+
+
+class _Phase(Enum):
+    """What a reader of an object expects next."""
+
+    OPENING = auto()  # `{`
+    FIRST_KEY = auto()  # or `}`
+    KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    NEXT = auto()  # `,` or `}`
+    NOTHING = auto()
+
+
+_MARKS = MappingProxyType(
+    {
+        (_Phase.OPENING, "{"): _Phase.FIRST_KEY,
+        (_Phase.FIRST_KEY, "}"): _Phase.NOTHING,
+        (_Phase.COLON, ":"): _Phase.VALUE,
+        (_Phase.NEXT, ","): _Phase.KEY,
+        (_Phase.NEXT, "}"): _Phase.NOTHING,
+    }
+)
+
+
+class _Role(Enum):
+    """What a value is to the object it stands in."""
+
+    KEY = auto()
+    NAME = auto()
+    ARGUMENTS = auto()
+    OTHER = auto()
+
+
+class CallObject:
+    """Reads one JSON object with a name and arguments, in linear time.
+
+    The object's own members are checked; inside a value only strings and brackets are followed, so that arguments with
+    a mistake in them go out whole. A `<` outside of a string breaks them off: JSON has none there, and a tag begins
+    with one. Of several names or arguments the first counts, since it may have gone out already.
+    """
+
+    def __init__(self, needs_arguments: bool) -> None:
+        self.name: str | None = None
+        self.is_call = False  # surely one; never taken back
+        self.is_over = False
+        self.is_broken = False  # over before its closing brace
+        self._needs_arguments = needs_arguments
+        self._phase = _Phase.OPENING
+        self._value: _Value | None = None  # being read
+        self._role = _Role.OTHER  # of that value
+        self._key: str | None = None
+        self._text: list[str] = []  # of a key or a name, with its quotes
+        self._arguments: list[str] | None = None  # of their text, what `take_arguments` has not returned
+
+    def read(self, text: str, start: int) -> int:
+        """Read on from `start`; return where reading stopped: at the end of `text`, or where the object is over."""
+        position = start
+        while position < len(text) and not self.is_over:
+            character = text[position]
+            if self._value is not None:
+                position = self._read_value(self._value, text, position)
+            elif character in _SPACE:
+                position += 1
+            elif self._begins_value(character):
+                self._begin_value(character)
+            elif (self._phase, character) in _MARKS:
+                self._phase = _MARKS[self._phase, character]
+                position += 1
+                if self._phase is _Phase.NOTHING:
+                    self._close()
+            else:
+                self._break()
+        return position
+
+    def take_arguments(self) -> str:
+        """Return what came of the arguments' text since the last time."""
+        taken = "".join(self._arguments or ())
+        self._arguments = []
+        return taken
+
+    def _begins_value(self, character: str) -> bool:
+        if self._phase in (_Phase.FIRST_KEY, _Phase.KEY):
+            return character == '"'
+        return self._phase is _Phase.VALUE and (character in '"{[' or character in _SCALAR)
+
+    def _begin_value(self, character: str) -> None:
+        if self._phase is not _Phase.VALUE:
+            self._role = _Role.KEY
+        elif self._key == "name" and self.name is None:
+            self._role = _Role.NAME
+        elif self._key in _ARGUMENTS and self._arguments is None:
+            self._role = _Role.ARGUMENTS
+            self._arguments = []
+            self.is_call = self.name is not None
+        else:
+            self._role = _Role.OTHER
+        self._value = _Value(character)
+
+    def _read_value(self, value: _Value, text: str, start: int) -> int:
+        end = value.read(text, start)
+        if self._role is _Role.ARGUMENTS:
+            assert self._arguments is not None
+            self._arguments.append(text[start:end])
+        elif self._role is not _Role.OTHER:
+            self._text.append(text[start:end])
+        if value.is_broken:
+            self._break()
+        elif value.is_over:
+            self._end_value()
+        return end
+
+    def _end_value(self) -> None:
+        self._value = None
+        text, self._text = "".join(self._text), []
+        if self._role is _Role.KEY:
+            self._key = _string(text)
+            self._phase = _Phase.COLON
+            return
+        self._phase = _Phase.NEXT
+        if self._role is _Role.NAME:
+            self.name = _string(text)
+            if self.name is None:
+                self._break()
+            self.is_call = self.name is not None and self._arguments is not None
+
+    def _close(self) -> None:
+        self.is_over = True
+        if self.name is not None and self._arguments is None and not self._needs_arguments:
+            self._arguments = ["{}"]
+            self.is_call = True
+
+    def _break(self) -> None:
+        self.is_over = self.is_broken = True
+
+
+class _Value:
+    """Finds the end of one JSON value. Counts brackets without telling their kinds apart: depth costs no memory."""
+
+    def __init__(self, first: str) -> None:
+        self.is_over = False
+        self.is_broken = False
+        self._is_scalar = first in _SCALAR
+        self._depth = 0
+        self._is_string = False
+        self._is_escaped = False
+
+    def read(self, text: str, start: int) -> int:
+        """Read on from `start`; return where reading stopped: at the end of `text`, or where the value is over."""
+        for position in range(start, len(text)):
+            character = text[position]
+            if self._is_scalar:
+                if character not in _SCALAR:
+                    self.is_over = True
+                    return position
+            elif self._is_escaped:
+                self._is_escaped = False
+            elif self._is_string:
+                self._is_escaped = character == "\\"
+                self._is_string = character != '"'
+            elif character == '"':
+                self._is_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+            elif character == "<":
+                self.is_broken = True
+                return position
+            if not (self._is_scalar or self._is_string or self._depth):
+                self.is_over = True
+                return position + 1
+        return len(text)
+
+
+def skip_space(text: str, start: int) -> int:
+    """Return where JSON's space ends that begins at `start`."""
+    position = start
+    while position < len(text) and text[position] in _SPACE:
+        position += 1
+    return position
+
+
+def _string(text: str) -> str | None:
+    """Decode a JSON string; None if it is none, or holds half of a surrogate pair, which no protocol could carry."""
+    try:
+        decoded = json.loads(text)
+        return decoded if isinstance(decoded, str) and decoded.encode() else None
+    except ValueError:
+        return None
