@@ -31,6 +31,7 @@ PACKAGES = (
     "jax-triton",
     "triton",
     "flax",
+    "orbax-checkpoint",
     "numpy",
     "tokenizers",
     "transformers",

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from jaxllm.errors import UserError
+from jaxllm.model import orbax_checkpoint
 from jaxllm.model.checkpoint import Tensor, open_tensors, read_json
 from jaxllm.model.decoder import Leaf, Params, Weight, declare
 from jaxllm.model.families import Family
@@ -103,6 +104,9 @@ def check_shards(spec: Spec, shards: int) -> None:
 def check(folder: Path, spec: Spec, family: Family, shards: int) -> None:
     """Refuse a checkpoint whose files are broken or do not hold the weights of `spec`; reads headers only."""
     check_shards(spec, shards)
+    if orbax_checkpoint.is_here(folder):
+        orbax_checkpoint.check(folder, declare(spec, shards))
+        return
     _find_sources(declare(spec, shards), family, _by_name(open_tensors(folder), family))
 
 
@@ -116,8 +120,10 @@ def load(
     """
     shards = mesh.devices.size
     check_shards(spec, shards)
-    tensors = _by_name(open_tensors(folder), family)
     declared = declare(spec, shards)
+    if orbax_checkpoint.is_here(folder):
+        return orbax_checkpoint.load(folder, declared, mesh, dtype, progress)
+    tensors = _by_name(open_tensors(folder), family)
     sources = _find_sources(declared, family, tensors)
     total = sum(math.prod(weight.shape) for weight in jax.tree.leaves(declared)) * jnp.dtype(dtype).itemsize
     bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress)
@@ -138,6 +144,26 @@ def load(
 
     with bar:
         return jax.block_until_ready(_build(declared, build))
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """One part of a weight as it is stored: a view [out, in] (or [out]) of the mapped file, and how to let it go."""
+
+    values: np.ndarray
+    release: Callable[[], None]
+
+
+def stored_parts(folder: Path, spec: Spec, family: Family) -> dict[orbax_checkpoint.Name, StoredPart]:
+    """Look up every part of every weight in a safetensors checkpoint, by layer and name; refuses what `load` does."""
+    declared = declare(spec, 1)
+    sources = _find_sources(declared, family, _by_name(open_tensors(folder), family))
+    return {
+        (layer, part.name): StoredPart(source.rows()[: part.rows], source.tensor.release)
+        for layer, weights in [(None, declared.top), *enumerate(declared.layers)]
+        for name, weight in weights.items()
+        for part, source in zip(weight.parts, sources[layer, name], strict=True)
+    }
 
 
 def abstract(spec: Spec, mesh: Mesh, dtype: DTypeLike) -> Params[jax.ShapeDtypeStruct]:

@@ -1,0 +1,36 @@
+"""`jaxllm convert`: write a model as an Orbax checkpoint, which every number of devices loads."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxllm.commands.arguments import Subparsers
+
+
+def add(commands: Subparsers) -> None:
+    """Describe the command."""
+    parser = commands.add_parser(
+        "convert",
+        help="write a model as an Orbax checkpoint",
+        allow_abbrev=False,
+        description="Write the model SRC into the new folder DST: an Orbax checkpoint, the configuration, the "
+        "tokenizer. `--model DST` loads it onto any number of devices.",
+    )
+    parser.add_argument("source", metavar="SRC", help="folder, hub id, or jaxllm-embedded: the small model within")
+    parser.add_argument("target", metavar="DST", help="folder to make")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the hub repository")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Write the folder and say where it is."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # Orbax asks JAX for its devices, and a GPU's memory would be taken
+    from jaxllm.convert import convert
+
+    target = convert(options["source"], Path(options["target"]), options["revision"], progress=sys.stderr.isatty())
+    print(f"{target} is ready: --model {target}")
+    return 0
