@@ -43,6 +43,7 @@ interop: $(VENV)/.dev tests/interop/node_modules  ## a client in another languag
 bench: $(VENV)/.dev  ## the figures that are promised, measured here
 	$(VENV)/bin/python -m tests.bench.scheduler
 	$(VENV)/bin/python -m tests.bench.start
+	$(VENV)/bin/python -m tests.bench.overlap
 	$(VENV)/bin/python -m tests.bench.serving
 
 train-embedded: $(VENV)/.dev  ## train the embedded model again: about half an hour on two cores

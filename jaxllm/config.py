@@ -40,6 +40,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None  # overrides the share
     num_kv_blocks: int | None = None  # overrides both
     scheduling_policy: SchedulingPolicy = "fcfs"
+    async_scheduling: bool = True  # plan and start a step before the tokens of the one before it are read
     enable_kv_cache_events: bool = False  # tell which blocks enter and leave the prefix cache
     max_logprobs: int = 20  # the most log-probabilities a request may ask for
     load_format: LoadFormat = "auto"  # "dummy": random weights of the model's shapes, for measuring
@@ -56,7 +57,7 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise UserError(f"{name} must be an integer from {low} to {high}, got {value!r}.", name)
-        for name in ("enable_prefix_caching", "enable_kv_cache_events"):
+        for name in ("enable_prefix_caching", "async_scheduling", "enable_kv_cache_events"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}.", name)
         share = self.gpu_memory_utilization

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from jaxllm import detokenizer, sampling, scheduler
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineError, RequestIdInUseError, UserError, too_long
 from jaxllm.metrics import Load, Metrics
-from jaxllm.runner import Runner, prepare
+from jaxllm.runner import Runner, StepInFlight, prepare
 from jaxllm.samples import Group, Sample
 from jaxllm.sampling import Variant
 from jaxllm.state import BlockEvent, Plan, Request, initial, take_block_events
@@ -93,6 +94,8 @@ class LLMEngine:
         self._is_closed = False
         self._num_samples = 0
         self._num_failures = 0
+        self._depth = 2 if config.async_scheduling else 1
+        self._in_flight: deque[tuple[Plan, StepInFlight]] = deque()
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
@@ -197,30 +200,41 @@ class LLMEngine:
         return bool(self._groups)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return the outputs that are due (see `SamplingParams.output_kind`)."""
+        """Wait for one step and return the outputs that are due (see `SamplingParams.output_kind`).
+
+        The next step is given to the device before that, so that it computes while the host reads, answers and plans
+        again (`EngineConfig.async_scheduling`). What was planned for a request that has ended meanwhile is dropped.
+        """
         self._check_open()
         if not self._groups:
+            self._in_flight.clear()  # whoever they were for has ended or gone
             return []
         with _uninterrupted():
             return self._step()
 
     def _step(self) -> list[RequestOutput]:
-        before = self._state
         try:
-            plan, result = self._run()
+            while len(self._in_flight) < self._depth:
+                issued = self._issue()
+                if issued is None:
+                    break
+                self._in_flight.append(issued)
+            if not self._in_flight:
+                raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
+            plan, flight = self._in_flight.popleft()
+            result = flight.result()
         except Exception as error:
-            self._state = before  # what was planned was never written
             self._recover(error)
             return []
         self._num_failures = 0
         return self._take_in(plan, result)
 
-    def _run(self) -> tuple[Plan, Result]:
-        """Plan a step and run it."""
+    def _issue(self) -> tuple[Plan, StepInFlight] | None:
+        """Plan a step and give it to the device; None where everything waits for tokens of steps in flight."""
         self._state, plan = scheduler.plan(self._state, self._limits, time.monotonic())
         history, biases = self._admit(plan)
         if not len(plan.slots):
-            raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
+            return None
         variant = VARIANTS[int(self._variants[plan.slots].max())]
         chunks = [
             np.asarray(self._owner(slot).tokens[start : start + length], np.int32)
@@ -231,7 +245,7 @@ class LLMEngine:
                 strict=True,
             )
         ]
-        return plan, self.runner.run(plan, chunks, self._sampling, variant, history, biases)
+        return plan, self.runner.dispatch(plan, chunks, self._sampling, variant, history, biases)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; refused (False) while requests run, because they hold some of them."""
@@ -243,6 +257,7 @@ class LLMEngine:
     def close(self) -> None:
         """Stop background work and let go of the device's memory; to close twice does nothing."""
         self._is_closed = True
+        self._in_flight.clear()
         self.runner.close()
 
     def _check_open(self) -> None:
@@ -421,6 +436,7 @@ class LLMEngine:
 
     def _recover(self, error: Exception) -> None:
         """After a step that failed: the cache may be gone, so start an empty one and compute running requests again."""
+        self._in_flight.clear()
         self.runner.renew()
         self._state = scheduler.reset(self._state, self._limits)
         self._num_failures += 1

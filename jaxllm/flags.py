@@ -32,6 +32,7 @@ _ENGINE_HELP = {
     "kv_cache_memory_bytes": "bytes of KV blocks, instead of that share",
     "num_kv_blocks": "KV blocks, instead of both",
     "scheduling_policy": "which waiting request is next",
+    "async_scheduling": "plan and start a step before the tokens of the one before it are read",
     "enable_kv_cache_events": "tell which blocks enter and leave the prefix cache (StreamKvEvents)",
     "max_logprobs": "the most log-probabilities a request may ask for",
     "load_format": "dummy: random weights of the model's shapes",

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,8 +121,19 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     )
 
 
+class StepInFlight(NamedTuple):
+    """A step that the device was given."""
+
+    joined: jax.Array
+    num_rows: int
+
+    def result(self) -> Result:
+        """Wait for what the step sampled. What failed on the device is raised here, and by every step behind it."""
+        return step.read(np.asarray(self.joined), self.num_rows)
+
+
 class Runner:
-    """Runs plans on the device. Not thread-safe: one thread calls `run`."""
+    """Runs plans on the device. Not thread-safe: one thread calls `dispatch`."""
 
     def __init__(self, config: EngineConfig, setup: Setup, metrics: Metrics, progress: bool = False) -> None:
         use_compilation_cache(config.cache_dir())
@@ -168,7 +179,7 @@ class Runner:
             records_blocks=self._config.enable_kv_cache_events,
         )
 
-    def run(
+    def dispatch(
         self,
         plan: Plan,
         chunks: Sequence[np.ndarray],
@@ -176,8 +187,8 @@ class Runner:
         variant: Variant,
         history: np.ndarray | None = None,
         biases: Sequence[tuple[int, np.ndarray]] = (),
-    ) -> Result:
-        """Run one step and wait for what it sampled.
+    ) -> StepInFlight:
+        """Give the device one step, which begins when the one before it has ended; wait for nothing.
 
         `chunks` are the token ids of the plan's rows after its decode rows; `sampling` is int32[S, F]; `history` is
         int32[·, 3] of (slot, position, token) that the device must know beforehand and will not compute; `biases` are
@@ -194,13 +205,13 @@ class Runner:
                 self._patch_biases(biases)
             buffer = batch.pack(plan, key.shape, self.geometry.num_slots, chunks, sampling)
             self._state, joined = self.programs[key](self._params, self._state, buffer)
-            result = step.read(np.asarray(joined), len(plan.slots))
+            joined.copy_to_host_async()
         finally:
             self._running_thread = None
         self.metrics.steps += 1
         self.metrics.padded_tokens += key.shape.tokens
         self.metrics.computed_tokens += plan.num_tokens
-        return result
+        return StepInFlight(joined, len(plan.slots))
 
     def renew(self) -> None:
         """Give up whatever state there is and allocate an empty one."""
@@ -291,7 +302,7 @@ class Runner:
             self._state = tuple(jax.tree.leaves(state.replace(bias=bias)))
 
     def note_compilation(self) -> None:
-        """Count a compilation that somebody waits for: one on the thread that is running a step."""
+        """Count a compilation that somebody waits for: one on the thread that is starting a step."""
         if threading.get_ident() == self._running_thread:
             self.metrics.compilations_after_ready += 1
 

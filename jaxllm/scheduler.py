@@ -187,7 +187,9 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
             return tuple(preempted)
         if len(growing) <= editor.pool.num_available:
             break
-        victim = max(_taken_slots(editor), key=lambda slot: editor.owner(slot).rank)
+        # Who has its last token in flight will give its blocks back in any case.
+        ending = editor.read("length") >= editor.read("limit")
+        victim = max((editor.read("epochs") * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
         preempted.append(editor.owner(victim).request.id)
         _requeue(editor, limits, victim)
         _vacate(editor, limits, [victim])

@@ -29,7 +29,8 @@ class FakeDevice:
         self.limits = limits
         self.full: dict[int, array[int]] = {}  # by request id: all tokens that the host knows, kept by the test
         self.tables: dict[tuple[int, int], int] = {}
-        self.tokens: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}  # by slot: what the device holds; -1 where it was told nothing
+        self.truth: dict[int, list[int]] = {}  # by slot: the sequence as it is, a token ahead of the host perhaps
         self.written: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def run(self, plan: Plan, chunks: list[list[int]], owners: dict[int, int]) -> np.ndarray:
@@ -40,6 +41,7 @@ class FakeDevice:
         assert len(set(plan.slots.tolist())) == len(plan.slots) <= limits.num_slots, "a slot has one row"
         for admission in plan.admitted:  # what it finds in the prefix cache, the device never saw in this slot
             self.tokens[admission.slot] = [-1] * admission.num_cached
+            self.truth[admission.slot] = self.full[admission.request.id][: admission.num_known].tolist()
         for slot, index, block in plan.table.tolist():
             assert 0 <= slot < limits.num_slots and 0 <= block < limits.num_blocks
             self.tables[slot, index] = block
@@ -52,21 +54,22 @@ class FakeDevice:
                 place = self._place(slot, position)
                 assert place not in writes, "two rows write one place"
                 writes.add(place)
-                self.written[place] = self._prefix(slot, position + 1, owners)
+                self.written[place] = self._prefix(slot, position + 1)
         sampled = np.zeros(len(rows), np.int32)
         for number, (slot, start, length) in enumerate(rows):
             for position in range(start + length):
                 found = self.written.get(self._place(slot, position))
-                assert found == self._prefix(slot, position + 1, owners), f"slot {slot} reads a stale place"
+                assert found == self._prefix(slot, position + 1), f"slot {slot} reads a stale place"
             if plan.samples[number]:
-                tokens = self.full[owners[slot]][: start + length]
-                sampled[number] = next_token(tuple(tokens), owners[slot])
+                tokens = self._prefix(slot, start + length)
+                sampled[number] = next_token(tokens, owners[slot])
                 self.tokens[slot] = [*self.tokens[slot][: start + length], int(sampled[number])]
+                self.truth[slot] = [*tokens, int(sampled[number])]
         return sampled
 
-    def _prefix(self, slot: int, length: int, owners: dict[int, int]) -> tuple[int, ...]:
-        tokens = self.full[owners[slot]]
-        assert length <= len(tokens), "a position beyond the known tokens"
+    def _prefix(self, slot: int, length: int) -> tuple[int, ...]:
+        tokens = self.truth[slot]
+        assert length <= len(tokens), "a position beyond the tokens that there are"
         assert all(mine in (-1, theirs) for mine, theirs in zip(self.tokens[slot][:length], tokens, strict=False))
         return tuple(tokens[:length])
 

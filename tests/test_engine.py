@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, EngineError, SamplingParams, UserError
+from jaxllm.runner import StepInFlight
 from jaxllm.types import RequestOutput
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -82,6 +83,63 @@ def test_settings_do_not_change_the_tokens(settings: dict[str, Any], copies: int
         assert (llm.engine.metrics.preemptions > 0) == ("num_kv_blocks" in settings)
         if settings.get("block_size", 16) <= 2:
             assert llm.engine.metrics.cached_tokens > 0
+
+
+def test_steps_in_flight_change_no_token_with_aborts_and_preemption() -> None:
+    """Full slots, a pool that is too small, stops that are found late, requests that go: the same with and without."""
+    random = np.random.default_rng(4)
+    stops: list[dict[str, Any]] = [
+        {"stop": ["."]},
+        {"stop": ["Lily", "the "]},
+        {"stop_token_ids": [*range(300, 330)]},
+        {},
+    ]
+    params = [
+        SamplingParams(
+            temperature=0.8 * (number % 3 > 0),
+            seed=number,
+            max_tokens=int(random.integers(1, 60)),
+            repetition_penalty=float(random.choice([1.0, 1.2])),
+            n=1 + (number % 3 == 2),
+            **stops[number % 4],
+        )
+        for number in range(40)
+    ]
+    going = {int(name): int(random.integers(1, 40)) for name in random.choice(40, 10, replace=False)}
+    told: dict[bool, dict[str, RequestOutput]] = {}
+    for is_on in (False, True):
+        with make(async_scheduling=is_on, num_kv_blocks=14, block_size=8, max_num_seqs=8) as llm:
+            engine = llm.engine
+            for number, own in enumerate(params):
+                engine.add_request(str(number), PROMPTS[number % 4], own)
+            ended, num_steps = told.setdefault(is_on, {}), 0
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+                num_steps += 1
+                for name, step in going.items():
+                    if step == num_steps and (output := engine.abort_request(str(name))):
+                        outputs.append(output)
+                ended |= {output.request_id: output for output in outputs if output.finished}
+            assert engine.metrics.preemptions > 0
+            assert engine._state.pool.num_available == 14 and not engine._samples
+    assert told[True].keys() == told[False].keys() and len(told[True]) == 40
+    for name, output in told[True].items():
+        for one, other in zip(output.outputs, told[False][name].outputs, strict=True):
+            if "abort" in (one.finish_reason, other.finish_reason):
+                shorter = min(len(one.token_ids), len(other.token_ids))
+                assert one.token_ids[:shorter] == other.token_ids[:shorter]
+            else:
+                assert (one.token_ids, one.text) == (other.token_ids, other.text)
+                assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
+
+
+def test_the_next_step_is_on_the_device_before_the_last_one_is_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    dispatch, read = llm.engine.runner.dispatch, StepInFlight.result
+    monkeypatch.setattr(llm.engine.runner, "dispatch", lambda *given: events.append("start") or dispatch(*given))
+    monkeypatch.setattr(StepInFlight, "result", lambda flight: events.append("read") or read(flight))
+    generate(llm, "Once upon a time", SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    assert events == ["start", "start", "read", "start", "read", "start", "read", "read"]
 
 
 def test_a_request_gets_the_same_tokens_alone_and_in_a_crowd(llm: LLM) -> None:
@@ -277,7 +335,7 @@ def test_a_step_that_takes_the_cache_with_it_costs_no_token(
     llm: LLM, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, calls = llm.engine, 0
-    real: Callable[..., Any] = engine.runner.run
+    real: Callable[..., Any] = engine.runner.dispatch
 
     def failing(*arguments: Any) -> Any:
         nonlocal calls
@@ -288,7 +346,7 @@ def test_a_step_that_takes_the_cache_with_it_costs_no_token(
             raise RuntimeError("the device said no")
         return real(*arguments)
 
-    monkeypatch.setattr(engine.runner, "run", failing)
+    monkeypatch.setattr(engine.runner, "dispatch", failing)
     before = engine.metrics.recoveries
     assert tokens(generate(llm, PROMPTS, GREEDY)) == list(alone.values())
     assert engine.metrics.recoveries == before + 4
@@ -298,7 +356,7 @@ def test_an_engine_that_fails_again_and_again_says_so(llm: LLM, monkeypatch: pyt
     def failing(*_: Any) -> Any:
         raise RuntimeError("the device said no")
 
-    monkeypatch.setattr(llm.engine.runner, "run", failing)
+    monkeypatch.setattr(llm.engine.runner, "dispatch", failing)
     with pytest.raises(EngineError, match="the device said no"):
         generate(llm, PROMPTS, GREEDY)
     monkeypatch.undo()
@@ -350,7 +408,7 @@ def test_an_interrupt_waits_for_the_end_of_the_step(
     llm.reset_prefix_cache()
     expected = tokens(generate(llm, prompt, GREEDY))
     llm.reset_prefix_cache()
-    real: Callable[..., Any] = llm.engine.runner.run
+    real: Callable[..., Any] = llm.engine.runner.dispatch
 
     def interrupted(*arguments: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
@@ -358,7 +416,7 @@ def test_an_interrupt_waits_for_the_end_of_the_step(
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        monkeypatch.setattr(llm.engine.runner, "run", interrupted)
+        monkeypatch.setattr(llm.engine.runner, "dispatch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             generate(llm, prompt, GREEDY)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from array import array
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,10 @@ def check_accounts(state: State, limits: Limits) -> None:
 
 
 class Core(RuleBasedStateMachine):
-    """Adds, steps, aborts and loses the cache in any order; the fake device checks each read."""
+    """Adds, steps, aborts and loses the cache in any order; the fake device checks each read.
+
+    Up to `depth` steps are in flight: planned and run, but not committed.
+    """
 
     @initialize(
         num_slots=st.integers(1, 5),
@@ -85,8 +89,13 @@ class Core(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         extra_tokens=st.integers(0, 12),
         max_chunks=st.integers(1, 4),
+        depth=st.integers(1, 3),
     )
-    def start(self, num_slots: int, num_blocks: int, block_size: int, extra_tokens: int, max_chunks: int) -> None:
+    def start(
+        self, num_slots: int, num_blocks: int, block_size: int, extra_tokens: int, max_chunks: int, depth: int
+    ) -> None:
+        self.depth = depth
+        self.in_flight: deque[tuple[Plan, np.ndarray, np.ndarray, list[int]]] = deque()
         self.limits = Limits(num_slots, num_blocks, block_size, num_slots + extra_tokens, max_chunks, True)
         self.state = initial(self.limits)
         self.indexed: set[bytes] = set()  # what the block events say
@@ -128,27 +137,41 @@ class Core(RuleBasedStateMachine):
     @precondition(lambda self: len(self.ended) < len(self.requests))
     @rule(data=st.data(), poison=st.integers(0, 9))
     def step(self, data: st.DataObject, poison: int) -> None:
+        if self.issue() and poison == 0:
+            is_finite = self.in_flight[-1][2]
+            is_finite[data.draw(st.integers(0, len(is_finite) - 1))] = False
+        if len(self.in_flight) == self.depth or data.draw(st.booleans()):
+            self.take_in()
+
+    def issue(self) -> bool:
+        """Plan a step and run it; False if there is nothing to do before results are taken in."""
         self.state, plan = self.call("plan", 0.0)
         self.plans.append(plan_bytes(plan))
-        assert len(plan.slots), "work waits but nothing is planned"
         assert not (plan.admitted and plan.preempted), "no admission in a step that preempted"
+        if not len(plan.slots):
+            assert self.in_flight, "work waits but nothing is planned"
+            return False
         owners = {slot: record.request.id for slot, record in enumerate(self.state.running) if record is not None}
-        chunks = [
-            self.device.full[owners[slot]][start : start + length].tolist()
-            for slot, start, length in zip(
-                plan.slots[plan.num_decodes :].tolist(),
-                plan.starts[plan.num_decodes :].tolist(),
-                plan.lengths[plan.num_decodes :].tolist(),
-                strict=True,
-            )
-        ]
-        tokens = self.device.run(plan, chunks, owners)
-        is_finite = np.ones(len(tokens), np.bool_)
-        if poison == 0:
-            is_finite[data.draw(st.integers(0, len(tokens) - 1))] = False
-        self.state, events = self.call("commit", plan, tokens, is_finite)
+        rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
+        chunks = [self.device.full[owners[slot]][start : start + length].tolist() for slot, start, length in rows]
+        tokens = self.device.run(plan, chunks[plan.num_decodes :], owners)
         sampling = [owners[slot] for slot in plan.slots[plan.samples].tolist()]
-        assert sorted([*events.ids.tolist(), *events.failed]) == sorted(sampling), "every sampled row is answered"
+        self.in_flight.append((plan, tokens, np.ones(len(tokens), np.bool_), sampling))
+        return True
+
+    def take_in(self) -> None:
+        """Commit the oldest step in flight, if there is one."""
+        if not self.in_flight:
+            return
+        plan, tokens, is_finite, sampling = self.in_flight.popleft()
+        # Whoever has ended, or was preempted, or admitted again since, gets nothing from this step.
+        waiting = {
+            row_id
+            for row_id, slot in zip(sampling, plan.slots[plan.samples].tolist(), strict=True)
+            if self.state.slots.epochs[slot] == plan.epochs[slot]
+        }
+        self.state, events = self.call("commit", plan, tokens, is_finite)
+        assert sorted([*events.ids.tolist(), *events.failed]) == sorted(waiting), "who is awaited is answered"
         for request_id, token in zip(events.ids.tolist(), events.tokens.tolist(), strict=True):
             self.receive(request_id, token, events.finished.get(request_id))
         for request_id in events.failed:
@@ -181,6 +204,7 @@ class Core(RuleBasedStateMachine):
     @rule()
     def lose_cache(self) -> None:
         self.state = self.call("reset")
+        self.in_flight.clear()
         self.device.tables.clear()
         self.device.written.clear()
 
@@ -229,14 +253,8 @@ class Core(RuleBasedStateMachine):
         assert self.state.pool.num_available == self.limits.num_blocks, "all blocks came back"
 
     def step_without_faults(self) -> None:
-        self.state, plan = scheduler.plan(self.state, self.limits, 0.0)
-        owners = {slot: record.request.id for slot, record in enumerate(self.state.running) if record is not None}
-        rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
-        chunks = [self.device.full[owners[slot]][start : start + length].tolist() for slot, start, length in rows]
-        tokens = self.device.run(plan, chunks[plan.num_decodes :], owners)
-        self.state, events = scheduler.commit(self.state, self.limits, plan, tokens)
-        for request_id, token in zip(events.ids.tolist(), events.tokens.tolist(), strict=True):
-            self.receive(request_id, token, events.finished.get(request_id))
+        if len(self.in_flight) == self.depth or not self.issue():
+            self.take_in()
 
 
 TestCore = Core.TestCase

@@ -1,0 +1,121 @@
+"""What overlap is worth: decoding 64 rows of the embedded model, the engine beside a bare loop over the same program.
+
+`python -m tests.bench.overlap`. Rounds alternate between the bare loop, the engine with overlap and without it; the
+medians are compared. The device (XLA's threads) idles between two steps if the first has ended before the second was
+dispatched. When a step began is known (the one before it has just been read) and how long it takes too (the bare loop),
+so the idle time is what passes from its end to the next dispatch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm import SamplingParams, batch
+from jaxllm.config import EngineConfig
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.engine import LLMEngine
+from jaxllm.programs import Key
+from jaxllm.runner import StepInFlight
+from jaxllm.sampling import Variant
+
+ROWS, STEPS, ROUNDS = 64, 48, 8
+IDLE_LIMIT = 0.10  # of a step
+
+
+def make(is_on: bool, model: Path = MODEL_DIR) -> LLMEngine:
+    return LLMEngine(EngineConfig.from_kwargs(model=str(model), precompile="all", async_scheduling=is_on))
+
+
+def measure(engine: LLMEngine, bare: float) -> tuple[float, float]:
+    """Return the seconds of a step, and those of it that the device idles, a step alone taking `bare`."""
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS + 16, ignore_eos=True)
+    for number in range(ROWS):
+        engine.add_request(str(number), [3 + number] * 16, params)
+    for _ in range(8):
+        engine.step()
+    dispatch, read = engine.runner.dispatch, StepInFlight.result
+    newest = last = None  # dispatched; read
+    idle, last_read = 0.0, time.perf_counter()
+
+    def dispatching(*given: Any) -> StepInFlight:
+        nonlocal idle, newest
+        before, newest = newest, dispatch(*given)
+        if before is not None and before.joined.is_ready():
+            ended = last_read if before is last else last_read + bare
+            idle += max(0.0, time.perf_counter() - ended)
+        return newest
+
+    def reading(flight: StepInFlight) -> Any:
+        nonlocal last, last_read
+        result = read(flight)
+        last, last_read = flight, time.perf_counter()
+        return result
+
+    engine.runner.dispatch, StepInFlight.result = dispatching, reading  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            engine.step()
+        seconds = (time.perf_counter() - began) / STEPS
+    finally:
+        del engine.runner.dispatch
+        StepInFlight.result = read  # pyright: ignore[reportAttributeAccessIssue]
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.reset_prefix_cache()
+    return seconds, idle / STEPS
+
+
+def measure_bare(engine: LLMEngine) -> float:
+    """Return the seconds of a step of the program alone, called again and again with one buffer."""
+    runner = engine.runner
+    shape = next(shape for shape in batch.decode_shapes(runner.geometry.num_slots) if shape.rows >= ROWS)
+    program, buffer = runner.programs[Key(shape, Variant.GREEDY)], np.zeros(batch.buffer_size(shape), np.int32)
+    offset, size = batch.fields(shape)["row_slot"]
+    buffer[offset : offset + size[0]] = np.arange(size[0])
+    offset, size = batch.fields(shape)["row_position"]
+    buffer[offset : offset + size[0]] = 16 + STEPS // 2  # as far as the engine's rows are on average
+    table = np.stack([np.arange(ROWS), np.zeros(ROWS, int), np.arange(ROWS)], 1)
+    offset, size = batch.fields(shape)["table"]
+    buffer[offset : offset + 3 * ROWS] = table.ravel()
+    began, joined = time.perf_counter(), None
+    for _ in range(STEPS):
+        runner._state, joined = program(runner._params, runner._state, buffer)
+    jax.block_until_ready(joined)
+    return (time.perf_counter() - began) / STEPS
+
+
+def main() -> None:
+    engines = {"overlapped": make(True), "one after the other": make(False)}
+    seconds: dict[str, list[float]] = {name: [] for name in ("bare", *engines)}
+    idle: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(ROUNDS + 1):
+        bare = measure_bare(engines["overlapped"])
+        engines["overlapped"].runner.renew()
+        if number:
+            seconds["bare"].append(bare)
+        for name, engine in engines.items():
+            taken, waited = measure(engine, bare)
+            if number:  # the first round warms up
+                seconds[name].append(taken)
+                idle[name].append(waited / taken)
+    bare = statistics.median(seconds["bare"])
+    print(f"embedded model, {ROWS} rows: a bare step takes {bare * 1e3:.2f} ms")
+    for name in engines:
+        step = statistics.median(seconds[name])
+        print(
+            f"  {name:19} {step * 1e3:6.2f} ms a step ({bare / step:4.0%} of bare speed), "
+            f"the device idles {statistics.median(idle[name]):5.1%} of the time"
+        )
+    share = statistics.median(idle["overlapped"])
+    assert share < IDLE_LIMIT, f"the device idles {share:.0%} of a step"
+
+
+if __name__ == "__main__":
+    main()
