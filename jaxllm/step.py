@@ -3,7 +3,8 @@
 Pure and without a host: it takes weights, the donated state and the packed batch, and returns the next state and one
 buffer of results. Knows how batch.py lays the buffer out; knows no scheduler, and no compiled program (programs.py).
 
-Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, V vocabulary.
+Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, Vx vocabulary
+of one shard.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jaxllm.model.decoder import Params
 from jaxllm.model.spec import Spec
 from jaxllm.sampling import Sampled, Variant
 from jaxllm.sharding import AXIS
+from jaxllm.vocabulary import Vocabulary
 
 Leaves = tuple[jax.Array, ...]
 
@@ -151,14 +153,15 @@ def _step(
     kv = list(state.kv)
     attend = _attention(spec, geometry, shape, kernels, kv, tables, field, slots, positions)
     hidden = decoder.forward(spec, params, tokens, positions, attend, AXIS)  # [T, D]
-    logits = decoder.logits(spec, params, hidden.at[last].get(mode="clip"), AXIS)  # [R, V]
+    logits = decoder.logits(spec, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
 
     ends = field["row_position"] + 1
     here = jax.tree.map(lambda column: column.at[row_slot].get(mode="clip"), rows)
     history, bias = None, None
     if variant is Variant.PENALIZED:
         history, bias = known.at[row_slot].get(mode="clip"), state.bias.at[row_slot].get(mode="clip")
-    sampled = sampling.sample(logits, here, ends, history, bias, variant, num_logprobs)
+    vocabulary = Vocabulary(spec.vocab_size, AXIS)
+    sampled = sampling.sample(logits, here, ends, history, bias, variant, num_logprobs, vocabulary)
     known = known.at[jnp.where(samples, row_slot, geometry.num_slots), ends].set(sampled.tokens, mode="drop")
     return DeviceState(kv=tuple(kv), tables=tables, tokens=known, sampling=rows, bias=state.bias), sampled
 

@@ -3,7 +3,7 @@
 Each weight is declared once (`declare`); shardings, abstract shapes, random values and the loader follow from that.
 Knows no family of models, no checkpoint format and no cache: attention comes in as a function, which also keeps what
 it needs. Letters: T flat tokens, R rows, D width, H query heads, K key-value heads (Hx, Kx on one of X shards), C head
-size, F feed-forward width, V vocabulary.
+size, F feed-forward width, V vocabulary (Vx on one shard, with its padding).
 """
 
 from __future__ import annotations
@@ -145,17 +145,17 @@ def forward(
     return _norm(spec, params.top, "final_norm", x)
 
 
-def logits(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"], axis: str = "tp") -> Float[Array, "R V"]:
-    """Score the vocabulary for each row of `hidden` [R, D]: [R, V] float32, the same on every shard."""
-    head = params.top["embed" if spec.tie_embeddings else "head"]  # [V / X, D]
-    scores = layers.linear(hidden, head)  # [R, V / X], padded
-    if lax.axis_size(axis) > 1:
-        scores = lax.all_gather(scores, axis, axis=1, tiled=True)
-    return layers.softcap(scores[:, : spec.vocab_size], spec.logit_softcap)
+def logits(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Float[Array, "R Vx"]:
+    """Score this shard's piece of the vocabulary for each row of `hidden` [R, D]: [R, Vx] float32.
+
+    Its first column is the token of id `shard * Vx`; what is behind the last token (see `declare`) means nothing.
+    """
+    head = params.top["embed" if spec.tie_embeddings else "head"]  # [Vx, D]
+    return layers.softcap(layers.linear(hidden, head), spec.logit_softcap)
 
 
 def _embed(spec: Spec, top: dict[str, Array], tokens: Array, positions: Array, axis: str) -> Array:
-    table = top["embed"]  # [V / X, D]
+    table = top["embed"]  # [Vx, D]
     row = tokens - lax.axis_index(axis) * table.shape[0]
     is_here = (row >= 0) & (row < table.shape[0])
     found = jnp.where(is_here[:, None], table.at[row].get(mode="clip"), 0)

@@ -47,7 +47,7 @@ class Driver:
                 self._on_shard,
                 mesh=mesh,
                 in_specs=(places, cache, whole, whole),
-                out_specs=(whole, cache),
+                out_specs=(PartitionSpec(None, sharding.AXIS), cache),
                 check_vma=False,
             ),
             compiler_options={"xla_backend_optimization_level": 0},  # compiled in two thirds of the time, run once
@@ -59,7 +59,7 @@ class Driver:
         positions = np.arange(self._length, self._length + len(tokens), dtype=np.int32)
         self._length += len(tokens)
         logits, self._caches = self._step(self._params, self._caches, np.asarray(tokens, np.int32), positions)
-        return np.asarray(logits)
+        return np.asarray(logits)[:, : self._spec.vocab_size]
 
     def _on_shard(self, params, caches, tokens, positions):
         caches = list(caches)
