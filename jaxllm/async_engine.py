@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
@@ -43,6 +42,7 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 EngineState = Literal["loading", "serving", "paused", "draining", "hung", "dead", "stopped"]
 PauseMode = Literal["abort", "wait", "keep"]
+MAX_SECONDS = 10**9  # of a request: 30 years, which timers can hold
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
 QUEUED_PER_SLOT = 4  # samples that may wait where nobody says otherwise, for each that runs …
 LEAST_QUEUED_TOKENS = 65536  # … and tokens of their prompts: this, or 16 contexts where that is more
@@ -195,8 +195,9 @@ class AsyncLLM:
         """
         arrival = time.monotonic() if arrival is None else arrival
         for name, seconds in (("time_limit", time_limit), ("timeout", timeout)):
-            if seconds is not None and not 0.0 < seconds < math.inf:
-                raise UserError(f"{name} must be a positive number of seconds, got {seconds}.", name)
+            is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+            if seconds is not None and not (is_number and 0.0 < seconds <= MAX_SECONDS):
+                raise UserError(f"{name} must be a number of seconds above 0, at most {MAX_SECONDS}.", name)
         self._check_serving()
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if request_id in self._streams:

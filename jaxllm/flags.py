@@ -118,10 +118,37 @@ _UNITS |= {letter: 1024 ** (power + 1) for power, letter in enumerate("KMGT")}
 _OF_THE_MODEL = {"repetition_penalty", "temperature", "top_k", "top_p", "min_p"}
 
 
+_METAVARS = {
+    **dict.fromkeys(("model", "tokenizer", "compilation_cache_dir"), "PATH"),
+    **dict.fromkeys(("uds", "grpc_uds"), "PATH"),
+    **dict.fromkeys(("chat_template", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), "FILE"),
+    **dict.fromkeys(("kv_cache_memory_bytes", "max_body_bytes", "max_header_bytes", "grpc_max_message_bytes"), "BYTES"),
+    **dict.fromkeys(("request_timeout", "stall_timeout", "shutdown_timeout", "drain_delay", "hang_timeout"), "SECONDS"),
+    **dict.fromkeys(("max_model_len", "max_num_batched_tokens", "max_tokens", "min_tokens"), "TOKENS"),
+    **dict.fromkeys(("port", "grpc_port"), "PORT"),
+    **dict.fromkeys(("api_key", "admin_api_key"), "KEY"),
+    "log_stats_interval": "SECONDS",
+    "host": "ADDRESS",
+    "allowed_hosts": "HOST",
+    "allowed_origins": "ORIGIN",
+    "root_path": "PREFIX",
+    "default_chat_template_kwargs": "JSON",
+    "otlp_traces_endpoint": "URL",
+    "gpu_memory_utilization": "SHARE",
+    "stop": "TEXT",
+    "stop_token_ids": "ID",
+}
+
+
+def flag_of(field: str, cls: type, has_sampling: bool = False) -> str:
+    """Name the flag of a field; `has_sampling` as in `add_engine_flags`."""
+    name = "engine_seed" if has_sampling and (cls, field) == (EngineConfig, "seed") else field
+    return "--" + name.replace("_", "-")
+
+
 def add_engine_flags(group: argparse._ArgumentGroup, has_sampling: bool = True) -> None:
     """Add a flag for every field of `EngineConfig` but the model; `has_sampling`: `--seed` is a request's."""
-    names = {"seed": "engine_seed"} if has_sampling else {}
-    _add_flags(group, EngineConfig, _ENGINE_HELP, skipped={"model"}, names=names)
+    _add_flags(group, EngineConfig, _ENGINE_HELP, skipped={"model"}, has_sampling=has_sampling)
 
 
 def add_server_flags(group: argparse._ArgumentGroup, cls: type) -> None:
@@ -147,7 +174,7 @@ def _add_flags(
     texts: Mapping[str, str],
     skipped: Collection[str],
     defaults: Mapping[str, Any] | None = None,
-    names: Mapping[str, str] | None = None,
+    has_sampling: bool = False,
 ) -> None:
     """Give every field a flag. One that is not given leaves nothing in the options, so that others' defaults hold."""
     kinds = get_type_hints(cls)
@@ -156,13 +183,12 @@ def _add_flags(
             continue
         default = (defaults or {}).get(field.name, field.default)
         text = texts[field.name]
-        if default not in (None, (), MISSING) and "(default" not in text:
+        if default not in (None, (), "", MISSING) and "(default" not in text:
             shown = str(default).lower() if isinstance(default, bool) else default
             text += f" (default: the model's, else {shown})" if field.name in _OF_THE_MODEL else f" (default: {shown})"
-        name = (names or {}).get(field.name, field.name)
         group.add_argument(
             *_SHORT.get(field.name, ()),
-            "--" + name.replace("_", "-"),
+            flag_of(field.name, cls, has_sampling),
             dest=f"{cls.__name__}.{field.name}",
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),
@@ -179,14 +205,14 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
         return {"choices": members}
     if get_origin(kind) is tuple:
         # One value each: with more, a model's name behind them would be taken for another key.
-        return {"action": "append", "metavar": "X"}
+        return {"action": "append", "metavar": _METAVARS.get(field.name, "NAME")}
     if isinstance(field.default, tuple):
-        return {"action": "append", "type": _integer if members[0] is int else str, "metavar": "X"}
+        return {"action": "append", "type": _integer if members[0] is int else str, "metavar": _METAVARS[field.name]}
     inner = next((member for member in members if member is not type(None)), kind)
     convert = {int: _integer, float: float, str: str}[inner]
     if type(None) in members and inner is int:
-        return {"type": _integer_or_none, "metavar": "N"}
-    return {"type": convert, "metavar": {int: "N", float: "X", str: "NAME"}[inner]}
+        convert = _integer_or_none
+    return {"type": convert, "metavar": _METAVARS.get(field.name, {int: "N", float: "X", str: "NAME"}[inner])}
 
 
 def _integer(text: str) -> int:

@@ -200,11 +200,18 @@ def test_integers_with_units(text: str, value: int) -> None:
         (["generate", "--max-tokens", "1.5k", "x"], "'1.5k' is not an integer (1k is 1000, 1K is 1024)"),
         (["generate", "--top-p", "x", "x"], "argument --top-p: invalid float value: 'x'"),
         (["generate", "--dtype", "int8", "x"], "argument --dtype: invalid choice: 'int8'"),
-        (["generate", "--temperature", "-1", "x"], "temperature must be non-negative, got -1.0."),
-        (["generate", "--block-size", "0", "x"], "block_size must be an integer from 1 to 256, got 0."),
-        (["generate", "--min-tokens", "200", "x"], "min_tokens must be less than or equal to max_tokens=128"),
-        (["doctor", "--max-num-seqs", "0"], "max_num_seqs must be an integer"),
-        (["chat", "--stop", ""], "stop cannot contain an empty string."),
+        (["generate", "--temperature", "-1", "x"], "--temperature must be non-negative, got -1.0."),
+        (["generate", "--block-size", "0", "x"], "--block-size must be an integer from 1 to 256, got 0."),
+        (["generate", "--min-tokens", "200", "x"], "--min-tokens must be less than or equal to --max-tokens=128"),
+        (["doctor", "--max-num-seqs", "0"], "--max-num-seqs must be an integer"),
+        (["chat", "--stop", ""], "--stop cannot contain an empty string."),
+        (["generate", "--engine-seed", "9" * 30, "x"], "--engine-seed must be an integer"),
+        (["doctor", "--seed", "9" * 30], "error: --seed must be an integer"),
+        (["serve", "--ssl-certfile", "c"], "TLS needs both --ssl-keyfile and --ssl-certfile."),
+        (["serve", "--port", "70000"], "--port must be from 0 to 65535"),
+        (["serve", "/no/such/model"], "there is no folder /no/such/model"),
+        (["serve", "--tensor-parallel-size", "512"], "--tensor-parallel-size is 512"),
+        (["serve", "--max-model-len", "1m"], "--max-model-len (1000000) is greater than what the model was made for"),
         (["generate", "--file", "f", "x"], "give prompts as arguments or with --file, not both"),
     ],
 )
@@ -223,7 +230,7 @@ def test_help_and_version_import_no_jax() -> None:
         "print('seconds', time.perf_counter() - started)"
     )
     shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert shown.startswith("jaxllm 0.") and "--max-tokens N" in shown and "(default: 128)" in shown
+    assert shown.startswith("jaxllm 0.") and "--max-tokens TOKENS" in shown and "(default: 128)" in shown
     assert float(shown.split("seconds")[-1]) < 1.0  # measured: 0.1
 
 

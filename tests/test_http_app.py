@@ -356,6 +356,11 @@ def test_a_failure_is_logged_once_under_both_ids(server, caplog, error):
         (line,) = lines_of(caplog)
         assert server.serving.calls[-1].request_id in line and "(mine-1)" in line
     with failing(server, error):
+        named = {"prompt": "Hi", "request_id": "body-1"}
+        url = f"http://127.0.0.1:{server.port}/v1/completions"
+        assert httpx.post(url, json=named, headers=mine).status_code == 500
+    assert "request body-1 (mine-1) " in lines_of(caplog)[0], "the id in the body is the engine's own"
+    with failing(server, error):
         assert post(server).status_code == 500
     assert "(" not in lines_of(caplog)[0]
     with failing(server, OverloadedError("Full.", 1.0)):  # as is every request of a flood

@@ -70,6 +70,7 @@ GOOD = [
     *each("prompt", "a\0b", "\uffff", "e" + "\u0301" * 100, [0], [VOCABULARY - 1], [5, 6, 7]),
     *each("priority", 0),
     *each("cache_salt", "a", "A-Z_0.9"),
+    *each("time_limit", 60, 60.5, 10**9),
 ]
 
 # Refused by all three, by the field's own name.
@@ -122,6 +123,7 @@ BAD = [
     *each("prompt", "", [5, None], 5, 1.0, True, {}, HALF_PAIR, "a" + HALF_PAIR + "b"),
     *each("priority", 1, -1, 2**31, 2**63, 2**64, 1.0, True, "1", [], {}),
     *each("cache_salt", "", 1, True, [], {}, HALF_PAIR),
+    *each("time_limit", 0, -1.0, 1e9 + 1, 2**1024, NAN, INF, True, *OTHER_TYPES),
 ]
 
 # Values that are right by themselves and wrong together.
@@ -198,11 +200,12 @@ class Site:
         """Judge as whoever embeds the engine is judged."""
         own = dict(fields)
         prompt, priority = own.pop("prompt"), own.pop("priority", 0)
+        limit = own.pop("time_limit", None)
         if "cache_salt" in own:
             prompt = {"prompt": prompt, "cache_salt": own.pop("cache_salt")}
 
         async def ask(engine: AsyncLLM) -> None:
-            async for _ in engine.generate(prompt, SamplingParams(**own), priority=priority):
+            async for _ in engine.generate(prompt, SamplingParams(**own), priority=priority, time_limit=limit):
                 pass
 
         return verdict_of(lambda: self.run(ask(self.server.engine)))

@@ -29,6 +29,9 @@ def read_error(code: str, message: str, details: bytes | None, target: str) -> e
         return errors.UserError(f"The request is larger than {target} takes: {text}", "prompt")
     if code == "RESOURCE_EXHAUSTED" and reason != "SLOW_CONSUMER":
         return errors.OverloadedError(text, delay)
+    if code == "UNAVAILABLE" and not reason and _HTTP1 in text:
+        advice = "give the gRPC port (50051 unless --grpc-port says otherwise)"
+        return errors.UnavailableError(f"{target} cannot be reached: it answers in HTTP/1, not gRPC; {advice}.")
     if code == "UNAVAILABLE" and not reason:
         return errors.UnavailableError(f"{target} cannot be reached: {text}")
     if code == "UNIMPLEMENTED" and not reason:
@@ -59,6 +62,7 @@ _ENGINE_ERRORS = {
     "UNAVAILABLE": errors.UnavailableError,
     "DEADLINE_EXCEEDED": errors.DeadlineError,
 }
+_HTTP1 = "http1.x server"  # how gRPC's core names a peer that answers so (chttp2_transport.cc)
 _RETRY_AFTER = 1.0  # seconds, where an overloaded server or a proxy gives no hint
 
 

@@ -6,13 +6,17 @@ Knows argparse and the dataclasses that flags are made of; loads nothing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.flags import given
+from jaxllm.flags import flag_of, given
 
+WITH_SAMPLING = ("generate", "chat")  # commands that have the flags of a request, too
 Subparsers: TypeAlias = "argparse._SubParsersAction[Any]"
 
 
@@ -28,10 +32,22 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
     """Make a dataclass of the flags that were given for it and of `others`; Usage where a value is refused."""
-    try:
+    with told_by_flags(cls, has_sampling=options.get("command") in WITH_SAMPLING):
         return cls(**{**others, **given(options, cls)})
+
+
+@contextmanager
+def told_by_flags(cls: type, has_sampling: bool = False) -> Iterator[None]:
+    """Turn a UserError into Usage that speaks of flags where it speaks of the fields of `cls`."""
+    try:
+        yield
     except UserError as error:
-        raise Usage(str(error)) from error
+        message = str(error)
+        for field in fields(cls):
+            # A field of one word is a word like others, but at the beginning of what is said of it.
+            pattern = rf"(?<![\w'-]){field.name}\b" if "_" in field.name else rf"^{field.name}(?= (must|cannot|is)\b)"
+            message = re.sub(pattern, flag_of(field.name, cls, has_sampling), message)
+        raise Usage(message) from error
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config
+from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config, told_by_flags
+from jaxllm.config import EngineConfig
 from jaxllm.flags import add_engine_flags, add_server_flags
 from jaxllm_server.options import ServerOptions
 
@@ -34,6 +35,21 @@ def run(options: dict[str, Any]) -> int:
     server = build(
         ServerOptions, {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     )
+    _check(config)
     from jaxllm_server.launch import serve
 
     return serve(config, server, progress=sys.stderr.isatty())
+
+
+def _check(config: EngineConfig) -> None:
+    """Refuse a model that is not there, or that does not fit these devices, before a port is open.
+
+    Reads no weights; of a model on the hub the small files are fetched.
+    """
+    from jaxllm import runner, sharding
+    from jaxllm.model import weights
+
+    with told_by_flags(EngineConfig):
+        setup = runner.prepare(config, needs_weights=False)
+        sharding.make_mesh(setup.devices, config.tensor_parallel_size)
+        weights.check_shards(setup.spec, config.tensor_parallel_size)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxllm_server.prometheus import PrometheusObserver
     from jaxllm_server.tracing import Tracer
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("jaxllm.server.grpc")
 CHANNELZ = "grpc.channelz.v1.Channelz"
 _ADMIN_PREFIXES = (f"/{CONTROL}/", f"/{CHANNELZ}/")
 _HEALTH_PREFIX = f"/{HEALTH}/"

@@ -115,27 +115,31 @@ def _listen(server: grpc.aio.Server, options: ServerOptions) -> int | None:
     else:
         host = f"[{options.host}]" if ":" in options.host else options.host
         address, flag = f"{host}:{options.grpc_port}", "grpc_port"
+        _check_free(options, address)
     try:
         if options.ssl_certfile is None:
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, _credentials(options))
     except RuntimeError as error:
-        raise UserError(f"gRPC cannot listen on {address}: {_reason(options)}.", flag) from error
+        reason = "the address was refused"
+        if options.grpc_uds is not None:
+            reason = "the path is too long, or its folder is missing or not writable"
+        raise UserError(f"gRPC cannot listen on {address}: {reason}.", flag) from error
     return None if options.grpc_uds is not None else port
 
 
-def _reason(options: ServerOptions) -> str:
-    """Ask the system why an address cannot be bound; gRPC's own error does not say."""
-    if options.grpc_uds is not None:
-        return "the path is too long, or its folder is missing or not writable"
+def _check_free(options: ServerOptions, shown: str) -> None:
+    """Ask the system whether an address can be bound: gRPC's own error does not say why not, and fills the log."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.grpc_port)[0]
         with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no server
             probe.bind(address)
+            probe.listen()  # two sockets that do not listen may share a port
     except OSError as error:
-        return (error.strerror or str(error)).lower()
-    return "the address was refused"
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"gRPC cannot listen on {shown}: {reason}. Choose another --grpc-port.", "grpc_port") from error
 
 
 def _credentials(options: ServerOptions) -> grpc.ServerCredentials:

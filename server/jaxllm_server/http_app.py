@@ -26,7 +26,7 @@ from jaxllm_server import strict_json
 from jaxllm_server.auth import Keys
 from jaxllm_server.http_answers import Answer
 from jaxllm_server.http_errors import ClientGone, Headers, Refusal, answer_of, log_failure, status_of
-from jaxllm_server.http_guard import Gate, Guard, body_too_large, request_id_of
+from jaxllm_server.http_guard import Gate, Guard, body_too_large, is_request_id, request_id_of
 from jaxllm_server.http_protocol import transport_of
 from jaxllm_server.openai_chat import ChatReply
 from jaxllm_server.openai_completions import CompletionReply
@@ -191,6 +191,9 @@ class Endpoints:
 
     def _answer(self, request: Request, reply: Reply, prepare: Callable[[], Awaitable[None]] | None = None) -> Answer:
         model = self._serving.check_model(reply.calls[0].model)
+        own = request.scope["jaxllm"]
+        if is_request_id(reply.request_id, self._options):  # the body's, perhaps; one that is wrong is refused later
+            own["name"] = own["name"].replace(own["request_id"], reply.request_id)
         head = {
             "id": f"{reply.id_prefix}{reply.request_id}",
             "created": int(time.time()),

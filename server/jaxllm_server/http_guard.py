@@ -112,11 +112,16 @@ def request_id_of(scope: Scope, options: ServerOptions) -> str | None:
     if not values:
         return None
     text = values[0].decode("latin-1")
-    if len(values) > 1 or len(text) > options.max_request_id_chars or not _REQUEST_ID.fullmatch(text):
+    if len(values) > 1 or not is_request_id(text, options):
         most = options.max_request_id_chars
         message = f"X-Request-Id must be 1 to {most} characters of A-Z, a-z, 0-9, '.', '_' and '-'."
         raise Refusal(400, message, "BAD_HEADER", parameter="X-Request-Id")
     return text
+
+
+def is_request_id(text: str, options: ServerOptions) -> bool:
+    """Whether a text can name a request: short, and harmless in a log."""
+    return len(text) <= options.max_request_id_chars and _REQUEST_ID.fullmatch(text) is not None
 
 
 def body_too_large(options: ServerOptions) -> Refusal:

@@ -65,6 +65,7 @@ SHARED = (
     | UNBUILT.keys()
     | {"model", "stream", "stream_options", "request_id", "priority", "cache_salt", "add_special_tokens"}
     | {"return_token_ids", "return_tokens_as_token_ids", "response_format", "logprobs"}
+    | {"time_limit"}  # jaxllm's own
 )
 _FINISH_REASONS = {"context": "length", "time_limit": "length"}  # OpenAI's API has no others for them
 
@@ -143,6 +144,7 @@ def shared_call_fields(fields: Body) -> dict[str, Any]:
         "cache_salt": text(fields, "cache_salt"),
         "add_special_tokens": flag(fields, "add_special_tokens", None),
         "stream": bool(flag(fields, "stream", False)),
+        "time_limit": fields.get("time_limit"),  # the engine checks it
     }
 
 

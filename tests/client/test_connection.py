@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,20 @@ def test_a_bad_address_is_refused(kind: type, target: str, options: dict[str, An
     with pytest.raises(errors.UserError) as caught:
         kind(target, **options)
     assert str(caught.value) == message
+
+
+def test_an_http_server_is_told_from_one_that_is_not_there(connect: Callable[..., Any]) -> None:
+    class Http1(BaseHTTPRequestHandler):
+        def handle_one_request(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+            self.close_connection = True
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Http1) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(errors.UnavailableError, match=r"answers in HTTP/1, not gRPC; give the gRPC port"):
+            connect(f"127.0.0.1:{server.server_port}", retries=False).generate("Hi", timeout=5)
+        server.shutdown()
 
 
 def test_a_client_does_not_show_its_key() -> None:
