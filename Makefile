@@ -8,7 +8,7 @@ SERVER_PATH = import pathlib, sysconfig; \
 	pathlib.Path(sysconfig.get_path("purelib"), "jaxllm-server.pth").write_text("$(CURDIR)/server\n")
 PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: run test check format parity golden proto interop bench train-embedded clean
+.PHONY: run test test-slow check format parity golden proto interop bench train-embedded clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -16,6 +16,9 @@ run: $(VENV)/.run  ## install, then generate text with the embedded model
 
 test: $(VENV)/.dev  ## the default tests: CPU, offline, under 5 minutes on two cores
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+
+test-slow: $(VENV)/.dev  ## what the default tests hold a part of: whole matrices, thousands of combinations
+	$(VENV)/bin/python -m pytest -m slow -n 2
 
 check: $(VENV)/.dev  ## lint, format, types
 	$(VENV)/bin/ruff check .
