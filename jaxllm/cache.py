@@ -44,7 +44,7 @@ class Geometry:
 class DeviceState(Generic[Leaf]):
     """What a step reads and replaces."""
 
-    kv: tuple[tuple[Leaf, Leaf], ...]  # by layer: keys and values, each [N, K, P, C]
+    kv: tuple[tuple[Leaf, Leaf | None], ...]  # by layer: keys and values, each [N, K, P, C]; see `block_bytes`
     tables: Leaf  # int32[S, M]: the blocks of each slot; behind its length, any block
     tokens: Leaf  # int32[S, M * P]: the sequence of each slot as far as this device has seen it
     sampling: SamplingState  # a row per slot
@@ -52,8 +52,12 @@ class DeviceState(Generic[Leaf]):
 
 
 def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> int:
-    """Return the bytes that one block takes on one device, all layers together."""
-    return 2 * spec.num_layers * heads_per_shard(spec, shards)[1] * block_size * spec.head_size * dtype.itemsize
+    """Return the bytes that one block takes on one device, all layers together.
+
+    Latent attention keeps no values: they are part of the keys, the same on every device.
+    """
+    arrays = 2 if spec.latent is None else 1
+    return arrays * spec.num_layers * heads_per_shard(spec, shards)[1] * block_size * spec.head_size * dtype.itemsize
 
 
 def coarse(num_blocks: int) -> int:
@@ -81,7 +85,7 @@ def abstract(spec: Spec, geometry: Geometry, mesh: Mesh, dtype: jnp.dtype) -> De
     rows = jax.eval_shape(lambda: sampling.initial(geometry.num_slots, spec.vocab_size))
     int32 = jnp.dtype(jnp.int32)
     return DeviceState(
-        kv=((block, block),) * spec.num_layers,
+        kv=((block, block if spec.latent is None else None),) * spec.num_layers,
         tables=whole((geometry.num_slots, geometry.max_blocks), int32),
         tokens=whole((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32),
         sampling=jax.tree.map(lambda row: whole(row.shape, row.dtype), rows),

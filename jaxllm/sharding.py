@@ -19,7 +19,7 @@ AXIS = "tp"
 # Megatron's division (Shoeybi et al. 2019): heads, the feed-forward's inner axis and the vocabulary are split, the
 # residual stream is whole on every device. Two all-reduces a layer.
 SPLIT_AXES = frozenset({"heads", "kv_heads", "ffn", "vocab"})
-WHOLE_AXES = frozenset({"width", "head", "position", None})
+WHOLE_AXES = frozenset({"width", "head", "position", "expert", None})
 
 
 def make_mesh(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]

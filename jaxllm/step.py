@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +172,7 @@ def _attention(
     geometry: Geometry,
     shape: Shape,
     kernels: dict[str, str],
-    kv: list[tuple[jax.Array, jax.Array]],
+    kv: list[tuple[jax.Array, jax.Array | None]],
     tables: jax.Array,
     field: dict[str, jax.Array],
     slots: jax.Array,
@@ -192,9 +193,17 @@ def _attention(
         lengths = jnp.where(jnp.arange(shape.rows) < field["num_decodes"], lengths, 0)
         tile_tables = tables.at[field["tile_slot"]].get(mode="clip")  # [Y, M]
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
+    def attend(
+        layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, window: int | None, sinks: jax.Array | None
+    ) -> jax.Array:
         keys, values = kv[layer] = pallas_kernels.write_kv(*kv[layer], k, v, stored_in, offsets)
-        options = {"scale": spec.attention_scale, "window": window, "softcap": spec.attention_softcap}
+        options: dict[str, Any] = {
+            "scale": spec.attention_scale,
+            "window": window,
+            "softcap": spec.attention_softcap,
+            "sinks": sinks,
+            "value_size": spec.latent.rank if spec.latent else None,
+        }
         decoded = pallas_kernels.paged_decode(
             q[: shape.rows],
             keys,

@@ -22,7 +22,7 @@ _LOWEST = -1e30
 def paged_decode(
     q: Array,
     k_cache: Array,
-    v_cache: Array,
+    v_cache: Array | None,
     tables: Array,
     lengths: Array,
     sinks: Array | None,
@@ -30,6 +30,7 @@ def paged_decode(
     scale: float,
     window: int | None,
     softcap: float | None,
+    value_size: int | None,
 ) -> Array:
     """See `pallas_kernels.paged_decode`."""
     rows, heads, size = q.shape
@@ -38,14 +39,15 @@ def paged_decode(
     grouped = q.reshape(rows, kv_heads, group, size)  # [B, K, G, C]
     places = jnp.broadcast_to((lengths - 1)[:, None], (rows, group))  # [B, G]
     logits = None if sinks is None else sinks.reshape(kv_heads, group)
-    mixed = _attend(grouped, k_cache, v_cache, tables, places, logits, scale=scale, window=window, softcap=softcap)
-    return mixed.reshape(rows, heads, size).astype(q.dtype)
+    options = {"scale": scale, "window": window, "softcap": softcap, "value_size": value_size}
+    mixed = _attend(grouped, k_cache, v_cache, tables, places, logits, **options)
+    return mixed.reshape(rows, heads, -1).astype(q.dtype)
 
 
 def paged_prefill(
     q: Array,
     k_cache: Array,
-    v_cache: Array,
+    v_cache: Array | None,
     tables: Array,
     tile_start: Array,
     tile_length: Array,
@@ -56,6 +58,7 @@ def paged_prefill(
     scale: float,
     window: int | None,
     softcap: float | None,
+    value_size: int | None,
 ) -> Array:
     """See `pallas_kernels.paged_prefill`."""
     _, heads, size = q.shape
@@ -64,6 +67,8 @@ def paged_prefill(
     padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))  # so that no tile reaches beyond the end
     logits = None if sinks is None else jnp.repeat(sinks.reshape(kv_heads, group), tile, axis=1)  # [K, G · tile]
     steps = jnp.arange(tile, dtype=jnp.int32)
+    options = {"scale": scale, "window": window, "softcap": softcap, "value_size": value_size}
+    returned = (tile, heads, v_cache.shape[3] if v_cache is not None else value_size)
 
     def attend_tile(y: Array, out: Array) -> Array:
         start = (tile_start[y], 0, 0)
@@ -73,19 +78,20 @@ def paged_prefill(
         is_real = steps < tile_length[y]  # [tile]
         places = jnp.tile(jnp.where(is_real, tile_position[y] + steps, -1), group)[None]  # [1, G · tile]
         table = lax.dynamic_slice(tables, (y, 0), (1, tables.shape[1]))
-        mixed = _attend(queries, k_cache, v_cache, table, places, logits, scale=scale, window=window, softcap=softcap)
-        mixed = mixed.reshape(kv_heads, group, tile, size).transpose(2, 0, 1, 3).reshape(tile, heads, size)
-        before = lax.dynamic_slice(out, start, (tile, heads, size))
+        mixed = _attend(queries, k_cache, v_cache, table, places, logits, **options)
+        mixed = mixed.reshape(kv_heads, group, tile, -1).transpose(2, 0, 1, 3).reshape(returned)
+        before = lax.dynamic_slice(out, start, returned)
         return lax.dynamic_update_slice(out, jnp.where(is_real[:, None, None], mixed.astype(out.dtype), before), start)
 
-    out = lax.fori_loop(0, tables.shape[0], attend_tile, jnp.zeros_like(padded))
+    out = jnp.zeros((len(padded), *returned[1:]), q.dtype)
+    out = lax.fori_loop(0, tables.shape[0], attend_tile, out)
     return out[: q.shape[0]]
 
 
 def _attend(
     q: Array,
     k_cache: Array,
-    v_cache: Array,
+    v_cache: Array | None,
     tables: Array,
     places: Array,
     sinks: Array | None,
@@ -93,8 +99,9 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    value_size: int | None,
 ) -> Array:
-    """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): [B, K, R, C] in float32.
+    """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): [B, K, R, V] in float32.
 
     `sinks` [K, R]. The keys are visited `_KEYS` at a time, from the first that any query sees to the last.
     """
@@ -115,7 +122,10 @@ def _attend(
         mixed, highest, total = carry
         chosen = lax.dynamic_slice(tables, (0, turn * blocks), (rows, blocks))
         k = k_cache[chosen].swapaxes(1, 2).reshape(rows, kv_heads, stride, size)  # [B, K, S, C]
-        v = v_cache[chosen].swapaxes(1, 2).reshape(rows, kv_heads, stride, size)
+        if v_cache is None:
+            v = k[..., :value_size]
+        else:
+            v = v_cache[chosen].swapaxes(1, 2).reshape(rows, kv_heads, stride, -1)
         key_places = turn * stride + jnp.arange(stride, dtype=jnp.int32)  # [S]
         is_seen = key_places <= places[:, :, None]  # [B, R, S]
         if window is not None:
@@ -138,5 +148,6 @@ def _attend(
         highest, total = jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)
     else:
         highest, total = jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape, jnp.float32)
-    mixed, _, total = lax.fori_loop(first, last, visit, (jnp.zeros((*shape, size), jnp.float32), highest, total))
+    values = v_cache.shape[3] if v_cache is not None else value_size
+    mixed, _, total = lax.fori_loop(first, last, visit, (jnp.zeros((*shape, values), jnp.float32), highest, total))
     return mixed / jnp.where(total > 0, total, 1.0)[..., None]

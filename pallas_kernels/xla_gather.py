@@ -15,7 +15,7 @@ _LOWEST = -1e30
 def paged_decode(
     q: Array,
     k_cache: Array,
-    v_cache: Array,
+    v_cache: Array | None,
     tables: Array,
     lengths: Array,
     sinks: Array | None,
@@ -23,16 +23,17 @@ def paged_decode(
     scale: float,
     window: int | None,
     softcap: float | None,
+    value_size: int | None,
 ) -> Array:
     """See `pallas_kernels.paged_decode`."""
     places = (lengths - 1)[:, None]  # [B, 1]
-    return _attend(q[:, None], k_cache, v_cache, tables, places, sinks, scale, window, softcap)[:, 0]
+    return _attend(q[:, None], k_cache, v_cache, tables, places, sinks, scale, window, softcap, value_size)[:, 0]
 
 
 def paged_prefill(
     q: Array,
     k_cache: Array,
-    v_cache: Array,
+    v_cache: Array | None,
     tables: Array,
     tile_start: Array,
     tile_length: Array,
@@ -43,6 +44,7 @@ def paged_prefill(
     scale: float,
     window: int | None,
     softcap: float | None,
+    value_size: int | None,
 ) -> Array:
     """See `pallas_kernels.paged_prefill`. Tiles are taken in turn: all at once would hold Y · S keys."""
     tokens = q.shape[0]
@@ -54,29 +56,34 @@ def paged_prefill(
     def attend_tile(one: tuple[Array, Array, Array]) -> Array:
         row, table, place = one
         queries = q.at[row].get(mode="clip")[None]  # [1, tile, H, C]
-        return _attend(queries, k_cache, v_cache, table[None], place[None], sinks, scale, window, softcap)[0]
+        options = (sinks, scale, window, softcap, value_size)
+        return _attend(queries, k_cache, v_cache, table[None], place[None], *options)[0]
 
-    mixed = lax.map(attend_tile, (rows, tables, places))  # [Y, tile, H, C]
+    mixed = lax.map(attend_tile, (rows, tables, places))  # [Y, tile, H, V]
     target = jnp.where(is_real, rows, tokens)
-    return jnp.zeros_like(q).at[target].set(mixed, mode="drop")
+    return jnp.zeros((tokens, *mixed.shape[2:]), q.dtype).at[target].set(mixed, mode="drop")
 
 
 def _attend(
     q: Array,
     k_cache: Array,
-    v_cache: Array,
+    v_cache: Array | None,
     tables: Array,
     places: Array,
     sinks: Array | None,
     scale: float,
     window: int | None,
     softcap: float | None,
+    value_size: int | None,
 ) -> Array:
-    """Attend with q [B, R, H, C] at positions `places` [B, R] (negative: none): [B, R, H, C] in q's type."""
+    """Attend with q [B, R, H, C] at positions `places` [B, R] (negative: none): [B, R, H, V] in q's type."""
     rows, queries, heads, size = q.shape
     kv_heads = k_cache.shape[1]
     keys = k_cache[tables].swapaxes(1, 2).reshape(rows, kv_heads, -1, size)  # [B, K, S, C]
-    values = v_cache[tables].swapaxes(1, 2).reshape(rows, kv_heads, -1, size)
+    if v_cache is None:
+        values = keys[..., :value_size]
+    else:
+        values = v_cache[tables].swapaxes(1, 2).reshape(rows, kv_heads, keys.shape[2], -1)
     grouped = q.reshape(rows, queries, kv_heads, heads // kv_heads, size)
     key_places = jnp.arange(keys.shape[2], dtype=jnp.int32)  # [S]
     is_seen = key_places <= places[:, :, None]  # [B, R, S]
@@ -100,4 +107,4 @@ def _attend(
     is_written = key_places <= jnp.max(places, axis=1)[:, None]  # [B, S]
     values = jnp.where(is_written[:, None, :, None], values, 0)
     mixed = jnp.einsum("bkgrs,bksc->brkgc", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return mixed.reshape(rows, queries, heads, size).astype(q.dtype)
+    return mixed.reshape(rows, queries, heads, -1).astype(q.dtype)

@@ -28,21 +28,24 @@ CONFIG: dict[str, Any] = {
 
 
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Draw every tensor of a checkpoint, under its published name and in its published shape."""
+    """Draw every tensor of a checkpoint, under its published name and in its published shape.
+
+    For families that store every part as [out, in], and experts apart.
+    """
     spec, family = read_spec(config)
     declared, rng = declare(spec, 1), np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
     for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
         for weight in weights.values():
-            pieces: dict[str, list[np.ndarray]] = {}
-            for part in weight.parts:
-                values = 0.2 * rng.standard_normal((part.rows, *weight.shape[1:]), np.float32)
-                name = family.tensors[part.name].format(layer)
-                pieces.setdefault(name if name.startswith("lm_head") else family.prefix + name, []).append(values)
-            for name, values in pieces.items():
-                joined = np.concatenate(values)
-                is_transposed = family.is_transposed and layer is not None and joined.ndim == 2
-                tensors[name] = np.ascontiguousarray(joined.T) if is_transposed else joined
+            for expert in range(weight.stack or 1):
+                pieces: dict[str, list[np.ndarray]] = {}
+                for part in weight.parts:
+                    width = weight.shape[1:] if weight.stack is None else weight.shape[2:]
+                    values = 0.2 * rng.standard_normal((part.rows, *width), np.float32)
+                    name = family.tensors[part.name].format(layer, expert)
+                    pieces.setdefault(name if name.startswith("lm_head") else family.prefix + name, []).append(values)
+                for name, values in pieces.items():
+                    tensors[name] = np.concatenate(values)
     return tensors
 
 

@@ -28,10 +28,12 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    value_size: int | None = None  # of values that are the beginning of their keys; None where they are their own
 
     @property
     def options(self) -> dict:
-        return {"scale": self.head_size**-0.5, "window": self.window, "softcap": self.softcap}
+        options = {"scale": self.head_size**-0.5, "window": self.window, "softcap": self.softcap}
+        return options | {"value_size": self.value_size}
 
 
 CASES = [
@@ -42,6 +44,8 @@ CASES = [
     Case(16, 128, 1, 4, window=17, has_sinks=True),
     Case(64, 64, 1, 1, has_sinks=True),
     Case(64, 16, 3, 7, window=100, softcap=1.0, has_sinks=True),
+    Case(16, 40, 1, 6, value_size=24),
+    Case(4, 24, 2, 3, window=9, has_sinks=True, value_size=24),
 ]
 
 
@@ -76,6 +80,10 @@ class Pool:
         heads = self.case.kv_heads * self.case.group
         return self.rng.standard_normal((count, heads, self.case.head_size)).astype(np.float32)
 
+    @property
+    def caches(self) -> tuple[np.ndarray, np.ndarray | None]:
+        return self.k, self.v if self.case.value_size is None else None
+
     def sinks(self) -> np.ndarray | None:
         if not self.case.has_sinks:
             return None
@@ -85,11 +93,12 @@ class Pool:
         """Attend with one token's heads [H, C] at a place, head by head and key by key, in float64."""
         case = self.case
         first = 0 if case.window is None else max(0, place - case.window + 1)
-        out = np.zeros(q.shape)
+        values_in = self.v if case.value_size is None else self.k
+        out = np.zeros((len(q), case.value_size or case.head_size))
         for head, query in enumerate(q.astype(np.float64)):
             stored = [
                 cache[blocks[p // case.block_tokens], head // case.group, p % case.block_tokens]
-                for cache in (self.k, self.v)
+                for cache in (self.k, values_in)
                 for p in range(first, place + 1)
             ]
             keys, values = np.asarray(stored, np.float64).reshape(2, place + 1 - first, case.head_size)
@@ -98,7 +107,7 @@ class Pool:
                 scores = case.softcap * np.tanh(scores / case.softcap)
             weights = np.exp(scores)
             total = weights.sum() + (0.0 if sinks is None else np.exp(sinks[head]))
-            out[head] = weights @ values / total
+            out[head] = weights @ values[:, : case.value_size] / total
         return out
 
 
@@ -115,9 +124,9 @@ def test_decode_matches_the_naive_loop(case, implementation):
     q, sinks = pool.queries(len(lengths)), pool.sinks()
 
     decode = jax.jit(partial(pallas_kernels.paged_decode, **case.options, implementation=implementation))
-    out = np.asarray(decode(q, pool.k, pool.v, tables, np.asarray(lengths, np.int32), sinks=sinks))
+    out = np.asarray(decode(q, *pool.caches, tables, np.asarray(lengths, np.int32), sinks=sinks))
 
-    expected = np.zeros(q.shape)
+    expected = np.zeros((*q.shape[:2], case.value_size or case.head_size))
     for row, (blocks, length) in enumerate(zip(sequences, lengths, strict=True)):
         if length:
             expected[row] = pool.attend(q[row], blocks, length - 1, sinks)
@@ -135,7 +144,8 @@ def test_ragged_prefill_matches_the_naive_loop(case, implementation):
     q = pool.queries(sum(new + gap for _, new in chunks))
     sinks = pool.sinks()
 
-    expected, tiles, owners, start = np.zeros(q.shape), [(2, 0, 7)], [sequences[0]], gap  # an empty tile goes first
+    expected = np.zeros((*q.shape[:2], case.value_size or case.head_size))
+    tiles, owners, start = [(2, 0, 7)], [sequences[0]], gap  # an empty tile goes first
     for blocks, (cached, new) in zip(sequences, chunks, strict=True):
         for token in range(new):
             expected[start + token] = pool.attend(q[start + token], blocks, cached + token, sinks)
@@ -148,7 +158,7 @@ def test_ragged_prefill_matches_the_naive_loop(case, implementation):
     starts, lengths, places = np.asarray(tiles, np.int32)[order].T
 
     prefill = jax.jit(partial(pallas_kernels.paged_prefill, tile=tile, **case.options, implementation=implementation))
-    out = np.asarray(prefill(q[: start - gap], pool.k, pool.v, tables, starts, lengths, places, sinks=sinks))
+    out = np.asarray(prefill(q[: start - gap], *pool.caches, tables, starts, lengths, places, sinks=sinks))
     np.testing.assert_allclose(out, expected[: start - gap], rtol=0, atol=3e-6)
 
 
@@ -200,6 +210,10 @@ def test_unnamed_implementation_is_the_platforms_best():
         pallas_kernels.paged_decode(*arguments, implementation="triton", **options)
     with pytest.raises(ValueError, match="queries of 3 heads of 16 do not fit a cache of 2 heads of 16"):
         pallas_kernels.paged_decode(jnp.zeros((1, 3, 16)), *arguments[1:], **options)
+    with pytest.raises(ValueError, match="either v_cache or value_size"):
+        pallas_kernels.paged_decode(*arguments, **(options | {"value_size": 8}))
+    with pytest.raises(ValueError, match="keys of 16 do not begin with values of 17"):
+        pallas_kernels.paged_decode(*arguments[:2], None, *arguments[3:], **(options | {"value_size": 17}))
 
 
 def test_write_kv_stores_each_token_in_its_place_and_drops_padding():
@@ -211,6 +225,11 @@ def test_write_kv_stores_each_token_in_its_place_and_drops_padding():
     for cache, new in ((k_cache, k), (v_cache, v)):
         for token in (0, 1, 2, 4):
             cache[blocks[token], :, offsets[token]] = new[token]
+    alone = pallas_kernels.write_kv(jnp.asarray(k_cache), None, jnp.asarray(k), None, blocks, offsets)
+    np.testing.assert_array_equal(np.asarray(alone[0]), k_cache)
+    assert alone[1] is None
+    with pytest.raises(ValueError, match="go together"):
+        pallas_kernels.write_kv(jnp.asarray(k_cache), None, jnp.asarray(k), jnp.asarray(v), blocks, offsets)
     for got, expected in zip(stored, (k_cache, v_cache), strict=True):
         np.testing.assert_array_equal(np.asarray(got), expected)
 

@@ -101,7 +101,7 @@ def test_one_row_does_not_convert_a_bfloat16_weight():
     assert temporary < 512 * 2048 / 4
 
 
-@pytest.mark.parametrize("case", ["gemma2", "gpt2"])
+@pytest.mark.parametrize("case", ["gemma2", "gpt2", "qwen2-moe", "gpt-oss", "deepseek-v2", "deepseek-v3"])
 def test_two_devices_compute_what_one_does(case):
     with np.load(GOLDEN / case / "golden.npz") as stored:
         prompt, expected = stored["prompt"].tolist(), stored["logits"]
@@ -127,7 +127,7 @@ def test_two_all_reduces_a_layer_and_one_for_the_embedding(shards, expected):
     params = weights.abstract(spec, mesh, "float32")
 
     def hidden(params, tokens, positions):
-        return decoder.forward(spec, params, tokens, positions, lambda layer, q, k, v, window: q)
+        return decoder.forward(spec, params, tokens, positions, lambda layer, q, *_: q)
 
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
     whole = PartitionSpec()
@@ -141,7 +141,8 @@ def test_layers_see_their_own_window_and_number():
     params = weights.load_random(spec, sharding.make_mesh(jax.devices(), 1), "bfloat16")
     calls = []
 
-    def attend(layer, q, k, v, window):
+    def attend(layer, q, k, v, window, sinks):
+        assert sinks is None
         calls.append((layer, q.shape, k.shape, v.shape, q.dtype, window))
         return q
 

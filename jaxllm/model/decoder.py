@@ -8,16 +8,16 @@ size, F feed-forward width, V vocabulary (Vx on one shard, with its padding).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import flax.struct
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from jaxllm.model import layers
-from jaxllm.model.spec import Spec, heads_per_shard
+from jaxllm.model import experts, latent, layers
+from jaxllm.model.declaration import Part, Weight
+from jaxllm.model.spec import Latent, Spec, heads_per_shard
 
 Leaf = TypeVar("Leaf")
 
@@ -26,8 +26,14 @@ Leaf = TypeVar("Leaf")
 class Attend(Protocol):
     """What `forward` calls in each layer: store k and v, then attend with q over everything stored so far."""
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array, window: int | None) -> Array:
-        """Take q [T, Hx, C], k and v [T, Kx, C]; return [T, Hx, C]."""
+    def __call__(
+        self, layer: int, q: Array, k: Array, v: Array | None, window: int | None, sinks: Array | None
+    ) -> Array:
+        """Take q [T, Hx, C], k and v [T, Kx, C] and sinks [Hx]; return [T, Hx, C].
+
+        With latent attention there is no v: the values are the first coordinates of the keys, as many as the latent's
+        rank, and so many are returned per head.
+        """
         ...
 
 
@@ -37,29 +43,6 @@ class Params(Generic[Leaf]):
 
     top: dict[str, Leaf]
     layers: tuple[dict[str, Leaf], ...]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One tensor of a checkpoint inside a weight. `copies` neighbouring shards hold the same rows."""
-
-    name: str
-    rows: int
-    copies: int = 1
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One array: its shape, the logical axis of each dimension (see sharding.py), what it is made of.
-
-    Several parts lie shard by shard ([q_0, k_0, v_0, q_1, k_1, v_1, ...]), so that splitting axis 0 gives each shard
-    its own piece of every part. `initial` is the value of a freshly made model.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    parts: tuple[Part, ...]
-    initial: Literal["normal", "zeros", "ones"] = "normal"
 
 
 def declare(spec: Spec, shards: int) -> Params[Weight]:
@@ -72,8 +55,11 @@ def declare(spec: Spec, shards: int) -> Params[Weight]:
     if spec.position == "learned":
         rows = spec.max_position + spec.position_offset
         embedding["positions"] = Weight((rows, spec.width), ("position", "width"), (Part("positions", rows),))
-    layer = _attention_weights(spec, shards) | _mlp_weights(spec)
-    return Params(embedding | _norm_weights(spec, "final_norm"), (layer,) * spec.num_layers)
+    attention = _attention_weights(spec, shards) if spec.latent is None else _latent_weights(spec, spec.latent)
+    plain, routed = attention | _mlp_weights(spec), attention | _expert_weights(spec)
+    has_experts = spec.experts.layers if spec.experts else (False,) * spec.num_layers
+    each = tuple(routed if is_routed else plain for is_routed in has_experts)
+    return Params(embedding | _norm_weights(spec, "final_norm"), each)
 
 
 def _attention_weights(spec: Spec, shards: int) -> dict[str, Weight]:
@@ -82,20 +68,34 @@ def _attention_weights(spec: Spec, shards: int) -> dict[str, Weight]:
     rows = queries + 2 * keys * copies
     parts = (("q", queries, 1), ("k", keys, copies), ("v", keys, copies))
     weights = _norm_weights(spec, "attn_norm")
-    weights["qkv"] = Weight((rows, spec.width), ("heads", "width"), tuple(Part(*part) for part in parts))
+    weights["qkv"] = Weight(
+        (rows, spec.width), ("heads", "width"), tuple(Part(name, size, copies) for name, size, copies in parts)
+    )
     if spec.qkv_bias:
-        biases = tuple(Part(f"{name}_bias", *size) for name, *size in parts)
+        biases = tuple(Part(f"{name}_bias", size, number) for name, size, number in parts)
         weights["qkv_bias"] = Weight((rows,), ("heads",), biases, "zeros")
     if spec.qk_norm:
         initial = "zeros" if spec.norm == "rms+1" else "ones"
         for name in ("q_norm", "k_norm"):
             weights[name] = Weight((spec.head_size,), ("head",), (Part(name, spec.head_size),), initial)
+    if spec.sinks:
+        weights["sinks"] = Weight((spec.num_heads,), ("heads",), (Part("sinks", spec.num_heads),), "zeros")
     weights["out"] = Weight((spec.width, queries), ("width", "heads"), (Part("out", spec.width),))
     if spec.out_bias:
         weights["out_bias"] = Weight((spec.width,), ("width",), (Part("out_bias", spec.width),), "zeros")
     if spec.norm_place == "sandwich":
         weights |= _norm_weights(spec, "attn_post_norm")
     return weights
+
+
+def _latent_weights(spec: Spec, own: Latent) -> dict[str, Weight]:
+    weights = _norm_weights(spec, "attn_norm") | latent.declare(spec, own)
+    mixed = spec.num_heads * own.value_size
+    return weights | {"out": Weight((spec.width, mixed), ("width", "heads"), (Part("out", spec.width),))}
+
+
+def _expert_weights(spec: Spec) -> dict[str, Weight]:
+    return _norm_weights(spec, "mlp_norm") | (experts.declare(spec, spec.experts) if spec.experts else {})
 
 
 def _mlp_weights(spec: Spec) -> dict[str, Weight]:
@@ -138,9 +138,9 @@ def forward(
     x = _embed(spec, params.top, tokens, positions, axis)  # [T, D]
     turn = layers.rotation(spec, positions) if spec.position == "rope" else None
     for layer, weights in enumerate(params.layers):
-        mixed = _attention(spec, weights, layer, _norm(spec, weights, "attn_norm", x), turn, attend, axis)
+        mixed = _mixer(spec, weights, layer, _norm(spec, weights, "attn_norm", x), turn, attend, axis)
         x = x + (_norm(spec, weights, "attn_post_norm", mixed) if spec.norm_place == "sandwich" else mixed)
-        mixed = _mlp(spec, weights, _norm(spec, weights, "mlp_norm", x), axis)
+        mixed = _feed_forward(spec, weights, layer, _norm(spec, weights, "mlp_norm", x), axis)
         x = x + (_norm(spec, weights, "mlp_post_norm", mixed) if spec.norm_place == "sandwich" else mixed)
     return _norm(spec, params.top, "final_norm", x)
 
@@ -171,6 +171,23 @@ def _norm(spec: Spec, weights: dict[str, Array], name: str, x: Array) -> Array:
     return layers.norm(x, weights[name], weights.get(f"{name}_bias"), spec.norm, spec.norm_eps)
 
 
+def _mixer(
+    spec: Spec,
+    weights: dict[str, Array],
+    layer: int,
+    x: Array,
+    turn: tuple[Array, Array] | None,
+    attend: Attend,
+    axis: str,
+) -> Array:
+    if spec.latent is None:
+        return _attention(spec, weights, layer, x, turn, attend, axis)
+    assert turn is not None
+    q, k = latent.project(spec, spec.latent, weights, x, turn)
+    mixed = attend(layer, q, k, None, spec.windows[layer], None).astype(x.dtype)
+    return _row_parallel(latent.expand(spec.latent, weights, mixed), weights, "out", axis)
+
+
 def _attention(
     spec: Spec,
     weights: dict[str, Array],
@@ -189,9 +206,15 @@ def _attention(
         q = layers.norm(q, weights["q_norm"], None, kind, spec.norm_eps)
         k = layers.norm(k, weights["k_norm"], None, kind, spec.norm_eps)
     if turn is not None:
-        q, k = layers.rotate(q, turn), layers.rotate(k, turn)
-    mixed = attend(layer, q, k, v, spec.windows[layer]).astype(x.dtype)  # [T, Hx, C]
+        q, k = (layers.rotate(one, turn, spec.rope_interleaved) for one in (q, k))
+    mixed = attend(layer, q, k, v, spec.windows[layer], weights.get("sinks")).astype(x.dtype)  # [T, Hx, C]
     return _row_parallel(mixed.reshape(x.shape[0], heads * spec.head_size), weights, "out", axis)
+
+
+def _feed_forward(spec: Spec, weights: dict[str, Array], layer: int, x: Array, axis: str) -> Array:
+    if spec.experts is None or not spec.experts.layers[layer]:
+        return _mlp(spec, weights, x, axis)
+    return _all_reduce(experts.mix(spec, spec.experts, weights, x, axis).astype(x.dtype), axis)
 
 
 def _mlp(spec: Spec, weights: dict[str, Array], x: Array, axis: str) -> Array:

@@ -7,12 +7,14 @@ read, `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (t
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from jaxllm.errors import UserError
-from jaxllm.model.spec import Activation, BandScaling, LinearScaling, Spec
+from jaxllm.model.spec import Activation, BandScaling, Experts, Latent, LinearScaling, Spec, YarnScaling
 
 Value = TypeVar("Value", int, float, bool, str)
 
@@ -29,6 +31,7 @@ _WITHOUT_EFFECT = frozenset(
     use_bfloat16 chunk_size_feed_forward is_decoder problem_type id2label label2id num_labels
     task_specific_params finetuning_task summary_type summary_use_proj summary_activation summary_proj_to_labels
     summary_first_dropout unsloth_version unsloth_fixed is_llama_config
+    output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux ep_size
     """.split()
 )
 
@@ -41,7 +44,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 
-# What each part of a weight (see decoder.declare) is called, after the family's prefix; {} is the layer's number.
+# What each part of a weight (see decoder.declare) is called, after the family's prefix; {} is the layer's number,
+# a second one the expert's.
 _LLAMA_TENSORS = {
     "embed": "embed_tokens.weight",
     "final_norm": "norm.weight",
@@ -64,6 +68,14 @@ _LLAMA_TENSORS = {
     "gate_bias": "layers.{}.mlp.gate_proj.bias",
     "up_bias": "layers.{}.mlp.up_proj.bias",
     "down_bias": "layers.{}.mlp.down_proj.bias",
+    "router": "layers.{}.mlp.gate.weight",
+    "expert_gate": "layers.{}.mlp.experts.{}.gate_proj.weight",
+    "expert_up": "layers.{}.mlp.experts.{}.up_proj.weight",
+    "expert_down": "layers.{}.mlp.experts.{}.down_proj.weight",
+    "shared_gate": "layers.{}.mlp.shared_expert.gate_proj.weight",
+    "shared_up": "layers.{}.mlp.shared_expert.up_proj.weight",
+    "shared_down": "layers.{}.mlp.shared_expert.down_proj.weight",
+    "shared_weight": "layers.{}.mlp.shared_expert_gate.weight",
 }
 
 
@@ -140,16 +152,19 @@ class Fields:
 class Family:
     """One row of the table. `prefix` is what tensor names may start with; they are compared without it.
 
-    Parts that name the same tensor lie in it one after the other. `is_transposed`: matrices are stored [in, out].
-    `ignored` are endings of tensor names that hold no weights.
+    Parts that name the same tensor lie in it one after the other, `alternating` ones row by row. Those named in
+    `transposed` are stored [in, out]. A part of an expert whose name has no second {} is a tensor of all experts.
+    `ignored` are endings of tensor names that hold no weights; `has_layers_behind`: nor do layers behind the last.
     """
 
     architectures: tuple[str, ...]
     read: Callable[[Fields], Spec]
     tensors: Mapping[str, str] = field(default_factory=lambda: _LLAMA_TENSORS)
     prefix: str = "model."
-    is_transposed: bool = False
+    transposed: frozenset[str] = frozenset()
+    alternating: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    has_layers_behind: bool = False
 
 
 def read_spec(config: Mapping[str, Any]) -> tuple[Spec, Family]:
@@ -184,7 +199,9 @@ def read_spec(config: Mapping[str, Any]) -> tuple[Spec, Family]:
     return spec, family
 
 
-def _llama_like(fields: Fields, *, tied: bool = False, activation: str = "hidden_act", **overrides: Any) -> Spec:
+def _llama_like(
+    fields: Fields, *, tied: bool = False, activation: str = "hidden_act", theta: float = 10000.0, **overrides: Any
+) -> Spec:
     """Read what nearly all families share; `overrides` are fields of Spec that the caller read itself."""
     width, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     num_layers = fields.size("num_hidden_layers")
@@ -193,8 +210,12 @@ def _llama_like(fields: Fields, *, tied: bool = False, activation: str = "hidden
         if not fields.has("head_dim") and width % num_heads != 0:
             raise UserError(f"config.json: hidden_size {width} is not a multiple of {num_heads} heads.", "hidden_size")
         head_size = fields.size("head_dim", width // num_heads)
-    theta, scaling = _rope(fields)
-    stretch = scaling.factor if isinstance(scaling, LinearScaling) else 1.0
+    theta, scaling = _rope(fields, theta)
+    positions = fields.size("max_position_embeddings")
+    if isinstance(scaling, LinearScaling):
+        positions = int(positions * scaling.factor)
+    elif isinstance(scaling, YarnScaling):  # some checkpoints say the stretched number, some the original one
+        positions = max(positions, int(scaling.original_max_position * scaling.factor))
     shared: dict[str, Any] = {
         "num_layers": num_layers,
         "width": width,
@@ -203,7 +224,7 @@ def _llama_like(fields: Fields, *, tied: bool = False, activation: str = "hidden
         "head_size": head_size,
         "ffn_width": fields.size("intermediate_size"),
         "vocab_size": fields.size("vocab_size"),
-        "max_position": int(fields.size("max_position_embeddings") * stretch),
+        "max_position": positions,
         "windows": (None,) * num_layers,
         "attention_scale": head_size**-0.5,
         "norm_eps": fields.take("rms_norm_eps", float, 1e-6),
@@ -215,22 +236,17 @@ def _llama_like(fields: Fields, *, tied: bool = False, activation: str = "hidden
     return Spec(**(shared | overrides))
 
 
-def _rope(fields: Fields) -> tuple[float, LinearScaling | BandScaling | None]:
-    theta = fields.take("rope_theta", float, 10000.0)
-    settings = fields.raw("rope_scaling"), fields.raw("rope_parameters")
-    if settings[0] is not None and settings[1] is not None and settings[0] != settings[1]:
-        raise UserError("config.json: rope_scaling and rope_parameters contradict each other.", "rope_scaling")
-    chosen = settings[1] if settings[1] is not None else settings[0]
+def _rope(fields: Fields, default: float) -> tuple[float, LinearScaling | BandScaling | YarnScaling | None]:
+    theta = fields.take("rope_theta", float, default)
+    chosen = _rotary_settings(fields)
     if chosen is None:
         return theta, None
-    if not isinstance(chosen, Mapping):
-        raise UserError(f"config.json: the rotary settings must be an object, got {chosen!r}.", "rope_scaling")
     rope = Fields(chosen, "config.json, rotary settings")
     theta = rope.take("rope_theta", float, theta)
     rope.only("partial_rotary_factor", 1.0)
     older, kind = rope.take("type", str, "default"), rope.raw("rope_type")  # "type" until transformers 4.43
     kind = older if kind is None else kind
-    scaling: LinearScaling | BandScaling | None = None
+    scaling: LinearScaling | BandScaling | YarnScaling | None = None
     if kind == "linear":
         scaling = LinearScaling(rope.take("factor", float))
     elif kind == "llama3":
@@ -240,12 +256,45 @@ def _rope(fields: Fields) -> tuple[float, LinearScaling | BandScaling | None]:
             rope.take("high_freq_factor", float),
             rope.size("original_max_position_embeddings"),
         )
+    elif kind == "yarn":
+        scaling = _yarn(rope)
     elif kind != "default":
-        raise UserError(f"config.json: rope_type {kind!r} is not supported, only default, linear, llama3.", "rope_type")
+        raise UserError(
+            f"config.json: rope_type {kind!r} is not supported, only default, linear, llama3, yarn.", "rope_type"
+        )
     if scaling is not None and scaling.factor < 1.0:
         raise UserError(f"config.json: the rotary factor must be at least 1, got {scaling.factor}.", "factor")
     rope.finish()
     return theta, scaling
+
+
+def _yarn(rope: Fields) -> YarnScaling:
+    factor = rope.take("factor", float)
+    part, whole = rope.take("mscale", float, 0.0), rope.take("mscale_all_dim", float, 0.0)
+    amplitude = _magnitude(factor, part) / _magnitude(factor, whole) if part and whole else _magnitude(factor, 1.0)
+    return YarnScaling(
+        factor=factor,
+        original_max_position=rope.size("original_max_position_embeddings"),
+        fast=rope.take("beta_fast", float, 32.0),
+        slow=rope.take("beta_slow", float, 1.0),
+        amplitude=rope.take("attention_factor", float, amplitude),
+        is_truncated=rope.take("truncate", bool, True),
+    )
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    """How much more the scores of a context stretched by `factor` need (Peng et al. 2023, "YaRN", §3.4)."""
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+def _rotary_settings(fields: Fields) -> Mapping[str, Any] | None:
+    settings = fields.raw("rope_scaling"), fields.raw("rope_parameters")
+    if settings[0] is not None and settings[1] is not None and settings[0] != settings[1]:
+        raise UserError("config.json: rope_scaling and rope_parameters contradict each other.", "rope_scaling")
+    chosen = settings[1] if settings[1] is not None else settings[0]
+    if chosen is not None and not isinstance(chosen, Mapping):
+        raise UserError(f"config.json: the rotary settings must be an object, got {chosen!r}.", "rope_scaling")
+    return chosen
 
 
 def _windows(fields: Fields, window: int | None, default: tuple[bool, ...]) -> tuple[int | None, ...]:
@@ -383,6 +432,182 @@ def _opt(fields: Fields) -> Spec:
     )
 
 
+def _all_layers(fields: Fields) -> tuple[bool, ...]:
+    return (True,) * fields.size("num_hidden_layers")
+
+
+def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
+    """Say which layers have experts: every so manyth, those aside that have the plain feed-forward."""
+    stride, plain = fields.size("decoder_sparse_step", 1), fields.raw("mlp_only_layers") or []
+    if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
+        raise UserError(f"config.json: mlp_only_layers must be a list of layers, got {plain!r:.80}.", "mlp_only_layers")
+    layers = fields.size("num_hidden_layers")
+    return tuple(layer not in plain and (layer + 1) % stride == 0 for layer in range(layers))
+
+
+def _experts(fields: Fields, width: str, layers: tuple[bool, ...], **own: Any) -> Experts:
+    """Read how many experts there are and how many of them each token uses; `own` are further fields of Experts."""
+    names = ("n_routed_experts", "num_experts", "num_local_experts")  # the last is transformers 5's for all of them
+    count = next((name for name in names if fields.has(name)), names[-1])
+    experts, chosen = fields.size(count), fields.size("num_experts_per_tok")
+    groups, best = own.get("groups", 1), own.get("groups_per_token", 1)
+    if experts % groups != 0 or best > groups or chosen > experts // groups * best:
+        raise UserError(
+            f"config.json: {chosen} of {experts} experts cannot be chosen from {best} of {groups} groups.", count
+        )
+    return Experts(layers=layers, count=experts, per_token=chosen, ffn_width=fields.size(width), **own)
+
+
+def _mixtral(fields: Fields) -> Spec:
+    layers = fields.size("num_hidden_layers")
+    experts = _experts(fields, "intermediate_size", _all_layers(fields), is_normalised=True)
+    window = fields.optional("sliding_window", int)
+    return _llama_like(fields, theta=1e6, experts=experts, windows=_windows(fields, window, (True,) * layers))
+
+
+def _qwen2_moe(fields: Fields) -> Spec:
+    layers, until = fields.size("num_hidden_layers"), fields.take("max_window_layers", int, 28)
+    is_windowed = fields.take("use_sliding_window", bool, False)
+    fields.raw("sliding_window")  # means nothing without the key above
+    window = fields.optional("sliding_window", int, 4096) if is_windowed else None
+    return _llama_like(
+        fields,
+        qkv_bias=fields.take("qkv_bias", bool, True),
+        windows=_windows(fields, window, tuple(layer % 2 == 0 and layer < until for layer in range(layers))),
+        experts=_experts(
+            fields,
+            "moe_intermediate_size",
+            _sparse_layers(fields),
+            is_normalised=fields.take("norm_topk_prob", bool, False),
+            shared_width=fields.size("shared_expert_intermediate_size"),
+            shared_gate=True,
+        ),
+    )
+
+
+def _qwen3_moe(fields: Fields) -> Spec:
+    fields.only("use_sliding_window", False)
+    for key in ("sliding_window", "max_window_layers"):
+        fields.raw(key)  # mean nothing without the key above
+    bias = fields.take("attention_bias", bool, False)
+    return _llama_like(
+        fields,
+        qk_norm=True,
+        qkv_bias=bias,
+        out_bias=bias,
+        experts=_experts(
+            fields,
+            "moe_intermediate_size",
+            _sparse_layers(fields),
+            is_normalised=fields.take("norm_topk_prob", bool, False),
+        ),
+    )
+
+
+def _gpt_oss(fields: Fields) -> Spec:
+    layers, bias = fields.size("num_hidden_layers"), fields.take("attention_bias", bool, True)
+    chosen = fields.size("num_experts_per_tok")
+    fields.only("experts_per_token", chosen)
+    fields.raw("initial_context_length")  # of the rotary settings, said there too
+    fields.only("hidden_act", "silu")  # what the experts compute instead is said by the two keys below
+    return _llama_like(
+        fields,
+        theta=150000.0,
+        head_size=fields.size("head_dim", 64),
+        windows=_windows(
+            fields, fields.optional("sliding_window", int, 128), tuple(layer % 2 == 0 for layer in range(layers))
+        ),
+        norm_eps=fields.take("rms_norm_eps", float, 1e-5),
+        qkv_bias=bias,
+        out_bias=bias,
+        sinks=True,
+        experts=_experts(
+            fields,
+            "intermediate_size",
+            _all_layers(fields),
+            is_normalised=True,
+            router_bias=True,
+            bias=True,
+            clamp=fields.take("swiglu_limit", float, 7.0),
+            clamp_slope=fields.take("swiglu_alpha", float, 1.702),
+        ),
+    )
+
+
+def _deepseek(fields: Fields, **routing: Any) -> Spec:
+    """Read what the second and the third version share: latent attention, dense layers before those with experts."""
+    layers = fields.size("num_hidden_layers")
+    latent = Latent(
+        rank=fields.size("kv_lora_rank"),
+        q_rank=fields.optional("q_lora_rank", int, 1536),
+        plain_size=fields.size("qk_nope_head_dim"),
+        rope_size=fields.size("qk_rope_head_dim"),
+        value_size=fields.size("v_head_dim"),
+    )
+    if latent.rope_size % 2 != 0:
+        raise UserError(f"config.json: {latent.rope_size} coordinates cannot be rotated.", "qk_rope_head_dim")
+    for key, value in (
+        ("num_key_value_heads", fields.size("num_attention_heads")),
+        ("head_dim", latent.rope_size),  # as transformers writes it
+        ("qk_head_dim", latent.plain_size + latent.rope_size),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("moe_layer_freq", 1),
+    ):
+        fields.only(key, value)
+    settings = _rotary_settings(fields) or {}
+    scale = (latent.plain_size + latent.rope_size) ** -0.5
+    if settings.get("rope_type", settings.get("type", "default")) != "default":
+        stretched = Fields(settings, "config.json, rotary settings")
+        whole = stretched.take("mscale_all_dim", float, 0.0)
+        scale *= _magnitude(stretched.take("factor", float), whole) ** 2
+    first = fields.take("first_k_dense_replace", int)
+    width = fields.size("moe_intermediate_size")
+    experts = _experts(
+        fields,
+        "moe_intermediate_size",
+        tuple(layer >= first for layer in range(layers)),
+        scale=fields.take("routed_scaling_factor", float),
+        shared_width=fields.size("n_shared_experts") * width,
+        **routing,
+    )
+    return _llama_like(
+        fields,
+        head_size=latent.rank + latent.rope_size,
+        num_kv_heads=1,
+        attention_scale=scale,
+        latent=latent,
+        experts=experts,
+    )
+
+
+def _deepseek2(fields: Fields) -> Spec:
+    fields.only("scoring_func", "softmax")
+    fields.only("norm_topk_prob", False)  # transformers reads it no more
+    fields.only("topk_method", "greedy", "group_limited_greedy")
+    groups = {"groups": fields.size("n_group", 1), "groups_per_token": fields.size("topk_group", 1)}
+    is_grouped = fields.raw("topk_method") == "group_limited_greedy"
+    spec = _deepseek(fields, **(groups if is_grouped else {}))
+    return dataclasses.replace(spec, rope_interleaved=True)
+
+
+def _deepseek3(fields: Fields) -> Spec:
+    fields.only("scoring_func", "sigmoid")
+    fields.only("topk_method", "noaux_tc")
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        fields.raw(key)  # of the layers behind the last, which guess further tokens ahead
+    spec = _deepseek(
+        fields,
+        scores="sigmoid",
+        choice_bias=True,
+        is_normalised=fields.take("norm_topk_prob", bool, True),
+        groups=fields.size("n_group", 8),
+        groups_per_token=fields.size("topk_group", 4),
+        group_best=2,
+    )
+    return dataclasses.replace(spec, rope_interleaved=fields.take("rope_interleave", bool, True))
+
+
 _GEMMA2_TENSORS = _LLAMA_TENSORS | {
     "attn_post_norm": "layers.{}.post_attention_layernorm.weight",
     "mlp_norm": "layers.{}.pre_feedforward_layernorm.weight",
@@ -424,12 +649,57 @@ _OPT_TENSORS = _LLAMA_TENSORS | {
     "down_bias": "decoder.layers.{}.fc2.bias",
 }
 
+_MIXTRAL_TENSORS = _LLAMA_TENSORS | {
+    "router": "layers.{}.block_sparse_moe.gate.weight",
+    "expert_gate": "layers.{}.block_sparse_moe.experts.{}.w1.weight",
+    "expert_up": "layers.{}.block_sparse_moe.experts.{}.w3.weight",
+    "expert_down": "layers.{}.block_sparse_moe.experts.{}.w2.weight",
+}
+_GPT_OSS_TENSORS = _LLAMA_TENSORS | {
+    "sinks": "layers.{}.self_attn.sinks",
+    "router": "layers.{}.mlp.router.weight",
+    "router_bias": "layers.{}.mlp.router.bias",
+    **{part: "layers.{}.mlp.experts.gate_up_proj" for part in ("expert_gate", "expert_up")},
+    **{part: "layers.{}.mlp.experts.gate_up_proj_bias" for part in ("expert_gate_bias", "expert_up_bias")},
+    "expert_down": "layers.{}.mlp.experts.down_proj",
+    "expert_down_bias": "layers.{}.mlp.experts.down_proj_bias",
+}
+_DEEPSEEK_TENSORS = _LLAMA_TENSORS | {
+    "q_latent": "layers.{}.self_attn.q_a_proj.weight",
+    "q_norm": "layers.{}.self_attn.q_a_layernorm.weight",
+    "q_up": "layers.{}.self_attn.q_b_proj.weight",
+    "latent": "layers.{}.self_attn.kv_a_proj_with_mqa.weight",
+    "latent_norm": "layers.{}.self_attn.kv_a_layernorm.weight",
+    "key_value": "layers.{}.self_attn.kv_b_proj.weight",
+    "choice_bias": "layers.{}.mlp.gate.e_score_correction_bias",
+    **{f"shared_{part}": f"layers.{{}}.mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")},
+}
+
 FAMILIES: tuple[Family, ...] = (
     Family(("LlamaForCausalLM",), _llama),
     Family(("MistralForCausalLM",), _mistral),
     Family(("Qwen2ForCausalLM",), _qwen2),
     Family(("Qwen3ForCausalLM",), _qwen3),
     Family(("Gemma2ForCausalLM",), _gemma2, _GEMMA2_TENSORS),
-    Family(("GPT2LMHeadModel",), _gpt2, _GPT2_TENSORS, "transformer.", True, (".attn.bias", ".attn.masked_bias")),
+    Family(
+        ("GPT2LMHeadModel",),
+        _gpt2,
+        _GPT2_TENSORS,
+        "transformer.",
+        transposed=frozenset({"q", "k", "v", "out", "up", "down"}),
+        ignored=(".attn.bias", ".attn.masked_bias"),
+    ),
     Family(("OPTForCausalLM",), _opt, _OPT_TENSORS),
+    Family(("MixtralForCausalLM",), _mixtral, _MIXTRAL_TENSORS),
+    Family(("Qwen2MoeForCausalLM",), _qwen2_moe),
+    Family(("Qwen3MoeForCausalLM",), _qwen3_moe),
+    Family(
+        ("GptOssForCausalLM",),
+        _gpt_oss,
+        _GPT_OSS_TENSORS,
+        transposed=frozenset({"expert_gate", "expert_up", "expert_down"}),
+        alternating=frozenset({"expert_gate", "expert_up", "expert_gate_bias", "expert_up_bias"}),
+    ),
+    Family(("DeepseekV2ForCausalLM",), _deepseek2, _DEEPSEEK_TENSORS),
+    Family(("DeepseekV3ForCausalLM",), _deepseek3, _DEEPSEEK_TENSORS, has_layers_behind=True),
 )

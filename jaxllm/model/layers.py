@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxllm.model.spec import Activation, BandScaling, LinearScaling, NormKind, Spec
+from jaxllm.model.spec import Activation, BandScaling, LinearScaling, NormKind, Spec, YarnScaling
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -67,13 +67,16 @@ def softcap(x: Array, cap: float | None) -> Array:
 
 def inverse_frequencies(spec: Spec) -> np.ndarray:
     """Compute the angle per position of each pair of a head's coordinates: [C / 2], float32 (Su et al. 2021)."""
-    exponents = np.arange(0, spec.head_size, 2, dtype=np.float64) / spec.head_size
+    size = spec.head_size if spec.latent is None else spec.latent.rope_size
+    exponents = np.arange(0, size, 2, dtype=np.float64) / size
     frequencies = spec.rope_theta**-exponents
     scaling = spec.rope_scaling
     if isinstance(scaling, LinearScaling):
         frequencies = frequencies / scaling.factor
     elif isinstance(scaling, BandScaling):
         frequencies = _band(frequencies, scaling)
+    elif isinstance(scaling, YarnScaling):
+        frequencies = _yarn(frequencies, scaling, spec.rope_theta)
     return frequencies.astype(np.float32)
 
 
@@ -85,15 +88,39 @@ def _band(frequencies: np.ndarray, scaling: BandScaling) -> np.ndarray:
     return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
 
 
+def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.ndarray:
+    # github.com/jquesnelle/yarn, LlamaYaRNScaledRotaryEmbedding: the ramp is linear in the coordinate's number.
+    pairs = len(frequencies)
+
+    def coordinate(turns: float) -> float:
+        return pairs * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = coordinate(scaling.fast), coordinate(scaling.slow)
+    if scaling.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    slowed = np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0.0, 1.0)
+    return (1.0 - slowed) * frequencies + slowed * frequencies / scaling.factor
+
+
 def rotation(spec: Spec, positions: Array) -> tuple[Array, Array]:
     """Compute cosine and sine, each [T, 1, C / 2] float32, of every token's rotation."""
     angles = positions.astype(jnp.float32)[:, None, None] * inverse_frequencies(spec)  # [T, 1, C / 2]
-    return jnp.cos(angles), jnp.sin(angles)
+    amplitude = spec.rope_scaling.amplitude if isinstance(spec.rope_scaling, YarnScaling) else 1.0
+    return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
 
 
-def rotate(x: Array, turn: tuple[Array, Array]) -> Array:
-    """Rotate each head of `x` [T, H, C]; coordinate i is paired with i + C / 2, as in Hugging Face checkpoints."""
+def rotate(x: Array, turn: tuple[Array, Array], is_interleaved: bool = False) -> Array:
+    """Rotate each head of `x` [T, H, C]; coordinate i is paired with i + C / 2, as in Hugging Face checkpoints.
+
+    Where `is_interleaved`, 2i is paired with 2i + 1, and the first of all pairs come first in the result: queries and
+    keys are permuted alike, which their products do not see.
+    """
     cosine, sine = turn
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [T, H, C / 2] each
+    wide = x.astype(jnp.float32)
+    if is_interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)  # [T, H, C / 2] each
     turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
     return turned.astype(x.dtype)

@@ -37,6 +37,63 @@ class BandScaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """Coordinates that turn often kept, those that turn seldom slowed down by `factor` (Peng et al. 2023, "YaRN").
+
+    Often is `fast` turns or more within `original_max_position` tokens, seldom is `slow` or fewer; between, a ramp over
+    the coordinates, whose ends are whole numbers where `is_truncated`. Cosine and sine are multiplied by `amplitude`.
+    """
+
+    factor: float
+    original_max_position: int
+    fast: float = 32.0
+    slow: float = 1.0
+    amplitude: float = 1.0
+    is_truncated: bool = True
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A feed-forward in parts, of which each token uses the `per_token` that its router scores highest.
+
+    What the chosen ones give is weighted by their scores and summed.
+    """
+
+    layers: tuple[bool, ...]  # which layers have experts; the others have the plain feed-forward
+    count: int  # E
+    per_token: int
+    ffn_width: int  # of one expert
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalised: bool = False  # the chosen scores are divided by their sum
+    scale: float = 1.0  # of the chosen scores
+    router_bias: bool = False
+    choice_bias: bool = False  # a stored number per expert is added to its score, but for the choice alone
+    groups: int = 1  # neighbouring experts form groups, and only those of the best groups can be chosen:
+    groups_per_token: int = 1
+    group_best: int = 1  # … a group is as good as the sum of its so many best experts
+    bias: bool = False
+    clamp: float | None = None  # gate at most this, up between minus this and this, then gate · σ(α gate) · (up + 1)
+    clamp_slope: float = 1.702  # α
+    shared_width: int = 0  # of a feed-forward that every token uses as well
+    shared_gate: bool = False  # which is weighted by the sigmoid of a product with the token
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention whose keys and values are products of one short vector per token (DeepSeek-AI 2024, §2.1).
+
+    The cache holds that vector and one key part that is rotated, the same for all heads: `num_kv_heads` is 1 and
+    `head_size` is `rank + rope_size`.
+    """
+
+    rank: int
+    q_rank: int | None  # of the queries' own short vector; None where they are made in one product
+    plain_size: int  # coordinates of a head that are not rotated
+    rope_size: int  # those that are
+    value_size: int
+
+
+@dataclass(frozen=True)
 class Spec:
     """One decoder. Lengths are in tokens; `windows` has one entry per layer, None where a layer sees everything."""
 
@@ -60,11 +117,15 @@ class Spec:
     position: PositionKind = "rope"
     position_offset: int = 0  # rows of a learned table before that of position 0
     rope_theta: float = 10000.0
-    rope_scaling: LinearScaling | BandScaling | None = None
+    rope_scaling: LinearScaling | BandScaling | YarnScaling | None = None
+    rope_interleaved: bool = False  # coordinate 2i is paired with 2i + 1, not i with i + C / 2
+    sinks: bool = False  # a stored logit per head takes part in the softmax and carries no value
+    latent: Latent | None = None
     attention_softcap: float | None = None  # scores become cap · tanh(score / cap)
     logit_softcap: float | None = None
     mlp_gated: bool = True  # activation(gate) · up, else activation(up)
     activation: Activation = "silu"
+    experts: Experts | None = None
     embed_scale: float = 1.0
     tie_embeddings: bool = False  # the output head is the token embedding
 

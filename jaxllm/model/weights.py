@@ -26,7 +26,8 @@ from tqdm import tqdm
 from jaxllm.errors import UserError
 from jaxllm.model import orbax_checkpoint
 from jaxllm.model.checkpoint import Tensor, open_tensors, read_json
-from jaxllm.model.decoder import Leaf, Params, Weight, declare
+from jaxllm.model.declaration import Comb, Part, Weight
+from jaxllm.model.decoder import Leaf, Params, declare
 from jaxllm.model.families import Family
 from jaxllm.model.spec import Spec
 from jaxllm.sharding import SPLIT_AXES, named
@@ -90,10 +91,13 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def check_shards(spec: Spec, shards: int) -> None:
     """Refuse a number of devices over which the model cannot be divided evenly."""
     heads_divide = spec.num_kv_heads % shards == 0 or shards % spec.num_kv_heads == 0
+    experts = spec.experts
+    widths = [spec.ffn_width] if experts is None or not all(experts.layers) else []
+    widths += [experts.ffn_width, experts.shared_width] if experts else []
     for name, count, divides in (
         ("attention heads", spec.num_heads, spec.num_heads % shards == 0),
         ("key-value heads", spec.num_kv_heads, heads_divide),
-        ("feed-forward columns", spec.ffn_width, spec.ffn_width % shards == 0),
+        *(("feed-forward columns", width, width % shards == 0) for width in widths),
     ):
         if not divides:
             raise UserError(
@@ -133,7 +137,7 @@ def load(
         nonlocal pending
 
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            return _read(weight, sources[layer, name], shards, jnp.dtype(dtype), index or ())
+            return _read(weight, sources[layer, name], shards, _type(weight, dtype), index or ())
 
         array = jax.make_array_from_callback(weight.shape, named(mesh, weight.axes), read)
         if pending is not None:
@@ -172,7 +176,7 @@ def abstract(spec: Spec, mesh: Mesh, dtype: DTypeLike) -> Params[jax.ShapeDtypeS
     check_shards(spec, shards)
 
     def build(_layer: int | None, _name: str, weight: Weight) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype), sharding=named(mesh, weight.axes))
+        return jax.ShapeDtypeStruct(weight.shape, _type(weight, dtype), sharding=named(mesh, weight.axes))
 
     return _build(declare(spec, shards), build)
 
@@ -184,7 +188,7 @@ def load_random(spec: Spec, mesh: Mesh, dtype: DTypeLike, seed: int = 0) -> Para
     seeds = np.random.default_rng(seed)
 
     def build(layer: int | None, name: str, weight: Weight) -> Array:
-        return _random_maker(weight, jnp.dtype(dtype), mesh)(seeds.integers(2**32, dtype=np.uint32))
+        return _random_maker(weight, _type(weight, dtype), mesh)(seeds.integers(2**32, dtype=np.uint32))
 
     return _build(declare(spec, shards), build)
 
@@ -200,20 +204,46 @@ def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], 
     )
 
 
+def _type(weight: Weight, dtype: DTypeLike) -> np.dtype:
+    return jnp.dtype(jnp.float32 if weight.is_wide else dtype)
+
+
 @dataclass(frozen=True)
 class _Source:
-    """Where the rows of one part are: in the [out, in] (or [out]) view of a tensor, from row `first` on."""
+    """Where the rows of one part are: in the [out, in] (or [out]) view of a tensor, from row `first` on or by `comb`.
+
+    `expert` says which piece of a tensor that holds all experts.
+    """
 
     tensor: Tensor
     first: int
+    comb: Comb | None
+    expert: int | None
     is_transposed: bool
 
-    def rows(self) -> np.ndarray:
+    def rows(self, start: int, count: int) -> list[np.ndarray]:
+        """View `count` of the part's rows from `start` on, in as few pieces as there are."""
         values = self.tensor.values()
-        return (values.T if self.is_transposed else values)[self.first :]
+        if self.expert is not None:
+            values = values[self.expert]
+        if self.is_transposed:
+            values = values.T
+        if self.comb is None:
+            return [values[self.first + start : self.first + start + count]]
+        first, length, period = self.comb.first, self.comb.length, self.comb.period
+        if length == 1:
+            return [values[first + start * period :: period][:count]]
+        groups = range(start // length, -(-(start + count) // length))
+        pieces = []
+        for group in groups:
+            shift = first + group * (period - length)  # from a row of the part to that of the tensor
+            begin, end = max(start, group * length), min(start + count, (group + 1) * length)
+            pieces.append(values[shift + begin : shift + end])
+        return pieces
 
 
-Sources = dict[tuple[int | None, str], tuple[_Source, ...]]
+# For each weight, the parts of each of its pieces along axis 0 (one piece where it is no stack of experts).
+Sources = dict[tuple[int | None, str], tuple[tuple[_Source, ...], ...]]
 
 
 def _by_name(tensors: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
@@ -227,26 +257,17 @@ def _find_sources(declared: Params[Weight], family: Family, tensors: dict[str, T
     used: set[str] = set()
     for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
         for name, weight in weights.items():
-            names = [family.tensors[part.name].format(layer) for part in weight.parts]
-            is_transposed = family.is_transposed and layer is not None and len(weight.shape) == 2
-            rows: Counter[str] = Counter()  # found so far in each tensor
-            found = []
-            for part, tensor_name in zip(weight.parts, names, strict=True):
-                if tensor_name not in tensors:
-                    raise UserError(
-                        f"the checkpoint has no tensor {tensor_name} (nor one with {family.prefix!r} before it).",
-                        "model",
-                    )
-                found.append(_Source(tensors[tensor_name], rows[tensor_name], is_transposed))
-                rows[tensor_name] += part.rows
-            for tensor_name, count in rows.items():
-                _check_shape(tensors[tensor_name], (count, *weight.shape[1:]), is_transposed)
-            sources[layer, name] = tuple(found)
-            used.update(names)
+            pieces = []
+            for expert in [None] if weight.stack is None else range(weight.stack):
+                names, found = _find_parts(weight, family, tensors, layer, expert)
+                pieces.append(found)
+                used.update(names)
+            sources[layer, name] = tuple(pieces)
     # A head stored beside the embedding that it is tied to is a copy of it.
     copies = set() if "head" in declared.top else {family.tensors["head"]}
+    behind = f"layers.{len(declared.layers)}."  # layers that guess further tokens ahead, which are not built
     for name in sorted(set(tensors) - used - copies):
-        if not name.endswith(family.ignored):
+        if not name.endswith(family.ignored) and not (family.has_layers_behind and name.startswith(behind)):
             raise UserError(
                 f"{tensors[name].file.name}: tensor {tensors[name].name} is not part of the model that config.json "
                 "describes; the two do not belong together.",
@@ -255,36 +276,78 @@ def _find_sources(declared: Params[Weight], family: Family, tensors: dict[str, T
     return sources
 
 
-def _check_shape(tensor: Tensor, shape: tuple[int, ...], is_transposed: bool) -> None:
-    expected = shape[::-1] if is_transposed else shape
-    if tensor.shape != expected:
+def _find_parts(
+    weight: Weight, family: Family, tensors: dict[str, Tensor], layer: int | None, expert: int | None
+) -> tuple[list[str], tuple[_Source, ...]]:
+    """Look up the tensors of one piece of a weight, and check their shapes; return their names as well."""
+    patterns = [family.tensors[part.name] for part in weight.parts]
+    names = [pattern.format(layer, expert) for pattern in patterns]
+    rows: Counter[str] = Counter()  # found so far in each tensor
+    found = []
+    for part, pattern, name in zip(weight.parts, patterns, names, strict=True):
+        if name not in tensors:
+            raise UserError(f"the checkpoint has no tensor {name} (nor one with {family.prefix!r} before it).", "model")
+        comb = part.comb
+        if part.name in family.alternating:
+            comb = Comb(rows[name] // part.rows, 1, names.count(name))
+        which = expert if pattern.count("{}") == 1 else None  # the tensor holds all experts
+        found.append(_Source(tensors[name], rows[name], comb, which, part.name in family.transposed))
+        rows[name] += part.rows if part.comb is None else part.rows // part.comb.length * part.comb.period
+    for source, name in zip(found, names, strict=True):
+        shape = (rows[name], *weight.shape[1 if weight.stack is None else 2 :])
+        shape = shape[::-1] if source.is_transposed else shape
+        _check_shape(source.tensor, shape if source.expert is None else (weight.stack or 0, *shape))
+    return names, tuple(found)
+
+
+def _check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
         raise UserError(
-            f"{tensor.file.name}: tensor {tensor.name} has shape {list(tensor.shape)}, config.json says "
-            f"{list(expected)}.",
+            f"{tensor.file.name}: tensor {tensor.name} has shape {list(tensor.shape)}, config.json says {list(shape)}.",
             "model",
         )
     tensor.values()  # refuses a type that cannot be read
 
 
 def _read(
-    weight: Weight, sources: tuple[_Source, ...], shards: int, dtype: np.dtype, index: tuple[slice, ...]
+    weight: Weight, sources: tuple[tuple[_Source, ...], ...], shards: int, dtype: np.dtype, index: tuple[slice, ...]
 ) -> np.ndarray:
     """Copy the piece `index` of a weight out of its tensors."""
     bounds = [piece.indices(length) for piece, length in zip(index, weight.shape, strict=True)]
     out = _aligned(tuple(stop - start for start, stop, _ in bounds), dtype)
-    pieces = shards if weight.axes[0] in SPLIT_AXES else 1
-    length = weight.shape[0] // pieces  # rows of one shard
-    filled = 0
-    for shard in range(bounds[0][0] // length, bounds[0][1] // length):
-        for part, source in zip(weight.parts, sources, strict=True):
-            rows = -(-part.rows * part.copies // pieces)
-            first = shard // part.copies * rows
-            real = max(0, min(rows, part.rows - first))  # the vocabulary's last rows may be padding
-            wanted = source.rows()[(slice(first, first + real), *index[1:])]
-            _copy(wanted, out[filled : filled + real], source.tensor)
-            out[filled + real : filled + rows] = 0
-            filled += rows
+    if weight.stack is None:
+        _fill(out, weight.parts, sources[0], weight.shape[0], weight.axes[0], shards, index)
+    else:
+        for piece, parts in zip(out, sources, strict=True):  # experts are never divided among devices
+            _fill(piece, weight.parts, parts, weight.shape[1], weight.axes[1], shards, index[1:])
     return out
+
+
+def _fill(
+    out: np.ndarray,
+    parts: tuple[Part, ...],
+    sources: tuple[_Source, ...],
+    rows: int,
+    axis: str | None,
+    shards: int,
+    index: tuple[slice, ...],
+) -> None:
+    """Copy the piece `index` of what `parts` make up, `rows` of them along `axis`, into `out`."""
+    start, stop, _ = index[0].indices(rows)
+    pieces = shards if axis in SPLIT_AXES else 1
+    length = rows // pieces  # rows of one shard
+    filled = 0
+    for shard in range(start // length, stop // length):
+        for part, source in zip(parts, sources, strict=True):
+            share = -(-part.rows * part.copies // pieces)
+            first = shard // part.copies * share
+            real = max(0, min(share, part.rows - first))  # the vocabulary's last rows may be padding
+            for wanted in source.rows(first, real):
+                wanted = wanted[(slice(None), *index[1:])]
+                _copy(wanted, out[filled : filled + len(wanted)], source.tensor)
+                filled += len(wanted)
+            out[filled : filled + share - real] = 0
+            filled += share - real
 
 
 def _copy(source: np.ndarray, target: np.ndarray, tensor: Tensor) -> None:
@@ -314,9 +377,10 @@ def _random_maker(weight: Weight, dtype: np.dtype, mesh: Mesh) -> Callable[[np.u
             return jnp.full(weight.shape, weight.initial == "ones", dtype)
         # MurmurHash3's finaliser over each element's number: 320 million values a second on two cores, where
         # jax.random.normal makes 29 million; and the same values however the array is laid out.
-        stride = jnp.uint32(weight.shape[-1])
-        bits = lax.broadcasted_iota(jnp.uint32, weight.shape, 0) * stride
-        bits = (bits + lax.broadcasted_iota(jnp.uint32, weight.shape, len(weight.shape) - 1)) ^ seed
+        bits = jnp.zeros(weight.shape, jnp.uint32)
+        for dimension, length in enumerate(weight.shape):
+            bits = bits * jnp.uint32(length) + lax.broadcasted_iota(jnp.uint32, weight.shape, dimension)
+        bits = bits ^ seed
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
             bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
         bits = bits ^ (bits >> 16)

@@ -38,7 +38,11 @@ class Driver:
         empty = np.full((blocks + 3, heads, BLOCK_TOKENS, spec.head_size), np.nan, dtype)
         axes = (None, "kv_heads", None, "head")
         self._caches = [
-            tuple(jax.device_put(empty, sharding.named(mesh, axes)) for _ in range(2)) for _ in range(spec.num_layers)
+            (
+                jax.device_put(empty, sharding.named(mesh, axes)),
+                jax.device_put(empty, sharding.named(mesh, axes)) if spec.latent is None else None,
+            )
+            for _ in range(spec.num_layers)
         ]
         places = jax.tree.map(lambda weight: sharding.partition(weight.axes), decoder.declare(spec, shards))
         cache, whole = sharding.partition(axes), PartitionSpec()
@@ -67,20 +71,20 @@ class Driver:
         options = {
             "scale": self._spec.attention_scale,
             "softcap": self._spec.attention_softcap,
+            "value_size": self._spec.latent.rank if self._spec.latent else None,
             "implementation": self._implementation,
         }
 
-        def attend(layer, q, k, v, window):
+        def attend(layer, q, k, v, window, sinks):
+            layer_options = options | {"window": window, "sinks": sinks}
             caches[layer] = pallas_kernels.write_kv(*caches[layer], k, v, blocks, offsets)
             if len(tokens) == 1:
-                return pallas_kernels.paged_decode(
-                    q, *caches[layer], self._table[None], positions + 1, window=window, **options
-                )
+                return pallas_kernels.paged_decode(q, *caches[layer], self._table[None], positions + 1, **layer_options)
             start = jnp.arange(0, len(tokens), TILE, dtype=jnp.int32)
             tables = jnp.broadcast_to(self._table, (len(start), len(self._table)))
             length = jnp.minimum(TILE, len(tokens) - start)
             return pallas_kernels.paged_prefill(
-                q, *caches[layer], tables, start, length, positions[start], tile=TILE, window=window, **options
+                q, *caches[layer], tables, start, length, positions[start], tile=TILE, **layer_options
             )
 
         hidden = decoder.forward(self._spec, params, tokens, positions, attend)

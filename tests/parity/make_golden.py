@@ -39,6 +39,29 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+}
+_ROUTED = {"num_experts_per_tok": 3}
+_LATENT = {
+    "moe_intermediate_size": 16,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 6,
+}
+
 # transformers' model type and what differs from _SIZES. Windows are shorter than the prompt, so that they matter.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _SIZES | {"num_key_value_heads": 6}),
@@ -84,6 +107,64 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "word_embed_proj_dim": 48,
         },
     ),
+    "mixtral": ("mixtral", _SIZES | _ROUTED | {"num_local_experts": 8, "intermediate_size": 16, "sliding_window": 11}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        _SIZES
+        | _ROUTED
+        | {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 32,
+            "mlp_only_layers": [0],
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        _SIZES
+        | _ROUTED
+        | {
+            "num_experts": 8,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "head_dim": 16,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        _SIZES
+        | _ROUTED
+        | {
+            "num_local_experts": 8,
+            "intermediate_size": 16,
+            "head_dim": 16,
+            "sliding_window": 10,
+            "swiglu_limit": 1.5,
+            "rope_parameters": _YARN | {"truncate": False},
+        },
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        _SIZES
+        | _ROUTED
+        | _LATENT
+        | {
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.4},
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        _SIZES | _ROUTED | _LATENT | {"q_lora_rank": 20, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0},
+    ),
 }
 
 
@@ -105,6 +186,9 @@ def make_model(case: str, seed: int) -> Any:
             if is_norm and kind != "gemma2":  # whose norms store the distance from one
                 value += 1.0
             parameter.copy_(torch.from_numpy(value))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.from_numpy(rng.standard_normal(tuple(buffer.shape), np.float32) * 0.1))
     return model.eval()
 
 

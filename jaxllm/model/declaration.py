@@ -1,0 +1,49 @@
+"""What a weight is: its shape, where it lies, and the tensors of a checkpoint that it is made of.
+
+Plain values, read by the loader, by whoever makes random weights and by whoever compiles. Knows no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Comb:
+    """Some of a tensor's rows: of every `period` of them the `length` that begin at `first`."""
+
+    first: int
+    length: int
+    period: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a checkpoint inside a weight. `copies` neighbouring shards hold the same rows.
+
+    Without a `comb` the rows are all in one piece, behind those of the parts before it in the same tensor.
+    """
+
+    name: str
+    rows: int
+    copies: int = 1
+    comb: Comb | None = None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One array: its shape, the logical axis of each dimension (see sharding.py), what it is made of.
+
+    Several parts lie shard by shard ([q_0, k_0, v_0, q_1, k_1, v_1, ...]), so that splitting axis 0 gives each shard
+    its own piece of every part. A weight of `stack` experts has a piece of that kind for each of them along axis 0,
+    and its parts are those of one. `initial` is the value of a freshly made model; `is_wide` weights are float32
+    whatever the others are.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    parts: tuple[Part, ...]
+    initial: Literal["normal", "zeros", "ones"] = "normal"
+    stack: int | None = None
+    is_wide: bool = False
