@@ -225,11 +225,12 @@ def test_write_kv_stores_each_token_in_its_place_and_drops_padding():
     for cache, new in ((k_cache, k), (v_cache, v)):
         for token in (0, 1, 2, 4):
             cache[blocks[token], :, offsets[token]] = new[token]
-    alone = pallas_kernels.write_kv(jnp.asarray(k_cache), None, jnp.asarray(k), None, blocks, offsets)
+    new_k, new_v, *places = map(jnp.asarray, (k, v, blocks, offsets))
+    alone = pallas_kernels.write_kv(stored[0], None, new_k, None, *places)
     np.testing.assert_array_equal(np.asarray(alone[0]), k_cache)
     assert alone[1] is None
     with pytest.raises(ValueError, match="go together"):
-        pallas_kernels.write_kv(jnp.asarray(k_cache), None, jnp.asarray(k), jnp.asarray(v), blocks, offsets)
+        pallas_kernels.write_kv(stored[0], None, new_k, new_v, *places)
     for got, expected in zip(stored, (k_cache, v_cache), strict=True):
         np.testing.assert_array_equal(np.asarray(got), expected)
 
