@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm import cache, sharding
+from jaxllm.convert import convert
 from jaxllm.errors import UserError
 from jaxllm.model import weights
 from jaxllm.model.families import read_spec
@@ -139,3 +140,12 @@ def test_random_experts_differ_from_each_other():
     up = np.asarray(params.layers[0]["expert_up"])
     assert len(np.unique(up)) > 0.99 * up.size
     assert abs(up.std() - 0.02) < 1e-3
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt-oss", "deepseek-v2"])
+def test_a_converted_checkpoint_lands_on_two_devices_alike(tmp_path, case):
+    plain, converted = _load(GOLDEN / case, 2), _load(convert(str(GOLDEN / case), tmp_path / "converted"), 2)
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(converted), strict=True):
+        assert one.sharding == other.sharding
+        for piece, same in zip(_pieces(one), _pieces(other), strict=True):
+            np.testing.assert_array_equal(piece, same)

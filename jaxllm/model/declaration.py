@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Comb:
@@ -47,3 +49,17 @@ class Weight:
     initial: Literal["normal", "zeros", "ones"] = "normal"
     stack: int | None = None
     is_wide: bool = False
+
+    def type_of(self, default: np.dtype) -> np.dtype:
+        """Say what type the weight has in a model of type `default`."""
+        return np.dtype(np.float32) if self.is_wide else default
+
+    @property
+    def one(self) -> tuple[int, ...]:
+        """The shape of the piece that the parts make up: the whole, or one expert's."""
+        return self.shape if self.stack is None else self.shape[1:]
+
+    @property
+    def axes_of_one(self) -> tuple[str | None, ...]:
+        """The logical axes of that piece."""
+        return self.axes if self.stack is None else self.axes[1:]

@@ -670,7 +670,7 @@ _DEEPSEEK_TENSORS = _LLAMA_TENSORS | {
     "q_up": "layers.{}.self_attn.q_b_proj.weight",
     "latent": "layers.{}.self_attn.kv_a_proj_with_mqa.weight",
     "latent_norm": "layers.{}.self_attn.kv_a_layernorm.weight",
-    "key_value": "layers.{}.self_attn.kv_b_proj.weight",
+    **{part: "layers.{}.self_attn.kv_b_proj.weight" for part in ("key", "value")},
     "choice_bias": "layers.{}.mlp.gate.e_score_correction_bias",
     **{f"shared_{part}": f"layers.{{}}.mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")},
 }

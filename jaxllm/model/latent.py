@@ -32,8 +32,8 @@ def declare(spec: Spec, latent: Latent) -> dict[str, Weight]:
         "latent": Weight((short, width), (None, "width"), (Part("latent", short),)),
         "latent_norm": Weight((latent.rank,), (None,), (Part("latent_norm", latent.rank),), "ones"),
         # One tensor, in which they alternate head by head; apart here, or each product would first cut its piece out.
-        "key": Weight((keys, latent.rank), ("heads", None), (Part("key_value", keys, comb=of_keys),)),
-        "value": Weight((values, latent.rank), ("heads", None), (Part("key_value", values, comb=of_values),)),
+        "key": Weight((keys, latent.rank), ("heads", None), (Part("key", keys, comb=of_keys),)),
+        "value": Weight((values, latent.rank), ("heads", None), (Part("value", values, comb=of_values),)),
     }
     if latent.q_rank is None:
         weights["q"] = Weight((rows, width), ("heads", "width"), (Part("q", rows),))

@@ -1,9 +1,9 @@
 """An Orbax checkpoint of the decoder's parameters: written by `jaxllm convert`, restored piece by piece onto a mesh.
 
-Holds one array for each part of a weight (see `decoder.Part`), whole, in the type it was stored in, without padding: so
-any number of devices can restore it, each its own rows or columns. Beside the checkpoint lies a list of its files, the
-last thing written: what it does not find, or finds shorter, is a copy that was cut off. Knows what a model's weights
-are only from `decoder.declare`; knows no family and no safetensors.
+Holds one array for each part of a weight (see `declaration.Part`) and of each expert, whole, in the type it was stored
+in, without padding: so any number of devices can restore it, each its own rows or columns. Beside the checkpoint lies a
+list of its files, the last thing written: what it does not find, or finds shorter, is a copy that was cut off. Knows
+what a model's weights are only from `decoder.declare`; knows no family and no safetensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from jaxllm.errors import UserError
 from jaxllm.model.checkpoint import read_json
-from jaxllm.model.decoder import Params, Part, Weight
+from jaxllm.model.declaration import Part, Weight
+from jaxllm.model.decoder import Params
 from jaxllm.sharding import AXIS, SPLIT_AXES, named
 
 FOLDER = "orbax"  # within the model's folder
@@ -92,7 +93,7 @@ def check(folder: Path, declared: Params[Weight]) -> None:
     stored = _describe(folder)
     for name, (weight, part) in _parts(declared).items():
         array = stored.pop(_key(name), None)
-        expected = (part.rows, *weight.shape[1:])
+        expected = _shape(weight, part)
         if array is None:
             raise UserError(f"{folder}: the Orbax checkpoint has no array {_key(name)}.", "model")
         if tuple(array.shape) != expected:
@@ -125,11 +126,15 @@ def load(folder: Path, declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, p
         tree: dict[str, Any] = {}
         for weight in weights.values():
             for part in weight.parts:
-                _place(tree, (layer, part.name), _target(weight, part, mesh, dtype))
+                for name in _names(weight, part):
+                    _place(tree, (layer, name), _target(weight, part, mesh, weight.type_of(dtype)))
         pieces = _restore(folder, tree)
         pieces = pieces["top"] if layer is None else pieces["layers"][str(layer)]
         arrays = {
-            name: _join(weight, [pieces[part.name] for part in weight.parts], mesh) for name, weight in weights.items()
+            name: _join(weight, [pieces[part.name] for part in weight.parts], mesh)
+            if weight.stack is None
+            else _stack(weight, [pieces[part.name] for part in weight.parts], mesh)
+            for name, weight in weights.items()
         }
         bar.update(sum(array.nbytes for array in jax.block_until_ready(arrays).values()))
         return arrays
@@ -171,11 +176,23 @@ def _place(tree: dict[str, Any], name: Name, leaf: Any) -> None:
 def _parts(declared: Params[Weight]) -> dict[Name, tuple[Weight, Part]]:
     """List the parts of every weight, each with the weight it belongs to."""
     return {
-        (layer, part.name): (weight, part)
+        (layer, name): (weight, part)
         for layer, weights in [(None, declared.top), *enumerate(declared.layers)]
         for weight in weights.values()
         for part in weight.parts
+        for name in _names(weight, part)
     }
+
+
+def _names(weight: Weight, part: Part) -> list[str]:
+    """Name the arrays of a part: one, or one for each expert."""
+    return [part.name] if weight.stack is None else [f"{part.name}.{expert}" for expert in range(weight.stack)]
+
+
+def _shape(weight: Weight, part: Part) -> tuple[int, ...]:
+    """Say how one array of a part is stored: [out, ...], or by the teeth of its comb, [teeth, rows of one, ...]."""
+    rows = (part.rows,) if part.comb is None else (part.rows // part.comb.length, part.comb.length)
+    return (*rows, *weight.one[1:])
 
 
 def _describe(folder: Path) -> dict[str, Any]:
@@ -194,14 +211,16 @@ def _target(weight: Weight, part: Part, mesh: Mesh, dtype: jnp.dtype) -> Any:
     """Say how a part is laid out on the mesh: a piece on each device, neighbours sharing one where it is copied."""
     import orbax.checkpoint as ocp
 
-    if len(weight.parts) == 1 and part.copies == 1:  # the vocabulary's last rows may be padding: zeros
+    if _is_one_array(weight):  # the vocabulary's last rows may be padding: zeros
         return ocp.ArrayRestoreArgs(
             dtype=dtype, sharding=named(mesh, weight.axes), global_shape=weight.shape, strict=False
         )
     devices = mesh.devices.reshape(-1, part.copies)
-    axes = [AXIS if axis in SPLIT_AXES else None for axis in weight.axes]
+    axes = [AXIS if axis in SPLIT_AXES else None for axis in weight.axes_of_one]
+    if part.comb is not None:
+        axes.insert(1, None)
     sharding = NamedSharding(Mesh(devices, (AXIS, "copy")), PartitionSpec(*axes))
-    return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=(part.rows, *weight.shape[1:]))
+    return ocp.ArrayRestoreArgs(dtype=dtype, sharding=sharding, global_shape=_shape(weight, part))
 
 
 def _restore(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
@@ -224,10 +243,34 @@ def _unreadable(folder: Path, error: Exception) -> UserError:
     return UserError(f"{folder}: the Orbax checkpoint cannot be read ({reason:.200}); convert it again.", "model")
 
 
+def _is_one_array(weight: Weight) -> bool:
+    first = weight.parts[0]
+    return weight.stack is None and len(weight.parts) == 1 and first.copies == 1 and first.comb is None
+
+
 def _join(weight: Weight, pieces: list[Array], mesh: Mesh) -> Array:
     """Join each device's pieces of a weight's parts, on that device."""
-    if len(pieces) == 1 and weight.parts[0].copies == 1:
+    if _is_one_array(weight):
         return pieces[0]
-    held = [{shard.device: shard.data for shard in piece.addressable_shards} for piece in pieces]
-    joined = [jnp.concatenate([piece[device] for piece in held]) for device in mesh.devices.flat]
+    held = [_by_device(piece) for piece in pieces]
+    joined = [_concatenate(weight, [piece[device] for piece in held]) for device in mesh.devices.flat]
     return jax.make_array_from_single_device_arrays(weight.shape, named(mesh, weight.axes), joined)
+
+
+def _stack(weight: Weight, pieces: list[dict[str, Array]], mesh: Mesh) -> Array:
+    """Join each device's pieces of a weight's parts for each expert, and lay the experts on each other."""
+    held = [[_by_device(piece[str(expert)]) for piece in pieces] for expert in range(weight.stack or 0)]
+    stacked = [
+        jnp.stack([_concatenate(weight, [piece[device] for piece in parts]) for parts in held])
+        for device in mesh.devices.flat
+    ]
+    return jax.make_array_from_single_device_arrays(weight.shape, named(mesh, weight.axes), stacked)
+
+
+def _by_device(array: Array) -> dict[Any, Array]:
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def _concatenate(weight: Weight, parts: list[Array]) -> Array:
+    inner = weight.one[1:]
+    return jnp.concatenate([part.reshape(-1, *part.shape[part.ndim - len(inner) :]) for part in parts])

@@ -137,7 +137,7 @@ def load(
         nonlocal pending
 
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            return _read(weight, sources[layer, name], shards, _type(weight, dtype), index or ())
+            return _read(weight, sources[layer, name], shards, weight.type_of(jnp.dtype(dtype)), index or ())
 
         array = jax.make_array_from_callback(weight.shape, named(mesh, weight.axes), read)
         if pending is not None:
@@ -152,7 +152,10 @@ def load(
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One part of a weight as it is stored: a view [out, in] (or [out]) of the mapped file, and how to let it go."""
+    """One part of a weight as it is stored: a view [out, in] (or [out]) of the mapped file, and how to let it go.
+
+    Rows that are a comb of the tensor's are parted into its teeth: [teeth, out, in].
+    """
 
     values: np.ndarray
     release: Callable[[], None]
@@ -163,10 +166,12 @@ def stored_parts(folder: Path, spec: Spec, family: Family) -> dict[orbax_checkpo
     declared = declare(spec, 1)
     sources = _find_sources(declared, family, _by_name(open_tensors(folder), family))
     return {
-        (layer, part.name): StoredPart(source.rows()[: part.rows], source.tensor.release)
+        (layer, name): StoredPart(source.whole(part), source.tensor.release)
         for layer, weights in [(None, declared.top), *enumerate(declared.layers)]
-        for name, weight in weights.items()
-        for part, source in zip(weight.parts, sources[layer, name], strict=True)
+        for weight_name, weight in weights.items()
+        for number, piece in enumerate(sources[layer, weight_name])
+        for part, source in zip(weight.parts, piece, strict=True)
+        for name in [part.name if weight.stack is None else f"{part.name}.{number}"]
     }
 
 
@@ -176,7 +181,7 @@ def abstract(spec: Spec, mesh: Mesh, dtype: DTypeLike) -> Params[jax.ShapeDtypeS
     check_shards(spec, shards)
 
     def build(_layer: int | None, _name: str, weight: Weight) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(weight.shape, _type(weight, dtype), sharding=named(mesh, weight.axes))
+        return jax.ShapeDtypeStruct(weight.shape, weight.type_of(jnp.dtype(dtype)), sharding=named(mesh, weight.axes))
 
     return _build(declare(spec, shards), build)
 
@@ -188,7 +193,7 @@ def load_random(spec: Spec, mesh: Mesh, dtype: DTypeLike, seed: int = 0) -> Para
     seeds = np.random.default_rng(seed)
 
     def build(layer: int | None, name: str, weight: Weight) -> Array:
-        return _random_maker(weight, _type(weight, dtype), mesh)(seeds.integers(2**32, dtype=np.uint32))
+        return _random_maker(weight, weight.type_of(jnp.dtype(dtype)), mesh)(seeds.integers(2**32, dtype=np.uint32))
 
     return _build(declare(spec, shards), build)
 
@@ -204,10 +209,6 @@ def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], 
     )
 
 
-def _type(weight: Weight, dtype: DTypeLike) -> np.dtype:
-    return jnp.dtype(jnp.float32 if weight.is_wide else dtype)
-
-
 @dataclass(frozen=True)
 class _Source:
     """Where the rows of one part are: in the [out, in] (or [out]) view of a tensor, from row `first` on or by `comb`.
@@ -221,13 +222,26 @@ class _Source:
     expert: int | None
     is_transposed: bool
 
-    def rows(self, start: int, count: int) -> list[np.ndarray]:
-        """View `count` of the part's rows from `start` on, in as few pieces as there are."""
+    def view(self) -> np.ndarray:
+        """View the tensor, or its piece of one expert, as [out, in] (or [out])."""
         values = self.tensor.values()
         if self.expert is not None:
             values = values[self.expert]
-        if self.is_transposed:
-            values = values.T
+        return values.T if self.is_transposed else values
+
+    def whole(self, part: Part) -> np.ndarray:
+        """View all rows of the part; those of a comb that the part itself names by tooth, [teeth, rows of one, ...]."""
+        values = self.view()
+        if self.comb is None:
+            return values[self.first : self.first + part.rows]
+        if part.comb is None:
+            return values[self.comb.first :: self.comb.period]
+        teeth = values.reshape(-1, self.comb.period, *values.shape[1:])
+        return teeth[:, self.comb.first : self.comb.first + self.comb.length]
+
+    def rows(self, start: int, count: int) -> list[np.ndarray]:
+        """View `count` of the part's rows from `start` on, in as few pieces as there are."""
+        values = self.view()
         if self.comb is None:
             return [values[self.first + start : self.first + start + count]]
         first, length, period = self.comb.first, self.comb.length, self.comb.period
@@ -294,7 +308,7 @@ def _find_parts(
         found.append(_Source(tensors[name], rows[name], comb, which, part.name in family.transposed))
         rows[name] += part.rows if part.comb is None else part.rows // part.comb.length * part.comb.period
     for source, name in zip(found, names, strict=True):
-        shape = (rows[name], *weight.shape[1 if weight.stack is None else 2 :])
+        shape = (rows[name], *weight.one[1:])
         shape = shape[::-1] if source.is_transposed else shape
         _check_shape(source.tensor, shape if source.expert is None else (weight.stack or 0, *shape))
     return names, tuple(found)
