@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
+import re
 import signal
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +24,7 @@ from jaxllm.types import RequestOutput
 
 GOLDEN = Path(__file__).parent / "golden"
 STORIES = str(GOLDEN / "stories260K")
+WIDTH = 64  # of its hidden states
 STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a "
     "big, red ball. She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's go to the park.\" "
@@ -153,6 +157,45 @@ def test_a_request_gets_the_same_tokens_alone_and_in_a_crowd(llm: LLM) -> None:
     for index, (prompt, own) in enumerate(zip(PROMPTS, params, strict=True)):
         assert tokens(generate(llm, prompt, own)) == [together[index]]
         assert together[index] == together[index + 4] == together[index + 8]
+
+
+SAMPLED = [
+    SamplingParams(temperature=0.9, seed=1, max_tokens=30),
+    SamplingParams(temperature=1.1, seed=2, top_k=20, top_p=0.9, min_p=0.02, max_tokens=30, logprobs=3),
+    SamplingParams(temperature=1.2, seed=3, top_p=0.8, repetition_penalty=1.3, frequency_penalty=0.4, max_tokens=30),
+    SamplingParams(temperature=0.0, logit_bias={300: 4.0}, min_tokens=9, max_tokens=30, logprobs=0),
+]
+COLLECTIVE = re.compile(r"= (.*?) (all-[a-z]+|collective-permute|reduce-scatter)(?:-start)?\(")
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_shards_change_neither_tokens_nor_logprobs_and_exchange_little(llm: LLM, shards: int) -> None:
+    expected = generate(llm, PROMPTS, SAMPLED)
+    with make(tensor_parallel_size=shards) as split:
+        outputs = generate(split, PROMPTS, SAMPLED)
+        programs = split.engine.runner.programs
+        texts = {key: programs[key].as_text() for key in programs.covering}
+    assert tokens(outputs) == tokens(expected)
+    for one, other in zip(outputs, expected, strict=True):
+        left, right = one.outputs[0].logprobs or [], other.outputs[0].logprobs or []
+        assert len(left) == len(right)
+        for mine, other_entry in zip(left, right, strict=True):
+            assert list(mine) == list(other_entry)
+            for token, entry in mine.items():
+                assert entry.rank == other_entry[token].rank
+                # Hidden states are summed in another order over shards; sampling itself adds nothing to that.
+                assert entry.logprob == pytest.approx(other_entry[token].logprob, abs=2e-5)
+    for key, text in texts.items():
+        found = Counter()
+        for shapes, kind in COLLECTIVE.findall(text):
+            dims = [[int(size) for size in each.split(",") if size] for each in re.findall(r"\[([\d,]*)\]", shapes)]
+            numbers = sum(math.prod(size) for size in dims)
+            of_layers = numbers == key.shape.tokens * WIDTH
+            found[kind, of_layers] += 1
+            # Its likeliest 20 tokens from each shard, not a row's 512 logits.
+            assert of_layers or numbers <= key.shape.rows * shards * (1 + 2 * 20), (key, shapes)
+        # Two for each of five layers and the embedding's; of the sampling, two of the six are loops of eight.
+        assert found == {("all-reduce", True): 11, ("all-reduce", False): 6, ("all-gather", False): 3}, key
 
 
 def test_n_samples_share_their_prompt_and_are_those_of_following_seeds() -> None:
