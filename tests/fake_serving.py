@@ -20,7 +20,7 @@ from jaxllm.metrics import Load
 from jaxllm.types import Logprob, SamplingParams
 from jaxllm_server.calls import Chunk, Part, PromptInfo, Usage
 from jaxllm_server.http_app import make_app
-from jaxllm_server.http_protocol import protocol_of
+from jaxllm_server.http_protocol import server_config
 from jaxllm_server.options import ServerOptions
 
 SCRIPT = ["Once", " upon", " a", " time", " there", " was", " a", " fox", "."]
@@ -122,19 +122,7 @@ def http_server(serving, options: ServerOptions | None = None, observer=None) ->
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        make_app(serving, options, observer, None),
-        http=protocol_of(options),
-        ws="none",
-        lifespan="off",
-        loop="uvloop",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        root_path=options.root_path,
-        timeout_graceful_shutdown=1,
-    )
+    config = server_config(make_app(serving, options, observer, None), options, loop="uvloop")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -1,22 +1,48 @@
 """HTTP/1.1 as uvicorn speaks it, with bounds that it has not: size and time of a head, bytes of a message, and the
 time in which a client has to read what is sent.
 
-Give `protocol_of(options)` to `uvicorn.Config(http=…)`. It also hands the connection's transport to the app, which
+`server_config` is all that uvicorn is told. The protocol also hands the connection's transport to the app, which
 closes it where an answer broke off. Knows no route.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import ssl
+from typing import TYPE_CHECKING, Any
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from jaxllm_server.http_errors import Refusal, answer_of
 from jaxllm_server.options import ServerOptions
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
 MAX_PIPELINED = 16  # requests behind the one that is answered; uvicorn would queue as many as fit through the network
 TRANSPORT = "jaxllm.transport"  # extension of the ASGI scope: the connection's asyncio.Transport
+
+
+def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicorn.Config:
+    """Return how uvicorn serves the front end: this protocol, TLS, no logs of its own, and what `others` say."""
+    return uvicorn.Config(
+        app,
+        http=protocol_of(options),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=1,
+        root_path=options.root_path,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_client_auth else ssl.CERT_NONE,
+        **others,
+    )
 
 
 def protocol_of(options: ServerOptions) -> type[HttpToolsProtocol]:

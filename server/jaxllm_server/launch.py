@@ -50,6 +50,7 @@ def serve(config: EngineConfig, options: ServerOptions, progress: bool = False) 
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # tells of every back end that is not there
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # tells what our own lines tell
     return uvloop.run(Server(config, options, progress).run())
 
 
@@ -134,12 +135,10 @@ class Server:
         return "http" if self.options.ssl_certfile is None else "https"
 
     def _open_http(self) -> None:
-        import ssl
-
         import uvicorn
 
         from jaxllm_server.http_app import make_app
-        from jaxllm_server.http_protocol import protocol_of
+        from jaxllm_server.http_protocol import server_config
 
         class QuietServer(uvicorn.Server):
             """uvicorn without its own handling of signals."""
@@ -151,23 +150,7 @@ class Server:
         options = self.options
         listener = _listen(options)
         self.http_port = None if options.uds else listener.getsockname()[1]
-        config = uvicorn.Config(
-            make_app(self.serving, options, self.observer, self.tracer),
-            http=protocol_of(options),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            backlog=2048,
-            timeout_graceful_shutdown=1,
-            root_path=options.root_path,
-            ssl_keyfile=options.ssl_keyfile,
-            ssl_certfile=options.ssl_certfile,
-            ssl_ca_certs=options.ssl_ca_certs,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_client_auth else ssl.CERT_NONE,
-        )
+        config = server_config(make_app(self.serving, options, self.observer, self.tracer), options, backlog=2048)
         try:
             config.load()
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
