@@ -60,16 +60,6 @@ def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> i
     return arrays * spec.num_layers * heads_per_shard(spec, shards)[1] * block_size * spec.head_size * dtype.itemsize
 
 
-def coarse(num_blocks: int) -> int:
-    """Round down to a multiple of an eighth of a power of two.
-
-    The number of blocks is part of every program's shape, so it must come out the same at the next start, when a little
-    more or less memory is free, or the compilation cache would miss.
-    """
-    step = 1 << max(0, num_blocks.bit_length() - 4)
-    return num_blocks // step * step
-
-
 def abstract(spec: Spec, geometry: Geometry, mesh: Mesh, dtype: jnp.dtype) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state: shapes, types and shardings, nothing allocated."""
 

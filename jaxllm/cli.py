@@ -1,4 +1,4 @@
-"""The command line: `jaxllm generate`, `chat`, `serve`, `convert`, `doctor`.
+"""The command line: `jaxllm generate`, `chat`, `serve`, `compile`, `convert`, `doctor`.
 
 Finds the command, and tells every mistake and failure in one line; what a command takes and does is in its module of
 `jaxllm.commands`. JAX is imported when a command runs, not for `--help` or for a flag that is wrong.
@@ -17,13 +17,20 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jaxllm import __version__
-from jaxllm.commands import chat, convert, doctor, generate, serve
+from jaxllm.commands import chat, compile, convert, doctor, generate, serve
 from jaxllm.commands.arguments import Usage
 from jaxllm.config import NOT_BUILT
 from jaxllm.errors import EngineError, UserError
 from jaxllm.flags import read_config_file
 
-COMMANDS = {"generate": generate, "chat": chat, "serve": serve, "convert": convert, "doctor": doctor}
+COMMANDS = {
+    "generate": generate,
+    "chat": chat,
+    "serve": serve,
+    "compile": compile,
+    "convert": convert,
+    "doctor": doctor,
+}
 
 
 class _Parser(argparse.ArgumentParser):

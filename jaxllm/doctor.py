@@ -1,6 +1,6 @@
 """What `jaxllm doctor` says: versions, devices, memory, caches, and what an engine would use for a model and why.
 
-Looks and computes; loads no weights, compiles nothing and changes nothing. The choices are those of runner.py, asked
+Looks and computes; loads no weights, compiles nothing and changes nothing. The choices are those of setup.py, asked
 for there and explained here.
 """
 
@@ -19,8 +19,9 @@ import psutil
 from jaxllm import __version__, sharding
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
+from jaxllm.memory import size
 from jaxllm.model import weights
-from jaxllm.runner import CPU_CEILING, CPU_SHARE, Setup, choose_geometry, free_bytes, prepare
+from jaxllm.setup import CPU_CEILING, CPU_SHARE, Setup, describe_memory, free_bytes, plan_memory, prepare
 from jaxllm.tokenizer import load_tokenizer
 
 PACKAGES = (
@@ -51,8 +52,10 @@ def examine(config: EngineConfig) -> dict[str, Any]:
     problems += [f"{name} is not installed." for name in PACKAGES if not (versions[name] or name in OPTIONAL)]
     model: dict[str, Any] = {"name": config.model}
     devices: list[dict[str, Any]] = []
+    shared: dict[str, Any] = {}
     try:
-        model |= _choices(config)
+        choices, shared = _choices(config)
+        model |= choices
         devices = [_device(device) for device in jax.devices()]
     except (UserError, RuntimeError) as error:  # RuntimeError: JAX cannot start a back end
         problems.append(" ".join(str(error).split()))
@@ -77,6 +80,7 @@ def examine(config: EngineConfig) -> dict[str, Any]:
         },
         "cache": cache,
         "model": model,
+        "memory": shared,
     }
 
 
@@ -86,17 +90,18 @@ def describe(report: dict[str, Any]) -> str:
         "versions": [f"{name} {version or '-'}" for name, version in report["versions"].items()],
         "devices": [_describe_device(device) for device in report["devices"]],
         "host": [
-            f"{report['host']['cpus']} CPUs, {_size(report['host']['free_bytes'])} of "
-            f"{_size(report['host']['memory_bytes'])} free"
+            f"{report['host']['cpus']} CPUs, {size(report['host']['free_bytes'])} of "
+            f"{size(report['host']['memory_bytes'])} free"
         ],
         "compiled programs": [
-            f"{report['cache']['folder']}: {report['cache']['programs']} programs, {_size(report['cache']['bytes'])}"
+            f"{report['cache']['folder']}: {report['cache']['programs']} programs, {size(report['cache']['bytes'])}"
         ],
         f"model {report['model']['name']}": [
             f"{name}: {entry['value']} ({entry['why']})"
             for name, entry in report["model"].items()
             if isinstance(entry, dict)
         ],
+        "memory": report["memory"].get("table", []),
         "advice": report["advice"],
         "problems": report["problems"] or ["none: the model can run"],
     }
@@ -130,7 +135,7 @@ def _describe_device(device: dict[str, Any]) -> str:
     text = f"{device['platform']} {device['id']}: {device['kind']}"
     if device["memory_bytes"] is None:
         return text
-    return f"{text}, {_size(device['used_bytes'])} of {_size(device['memory_bytes'])} in use"
+    return f"{text}, {size(device['used_bytes'])} of {size(device['memory_bytes'])} in use"
 
 
 def _cache(folder: Path) -> dict[str, Any]:
@@ -149,8 +154,11 @@ def _has_nvidia_gpu() -> bool:
     return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
 
 
-def _choices(config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Give what an engine would use, each as a value and the reason for it. Raises what starting it would raise."""
+def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Give what an engine would use, each as a value and the reason for it, and how it would share the memory out.
+
+    Raises what starting it would raise.
+    """
     is_local = Path(config.model).expanduser().is_dir()
     setup = prepare(config, needs_weights=False)
     mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
@@ -159,31 +167,44 @@ def _choices(config: EngineConfig) -> dict[str, dict[str, Any]]:
     load_tokenizer(config.tokenizer or setup.folder)
     leaves = jax.tree.leaves(weights.abstract(setup.spec, mesh, setup.dtype))
     num_parameters = sum(leaf.size for leaf in leaves)
-    weight_bytes = num_parameters * setup.dtype.itemsize // mesh.size
-    geometry = choose_geometry(config, setup, mesh.size, free_bytes(config, setup) - weight_bytes)
-    kind = "a CPU" if setup.platform == "cpu" else "a GPU"
-    shortened = geometry.max_model_len < setup.max_model_len
+    plan = plan_memory(config, setup, mesh, free_bytes(setup, mesh.size))
+    if setup.prepared:
+        kind = f"written down by `jaxllm compile` in {config.cache_dir()}"
+    else:
+        kind = f"the default on {'a CPU' if setup.platform == 'cpu' else 'a GPU'}"
+    shortened = plan.max_model_len < setup.max_model_len
     chosen = {
         "folder": (str(setup.folder), "local" if is_local else "from the hub"),
-        "parameters": (num_parameters, f"{_size(weight_bytes)} on each device"),
+        "parameters": (num_parameters, f"{size(plan.need.weights)} on each device"),
         "device": (setup.platform, "what JAX prefers" if config.device == "auto" else "asked for"),
         "tensor_parallel_size": (mesh.size, _asked(config, "tensor_parallel_size")),
         "dtype": (setup.dtype.name, _dtype_reason(config, setup)),
         "max_model_len": (
-            geometry.max_model_len,
+            plan.max_model_len,
             f"cut from {setup.max_model_len}: that is all the KV blocks hold"
             if shortened
-            else "the model's context length"
+            else ("the model's context length" if not setup.prepared else kind)
             if config.max_model_len is None
             else "asked for",
         ),
         "max_num_batched_tokens": (setup.max_num_batched_tokens, _default(config, "max_num_batched_tokens", kind)),
         "max_num_seqs": (setup.max_num_seqs, _default(config, "max_num_seqs", kind)),
-        "block_size": (geometry.block_size, _asked(config, "block_size")),
-        "num_kv_blocks": (geometry.num_blocks, _blocks_reason(config, setup)),
-        **{f"kernel {name}": (choice, f"best on {kind}") for name, choice in setup.kernels.items()},
+        "block_size": (config.block_size, _asked(config, "block_size")),
+        "num_kv_blocks": (
+            plan.num_blocks,
+            kind if plan.num_blocks == setup.prepared.get("num_kv_blocks") else _blocks_reason(config, setup),
+        ),
+        **{f"kernel {name}": (choice, f"best on {setup.platform}") for name, choice in setup.kernels.items()},
     }
-    return {name: {"value": value, "why": why} for name, (value, why) in chosen.items()}
+    shared = {
+        "free_bytes": plan.device.free,
+        "weight_bytes": plan.need.weights,
+        "temporary_bytes": plan.need.temporaries,
+        "slot_bytes": plan.need.slots,
+        "kv_bytes": plan.kv_bytes,
+        "table": describe_memory(plan, setup, mesh.size).splitlines(),
+    }
+    return {name: {"value": value, "why": why} for name, (value, why) in chosen.items()}, shared
 
 
 def _asked(config: EngineConfig, name: str) -> str:
@@ -191,7 +212,7 @@ def _asked(config: EngineConfig, name: str) -> str:
 
 
 def _default(config: EngineConfig, name: str, kind: str) -> str:
-    return f"the default on {kind}" if getattr(config, name) is None else "asked for"
+    return kind if getattr(config, name) is None else "asked for"
 
 
 def _dtype_reason(config: EngineConfig, setup: Setup) -> str:
@@ -204,21 +225,7 @@ def _blocks_reason(config: EngineConfig, setup: Setup) -> str:
     if config.num_kv_blocks is not None:
         return "asked for"
     if config.kv_cache_memory_bytes is not None:
-        return f"what {_size(config.kv_cache_memory_bytes)} hold, as asked for"
+        return f"what {size(config.kv_cache_memory_bytes)} hold, as asked for"
     if setup.platform == "cpu":
-        return f"at most {CPU_SHARE:.0%} of the free memory, {_size(CPU_CEILING)} and what all requests could use"
+        return f"at most {CPU_SHARE:.0%} of the free memory, {size(CPU_CEILING)} and what all requests could use"
     return f"what {config.gpu_memory_utilization:.0%} of the memory hold beside weights and programs, about"
-
-
-def _size(count: int) -> str:
-    """Write a number of bytes with a unit.
-
-    >>> _size(1536)
-    '1.5 KiB'
-    """
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -24,9 +24,10 @@ from jaxllm import detokenizer, sampling, scheduler
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineError, RequestIdInUseError, UserError, too_long
 from jaxllm.metrics import Load, Metrics
-from jaxllm.runner import Runner, StepInFlight, prepare
+from jaxllm.runner import Runner, StepInFlight
 from jaxllm.samples import Group, Sample
 from jaxllm.sampling import Variant
+from jaxllm.setup import prepare
 from jaxllm.state import BlockEvent, Plan, Request, initial, take_block_events
 from jaxllm.step import Result
 from jaxllm.stop_strings import StopMatcher

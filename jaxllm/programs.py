@@ -2,7 +2,7 @@
 
 An engine serves as soon as its *covering* programs exist: one decode and one ragged program, the largest of each with
 the widest sampling, which between them can run any plan. The others follow in the background, those that plans asked
-for first; until then a plan runs in the smallest ready program that holds it. Knows shapes and how to call `compile`;
+for first; until then a plan runs in the smallest ready program that holds it. Knows shapes, and what traces a program;
 knows no weights and no state.
 """
 
@@ -17,7 +17,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from jaxllm import batch
 from jaxllm.batch import Shape
@@ -27,7 +30,9 @@ from jaxllm.state import Plan
 
 VARIANTS = tuple(Variant)
 STACK_BYTES = 64 << 20  # of a compiling thread; deep models overflow the usual 8 MiB (reference/peers.md §2)
-BACKGROUND_NICENESS = 15  # so that compiling takes the processor time that serving leaves
+BACKGROUND_NICENESS = 10  # a tenth of a core that serving uses as well, and all of what it leaves
+PAUSE = 4  # seconds without tracing after each second of it, while steps run
+IDLE_SECONDS = 0.1  # without a step, after which nobody is disturbed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Programs:
         self,
         decode: Sequence[Shape],
         ragged: Sequence[Shape],
-        compile_one: Callable[[Key], Any],
+        lower: Callable[[Key], Any],
         metrics: Metrics,
     ) -> None:
         self.covering = [Key(ragged[-1], VARIANTS[-1]), Key(decode[-1], VARIANTS[-1])]
@@ -63,7 +68,11 @@ class Programs:
             is_decode: sorted((key for key in everything if key.shape.is_decode == is_decode), key=lambda key: key.cost)
             for is_decode in (True, False)
         }
-        self._compile_one = compile_one
+        self._lower = lower
+        self._tracing = threading.Lock()
+        self._traced_until = self._traced_for = 0.0  # the end and the length of the last tracing
+        self._last_step = 0.0  # when a plan last asked for a program
+        self._is_closed = threading.Event()
         self._metrics = metrics
         self._ready: dict[Key, Any] = {}
         self._lock = threading.Lock()
@@ -87,6 +96,7 @@ class Programs:
 
         A cheaper one that is not ready yet is compiled next.
         """
+        self._last_step = time.monotonic()
         is_decode = plan.num_decodes == len(plan.slots)
         is_wanted = True
         for key in self._by_cost[is_decode]:
@@ -117,15 +127,19 @@ class Programs:
         finally:
             threading.stack_size(before)
 
-    def wait(self) -> None:
+    def wait(self, progress: bool = False) -> None:
         """Wait until every program that was asked for is compiled; the first failure is raised here."""
-        for thread in self._threads:
-            thread.join()
+        with tqdm(total=self.num_all, desc="programs", disable=not progress) as bar:
+            for thread in self._threads:
+                while thread.is_alive():
+                    thread.join(0.5 if progress else None)
+                    bar.update(len(self) - bar.n)
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
         """Compile nothing more; what is being compiled is finished by its thread."""
+        self._is_closed.set()
         with self._lock:
             self._queue.clear()
 
@@ -143,8 +157,8 @@ class Programs:
                 self._queue.insert(0, key)
 
     def _work(self, in_background: bool) -> None:
-        if in_background and sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)  # of this thread alone
+        if in_background:
+            _step_back()
         while True:
             with self._lock:
                 if not self._queue:
@@ -152,7 +166,8 @@ class Programs:
                 key = self._queue.pop(0)
             start = time.perf_counter()
             try:
-                program = self._compile_one(key)
+                lowered = self._trace(key, in_background)
+                program = lowered.compile()
             except Exception as failure:
                 if not in_background:
                     self._failure = failure
@@ -165,6 +180,36 @@ class Programs:
                 self._metrics.programs_compiled += 1
                 self._metrics.compile_seconds += time.perf_counter() - start
                 self._ready[key] = program
+
+    def _trace(self, key: Key, in_background: bool) -> Any:
+        """Trace a program: in the background with pauses, for it is Python, and so is what runs steps."""
+        with self._tracing:  # threads that traced at once would only take turns
+            if in_background:
+                rested = self._traced_until + PAUSE * self._traced_for
+                while time.monotonic() < min(rested, self._last_step + IDLE_SECONDS):
+                    if self._is_closed.wait(IDLE_SECONDS):
+                        break
+            start = time.monotonic()
+            lowered = self._lower(key)
+            self._traced_until = time.monotonic()
+            self._traced_for = self._traced_until - start
+        return lowered
+
+
+def _step_back() -> None:
+    """Let whoever serves go first: this thread, and those in which XLA's CPU back end runs LLVM.
+
+    LLVM's threads are made once for a process, by its first compilation, and do two thirds of the work; the niceness of
+    a thread that asks them to compile is not theirs.
+    """
+    if sys.platform != "linux":
+        return
+    own = [threading.get_native_id()]
+    for thread in Path("/proc/self/task").iterdir():
+        if (thread / "comm").read_text().startswith("llvm-worker"):
+            own.append(int(thread.name))
+    for thread in own:
+        os.setpriority(os.PRIO_PROCESS, thread, BACKGROUND_NICENESS)  # of that thread alone
 
 
 def _join(join: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -1,124 +1,41 @@
 """Owns what is on the device: weights, the donated state, and the programs that turn one state into the next.
 
-Chooses devices, types and sizes from the configuration and the model, and says what it chose. Knows plans and buffers;
-knows no requests, no text and no queue.
+What is chosen before comes as a `Setup` (setup.py). Knows plans and buffers; knows no requests, no text and no queue.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
+from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
-import pallas_kernels
-from jaxllm import batch, cache, sharding, step
+from jaxllm import batch, cache, prepared, sharding, step
 from jaxllm.cache import Geometry
 from jaxllm.config import EngineConfig
-from jaxllm.errors import UserError
+from jaxllm.memory import MemoryPlan
 from jaxllm.metrics import Metrics
 from jaxllm.model import decoder, weights
-from jaxllm.model.families import Family, read_spec
-from jaxllm.model.spec import Spec
 from jaxllm.programs import Key, Programs
 from jaxllm.sampling import BIAS_SHAPE, ROW_WIDTH, Variant
+from jaxllm.setup import Setup, describe_memory, describe_programs, free_bytes, plan_memory
 from jaxllm.state import Limits, Plan
 from jaxllm.step import Result
 
 PATCH_ENTRIES = 1024  # changes that one call of `step.patch` takes
 PATCH_BIASES = 8  # requests' biases that one call of `step.patch_bias` takes, 19 kB
+_log = logging.getLogger(__name__)
 _BIAS_WIDTH = 1 + BIAS_SHAPE[0] * BIAS_SHAPE[1]
-GPU_SHARE = 0.97  # of what is left: the rest is for programs' code and for the tuning of those compiled later
-CPU_SHARE = 0.25  # of the free memory, for KV blocks: a laptop has other work to do …
-CPU_CEILING = 2 << 30  # … and two gigabytes hold 87,000 tokens of a 0.5B model in float32
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What was chosen from configuration, model and device, before anything large is allocated."""
-
-    folder: Path
-    spec: Spec
-    family: Family
-    generation_config: dict[str, Any]
-    platform: str
-    devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
-    dtype: jnp.dtype
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    kernels: dict[str, str]
-
-
-def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
-    """Return the devices to run on; asking for a GPU that JAX does not see is a UserError."""
-    # Read when the back end starts: XLA would take 75 % of a GPU, whatever share the user asked for.
-    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
-    if config.device == "auto":
-        return tuple(jax.devices())
-    try:
-        return tuple(jax.devices(config.device))
-    except RuntimeError as error:
-        raise UserError(
-            "device is 'gpu' but JAX sees none: install jaxllm[cuda12] or jaxllm[cuda13], and check `nvidia-smi`.",
-            "device",
-        ) from error
-
-
-def choose_dtype(config: EngineConfig, checkpoint: dict[str, Any], platform: str) -> jnp.dtype:
-    """Return the type of weights, activations and cache.
-
-    "auto" is float32 on a CPU (without 16-bit instructions it is the fastest as well as the most exact); on a GPU it is
-    the checkpoint's own type, and bfloat16 for a float32 checkpoint.
-    """
-    if config.dtype != "auto":
-        return jnp.dtype(config.dtype)
-    if platform == "cpu":
-        return jnp.dtype(jnp.float32)
-    stored = checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "bfloat16"
-    return jnp.dtype(jnp.bfloat16 if stored == "float32" else stored)
-
-
-def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
-    """Choose everything that can be chosen without loading weights; `jaxllm doctor` prints it."""
-    folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
-    checkpoint = weights.read_config(folder)
-    spec, family = read_spec(checkpoint)
-    devices = choose_devices(config)
-    platform = devices[0].platform
-    if config.max_model_len is not None and config.max_model_len > spec.max_position:
-        raise UserError(
-            f"max_model_len ({config.max_model_len}) is greater than what the model was made for "
-            f"({spec.max_position} positions); lower it.",
-            "max_model_len",
-        )
-    is_cpu = platform == "cpu"
-    tokens = config.max_num_batched_tokens or max(512 if is_cpu else 8192, config.max_num_seqs or 0)
-    return Setup(
-        folder=folder,
-        spec=spec,
-        family=family,
-        # Older checkpoints name the end of a text in config.json only.
-        generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | weights.read_generation_config(folder),
-        platform=platform,
-        devices=devices,
-        dtype=choose_dtype(config, checkpoint, platform),
-        max_model_len=config.max_model_len or spec.max_position,
-        max_num_seqs=config.max_num_seqs or min(64 if is_cpu else 256, tokens),
-        max_num_batched_tokens=tokens,
-        kernels={name: pallas_kernels.resolve(name, platform) for name in ("paged_decode", "paged_prefill")},
-    )
 
 
 class StepInFlight(NamedTuple):
@@ -135,25 +52,33 @@ class StepInFlight(NamedTuple):
 class Runner:
     """Runs plans on the device. Not thread-safe: one thread calls `dispatch`."""
 
-    def __init__(self, config: EngineConfig, setup: Setup, metrics: Metrics, progress: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        setup: Setup,
+        metrics: Metrics,
+        progress: bool = False,
+        needs_weights: bool = True,
+    ) -> None:
+        """Load the weights and compile; without weights, programs and state are all there is, and nothing can run."""
         use_compilation_cache(config.cache_dir())
         self.setup = setup
         self.metrics = metrics
         self._config = config
         self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
         self._params_shapes = weights.abstract(setup.spec, self._mesh, setup.dtype)
-        leaves = jax.tree.leaves(self._params_shapes)
-        free = free_bytes(config, setup) - sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // self._mesh.size
-        if config.load_format != "dummy":
+        free = free_bytes(setup, self._mesh.size)
+        plan = plan_memory(config, setup, self._mesh, free)
+        if needs_weights and config.load_format != "dummy":
             weights.check(setup.folder, setup.spec, setup.family, self._mesh.size)
+        self._params: step.Leaves = ()
         self._state: step.Leaves = ()
         self._running_thread: int | None = None
-        self._start_programs(choose_geometry(config, setup, self._mesh.size, free))
+        self._start_programs(plan, progress)
         try:
-            if progress:
-                tqdm.write("compiling for this machine; the next start finds the programs in its cache", sys.stderr)
-            self._params = tuple(jax.tree.leaves(self._load(config, progress)))
-            self._finish_programs(free)
+            if needs_weights:
+                self._params = tuple(jax.tree.leaves(self._load(config, progress)))
+            self._finish_programs(free, progress)
         except BaseException:
             self.programs.close()
             raise
@@ -165,7 +90,7 @@ class Runner:
             self.programs.begin(self.programs.rest, max(1, (os.cpu_count() or 2) // 2), in_background=True)
         elif config.precompile == "all":
             self.programs.begin(self.programs.rest, os.cpu_count() or 2)
-            self.programs.wait()
+            self.programs.wait(progress)
 
     @property
     def limits(self) -> Limits:
@@ -230,29 +155,51 @@ class Runner:
         setup = self.setup
         return weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress)
 
-    def _start_programs(self, geometry: Geometry) -> None:
-        """Begin to compile the covering programs for `geometry`, while the weights are being read."""
-        self.geometry = geometry
-        setup = self.setup
+    def _start_programs(self, plan: MemoryPlan, progress: bool) -> None:
+        """Begin to compile the covering programs for a memory plan, while the weights are being read."""
+        setup, shards = self.setup, self._mesh.size
+        self.memory_plan = plan
+        self.geometry = geometry = Geometry(
+            num_slots=setup.max_num_seqs,
+            num_blocks=plan.num_blocks,
+            block_size=self._config.block_size,
+            max_model_len=plan.max_model_len,
+        )
         self._state_shapes = cache.abstract(setup.spec, geometry, self._mesh, setup.dtype)
         self.programs = Programs(
             # XLA's CPU back end converts all 16-bit weights in a one-row product (reference/kernels.md §6).
             batch.decode_shapes(geometry.num_slots, 2 if setup.platform == "cpu" and setup.dtype != jnp.float32 else 1),
             batch.ragged_shapes(setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH),
-            self._compile,
+            self._lower,
             self.metrics,
         )
+        text = describe_memory(plan, setup, shards)
+        differs = prepared.difference(setup.prepared, describe_programs(self._config, setup, shards, plan))
+        if differs:
+            _log.warning("not all prepared programs in %s can be used: %s", self._config.cache_dir(), differs)
+        start = (
+            f"{len(self.programs.covering)} of {self.programs.num_all} programs before the first request; compiled for "
+            "this machine, or found in its cache"
+        )
+        if progress:
+            tqdm.write(f"{text}\n{start}", sys.stderr)
+        else:
+            _log.info("%s\n%s", text, start)
         self.programs.begin(self.programs.covering, os.cpu_count() or 2)
 
-    def _finish_programs(self, free: int) -> None:
+    def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than guessed, compile them for fewer blocks."""
         while True:
+            self._compile_patches()
             self.programs.wait()
-            temporary = max(self.programs[key].memory_analysis().temp_size_in_bytes for key in self.programs.covering)
-            fitting = choose_geometry(self._config, self.setup, self._mesh.size, free, temporary)
+            temporaries = max(self.programs[key].memory_analysis().temp_size_in_bytes for key in self.programs.covering)
+            fitting = plan_memory(self._config, self.setup, self._mesh, free, temporaries)
             if fitting.num_blocks >= self.geometry.num_blocks:
-                break
-            self._start_programs(fitting)
+                return
+            self._start_programs(fitting, progress)
+
+    def _compile_patches(self) -> None:
+        """Compile what changes the state ahead of a step, beside the threads that compile steps."""
         shapes, everywhere = self._state_shapes, sharding.replicated(self._mesh)
         changes = jax.ShapeDtypeStruct((2, PATCH_ENTRIES, 3), jnp.int32, sharding=everywhere)
         patch = jax.jit(step.patch, donate_argnums=(0, 1))
@@ -260,8 +207,8 @@ class Runner:
         changes = jax.ShapeDtypeStruct((PATCH_BIASES, _BIAS_WIDTH), jnp.int32, sharding=everywhere)
         self._patch_bias_program = jax.jit(step.patch_bias, donate_argnums=0).lower(shapes.bias, changes).compile()
 
-    def _compile(self, key: Key) -> Any:
-        """Compile one program ahead of time."""
+    def _lower(self, key: Key) -> jax.stages.Lowered:
+        """Trace one program; to compile it is left to the caller."""
         run = step.build(
             self.setup.spec,
             self.geometry,
@@ -277,7 +224,7 @@ class Runner:
             (batch.buffer_size(key.shape),), jnp.int32, sharding=sharding.replicated(self._mesh)
         )
         params, state = (tuple(jax.tree.leaves(tree)) for tree in (self._params_shapes, self._state_shapes))
-        return jax.jit(run, donate_argnums=(1,)).lower(params, state, buffer).compile()
+        return jax.jit(run, donate_argnums=(1,)).lower(params, state, buffer)
 
     def _patch(self, table: np.ndarray, history: np.ndarray | None) -> None:
         """Write block-table entries and tokens into the state before a step."""
@@ -318,67 +265,10 @@ def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:
     return listen
 
 
-def free_bytes(config: EngineConfig, setup: Setup) -> int:
-    """Return the memory of a device that is free for weights, programs and KV blocks, before any of them is there."""
-    if setup.platform == "cpu":
-        return psutil.virtual_memory().available
-    if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
-        return 0  # nobody asks
-    stats = setup.devices[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        raise UserError(
-            f"{setup.devices[0]} does not say how much memory it has; set kv_cache_memory_bytes.",
-            "kv_cache_memory_bytes",
-        )
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-
-
-def choose_geometry(
-    config: EngineConfig, setup: Setup, shards: int, free: int, temporary_bytes: int | None = None
-) -> Geometry:
-    """Size the KV pool: what was asked for, else what the memory holds beside the weights and the programs.
-
-    `free` are the bytes that the weights leave on one device; `temporary_bytes` are what its largest program needs
-    while it runs, None while none is compiled yet. A pool too small for one sequence shortens a context length that
-    nobody asked for, and is a UserError otherwise.
-    """
-    size = cache.block_bytes(setup.spec, config.block_size, setup.dtype, shards)
-    longest = -(-setup.max_model_len // config.block_size)
-    if config.num_kv_blocks is not None:
-        num_blocks = config.num_kv_blocks
-    else:
-        room = config.kv_cache_memory_bytes
-        if room is None:
-            # Tables, tokens and bias of every slot, see cache.DeviceState.
-            slots = 4 * setup.max_num_seqs * (longest + setup.max_model_len + _BIAS_WIDTH)
-            room = free - slots - (_guess(setup) if temporary_bytes is None else temporary_bytes)
-            room = min(int(CPU_SHARE * room), CPU_CEILING) if setup.platform == "cpu" else int(GPU_SHARE * room)
-        wanted = min(max(0, room) // size, setup.max_num_seqs * longest)
-        num_blocks = max(cache.coarse(wanted), min(wanted, longest))
-    max_model_len = setup.max_model_len
-    if num_blocks < longest and config.num_kv_blocks is None:
-        if config.max_model_len is not None or num_blocks == 0:
-            raise UserError(
-                f"A sequence of max_model_len {max_model_len} tokens needs {longest * size / 2**20:.1f} MiB of KV "
-                f"blocks, but there is room for {num_blocks * size / 2**20:.1f} MiB. Lower max_model_len, or raise "
-                f"{'kv_cache_memory_bytes' if setup.platform == 'cpu' else 'gpu_memory_utilization'}.",
-                "max_model_len",
-            )
-        max_model_len = num_blocks * config.block_size
-    return Geometry(
-        num_slots=setup.max_num_seqs, num_blocks=num_blocks, block_size=config.block_size, max_model_len=max_model_len
-    )
-
-
-def _guess(setup: Setup) -> int:
-    """Guess what the largest program needs while it runs, on the high side: it is checked once one is compiled."""
-    spec = setup.spec
-    widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
-    return 4 * (8 * setup.max_num_batched_tokens * widest + 8 * setup.max_num_seqs * spec.vocab_size)
-
-
 def use_compilation_cache(folder: Path) -> None:
     """Keep compiled programs in `folder`, whatever time they took to compile, for this and later processes."""
+    if jax.config.jax_compilation_cache_dir not in (None, str(folder)):
+        compilation_cache.reset_cache()  # JAX goes on with the folder of the first engine of a process otherwise
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -6,13 +6,14 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from jax._src import test_util as jtu
 
-from jaxllm import LLM, SamplingParams, cache
+from jaxllm import LLM, SamplingParams, cache, memory
 from jaxllm.batch import decode_shapes, ragged_shapes
 from jaxllm.metrics import Metrics
 from jaxllm.programs import Key, Programs
@@ -103,13 +104,16 @@ def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_comes_
     compiled: list[str] = []
     go_on = threading.Event()
 
-    def compile_one(key: Key) -> str:
-        if len(compiled) >= 2:
-            go_on.wait(10)
-        compiled.append(str(key))
-        return str(key)
+    def lower(key: Key) -> SimpleNamespace:
+        def compile() -> str:
+            if len(compiled) >= 2:
+                go_on.wait(10)
+            compiled.append(str(key))
+            return str(key)
 
-    programs = Programs(decode_shapes(8), ragged_shapes(64, 8, 16, 40), compile_one, Metrics())
+        return SimpleNamespace(compile=compile)
+
+    programs = Programs(decode_shapes(8), ragged_shapes(64, 8, 16, 40), lower, Metrics())
     programs.begin(programs.covering, 1)
     programs.wait()
     assert compiled == ["ragged[64].penalized", "decode[8].penalized"]
@@ -125,10 +129,10 @@ def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_comes_
 
 
 def test_a_failure_to_compile_is_not_hidden() -> None:
-    def compile_one(key: Key) -> str:
+    def lower(key: Key) -> str:
         raise RuntimeError(f"no {key}")
 
-    programs = Programs(decode_shapes(2), ragged_shapes(16, 2, 16, 40), compile_one, Metrics())
+    programs = Programs(decode_shapes(2), ragged_shapes(16, 2, 16, 40), lower, Metrics())
     programs.begin(programs.covering, 2)
     with pytest.raises(RuntimeError, match="no "):
         programs.wait()
@@ -136,9 +140,9 @@ def test_a_failure_to_compile_is_not_hidden() -> None:
 
 @pytest.mark.parametrize("count", [1, 7, 8, 1000, 4097, 10922, 123456])
 def test_the_number_of_blocks_is_coarse(count: int) -> None:
-    rounded = cache.coarse(count)
+    rounded = memory.coarse(count)
     assert count * 7 / 8 <= rounded <= count
-    assert cache.coarse(rounded) == rounded
+    assert memory.coarse(rounded) == rounded
 
 
 def test_a_pool_asked_for_by_nobody_holds_at_least_one_sequence() -> None:

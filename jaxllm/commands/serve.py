@@ -46,10 +46,12 @@ def _check(config: EngineConfig) -> None:
 
     Reads no weights; of a model on the hub the small files are fetched.
     """
-    from jaxllm import runner, sharding
+    from jaxllm import sharding
     from jaxllm.model import weights
+    from jaxllm.setup import free_bytes, plan_memory, prepare
 
     with told_by_flags(EngineConfig):
-        setup = runner.prepare(config, needs_weights=False)
-        sharding.make_mesh(setup.devices, config.tensor_parallel_size)
+        setup = prepare(config, needs_weights=False)
+        mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
         weights.check_shards(setup.spec, config.tensor_parallel_size)
+        plan_memory(config, setup, mesh, free_bytes(setup, mesh.size))

@@ -1,0 +1,208 @@
+"""How the memory of a device is shared out: weights, temporaries of programs, slots, KV blocks.
+
+Plain numbers in, a plan out, or a UserError that says how much is missing and what to change. Made before anything
+large is allocated. Knows no device, no model and no JAX; whoever asks has measured (runner.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxllm.errors import UserError
+
+Knob = Literal["gpu_memory_utilization", "kv_cache_memory_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What one device offers."""
+
+    free: int | None  # bytes before anything of the engine is there; None where the device does not say
+    share: float  # of what weights and programs leave, for KV blocks
+    ceiling: int | None = None  # the most bytes of KV blocks that nobody asked for
+    knob: Knob = "gpu_memory_utilization"  # the engine argument that gives KV blocks more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a model and its limits need on each device, in bytes where nothing else is said."""
+
+    weights: int
+    temporaries: int  # of the largest program while it runs
+    is_measured: bool  # whether that was read off compiled programs; else it is a guess on the high side
+    slots: int  # block tables, tokens and sampling numbers of all slots
+    block: int  # of one KV block, all layers together
+    block_size: int  # tokens
+    num_slots: int
+    model_len: int  # tokens that the model was made for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the user asked for; None leaves it to the plan."""
+
+    max_model_len: int | None = None
+    kv_bytes: int | None = None
+    num_blocks: int | None = None
+    # Of a cache of programs made beforehand: taken if it fits, because the programs are for just this many.
+    prepared_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Who gets which part of a device."""
+
+    device: Device
+    need: Need
+    num_blocks: int
+    max_model_len: int  # tokens; cut to what the blocks hold where nobody asked for more
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all KV blocks on one device."""
+        return self.num_blocks * self.need.block
+
+
+def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
+    """Plan the memory of a device: the KV blocks get what was asked for, else a share of what the others leave.
+
+    Weights that do not fit, and blocks that do not hold one sequence of the `max_model_len` that was asked for, are
+    UserErrors. A length that nobody asked for is the model's, or what the blocks hold.
+    """
+    _check_weights(device, need)
+    room = None if device.free is None else device.free - need.weights - need.slots - need.temporaries
+    # What somebody asked for is not refused for a guess.
+    most = None if room is None else room + (0 if need.is_measured else need.temporaries)
+    longest = _blocks_of(asked.max_model_len or need.model_len, need)
+    if asked.num_blocks is not None:
+        num_blocks = asked.num_blocks
+        _check_pool(device, need, num_blocks, most, "num_kv_blocks")
+    elif asked.kv_bytes is not None:
+        num_blocks = min(asked.kv_bytes // need.block, need.num_slots * longest)
+        _check_pool(device, need, num_blocks, most, "kv_cache_memory_bytes")
+        num_blocks = _rounded(num_blocks, longest, asked)
+    elif room is None or most is None:
+        raise UserError(
+            "the device does not say how much memory it has; set kv_cache_memory_bytes.", "kv_cache_memory_bytes"
+        )
+    elif asked.prepared_blocks is not None and asked.prepared_blocks * need.block <= most:
+        num_blocks = asked.prepared_blocks
+    else:
+        share = int(device.share * room) if device.ceiling is None else min(int(device.share * room), device.ceiling)
+        num_blocks = min(max(0, share) // need.block, need.num_slots * longest)
+        num_blocks = _rounded(num_blocks, longest, asked)
+    return MemoryPlan(
+        device=device,
+        need=need,
+        num_blocks=num_blocks,
+        max_model_len=_length(device, need, asked, num_blocks),
+    )
+
+
+def coarse(num_blocks: int) -> int:
+    """Round down to a multiple of an eighth of a power of two.
+
+    The number of blocks is part of every program's shape, so it must come out the same at the next start, when a little
+    more or less memory is free, or the compilation cache would miss.
+    """
+    step = 1 << max(0, num_blocks.bit_length() - 4)
+    return num_blocks // step * step
+
+
+def _rounded(num_blocks: int, longest: int, asked: Asked) -> int:
+    """Round a number of blocks down, but not below the sequence that they must hold."""
+    if num_blocks < longest and asked.max_model_len is None:
+        return coarse(num_blocks)
+    return max(coarse(num_blocks), min(num_blocks, longest))
+
+
+def describe(plan: MemoryPlan, where: str, host: str) -> str:
+    """Write a plan as a small table; `where` names the devices, `host` says how the host's memory stands."""
+    need = plan.need
+    tokens = plan.num_blocks * need.block_size
+    cut = f", cut from {need.model_len}" if plan.max_model_len < need.model_len else ""
+    rows = [
+        ("weights", size(need.weights), ""),
+        ("temporaries", size(need.temporaries), "of the largest program" + ("" if need.is_measured else ", at most")),
+        ("slots", size(need.slots), f"of {need.num_slots} requests at once"),
+        (
+            "KV blocks",
+            size(plan.kv_bytes),
+            f"{plan.num_blocks} of {need.block_size} tokens: {tokens / plan.max_model_len:.2f} requests of "
+            f"max_model_len {plan.max_model_len}{cut}",
+        ),
+    ]
+    if plan.device.free is not None:
+        used = need.weights + need.temporaries + need.slots + plan.kv_bytes
+        rows.append(("left", size(plan.device.free - used), f"of {size(plan.device.free)}"))
+    lines = [f"  {name:<12} {amount:>10}  {text}".rstrip() for name, amount, text in rows]
+    return "\n".join([f"memory of {where}:", *lines, f"  {'host':<12} {host}"])
+
+
+def size(count: int) -> str:
+    """Write a number of bytes with a unit.
+
+    >>> size(1536)
+    '1.5 KiB'
+    """
+    amount, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(amount) < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def _blocks_of(tokens: int, need: Need) -> int:
+    return -(-tokens // need.block_size)
+
+
+def _check_weights(device: Device, need: Need) -> None:
+    if device.free is None or need.weights <= device.free:
+        return
+    more = ", or raise gpu_memory_utilization" if device.knob == "gpu_memory_utilization" else ""
+    raise UserError(
+        f"The weights need {size(need.weights)} on each device, {size(need.weights - device.free)} more than the "
+        f"{size(device.free)} that are free. Raise tensor_parallel_size, set dtype to 'bfloat16' if it is float32, "
+        f"take a smaller model{more}.",
+        "model",
+    )
+
+
+def _check_pool(device: Device, need: Need, num_blocks: int, most: int | None, parameter: str) -> None:
+    """Refuse a pool that somebody asked for and that the device cannot hold."""
+    if most is not None and num_blocks * need.block > most:
+        programs = need.slots + (need.temporaries if need.is_measured else 0)
+        raise UserError(
+            f"{num_blocks} KV blocks need {size(num_blocks * need.block)}, but beside the weights "
+            f"({size(need.weights)}) and the programs ({size(programs)}) only "
+            f"{size(max(0, most))} of the device's {size(device.free or 0)} are left. Lower {parameter}.",
+            parameter,
+        )
+
+
+def _length(device: Device, need: Need, asked: Asked, num_blocks: int) -> int:
+    """Return the longest sequence that is served; none, or less than was asked for, is a UserError."""
+    wanted = asked.max_model_len or need.model_len
+    holds = num_blocks * need.block_size
+    if holds >= wanted or (asked.num_blocks is not None and asked.max_model_len is not None):
+        return wanted  # a pool and a length that were both asked for: what does not fit is refused request by request
+    if holds == 0:
+        programs = need.temporaries + need.slots
+        knob = device.knob if asked.kv_bytes is None else "kv_cache_memory_bytes"
+        raise UserError(
+            f"Nothing is left for KV blocks beside the weights ({size(need.weights)}) and the programs "
+            f"({size(programs)}){'' if device.free is None else f' in {size(device.free)}'}. Raise {knob}, or "
+            "lower max_num_batched_tokens, max_num_seqs or max_model_len.",
+            knob,
+        )
+    if asked.max_model_len is not None:
+        needed = _blocks_of(wanted, need) * need.block
+        raise UserError(
+            f"One request of max_model_len {wanted} tokens needs {size(needed)} of KV blocks, but there is room for "
+            f"{size(num_blocks * need.block)}. Lower max_model_len to {holds} at most (auto takes what fits), or raise "
+            f"{device.knob if asked.kv_bytes is None else 'kv_cache_memory_bytes'}.",
+            "max_model_len",
+        )
+    return holds

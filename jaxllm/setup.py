@@ -1,0 +1,204 @@
+"""What is chosen before anything large is allocated: devices, types, sizes, kernels, and the share of memory for each.
+
+From the configuration, the model's config.json and what the devices say of themselves; `jaxllm doctor` prints it. Knows
+no programs and no requests.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import psutil
+from jax.sharding import Mesh
+
+import pallas_kernels
+from jaxllm import __version__, cache, memory, prepared
+from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
+from jaxllm.memory import MemoryPlan
+from jaxllm.model import weights
+from jaxllm.model.families import Family, read_spec
+from jaxllm.model.spec import Spec
+from jaxllm.sampling import BIAS_SHAPE
+
+GPU_SHARE = 0.97  # of what is left: the rest is for programs' code and for the tuning of those compiled later
+CPU_SHARE = 0.25  # of the free memory, for KV blocks: a laptop has other work to do …
+CPU_CEILING = 2 << 30  # … and two gigabytes hold 87,000 tokens of a 0.5B model in float32
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What was chosen from configuration, model and device, before anything large is allocated."""
+
+    folder: Path
+    spec: Spec
+    family: Family
+    generation_config: dict[str, Any]
+    platform: str
+    devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
+    dtype: jnp.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kernels: dict[str, str]
+    prepared: Mapping[str, Any]  # what `jaxllm compile` wrote down beside the programs, {} if it made none
+
+
+def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
+    """Return the devices to run on; asking for a GPU that JAX does not see is a UserError."""
+    # Read when the back end starts: XLA would take 75 % of a GPU, whatever share the user asked for.
+    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
+    if config.device == "auto":
+        return tuple(jax.devices())
+    try:
+        return tuple(jax.devices(config.device))
+    except RuntimeError as error:
+        raise UserError(
+            "device is 'gpu' but JAX sees none: install jaxllm[cuda12] or jaxllm[cuda13], and check `nvidia-smi`.",
+            "device",
+        ) from error
+
+
+def choose_dtype(config: EngineConfig, checkpoint: dict[str, Any], platform: str) -> jnp.dtype:
+    """Return the type of weights, activations and cache.
+
+    "auto" is float32 on a CPU (without 16-bit instructions it is the fastest as well as the most exact); on a GPU it is
+    the checkpoint's own type, and bfloat16 for a float32 checkpoint.
+    """
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    if platform == "cpu":
+        return jnp.dtype(jnp.float32)
+    stored = checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "bfloat16"
+    return jnp.dtype(jnp.bfloat16 if stored == "float32" else stored)
+
+
+def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
+    """Choose everything that can be chosen without loading weights; `jaxllm doctor` prints it."""
+    folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
+    checkpoint = weights.read_config(folder)
+    spec, family = read_spec(checkpoint)
+    devices = choose_devices(config)
+    platform = devices[0].platform
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise UserError(
+            f"max_model_len ({config.max_model_len}) is greater than what the model was made for "
+            f"({spec.max_position} positions); lower it.",
+            "max_model_len",
+        )
+    is_cpu = platform == "cpu"
+    recorded = prepared.read(config.cache_dir(), spec)
+    slots = config.max_num_seqs or recorded.get("max_num_seqs")
+    tokens = config.max_num_batched_tokens or recorded.get("max_num_batched_tokens")
+    tokens = tokens or max(512 if is_cpu else 8192, slots or 0)
+    return Setup(
+        folder=folder,
+        spec=spec,
+        family=family,
+        # Older checkpoints name the end of a text in config.json only.
+        generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | weights.read_generation_config(folder),
+        platform=platform,
+        devices=devices,
+        dtype=choose_dtype(config, checkpoint, platform),
+        max_model_len=config.max_model_len or recorded.get("max_model_len") or spec.max_position,
+        max_num_seqs=slots or min(64 if is_cpu else 256, tokens),
+        max_num_batched_tokens=tokens,
+        kernels={name: pallas_kernels.resolve(name, platform) for name in ("paged_decode", "paged_prefill")},
+        prepared=recorded,
+    )
+
+
+def free_bytes(setup: Setup, shards: int) -> int | None:
+    """Return the memory of a device that is free before anything is there; None where it does not say."""
+    if setup.platform == "cpu":
+        return psutil.virtual_memory().available // shards  # virtual devices share the host's
+    stats = setup.devices[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def plan_memory(
+    config: EngineConfig, setup: Setup, mesh: Mesh, free: int | None, temporaries: int | None = None
+) -> MemoryPlan:
+    """Share out the memory of one device.
+
+    `free` are its bytes before anything is there; `temporaries` what its largest program needs while it runs, None
+    while none is compiled yet. What does not fit is a UserError.
+    """
+    spec = setup.spec
+    longest = -(-setup.max_model_len // config.block_size)
+    is_cpu = setup.platform == "cpu"
+    leaves = jax.tree.leaves(weights.abstract(spec, mesh, setup.dtype))
+    device = memory.Device(
+        free=free,
+        share=CPU_SHARE if is_cpu else GPU_SHARE,
+        ceiling=CPU_CEILING if is_cpu else None,
+        knob="kv_cache_memory_bytes" if is_cpu else "gpu_memory_utilization",
+    )
+    need = memory.Need(
+        weights=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves),
+        temporaries=_guess(setup) if temporaries is None else temporaries,
+        # Tables, tokens and bias of every slot, see cache.DeviceState.
+        slots=4 * setup.max_num_seqs * (longest + setup.max_model_len + math.prod(BIAS_SHAPE) + 1),
+        block=cache.block_bytes(spec, config.block_size, setup.dtype, mesh.size),
+        block_size=config.block_size,
+        num_slots=setup.max_num_seqs,
+        is_measured=temporaries is not None,
+        model_len=setup.max_model_len,
+    )
+    asked = memory.Asked(
+        max_model_len=config.max_model_len,
+        kv_bytes=config.kv_cache_memory_bytes,
+        num_blocks=config.num_kv_blocks,
+        prepared_blocks=setup.prepared.get("num_kv_blocks"),
+    )
+    return memory.share_out(device, need, asked)
+
+
+def describe_memory(plan: MemoryPlan, setup: Setup, shards: int) -> str:
+    """Write a memory plan as a small table, with how the host's memory stands."""
+    host = psutil.virtual_memory()
+    own = psutil.Process().memory_info().rss
+    where = "the host" if setup.platform == "cpu" else setup.devices[0].device_kind
+    if shards > 1:
+        where = f"each of {shards} devices ({where})"
+    text = f"{memory.size(own)} in use by this process, {memory.size(host.available)} of {memory.size(host.total)} free"
+    return memory.describe(plan, where, text)
+
+
+def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: MemoryPlan) -> dict[str, Any]:
+    """Return all that programs are compiled for, beside the model's shapes, as `prepared.write` keeps it."""
+    return {
+        "jaxllm": __version__,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "device": setup.devices[0].device_kind,
+        "num_devices": len(setup.devices),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "kernels": setup.kernels,
+        "dtype": setup.dtype.name,
+        "tensor_parallel_size": shards,
+        "block_size": config.block_size,
+        "num_kv_blocks": plan.num_blocks,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": setup.max_num_seqs,
+        "max_num_batched_tokens": setup.max_num_batched_tokens,
+        "max_logprobs": config.max_logprobs,
+    }
+
+
+def _guess(setup: Setup) -> int:
+    """Guess what the largest program needs while it runs, on the high side: it is checked once one is compiled."""
+    spec = setup.spec
+    widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
+    return 4 * (8 * setup.max_num_batched_tokens * widest + 8 * setup.max_num_seqs * spec.vocab_size)
