@@ -86,7 +86,7 @@ def test_prepared_blocks_are_taken_if_they_fit() -> None:
             NEED,
             Asked(kv_bytes=1),
             "kv_cache_memory_bytes",
-            ["Nothing is left for KV blocks", "Raise kv_cache_memory_bytes"],
+            ["Nothing is left", "Raise kv_cache_memory_bytes"],
         ),
         (GPU, NEED, Asked(kv_bytes=70 * GIB), "kv_cache_memory_bytes", ["70.0 GiB", "Lower kv_cache_memory_bytes"]),
         (GPU, NEED, Asked(num_blocks=35 * 1024), "num_kv_blocks", ["70.0 GiB", "58.3 GiB", "Lower num_kv_blocks"]),
