@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from jaxllm.engine import LLMEngine
     from jaxllm.errors import EngineError, UserError
     from jaxllm.llm import LLM
-    from jaxllm.types import CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams
+    from jaxllm.types import (
+        CompletionOutput,
+        Logprob,
+        RepetitionDetectionParams,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +36,7 @@ __all__ = [
     "EngineError",
     "LLMEngine",
     "Logprob",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -3,7 +3,7 @@
 Says how large it is and where it lies. Knows no scheduler and no program.
 
 Letters: L layers, N blocks in the pool, K key-value heads, P tokens per block, C head size, S slots, M blocks per slot,
-E entries of logit_bias.
+F numbers of a slot's extras.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm import sampling, sharding
 from jaxllm.model.spec import Spec, heads_per_shard
-from jaxllm.sampling import SamplingState
+from jaxllm.sampling import Extras, SamplingState
 
 Leaf = TypeVar("Leaf")
 KV_AXES = (None, "kv_heads", None, "head")
@@ -48,7 +48,8 @@ class DeviceState(Generic[Leaf]):
     tables: Leaf  # int32[S, M]: the blocks of each slot; behind its length, any block
     tokens: Leaf  # int32[S, M * P]: the sequence of each slot as far as this device has seen it
     sampling: SamplingState  # a row per slot
-    bias: Leaf  # int32[S, 2, E] of `sampling.pack_bias`; how many entries are the slot's own is in its sampling row
+    extras: Leaf  # int32[S, F] of `sampling.Extras`; how much is the slot's own is in its sampling row
+    hidden: Leaf  # [T, D]: what the last step of the widest variant computed, for those who score more than its rows
 
 
 def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> int:
@@ -60,8 +61,10 @@ def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> i
     return arrays * spec.num_layers * heads_per_shard(spec, shards)[1] * block_size * spec.head_size * dtype.itemsize
 
 
-def abstract(spec: Spec, geometry: Geometry, mesh: Mesh, dtype: jnp.dtype) -> DeviceState[jax.ShapeDtypeStruct]:
-    """Describe the state: shapes, types and shardings, nothing allocated."""
+def abstract(
+    spec: Spec, geometry: Geometry, max_tokens: int, extras: Extras, mesh: Mesh, dtype: jnp.dtype
+) -> DeviceState[jax.ShapeDtypeStruct]:
+    """Describe the state: shapes, types and shardings, nothing allocated. `max_tokens` are those of a step, T."""
 
     def whole(shape: tuple[int, ...], kind: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding.replicated(mesh))
@@ -79,7 +82,8 @@ def abstract(spec: Spec, geometry: Geometry, mesh: Mesh, dtype: jnp.dtype) -> De
         tables=whole((geometry.num_slots, geometry.max_blocks), int32),
         tokens=whole((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32),
         sampling=jax.tree.map(lambda row: whole(row.shape, row.dtype), rows),
-        bias=whole((geometry.num_slots, *sampling.BIAS_SHAPE), int32),
+        extras=whole((geometry.num_slots, extras.width), int32),
+        hidden=whole((max_tokens, spec.width), dtype),
     )
 
 

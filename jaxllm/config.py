@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -42,7 +43,9 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = True  # plan and start a step before the tokens of the one before it are read
     enable_kv_cache_events: bool = False  # tell which blocks enter and leave the prefix cache
-    max_logprobs: int = 20  # the most log-probabilities a request may ask for
+    max_logprobs: int = 20  # the most log-probabilities a request may ask for; -1: no bound
+    # Functions, or "package.module:function", that requests may name in extra_args, see `processors.load_processors`.
+    logits_processors: Sequence[Callable[..., Any] | str] = ()
     load_format: LoadFormat = "auto"  # "dummy": random weights of the model's shapes, for measuring
     precompile: Precompile = "background"  # which programs are compiled before the engine is ready, see runner.py
     compilation_cache_dir: str | None = None  # default: $JAXLLM_CACHE_DIR or the user's cache folder
@@ -60,6 +63,10 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "async_scheduling", "enable_kv_cache_events"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}.", name)
+        processors = self.logits_processors
+        if isinstance(processors, str) or not isinstance(processors, Sequence):
+            raise UserError(f"logits_processors must be a list, got {processors!r:.80}.", "logits_processors")
+        object.__setattr__(self, "logits_processors", tuple(processors))
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise UserError(f"gpu_memory_utilization must be in (0, 1], got {share!r}.", "gpu_memory_utilization")
@@ -133,6 +140,6 @@ _RANGES: dict[str, tuple[int, int]] = {
     "tensor_parallel_size": (1, 1024),
     "kv_cache_memory_bytes": (1, 2**50),
     "num_kv_blocks": (1, 2**31 - 1),
-    "max_logprobs": (0, 1024),
+    "max_logprobs": (-1, 2**31 - 1),
 }
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "num_kv_blocks"}

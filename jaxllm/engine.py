@@ -24,15 +24,17 @@ from jaxllm import detokenizer, sampling, scheduler
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineError, RequestIdInUseError, UserError, too_long
 from jaxllm.metrics import Load, Metrics
+from jaxllm.repetition import RepetitionDetector
 from jaxllm.runner import Runner, StepInFlight
 from jaxllm.samples import Group, Sample
 from jaxllm.sampling import Variant
 from jaxllm.setup import prepare
 from jaxllm.state import BlockEvent, Plan, Request, initial, take_block_events
-from jaxllm.step import Result
+from jaxllm.step import Result, Scored
 from jaxllm.stop_strings import StopMatcher
 from jaxllm.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.types import (
+    MAX_BAD_WORD_TOKENS,
     FinishReason,
     RequestMetrics,
     RequestOutput,
@@ -48,6 +50,7 @@ FEW_STREAMS = 32  # running requests up to which every token is handed out by it
 # … and from which on so many at once: a message costs 30 to 50 us, whatever it holds.
 MANY_STREAMS_INTERVAL = 4
 VARIANTS = tuple(Variant)
+_BAD_WORD_CHARACTERS = 32  # that a token of bad_words has at most, on the average
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Accepted:
     params: SamplingParams
     priority: int
     salt: bytes
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences
 
     def limit(self, max_model_len: int) -> int:
         """Return the most tokens that prompt and output can have together."""
@@ -91,6 +95,7 @@ class LLMEngine:
         self._samples: dict[int, Sample] = {}
         self._by_slot: list[Sample | None] = [None] * self._limits.num_slots
         self._variants = np.zeros(self._limits.num_slots, np.int8)  # index into VARIANTS, by slot
+        self._is_scored = np.zeros(self._limits.num_slots, np.bool_)  # by slot: whether `_scored` may list it
         self._sampling = np.zeros((self._limits.num_slots, sampling.ROW_WIDTH), np.int32)  # packed rows, by slot
         self._is_closed = False
         self._num_samples = 0
@@ -122,11 +127,13 @@ class LLMEngine:
                 "start the engine with scheduling_policy='priority'.",
                 "priority",
             )
-        validate_for_model(params, self.vocab_size, self.config.max_logprobs, self.eos_ids)
+        extras = self.runner.extras
+        validate_for_model(params, self.vocab_size, self.config.max_logprobs, self.eos_ids, extras.processors)
+        bad_words = _bad_words(self.tokenizer, params.bad_words)
         text, ids, salt = self._read_prompt(prompt, params)
         if len(ids) + params.min_tokens > self.max_model_len:
             raise too_long(self.max_model_len, len(ids), params.min_tokens)
-        accepted = Accepted(request_id, text, tuple(ids), params, int(priority), salt)
+        accepted = Accepted(request_id, text, tuple(ids), params, int(priority), salt, bad_words)
         scheduler.check_fits(self._limits, len(ids), accepted.limit(self.max_model_len))
         return accepted
 
@@ -134,6 +141,7 @@ class LLMEngine:
         """Queue requests that `accept` made; an id that is in use is a UserError, and then none is queued."""
         self._check_open()
         groups: dict[str, Group] = {}
+        accepted_by_id = {accepted.request_id: accepted for accepted in requests}
         queued: list[Request] = []
         for accepted in requests:
             if accepted.request_id in self._groups or accepted.request_id in groups:
@@ -146,8 +154,9 @@ class LLMEngine:
             # Drawn last, so that a request that was refused changes nothing for those after it.
             given = group.samples[0].params.seed
             seed = int(self._random.integers(2**63)) if given is None else given
+            bad_words = accepted_by_id[group.request_id].bad_words
             for sample in group.samples:
-                self._pack(sample, (seed + sample.index) % 2**64)
+                self._pack(sample, (seed + sample.index) % 2**64, bad_words)
         self._state = state
         self._samples.update((sample.id, sample) for group in groups.values() for sample in group.samples)
         self._groups |= groups
@@ -233,10 +242,11 @@ class LLMEngine:
     def _issue(self) -> tuple[Plan, StepInFlight] | None:
         """Plan a step and give it to the device; None where everything waits for tokens of steps in flight."""
         self._state, plan = scheduler.plan(self._state, self._limits, time.monotonic())
-        history, biases = self._admit(plan)
+        history, extras = self._admit(plan)
         if not len(plan.slots):
             return None
-        variant = VARIANTS[int(self._variants[plan.slots].max())]
+        scored = self._scored(plan)
+        variant = VARIANTS[-1] if scored else VARIANTS[int(self._variants[plan.slots].max())]
         chunks = [
             np.asarray(self._owner(slot).tokens[start : start + length], np.int32)
             for slot, start, length in zip(
@@ -246,7 +256,7 @@ class LLMEngine:
                 strict=True,
             )
         ]
-        return plan, self.runner.dispatch(plan, chunks, self._sampling, variant, history, biases)
+        return plan, self.runner.dispatch(plan, chunks, self._sampling, variant, history, extras, scored)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; refused (False) while requests run, because they hold some of them."""
@@ -302,6 +312,7 @@ class LLMEngine:
         params, ids = accepted.params, accepted.prompt_token_ids
         metrics = RequestMetrics(time.monotonic())
         group = Group(accepted.request_id, accepted.prompt, ids, metrics, params.output_kind)
+        group.num_prompt_logprobs = params.prompt_logprobs
         salt: bytes | None = accepted.salt
         if not self.config.enable_prefix_caching:
             # n samples of a prompt share its blocks all the same, under a name that nobody else has.
@@ -312,7 +323,13 @@ class LLMEngine:
             stop_ids = tuple(sample.eos_ids) + tuple(set(params.stop_token_ids) - sample.eos_ids)
             limit = accepted.limit(self.max_model_len)
             group.samples.append(sample)
-            requests.append(Request(sample.id, sample.tokens, len(ids), limit, stop_ids, accepted.priority, salt))
+            # One of the samples computes the whole prompt for its log-probabilities.
+            skips = params.prompt_logprobs is not None and index == 0
+            if params.skip_reading_prefix_cache is not None:
+                skips |= params.skip_reading_prefix_cache
+            requests.append(
+                Request(sample.id, sample.tokens, len(ids), limit, stop_ids, accepted.priority, salt, not skips)
+            )
         return group, requests
 
     def _make_sample(self, group: Group, index: int, params: SamplingParams) -> Sample:
@@ -327,16 +344,20 @@ class LLMEngine:
             tokens=array("i", group.prompt_token_ids),
             detokenizer=detokenizer.begin(self.tokenizer, group.prompt_token_ids, params.skip_special_tokens),
             matcher=StopMatcher.of(params.stop),
-            logprobs=None if params.logprobs is None else [],
+            repetition=RepetitionDetector(params.repetition_detection) if params.repetition_detection else None,
+            logprobs=None if params.logprobs is None and params.logprob_token_ids is None else [],
         )
 
-    def _pack(self, sample: Sample, seed: int) -> None:
+    def _pack(self, sample: Sample, seed: int, bad_words: Sequence[Sequence[int]]) -> None:
         """Write what the device is told of a sample once it gets a slot."""
-        params = sample.params
+        params, extras = sample.params, self.runner.extras
         stop_ids = sample.eos_ids | set(params.stop_token_ids)
         sample.seed = seed
-        sample.row = sampling.pack_row(params, seed, len(sample.group.prompt_token_ids), stop_ids, self.vocab_size)
-        sample.bias = sampling.pack_bias(params.logit_bias) if params.logit_bias else None
+        num_prompt, num_bad = len(sample.group.prompt_token_ids), sum(map(len, bad_words))
+        sample.row = sampling.pack_row(
+            params, seed, num_prompt, stop_ids, self.vocab_size, num_bad, extras.bits(params)
+        )
+        sample.extras = extras.pack(params, bad_words)
 
     def _owner(self, slot: int) -> Sample:
         sample = self._by_slot[slot]
@@ -346,16 +367,18 @@ class LLMEngine:
     def _admit(self, plan: Plan) -> tuple[np.ndarray | None, list[tuple[int, np.ndarray]]]:
         """Prepare the slots of newly admitted requests.
 
-        Returns what the device must be told ahead of the step: tokens, int32[·, 3], and the biases of slots.
+        Returns what the device must be told ahead of the step: tokens, int32[·, 3], and the extras of slots.
         """
         self.metrics.preemptions += len(plan.preempted)
         history: list[tuple[int, int, int]] = []
-        biases: list[tuple[int, np.ndarray]] = []
+        extras: list[tuple[int, np.ndarray]] = []
         for admission in plan.admitted:
             slot, sample = admission.slot, self._samples[admission.request.id]
             group = sample.group
             self._by_slot[slot] = sample
             self._variants[slot] = VARIANTS.index(sample.variant)
+            wants_prompt = sample.index == 0 and group.num_prompt_logprobs is not None
+            self._is_scored[slot] = wants_prompt or self._is_whole(sample.params.logprobs)
             assert sample.row is not None, "a sample is packed before it is queued"
             self._sampling[slot] = sample.row
             if group.metrics.first_scheduled_time is None:
@@ -364,12 +387,40 @@ class LLMEngine:
                 group.num_cached_tokens = admission.num_cached
                 self.metrics.prompt_tokens += len(group.prompt_token_ids)
                 self.metrics.cached_tokens += admission.num_cached
-            if sample.bias is not None:
-                biases.append((slot, sample.bias))
+            if sample.extras is not None:
+                extras.append((slot, sample.extras))
             if sampling.reads_history(sample.params):
                 known = sample.tokens[: admission.num_cached]
                 history += [(slot, position, token) for position, token in enumerate(known)]
-        return np.asarray(history, np.int32) if history else None, biases
+        return np.asarray(history, np.int32) if history else None, extras
+
+    def _scored(self, plan: Plan) -> list[Scored]:
+        """List what of a step is to be scored by itself: tokens of prompts, and rows of more than a step reports."""
+        scored: list[Scored] = []
+        if not self._is_scored[plan.slots].any():
+            return scored
+        offset = 0
+        for slot, start, length, samples in zip(
+            plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist(), strict=True
+        ):
+            sample = self._owner(slot)
+            group, end = sample.group, start + length
+            if sample.index == 0 and group.misses_prompt_logprobs:
+                is_whole = self._is_whole(group.num_prompt_logprobs)
+                scored += [
+                    Scored(
+                        sample.id, position, offset + position - start - 1, group.prompt_token_ids[position], is_whole
+                    )
+                    for position in range(start + 1, min(end + 1, len(group.prompt_token_ids)))
+                ]
+            if samples and self._is_whole(sample.params.logprobs):
+                scored.append(Scored(sample.id, end, offset + length - 1, 0, True))
+            offset += length
+        return scored
+
+    def _is_whole(self, count: int | None) -> bool:
+        """Whether so many log-probabilities are more than a step reports."""
+        return count is not None and not 0 <= count <= self.runner.num_logprobs
 
     def _take_in(self, plan: Plan, result: Result) -> list[RequestOutput]:
         """Commit what a step sampled and turn it into text."""
@@ -378,11 +429,21 @@ class LLMEngine:
         now = time.monotonic()
         changed: dict[str, Group] = {}
         self.metrics.generated_tokens += len(events.ids)
+        for score in result.scores:
+            sample = self._samples.get(score.of.request_id)
+            if sample is not None and score.of.position < len(sample.group.prompt_token_ids):
+                if np.isfinite(score.logprob):
+                    sample.group.add_prompt_logprobs(self.tokenizer, score)
         for request_id, token, row in zip(
             events.ids.tolist(), events.tokens.tolist(), events.rows.tolist(), strict=True
         ):
-            sample = self._samples[request_id]
+            sample = self._samples.get(request_id)
+            if sample is None:
+                continue  # it has just failed
             changed[sample.group.request_id] = sample.group
+            if sample.index == 0 and sample.group.misses_prompt_logprobs:  # one was not finite
+                self._fail_group(sample.group)
+                continue
             sample.tokens.append(token)
             if sample.group.metrics.first_token_time is None:
                 sample.group.metrics.first_token_time = now
@@ -397,9 +458,11 @@ class LLMEngine:
                     self._state = scheduler.abort(self._state, self._limits, [request_id])
                 self._end(sample, *end)
         for request_id in events.failed:
-            sample = self._samples[request_id]
+            sample = self._samples.get(request_id)
+            if sample is None:
+                continue
             changed[sample.group.request_id] = sample.group
-            self._end(sample, "error", "the model's logits were not finite")
+            self._end(sample, "error", "no token could be sampled: the logits were not finite, or all were forbidden")
         return self._outputs(changed.values(), now)
 
     def _fail(self, sample: Sample) -> None:
@@ -407,6 +470,13 @@ class LLMEngine:
         logging.getLogger(__name__).exception("request %s failed", sample.group.request_id)
         self._state = scheduler.abort(self._state, self._limits, [sample.id])
         self._end(sample, "error", "its text could not be made")
+
+    def _fail_group(self, group: Group) -> None:
+        """End all samples of a request whose prompt the model cannot score."""
+        samples = [sample for sample in group.samples if sample.finish_reason is None]
+        self._state = scheduler.abort(self._state, self._limits, [sample.id for sample in samples])
+        for sample in samples:
+            self._end(sample, "error", "the logits of the prompt were not finite")
 
     def _end(self, sample: Sample, finish_reason: FinishReason, stop_reason: int | str | None) -> None:
         sample.finish_reason, sample.stop_reason = finish_reason, stop_reason
@@ -460,6 +530,28 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if noted and callable(handler):
             handler(*noted[0])
+
+
+def _bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences that words must not become: each without and with a space before it.
+
+    Unlike vLLM's, which drops the second where it has another number of tokens and so lets such a word through.
+    """
+    most = MAX_BAD_WORD_TOKENS
+    names = {word.lstrip(" ") for word in words}
+    sequences: tuple[tuple[int, ...], ...] | None = None
+    if len(names) <= most and sum(map(len, names)) <= most * _BAD_WORD_CHARACTERS:  # before the time is spent
+        texts = [text for name in sorted(names) for text in (name, " " + name)]
+        spelled = dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        # One that ends with another cannot come where that one does not.
+        sequences = tuple(one for one in spelled if one and not any(one[at:] in spelled for at in range(1, len(one))))
+    if sequences is None or sum(map(len, sequences)) > most:
+        raise UserError(
+            f"bad_words may have at most {most} tokens together, each word counted with and without a space before it; "
+            "give fewer.",
+            "bad_words",
+        )
+    return sequences
 
 
 def _salt(salt: Any) -> bytes:

@@ -34,7 +34,8 @@ _ENGINE_HELP = {
     "scheduling_policy": "which waiting request is next",
     "async_scheduling": "plan and start a step before the tokens of the one before it are read",
     "enable_kv_cache_events": "tell which blocks enter and leave the prefix cache (StreamKvEvents)",
-    "max_logprobs": "the most log-probabilities a request may ask for",
+    "max_logprobs": "the most log-probabilities a request may ask for; -1: as many as the vocabulary has",
+    "logits_processors": "function that requests may name, as package.module:function; may be repeated",
     "load_format": "dummy: random weights of the model's shapes",
     "precompile": "which programs are compiled before the first request",
     "compilation_cache_dir": "folder of compiled programs (default: $JAXLLM_CACHE_DIR or the user's cache folder)",
@@ -54,7 +55,12 @@ _SAMPLING_HELP = {
     "ignore_eos": "go on after the end-of-sequence token",
     "max_tokens": "the most tokens of an output; none: until the context is full",
     "min_tokens": "tokens before the output may end",
-    "logprobs": "likeliest tokens to report for each token (with --json)",
+    "logprobs": "likeliest tokens to report for each token (with --json); -1: all",
+    "prompt_logprobs": "the same for each token of the prompt (with --json)",
+    "logprob_token_ids": "token id whose log-probability to report for each token (with --json); may be repeated",
+    "allowed_token_ids": "token id that may be sampled, where others may not; may be repeated",
+    "bad_words": "text that the output must not hold; may be repeated",
+    "skip_reading_prefix_cache": "compute the whole prompt, whatever of it is cached",
     "skip_special_tokens": "leave special tokens out of the text",
     "include_stop_str_in_output": "let the text end with the stop string that ended it",
     "truncate_prompt_tokens": "keep this many tokens of the prompt's end; -1: as many as the model holds",
@@ -110,7 +116,8 @@ _SERVER_HELP = {
     "otlp_traces_endpoint": "where OpenTelemetry traces go, as http://localhost:4318/v1/traces",
     "enable_channelz": "gRPC's own debugging service",
 }
-_NO_FLAGS = {"detokenize", "logit_bias", "output_kind", "stream_interval"}  # of a program that reads outputs
+_NO_FLAGS = {"detokenize", "output_kind", "stream_interval"}  # of a program that reads outputs
+_NO_FLAGS |= {"logit_bias", "extra_args", "repetition_detection"}  # tables
 _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
 _UNITS = {"": 1, **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgt")}}
 _UNITS |= {letter: 1024 ** (power + 1) for power, letter in enumerate("KMGT")}

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,16 +27,16 @@ from jaxllm.config import EngineConfig
 from jaxllm.memory import MemoryPlan
 from jaxllm.metrics import Metrics
 from jaxllm.model import decoder, weights
+from jaxllm.processors import load_processors
 from jaxllm.programs import Key, Programs
-from jaxllm.sampling import BIAS_SHAPE, ROW_WIDTH, Variant
-from jaxllm.setup import Setup, describe_memory, describe_programs, free_bytes, plan_memory
+from jaxllm.sampling import ROW_WIDTH, Variant
+from jaxllm.setup import Setup, describe_memory, describe_programs, extras_of, free_bytes, plan_memory
 from jaxllm.state import Limits, Plan
-from jaxllm.step import Result
+from jaxllm.step import SCORED_ROWS, Result, Scored
 
 PATCH_ENTRIES = 1024  # changes that one call of `step.patch` takes
-PATCH_BIASES = 8  # requests' biases that one call of `step.patch_bias` takes, 19 kB
+PATCH_EXTRAS = 8  # requests' extras that one call of `step.patch_extras` takes, 26 kB each for 152,000 tokens
 _log = logging.getLogger(__name__)
-_BIAS_WIDTH = 1 + BIAS_SHAPE[0] * BIAS_SHAPE[1]
 
 
 class StepInFlight(NamedTuple):
@@ -43,10 +44,15 @@ class StepInFlight(NamedTuple):
 
     joined: jax.Array
     num_rows: int
+    num_logprobs: int
+    scores: Sequence[tuple[Sequence[Scored], jax.Array | np.ndarray]]  # of positions that are all whole or all not
 
     def result(self) -> Result:
         """Wait for what the step sampled. What failed on the device is raised here, and by every step behind it."""
-        return step.read(np.asarray(self.joined), self.num_rows)
+        result = step.read(np.asarray(self.joined), self.num_rows, self.num_logprobs)
+        if not self.scores:
+            return result
+        return replace(result, scores=[score for of, found in self.scores for score in step.read_scores(of, found)])
 
 
 class Runner:
@@ -65,6 +71,9 @@ class Runner:
         self.setup = setup
         self.metrics = metrics
         self._config = config
+        self._processors = load_processors(config.logits_processors, setup.spec.vocab_size)
+        self.extras = extras_of(config, setup.spec)
+        self.num_logprobs = step.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
         self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
         self._params_shapes = weights.abstract(setup.spec, self._mesh, setup.dtype)
         free = free_bytes(setup, self._mesh.size)
@@ -111,13 +120,15 @@ class Runner:
         sampling: np.ndarray,
         variant: Variant,
         history: np.ndarray | None = None,
-        biases: Sequence[tuple[int, np.ndarray]] = (),
+        extras: Sequence[tuple[int, np.ndarray]] = (),
+        scored: Sequence[Scored] = (),
     ) -> StepInFlight:
         """Give the device one step, which begins when the one before it has ended; wait for nothing.
 
         `chunks` are the token ids of the plan's rows after its decode rows; `sampling` is int32[S, F]; `history` is
-        int32[·, 3] of (slot, position, token) that the device must know beforehand and will not compute; `biases` are
-        the slots of newly admitted requests that have a logit_bias, each with its `sampling.pack_bias`.
+        int32[·, 3] of (slot, position, token) that the device must know beforehand and will not compute; `extras` are
+        the slots of newly admitted requests that have some, each with what `sampling.Extras` made of them;
+        `scored` are positions of this step to be scored, for which the variant must be the widest.
         After an exception the state may be gone: call `renew`, and compute every running request again.
         """
         self._running_thread = threading.get_ident()
@@ -126,17 +137,18 @@ class Runner:
             ahead = plan.table[key.shape.entries :]
             if len(ahead) or history is not None:
                 self._patch(ahead, history)
-            if biases:
-                self._patch_biases(biases)
+            if extras:
+                self._patch_extras(extras)
             buffer = batch.pack(plan, key.shape, self.geometry.num_slots, chunks, sampling)
             self._state, joined = self.programs[key](self._params, self._state, buffer)
             joined.copy_to_host_async()
+            scores = self._score(scored) if scored else ()
         finally:
             self._running_thread = None
         self.metrics.steps += 1
         self.metrics.padded_tokens += key.shape.tokens
         self.metrics.computed_tokens += plan.num_tokens
-        return StepInFlight(joined, len(plan.slots))
+        return StepInFlight(joined, len(plan.slots), self.num_logprobs, scores)
 
     def renew(self) -> None:
         """Give up whatever state there is and allocate an empty one."""
@@ -165,7 +177,9 @@ class Runner:
             block_size=self._config.block_size,
             max_model_len=plan.max_model_len,
         )
-        self._state_shapes = cache.abstract(setup.spec, geometry, self._mesh, setup.dtype)
+        self._state_shapes = cache.abstract(
+            setup.spec, geometry, setup.max_num_batched_tokens, self.extras, self._mesh, setup.dtype
+        )
         self.programs = Programs(
             # XLA's CPU back end converts all 16-bit weights in a one-row product (reference/kernels.md §6).
             batch.decode_shapes(geometry.num_slots, 2 if setup.platform == "cpu" and setup.dtype != jnp.float32 else 1),
@@ -190,7 +204,7 @@ class Runner:
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than guessed, compile them for fewer blocks."""
         while True:
-            self._compile_patches()
+            self._compile_small()
             self.programs.wait()
             temporaries = max(self.programs[key].memory_analysis().temp_size_in_bytes for key in self.programs.covering)
             fitting = plan_memory(self._config, self.setup, self._mesh, free, temporaries)
@@ -198,14 +212,23 @@ class Runner:
                 return
             self._start_programs(fitting, progress)
 
-    def _compile_patches(self) -> None:
-        """Compile what changes the state ahead of a step, beside the threads that compile steps."""
+    def _compile_small(self) -> None:
+        """Compile what runs before or behind a step, beside the threads that compile steps."""
         shapes, everywhere = self._state_shapes, sharding.replicated(self._mesh)
         changes = jax.ShapeDtypeStruct((2, PATCH_ENTRIES, 3), jnp.int32, sharding=everywhere)
         patch = jax.jit(step.patch, donate_argnums=(0, 1))
         self._patch_program = patch.lower(shapes.tables, shapes.tokens, changes).compile()
-        changes = jax.ShapeDtypeStruct((PATCH_BIASES, _BIAS_WIDTH), jnp.int32, sharding=everywhere)
-        self._patch_bias_program = jax.jit(step.patch_bias, donate_argnums=0).lower(shapes.bias, changes).compile()
+        changes = jax.ShapeDtypeStruct((PATCH_EXTRAS, 1 + self.extras.width), jnp.int32, sharding=everywhere)
+        patch_extras = jax.jit(step.patch_extras, donate_argnums=0)
+        self._patch_extras_program = patch_extras.lower(shapes.extras, changes).compile()
+        places = jax.ShapeDtypeStruct((SCORED_ROWS, 2), jnp.int32, sharding=everywhere)
+        leaves = tuple(jax.tree.leaves(self._params_shapes))
+        self._score_programs = [
+            jax.jit(step.score(self.setup.spec, self.num_logprobs, is_whole, self._mesh, self._params_shapes))
+            .lower(leaves, shapes.hidden, places)
+            .compile()
+            for is_whole in (False, True)
+        ]
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         """Trace one program; to compile it is left to the caller."""
@@ -214,7 +237,9 @@ class Runner:
             self.geometry,
             key.shape,
             key.variant,
-            min(self._config.max_logprobs, self.setup.spec.vocab_size),
+            self.num_logprobs,
+            self.extras,
+            tuple(self._processors.values()),
             self._mesh,
             self._params_shapes,
             self._state_shapes,
@@ -238,15 +263,30 @@ class Runner:
             tables, tokens = self._patch_program(state.tables, state.tokens, changes)
             self._state = tuple(jax.tree.leaves(state.replace(tables=tables, tokens=tokens)))
 
-    def _patch_biases(self, biases: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Write the biases of newly admitted requests into the state before a step."""
-        for start in range(0, len(biases), PATCH_BIASES):
-            changes = np.full((PATCH_BIASES, _BIAS_WIDTH), self.geometry.num_slots, np.int32)
-            for target, (slot, packed) in zip(changes, biases[start : start + PATCH_BIASES], strict=False):
-                target[0], target[1:] = slot, packed.ravel()
+    def _patch_extras(self, extras: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Write the extras of newly admitted requests into the state before a step."""
+        for start in range(0, len(extras), PATCH_EXTRAS):
+            changes = np.full((PATCH_EXTRAS, 1 + self.extras.width), self.geometry.num_slots, np.int32)
+            for target, (slot, packed) in zip(changes, extras[start : start + PATCH_EXTRAS], strict=False):
+                target[0], target[1:] = slot, packed
             state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
-            bias = self._patch_bias_program(state.bias, changes)
-            self._state = tuple(jax.tree.leaves(state.replace(bias=bias)))
+            patched = self._patch_extras_program(state.extras, changes)
+            self._state = tuple(jax.tree.leaves(state.replace(extras=patched)))
+
+    def _score(self, scored: Sequence[Scored]) -> list[tuple[Sequence[Scored], jax.Array | np.ndarray]]:
+        """Score positions of the step that the device was just given."""
+        state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
+        scores: list[tuple[Sequence[Scored], jax.Array | np.ndarray]] = []
+        for is_whole in (False, True):
+            wanted = [each for each in scored if each.is_whole == is_whole]
+            for start in range(0, len(wanted), SCORED_ROWS):
+                piece = wanted[start : start + SCORED_ROWS]
+                places = np.zeros((SCORED_ROWS, 2), np.int32)
+                places[: len(piece)] = [(each.index, each.token) for each in piece]
+                found = self._score_programs[is_whole](self._params, state.hidden, places)
+                # Whole rows are waited for: those of a long prompt would not fit beside the cache.
+                scores.append((piece, np.asarray(found)[:, : self.setup.spec.vocab_size] if is_whole else found))
+        return scores
 
     def note_compilation(self) -> None:
         """Count a compilation that somebody waits for: one on the thread that is starting a step."""

@@ -13,8 +13,9 @@ import numpy as np
 
 from jaxllm import detokenizer
 from jaxllm.detokenizer import Detokenizer
+from jaxllm.repetition import RepetitionDetector
 from jaxllm.sampling import Variant
-from jaxllm.step import Result
+from jaxllm.step import Result, Score
 from jaxllm.stop_strings import StopMatcher, match_stops
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.types import (
@@ -45,7 +46,8 @@ class Sample:
     matcher: StopMatcher
     seed: int = 0
     row: np.ndarray | None = None  # its packed row of the sampling state, see sampling.pack_row
-    bias: np.ndarray | None = None  # its packed logit_bias
+    extras: np.ndarray | None = None  # its packed extras, see sampling.Extras
+    repetition: RepetitionDetector | None = None
     text: list[str] = field(default_factory=list)
     num_read: int = 0  # output tokens that `text` is made of
     num_shown: int = 0  # output tokens that were shown; -1 once the end was
@@ -61,11 +63,17 @@ class Sample:
         return len(self.tokens) - len(self.group.prompt_token_ids)
 
     def advance(self, tokenizer: Tokenizer, token: int, finish_reason: FinishReason | None) -> End | None:
-        """Take in the newest of `tokens`, which ends the sample if the scheduler says so, or by a stop string."""
+        """Take in the newest of `tokens`; say how it ends the sample, if it does.
+
+        The scheduler may say so; else it does by a stop string, else by a repetition.
+        """
         if finish_reason == "stop":
             self.read(tokenizer, len(self.tokens) - 1)
             self.flush(tokenizer)
             return "stop", None if token in self.eos_ids else token
+        stop_reason = None
+        if finish_reason is None and self._repeats(token):
+            finish_reason, stop_reason = "repetition", "repetition_detected"  # vLLM's words
         if finish_reason is None and not self.params.stop:
             return None  # nobody needs its text now
         self.read(tokenizer)
@@ -73,7 +81,11 @@ class Sample:
             self.flush(tokenizer)
         if self.matcher.matched is not None:
             return "stop", self.matcher.matched
-        return None if finish_reason is None else (finish_reason, None)
+        return None if finish_reason is None else (finish_reason, stop_reason)
+
+    def _repeats(self, token: int) -> bool:
+        """Whether the output repeats itself and is long enough to end."""
+        return self.repetition is not None and self.repetition.push(token) and self.num_tokens >= self.params.min_tokens
 
     def read(self, tokenizer: Tokenizer, end: int | None = None) -> None:
         """Append the text of the tokens before `end` that have not been read yet."""
@@ -100,16 +112,21 @@ class Sample:
         """Append the log-probabilities of a sampled token, if they were asked for."""
         if self.logprobs is None:
             return
-        assert self.params.logprobs is not None
         assert result.logprob is not None and result.rank is not None
         assert result.top_ids is not None and result.top_logprobs is not None
-        count = self.params.logprobs
         value = float(result.logprob[row])
-        entry = {token: Logprob(value, int(result.rank[row]), tokenizer.token_text(token))}
-        top = zip(result.top_ids[row, :count].tolist(), result.top_logprobs[row, :count].tolist(), strict=True)
-        for rank, (other, logprob) in enumerate(top, 1):
-            if other not in entry:
-                entry[other] = Logprob(logprob, rank, tokenizer.token_text(other))
+        chosen = Logprob(value, int(result.rank[row]), tokenizer.token_text(token))
+        top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
+        for score in result.scores:  # a row of more than a step reports
+            if score.of.request_id == self.id and score.of.position >= len(self.group.prompt_token_ids):
+                top_ids, top_logprobs = score.top_ids, score.top_logprobs
+        entry = _entry(tokenizer, token, chosen, self.params.logprobs or 0, top_ids, top_logprobs)
+        reported = self.params.logprob_token_ids or ()
+        if reported:
+            assert result.reported is not None
+            for other, logprob in zip(reported, result.reported[row, : len(reported)].tolist(), strict=True):
+                if other not in entry:
+                    entry[other] = Logprob(logprob, None, tokenizer.token_text(other))
         self.logprobs.append(entry)
         self.cumulative_logprob += value
 
@@ -149,6 +166,18 @@ class Sample:
             self.text.append(text)
 
 
+def _entry(
+    tokenizer: Tokenizer, token: int, chosen: Logprob, count: int, top_ids: np.ndarray, top_logprobs: np.ndarray
+) -> dict[int, Logprob]:
+    """Make what is told of one position: the token that stands there, then the `count` likeliest; -1: all there are."""
+    end = None if count == -1 else count
+    entry = {token: chosen}
+    for rank, (other, logprob) in enumerate(zip(top_ids[:end].tolist(), top_logprobs[:end].tolist(), strict=True), 1):
+        if other not in entry:
+            entry[other] = Logprob(logprob, rank, tokenizer.token_text(other))
+    return entry
+
+
 @dataclass(slots=True, eq=False)
 class Group:
     """A request as the caller knows it: a prompt and `n` samples of its continuation."""
@@ -160,6 +189,24 @@ class Group:
     kind: RequestOutputKind
     samples: list[Sample] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    num_prompt_logprobs: int | None = None  # likeliest tokens to report of each of the prompt's; None: none, -1: all
+    prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
+    were_prompt_logprobs_shown: bool = False
+
+    @property
+    def misses_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        wanted = len(self.prompt_token_ids) - 1  # nothing predicts the first token
+        return self.num_prompt_logprobs is not None and len(self.prompt_logprobs) < wanted
+
+    def add_prompt_logprobs(self, tokenizer: Tokenizer, score: Score) -> None:
+        """Take in the log-probabilities of one of the prompt's tokens."""
+        assert self.num_prompt_logprobs is not None
+        token = score.of.token
+        chosen = Logprob(score.logprob, score.rank, tokenizer.token_text(token))
+        self.prompt_logprobs[score.of.position] = _entry(
+            tokenizer, token, chosen, self.num_prompt_logprobs, score.top_ids, score.top_logprobs
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -176,6 +223,11 @@ class Group:
     def show(self) -> RequestOutput:
         """Return the caller's view of it; of deltas, the samples that have news."""
         is_delta = self.kind is RequestOutputKind.DELTA
+        prompt_logprobs = None
+        has_all = self.num_prompt_logprobs is not None and not self.misses_prompt_logprobs
+        if has_all and not (is_delta and self.were_prompt_logprobs_shown):
+            self.were_prompt_logprobs_shown = True
+            prompt_logprobs = [self.prompt_logprobs.get(position) for position in range(len(self.prompt_token_ids))]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -184,6 +236,7 @@ class Group:
             finished=self.is_finished,
             metrics=replace(self.metrics),
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
 
 

@@ -238,7 +238,8 @@ def _admit(
         if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
             break
         # The last known token is always computed: its logits are what the next token is sampled from.
-        hits = editor.pool.look_up(entry.digests[: (entry.known - 1) // limits.block_size])
+        readable = (entry.known - 1) // limits.block_size if entry.request.reads_cache else 0
+        hits = editor.pool.look_up(entry.digests[:readable])
         num_new = -(-entry.known // limits.block_size) - len(hits)
         # A block is left for each running request, or the next step would undo the admission.
         available = editor.pool.num_available - editor.pool.num_idle(hits)

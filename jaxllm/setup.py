@@ -27,7 +27,8 @@ from jaxllm.memory import MemoryPlan
 from jaxllm.model import weights
 from jaxllm.model.families import Family, read_spec
 from jaxllm.model.spec import Spec
-from jaxllm.sampling import BIAS_SHAPE
+from jaxllm.processors import processor_name
+from jaxllm.sampling import Extras
 
 GPU_SHARE = 0.97  # of what is left: the rest is for programs' code and for the tuning of those compiled later
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: a laptop has other work to do …
@@ -148,8 +149,9 @@ def plan_memory(
     need = memory.Need(
         weights=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves),
         temporaries=_guess(setup) if temporaries is None else temporaries,
-        # Tables, tokens and bias of every slot, see cache.DeviceState.
-        slots=4 * setup.max_num_seqs * (longest + setup.max_model_len + math.prod(BIAS_SHAPE) + 1),
+        # Tables, tokens and extras of every slot, and a step's hidden states, see cache.DeviceState.
+        slots=4 * setup.max_num_seqs * (longest + setup.max_model_len + extras_of(config, spec).width)
+        + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize,
         block=cache.block_bytes(spec, config.block_size, setup.dtype, mesh.size),
         block_size=config.block_size,
         num_slots=setup.max_num_seqs,
@@ -163,6 +165,11 @@ def plan_memory(
         prepared_blocks=setup.prepared.get("num_kv_blocks"),
     )
     return memory.share_out(device, need, asked)
+
+
+def extras_of(config: EngineConfig, spec: Spec) -> Extras:
+    """Return how requests' extras lie in the device's state."""
+    return Extras(spec.vocab_size, tuple(map(processor_name, config.logits_processors)))
 
 
 def describe_memory(plan: MemoryPlan, setup: Setup, shards: int) -> str:
@@ -194,6 +201,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "max_num_seqs": setup.max_num_seqs,
         "max_num_batched_tokens": setup.max_num_batched_tokens,
         "max_logprobs": config.max_logprobs,
+        "logits_processors": list(map(processor_name, config.logits_processors)),
     }
 
 

@@ -46,6 +46,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()  # a sampled token among these ends it; the usual one first
     priority: int = 0  # lower goes first
     salt: bytes | None = b""  # blocks are shared only between requests of equal salt; None shares nothing
+    reads_cache: bool = True  # whether cached blocks stand in for its tokens; its own blocks are cached in any case
 
 
 @dataclass(frozen=True, slots=True, eq=False)

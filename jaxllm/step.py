@@ -9,9 +9,9 @@ of one shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,13 @@ from jaxllm.cache import DeviceState, Geometry
 from jaxllm.model import decoder
 from jaxllm.model.decoder import Params
 from jaxllm.model.spec import Spec
-from jaxllm.sampling import Sampled, Variant
+from jaxllm.sampling import Extras, Processor, Sampled, Variant
 from jaxllm.sharding import AXIS
 from jaxllm.vocabulary import Vocabulary
 
 Leaves = tuple[jax.Array, ...]
+MOST_LOGPROBS = 20  # likeliest tokens that a step reports; who asks for more gets them out of whole rows
+SCORED_ROWS = 64  # positions that one call of `score` takes
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,29 @@ class Result:
     rank: np.ndarray | None  # int32[R]
     top_logprobs: np.ndarray | None  # float32[R, n]
     top_ids: np.ndarray | None  # int32[R, n]
+    reported: np.ndarray | None  # float32[R, MAX_REPORTED_TOKENS]
+    scores: Sequence[Score] = ()  # of what `Runner.dispatch` was asked to score
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A position whose log-probabilities are wanted beside the step's own: of a prompt, or all of a row's."""
+
+    request_id: int
+    position: int  # of the token that is scored
+    index: int  # of the token before it among the step's
+    token: int  # that stands there; 0 where it is to be sampled
+    is_whole: bool  # wants all of the vocabulary
+
+
+class Score(NamedTuple):
+    """The log-probabilities at one position."""
+
+    of: Scored
+    logprob: float  # of the token
+    rank: int
+    top_logprobs: np.ndarray  # float32[n], falling; n is V where all are wanted
+    top_ids: np.ndarray  # int32[n]
 
 
 def build(
@@ -51,6 +76,8 @@ def build(
     shape: Shape,
     variant: Variant,
     num_logprobs: int,
+    extras: Extras,
+    processors: Sequence[Processor],
     mesh: Mesh,
     params: Params[jax.ShapeDtypeStruct],
     state: DeviceState[jax.ShapeDtypeStruct],
@@ -65,7 +92,9 @@ def build(
     def on_shard(params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array) -> tuple[Leaves, jax.Array]:
         weights = jax.tree.unflatten(params_tree, params_leaves)
         current = jax.tree.unflatten(state_tree, state_leaves)
-        following, sampled = _step(spec, geometry, shape, variant, num_logprobs, kernels, weights, current, buffer)
+        following, sampled = _step(
+            spec, geometry, shape, variant, num_logprobs, extras, processors, kernels, weights, current, buffer
+        )
         return tuple(jax.tree.leaves(following)), _joined(sampled)
 
     params_specs, state_specs = (
@@ -80,20 +109,79 @@ def build(
     )
 
 
-def read(joined: np.ndarray, num_rows: int) -> Result:
+def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
+    """Return how many of the likeliest tokens a step reports, where requests may ask for `max_logprobs`; -1: all."""
+    return min(MOST_LOGPROBS if max_logprobs == -1 else max_logprobs, MOST_LOGPROBS, vocab_size)
+
+
+def score(
+    spec: Spec,
+    num_logprobs: int,
+    is_whole: bool,
+    mesh: Mesh,
+    params: Params[jax.ShapeDtypeStruct],
+) -> Callable[[Leaves, jax.Array, jax.Array], jax.Array]:
+    """Return a function of (weights, hidden states, places) that scores tokens at positions of the step before.
+
+    `places` are int32[Q, 2]: which hidden state, and which token. The result is int32[Q, W] like a step's, whose first
+    two columns mean nothing; where `is_whole`, the log-probabilities of the vocabulary instead, float32[Q, V], with
+    minus infinity behind its end.
+    """
+    params_tree = jax.tree.structure(params)
+
+    def on_shard(params_leaves: Leaves, hidden: jax.Array, places: jax.Array) -> jax.Array:
+        weights = jax.tree.unflatten(params_tree, params_leaves)
+        vocabulary = Vocabulary(spec.vocab_size, AXIS)
+        logits = decoder.logits(spec, weights, hidden.at[places[:, 0]].get(mode="clip"))  # [Q, Vx]
+        logits = vocabulary.without_padding(logits)
+        if is_whole:
+            return sampling.all_logprobs(logits, vocabulary)
+        found = sampling.logprobs_of(logits, places[:, 1], None, num_logprobs, vocabulary)
+        return _joined(Sampled(places[:, 1], jnp.ones(len(places), jnp.bool_), *found))
+
+    params_specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(params))
+    return jax.shard_map(
+        on_shard,
+        mesh=mesh,
+        in_specs=(params_specs, PartitionSpec(), PartitionSpec()),
+        out_specs=PartitionSpec(None, AXIS) if is_whole else PartitionSpec(),
+        check_vma=False,
+    )
+
+
+def read_scores(wanted: Sequence[Scored], found: jax.Array | np.ndarray) -> list[Score]:
+    """Read the results of `score` for positions that are all whole or all not."""
+    values = np.asarray(found)
+    scores = []
+    for row, of in enumerate(wanted):
+        if of.is_whole:
+            order = np.argsort(-values[row], kind="stable")  # equals by their ids, as in lax.top_k
+            logprob = values[row, of.token]
+            rank = 1 + int(np.count_nonzero(values[row] > logprob))
+            scores.append(Score(of, float(logprob), rank, values[row, order], order))
+        else:
+            one = read(values[row : row + 1], 1, (values.shape[1] - 4) // 2)
+            assert one.logprob is not None and one.rank is not None
+            assert one.top_logprobs is not None and one.top_ids is not None
+            scores.append(Score(of, float(one.logprob[0]), int(one.rank[0]), one.top_logprobs[0], one.top_ids[0]))
+    return scores
+
+
+def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> Result:
     """Take a step's results apart, int32[R, W] as `build` returns them; rows behind `num_rows` were padding."""
     joined = np.ascontiguousarray(joined[:num_rows].T)  # [W, R]
     tokens, is_finite = joined[0], joined[1].astype(np.bool_)
     if len(joined) == 2:
-        return Result(tokens, is_finite, None, None, None, None)
-    count = (len(joined) - 4) // 2
+        return Result(tokens, is_finite, None, None, None, None, None)
+    ids_at, reported_at = 4 + num_logprobs, 4 + 2 * num_logprobs
     return Result(
         tokens=tokens,
         is_finite=is_finite,
         logprob=joined[2].view(np.float32),
         rank=joined[3],
-        top_logprobs=joined[4 : 4 + count].view(np.float32).T,
-        top_ids=joined[4 + count :].T,
+        top_logprobs=joined[4:ids_at].view(np.float32).T,
+        top_ids=joined[ids_at:reported_at].T,
+        reported=joined[reported_at:].view(np.float32).T if len(joined) > reported_at else None,
     )
 
 
@@ -109,12 +197,12 @@ def patch(tables: jax.Array, tokens: jax.Array, changes: jax.Array) -> tuple[jax
     return patched(tables, changes[0]), patched(tokens, changes[1])
 
 
-def patch_bias(bias: jax.Array, changes: jax.Array) -> jax.Array:
-    """Write the biases of newly admitted requests into `bias`, int32[S, 2, E], ahead of their first step.
+def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:
+    """Write the extras of newly admitted requests into int32[S, F], ahead of their first step.
 
-    `changes` is int32[W, 1 + 2 E]: slots, each with its `sampling.pack_bias`; slot S is dropped.
+    `changes` is int32[W, 1 + F]: slots, each with its `sampling.Extras`; slot S is dropped.
     """
-    return bias.at[changes[:, 0]].set(changes[:, 1:].reshape(-1, *bias.shape[1:]), mode="drop")
+    return extras.at[changes[:, 0]].set(changes[:, 1:], mode="drop")
 
 
 def _step(
@@ -123,6 +211,8 @@ def _step(
     shape: Shape,
     variant: Variant,
     num_logprobs: int,
+    extras: Extras,
+    processors: Sequence[Processor],
     kernels: dict[str, str],
     params: Params[jax.Array],
     state: DeviceState[jax.Array],
@@ -154,17 +244,23 @@ def _step(
     kv = list(state.kv)
     attend = _attention(spec, geometry, shape, kernels, kv, tables, field, slots, positions)
     hidden = decoder.forward(spec, params, tokens, positions, attend, AXIS)  # [T, D]
+    kept = state.hidden
+    if variant is Variant.PENALIZED:
+        kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
     logits = decoder.logits(spec, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
 
     ends = field["row_position"] + 1
     here = jax.tree.map(lambda column: column.at[row_slot].get(mode="clip"), rows)
-    history, bias = None, None
+    history, own = None, None
     if variant is Variant.PENALIZED:
-        history, bias = known.at[row_slot].get(mode="clip"), state.bias.at[row_slot].get(mode="clip")
+        history = known.at[row_slot].get(mode="clip")
+        own = extras.unpack(state.extras.at[row_slot].get(mode="clip"))
     vocabulary = Vocabulary(spec.vocab_size, AXIS)
-    sampled = sampling.sample(logits, here, ends, history, bias, variant, num_logprobs, vocabulary)
+    sampled = sampling.sample(logits, here, ends, history, own, variant, num_logprobs, vocabulary, processors)
     known = known.at[jnp.where(samples, row_slot, geometry.num_slots), ends].set(sampled.tokens, mode="drop")
-    return DeviceState(kv=tuple(kv), tables=tables, tokens=known, sampling=rows, bias=state.bias), sampled
+    return DeviceState(
+        kv=tuple(kv), tables=tables, tokens=known, sampling=rows, extras=state.extras, hidden=kept
+    ), sampled
 
 
 def _attention(
@@ -243,4 +339,6 @@ def _joined(sampled: Sampled) -> jax.Array:
             lax.bitcast_convert_type(sampled.top_logprobs, jnp.int32),
             sampled.top_ids,
         ]
+        if sampled.reported is not None:
+            columns.append(lax.bitcast_convert_type(sampled.reported, jnp.int32))
     return jnp.concatenate(columns, axis=1)

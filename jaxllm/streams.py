@@ -337,3 +337,5 @@ def merge(pending: RequestOutput, new: RequestOutput) -> None:
         part.finish_reason, part.stop_reason = completion.finish_reason, completion.stop_reason
     pending.finished, pending.metrics = new.finished, new.metrics
     pending.num_cached_tokens = new.num_cached_tokens
+    if new.prompt_logprobs is not None:
+        pending.prompt_logprobs = new.prompt_logprobs

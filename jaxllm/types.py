@@ -20,6 +20,10 @@ from jaxllm.errors import UnsupportedError, UserError
 
 MAX_MASKED_STOP_IDS = 32  # stop ids that one request can hold back with min_tokens: columns of the sampling state
 MAX_BIASED_TOKENS = 300  # entries of logit_bias, OpenAI's own bound: columns of the sampling state
+MAX_BAD_WORD_TOKENS = 512  # of all bad_words together, each with and without a space before it: columns as well
+MAX_REPORTED_TOKENS = 128  # logprob_token_ids, vLLM's bound: columns as well
+MAX_PROCESSOR_ARGUMENTS = 8  # numbers for a logits processor: columns as well
+MAX_PATTERN_SIZE = 1024  # tokens of a pattern that repetition_detection looks for
 INT32_MAX = 2**31 - 1
 _GREEDY_BELOW = 1e-5  # temperatures under it mean greedy, as in vLLM
 _LEAST_TEMPERATURE = 0.01  # of a request that is not greedy: logits divided by less overflow
@@ -32,6 +36,39 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0  # everything so far
     DELTA = 1  # what is new
     FINAL_ONLY = 2  # everything, once the request has ended
+
+
+@dataclass(frozen=True)
+class RepetitionDetectionParams:
+    """When an output counts as repeating itself: its end is one pattern of tokens `min_count` times in a row.
+
+    Raises:
+        UserError: for a number that is no integer or out of range, or a bad combination.
+    """
+
+    max_pattern_size: int = 0  # tokens of the longest pattern; 0 looks for none
+    min_pattern_size: int = 0  # tokens of the shortest one; 0 means 1
+    min_count: int = 0  # at least 2
+
+    def __post_init__(self) -> None:
+        for own in fields(self):
+            object.__setattr__(self, own.name, _integer("repetition_detection", getattr(self, own.name)))
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size:
+            raise UserError(
+                "max_pattern_size, min_pattern_size must be >=0, with min_pattern_size <= max_pattern_size",
+                "repetition_detection",
+            )
+        if self.max_pattern_size > MAX_PATTERN_SIZE:
+            raise UserError(
+                f"max_pattern_size must be at most {MAX_PATTERN_SIZE}, got {self.max_pattern_size}.",
+                "repetition_detection",
+            )
+        if self.max_pattern_size > 0 and self.min_count < 2:
+            raise UserError(
+                "min_count must be >= 2 to detect repetitive patterns in engine output. If you do not wish to detect "
+                "repetitive patterns, set max_pattern_size to 0.",
+                "repetition_detection",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,31 +95,34 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: until the model's context is full
     min_tokens: int = 0  # before which neither end-of-sequence nor stop_token_ids can be sampled
-    logprobs: int | None = None  # likeliest tokens to report beside the sampled one; True is 1
+    logprobs: int | None = None  # likeliest tokens to report beside the sampled one; True is 1, -1 the vocabulary
+    prompt_logprobs: int | None = None  # the same for each token of the prompt
+    # Tokens whose log-probabilities to report at every position, beside the sampled and the likeliest ones.
+    logprob_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True  # in the text
     include_stop_str_in_output: bool = False  # let the text end with the stop string that ended it
     detokenize: bool = True  # False: token ids only, no text
     # Added to a token's logit, clamped to [-100, 100]; stored as a dict of its own, {} as None. Keys may be text, as in
     # JSON. Left out of the hash, which a dict has none of: equal values still have equal hashes.
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None  # the only tokens that may be sampled; stored as a tuple
+    # Texts whose tokens, with and without a space before them, the output must not hold; stored as a tuple, None is ().
+    bad_words: Sequence[str] = ()
+    # Names of the engine's logits processors, each with its numbers; a lone number is one. Left out of the hash.
+    extra_args: Mapping[str, Sequence[float] | float] | None = field(default=None, hash=False)
+    repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats itself; or a mapping
     truncate_prompt_tokens: int | None = None  # keep the prompt's last tokens; -1: as many as the model holds
+    skip_reading_prefix_cache: bool | None = None  # compute the whole prompt; None: with prompt_logprobs only
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None  # tokens between two outputs of a stream; None: the engine's choice
 
     # Not built yet; `__post_init__` gets these in this order.
-    prompt_logprobs: InitVar[int | None] = None
     prompt_logprob_token_ids: InitVar[Sequence[int] | None] = None
     prompt_logprob_start: InitVar[int | None] = None
-    logprob_token_ids: InitVar[Sequence[int] | None] = None
     flat_logprobs: InitVar[bool] = False
     spaces_between_special_tokens: InitVar[bool] = True
     structured_outputs: InitVar[object] = None
-    allowed_token_ids: InitVar[Sequence[int] | None] = None
-    bad_words: InitVar[Sequence[str] | None] = None
-    extra_args: InitVar[Mapping[str, Any] | None] = None
-    skip_reading_prefix_cache: InitVar[bool | None] = None
     thinking_token_budget: InitVar[int | None] = None
-    repetition_detection: InitVar[object] = None
     routed_experts_prompt_start: InitVar[int] = 0
     trace_decode_token_ids: InitVar[Sequence[int] | None] = None
 
@@ -101,8 +141,6 @@ class SamplingParams:
         names = [name for name in type(self).__dataclass_fields__ if name not in {own.name for own in fields(self)}]
         for name, value in zip(names, unbuilt, strict=True):
             default = getattr(type(self), name)
-            if name == "bad_words" and value in ([], ()):
-                continue  # vLLM's own default
             if type(value) is not type(default) or value != default:
                 shown = f"{name}={value}" if isinstance(value, bool) else name
                 raise UnsupportedError(f"{shown} is not supported by jaxllm yet.", name, value)
@@ -123,20 +161,32 @@ class SamplingParams:
 
 
 def validate_for_model(
-    params: SamplingParams, vocab_size: int, max_logprobs: int, eos_token_ids: Collection[int] = ()
+    params: SamplingParams,
+    vocab_size: int,
+    max_logprobs: int,
+    eos_token_ids: Collection[int] = (),
+    processors: Collection[str] = (),
 ) -> None:
     """Refuse what this model cannot serve: ids outside its vocabulary, too many log-probabilities or masked stop ids.
 
-    `eos_token_ids` are the model's own, which `min_tokens` holds back too.
+    `max_logprobs` -1 sets no bound. `eos_token_ids` are the model's own, which `min_tokens` holds back too;
+    `processors` are the names of the engine's logits processors.
     """
-    if params.logprobs is not None and params.logprobs > min(max_logprobs, vocab_size):
-        raise UserError(
-            f"Requested sample logprobs of {params.logprobs}, which is greater than max allowed: "
-            f"{min(max_logprobs, vocab_size)}",
-            "logprobs",
-            params.logprobs,
-        )
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+    most = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
+    for name, kind, count in (
+        ("logprobs", "sample", params.logprobs),
+        ("prompt_logprobs", "prompt", params.prompt_logprobs),
+    ):
+        if count is not None and (vocab_size if count == -1 else count) > most:
+            message = f"Requested {kind} logprobs of {count}, which is greater than max allowed: {most}"
+            raise UserError(message, name, count)
+    for asked in params.extra_args or ():
+        if asked not in processors:
+            has = f"it has {', '.join(processors)}" if processors else "it was started without any"
+            message = f"extra_args: {_shown(asked)} is no logits processor of this engine; {has}."
+            raise UserError(message, "extra_args", asked)
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        ids = getattr(params, name) or ()
         outside = [token for token in ids if not 0 <= token < vocab_size]
         if outside:
             raise UserError(
@@ -169,7 +219,7 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
         raise UserError(f"generation_config.json: {error}", error.parameter, error.value) from error
 
 
-FinishReason = Literal["stop", "length", "abort", "time_limit", "error"]
+FinishReason = Literal["stop", "length", "repetition", "abort", "time_limit", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +227,7 @@ class Logprob:
     """One token's log-probability under the model, before temperature, penalties and filters."""
 
     logprob: float
-    rank: int | None = None  # 1 is the likeliest
+    rank: int | None = None  # 1 is the likeliest; None for a token that only logprob_token_ids names
     decoded_token: str | None = None
 
 
@@ -189,7 +239,8 @@ class CompletionOutput:
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None  # per token: token id to log-probability, the sampled token first
+    # Per token, token id to log-probability: the sampled token, the likeliest ones, then those of logprob_token_ids.
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
     seed: int | None = None  # that gives the same tokens again; None where nothing is drawn
@@ -220,6 +271,9 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None  # of the prompt, found in the prefix cache
+    # Per token of the prompt: the token, then the likeliest ones; None for the first, which nothing predicts. A delta
+    # has them once, as soon as there are all.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 def _shown(value: object) -> str:
@@ -278,29 +332,78 @@ def _normalized(given: dict[str, Any]) -> dict[str, Any]:
             values[name] = _integer(name, given[name])
     values["output_kind"] = _output_kind(given["output_kind"])
     values["logit_bias"] = None if given["logit_bias"] is None else _logit_bias(given["logit_bias"]) or None
-    if given["logprobs"] is not None:
-        values["logprobs"] = 1 if given["logprobs"] is True else _integer("logprobs", given["logprobs"])
+    for name in ("logprobs", "prompt_logprobs"):
+        if given[name] is not None:
+            values[name] = 1 if given[name] is True else _integer(name, given[name])
+    if given["skip_reading_prefix_cache"] is not None:
+        values["skip_reading_prefix_cache"] = _flag("skip_reading_prefix_cache", given["skip_reading_prefix_cache"])
     if given["seed"] is not None:
         seed = _integer("seed", given["seed"], -(2**63), 2**63 - 1)
         values["seed"] = None if seed == -1 else seed
     if values["top_k"] == -1:
         values["top_k"] = 0
     stop = (given["stop"],) if isinstance(given["stop"], str) else given["stop"]
-    stop = () if stop is None else _sequence("stop", stop, "strings")
-    if any(not isinstance(text, str) for text in stop):
-        raise UserError(f"stop must contain only strings, got {_shown(list(stop))}.", "stop", given["stop"])
-    try:
-        "".join(map(str, stop)).encode()
-    except UnicodeEncodeError as error:
-        raise UserError("stop must be text; half of a surrogate pair is none.", "stop", given["stop"]) from error
-    ids = () if given["stop_token_ids"] is None else _sequence("stop_token_ids", given["stop_token_ids"], "integers")
-    if any(isinstance(token, bool) or not isinstance(token, numbers.Integral) for token in ids):
-        message = f"stop_token_ids must contain only integers, got {_shown(list(ids))}."
-        raise UserError(message, "stop_token_ids", given["stop_token_ids"])
-    ids = dict.fromkeys(_integer("stop_token_ids", token) for token in ids)  # each once, in the order given
-    values["stop"] = stop
-    values["stop_token_ids"] = tuple(ids)
+    values["stop"] = _texts("stop", stop)
+    values["bad_words"] = _texts("bad_words", given["bad_words"])
+    values["stop_token_ids"] = _ids("stop_token_ids", given["stop_token_ids"])
+    for name in ("allowed_token_ids", "logprob_token_ids"):
+        values[name] = None if given[name] is None else _ids(name, given[name])
+    values["extra_args"] = None if given["extra_args"] is None else _extra_args(given["extra_args"]) or None
+    values["repetition_detection"] = _repetition_detection(given["repetition_detection"])
     return values
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """Check a list of texts; None is an empty one."""
+    texts = () if value is None else _sequence(name, value, "strings")
+    if any(not isinstance(text, str) for text in texts):
+        raise UserError(f"{name} must contain only strings, got {_shown(list(texts))}.", name, value)
+    try:
+        "".join(map(str, texts)).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} must be text; half of a surrogate pair is none.", name, value) from error
+    return texts  # pyright: ignore[reportReturnType] - looked at above
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    """Check a list of token ids and keep each once, in the order given; None is an empty one."""
+    ids = () if value is None else _sequence(name, value, "integers")
+    if any(isinstance(token, bool) or not isinstance(token, numbers.Integral) for token in ids):
+        raise UserError(f"{name} must contain only integers, got {_shown(list(ids))}.", name, value)
+    return tuple(dict.fromkeys(_integer(name, token) for token in ids))
+
+
+def _extra_args(value: object) -> dict[str, tuple[float, ...]]:
+    if not isinstance(value, Mapping):
+        message = f"extra_args must map names of logits processors to numbers, got {_shown(value)}."
+        raise UserError(message, "extra_args", value)
+    arguments: dict[str, tuple[float, ...]] = {}
+    for name, given in value.items():
+        if not isinstance(name, str):
+            raise UserError(f"extra_args must have names for keys, got {_shown(name)}.", "extra_args", name)
+        given = given if isinstance(given, list | tuple) else (given,)
+        if len(given) > MAX_PROCESSOR_ARGUMENTS:
+            message = (
+                f"extra_args may give a logits processor at most {MAX_PROCESSOR_ARGUMENTS} numbers, got {len(given)}."
+            )
+            raise UserError(message, "extra_args", len(given))
+        arguments[name] = tuple(_number("extra_args", number) for number in given)
+    return arguments
+
+
+def _repetition_detection(value: object) -> RepetitionDetectionParams | None:
+    """Read what may be a mapping, as in JSON; what looks for no pattern is None."""
+    if isinstance(value, Mapping):
+        known = [own.name for own in fields(RepetitionDetectionParams)]
+        for name in value:
+            if name not in known:
+                message = f"repetition_detection has no {_shown(name)}; it has {', '.join(known)}."
+                raise UserError(message, "repetition_detection", value)
+        value = RepetitionDetectionParams(**value)
+    if value is not None and not isinstance(value, RepetitionDetectionParams):
+        message = f"repetition_detection must be a RepetitionDetectionParams, got {_shown(value)}."
+        raise UserError(message, "repetition_detection", value)
+    return value if value is not None and value.max_pattern_size > 0 else None
 
 
 def _output_kind(value: object) -> RequestOutputKind:
@@ -351,7 +454,10 @@ def _check_ranges(values: dict[str, Any]) -> None:
             most is None or values["min_tokens"] <= most,
             f"must be less than or equal to max_tokens={most}",
         ),
-        ("logprobs", values["logprobs"] is None or values["logprobs"] >= -1, "must be non-negative or -1"),
+        *(
+            (name, values[name] is None or values[name] >= -1, "must be non-negative or -1")
+            for name in ("logprobs", "prompt_logprobs")
+        ),
         (
             "truncate_prompt_tokens",
             values["truncate_prompt_tokens"] is None
@@ -364,9 +470,17 @@ def _check_ranges(values: dict[str, Any]) -> None:
     for name, holds, rule in rules:
         if not holds:
             raise UserError(f"{name} {rule}, got {values[name]}.", name, values[name])
-    if values["logprobs"] == -1:
-        raise UnsupportedError("logprobs=-1 (all vocabulary) is not supported by jaxllm yet.", "logprobs", -1)
     if values["stop"] and not values["detokenize"]:
         raise UserError("stop needs the text: set detokenize=True, or use stop_token_ids.", "stop", values["stop"])
     if "" in values["stop"]:
         raise UserError("stop cannot contain an empty string.", "stop", values["stop"])
+    if any(not word.lstrip(" ") for word in values["bad_words"]):
+        raise UserError("bad_words cannot contain an empty string.", "bad_words", values["bad_words"])
+    if values["allowed_token_ids"] == ():
+        raise UserError("allowed_token_ids is not None and empty!", "allowed_token_ids", ())
+    if values["logprob_token_ids"] == ():
+        raise UserError("logprob_token_ids must not be empty.", "logprob_token_ids", ())
+    if len(values["logprob_token_ids"] or ()) > MAX_REPORTED_TOKENS:
+        count = len(values["logprob_token_ids"])
+        message = f"logprob_token_ids must hold at most {MAX_REPORTED_TOKENS} ids, got {count}."
+        raise UserError(message, "logprob_token_ids", count)

@@ -61,6 +61,17 @@ class Vocabulary:
             return values
         return jnp.where(self.ids(width) < self.size, values, -jnp.inf)
 
+    def whole(self, values: jax.Array) -> jax.Array:
+        """Bring all columns together: f32[R, Vx] to [R, V] on every shard; one all-gather."""
+        if self.shards > 1:
+            values = lax.all_gather(values, self.axis, axis=1, tiled=True)
+        return values[:, : self.size]
+
+    def columns(self, values: jax.Array, width: int) -> jax.Array:
+        """Take this shard's columns, [R, Vx], out of [R, V or more]; padding has any value."""
+        padded = jnp.pad(values, ((0, 0), (0, max(0, self.shards * width - values.shape[1]))))
+        return lax.dynamic_slice_in_dim(padded, self.first(width), width, axis=1)
+
     def is_finite(self, values: jax.Array) -> jax.Array:
         """Say of this shard's f32[R, Vx] alone whether its tokens' values are finite, bool[R]."""
         is_fine, width = jnp.isfinite(values), values.shape[-1]
@@ -126,13 +137,12 @@ class Vocabulary:
         return jnp.max(largest, axis=-1, keepdims=True), best, jnp.take_along_axis(ids, at, axis=-1)
 
     def at(self, values: jax.Array, ids: jax.Array) -> jax.Array:
-        """Return what f32[R, Vx] holds at one id per row, i32[R], as int32[R] of its bits, on its own shard; else 0.
+        """Return what f32[R, Vx] holds at ids, i32[R, n], as int32[R, n] of its bits, on their own shard; else 0.
 
         The `total` of that is the value's bits.
         """
-        width = values.shape[-1]
-        column = ids if self.shards == 1 else self.local(ids, width)
-        found = values.at[jnp.arange(len(ids)), column].get(mode="fill", fill_value=0.0)
+        column = self.local(ids, values.shape[-1])
+        found = values.at[jnp.arange(len(ids))[:, None], column].get(mode="fill", fill_value=0.0)
         return lax.bitcast_convert_type(found, jnp.int32)
 
     def search(self, measure: Callable[[jax.Array], jax.Array], wanted: jax.Array, is_wanted: jax.Array) -> jax.Array:

@@ -291,7 +291,10 @@ def test_prompts_from_a_file(run: Run, tmp_path: Path) -> None:
         (b'{"prompt": "a"}\n\n{"text": "b"}', 'line 3: expected an object with a "prompt"'),
         (b'{"prompt": "a", "max_token": 3}', "line 1: 'max_token' is not a sampling parameter of jaxllm. Did you mean"),
         (b'{"prompt": "a", "top_p": 3}', "line 1: top_p must be in (0, 1], got 3"),
-        (b'{"prompt": "a", "bad_words": ["x"]}', "line 1: bad_words is not supported by jaxllm yet."),
+        (
+            b'{"prompt": "a", "thinking_token_budget": 9}',
+            "line 1: thinking_token_budget is not supported by jaxllm yet.",
+        ),
     ],
 )
 def test_bad_files_are_named_with_the_line(content: bytes, message: str, run: Run, tmp_path: Path) -> None:

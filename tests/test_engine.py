@@ -10,6 +10,7 @@ import signal
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -420,7 +421,10 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
         assert "head" in named.top, "a tied head would poison everybody's logits"
         top = named.top | {"embed": named.top["embed"].at[3].set(np.nan)}
         runner._params = tuple(jax.tree.leaves(named.replace(top=top)))
-        healthy, poisoned = generate(llm, [[5, 6, 7], [5, 3, 7]], params)
+        healthy, scored, poisoned = generate(
+            llm, [[5, 6, 7], [5, 3, 7], [5, 3, 7]], [params, replace(params, prompt_logprobs=1), params]
+        )
+        assert scored.outputs[0].finish_reason == "error" and scored.prompt_logprobs is None
         assert poisoned.outputs[0].finish_reason == "error" and "finite" in str(poisoned.outputs[0].stop_reason)
         assert tokens([healthy]) == expected or 3 in expected[0]
         # What the poisoned prompt wrote is not for anybody else, even once the fault has gone.

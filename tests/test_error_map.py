@@ -80,9 +80,9 @@ WRONG_CALLS = [
     ("token id", {"token_ids": {"ids": [99_999]}}, INVALID, {"prompt": [99_999]}, WRONG),
     (
         "unbuilt",
-        {"output": {"prompt_logprobs": 1}},
+        {"output": {"token_bytes": True}},
         ("INVALID_ARGUMENT", "UNSUPPORTED_PARAMETER", errors.UnsupportedError),
-        {"prompt_logprobs": 1},
+        {"thinking_token_budget": 1},
         (400, "UNSUPPORTED_PARAMETER", "invalid_request_error"),
     ),
     (

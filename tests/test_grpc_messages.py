@@ -60,6 +60,8 @@ def set_leaf(message: Message, path: tuple[str, ...]) -> None:
         value["key"] = 1
     elif kind is not None and kind.full_name == "google.protobuf.Duration":
         value.seconds = 7
+    elif path[0] == "extra_args":
+        value["name"].values.append(0.5)
     elif kind is not None:
         value[3] = 0.5  # logit_bias
     elif path[0] == "tools_json":
@@ -455,7 +457,7 @@ def test_a_chunk_without_news_is_not_a_message() -> None:
 
 def test_defaults_are_all_told() -> None:
     told = grpc_replies.default_sampling_of(SamplingParams(temperature=0.6, top_k=20))
-    without = {"seed", "logit_bias", "allowed_token_ids", "bad_words"}
+    without = {"seed", "logit_bias", "allowed_token_ids", "bad_words", "extra_args", "skip_reading_prefix_cache"}
     assert {field.name for field, _ in told.ListFields()} == set(ty.SamplingParams.DESCRIPTOR.fields_by_name) - without
     assert told.temperature == 0.6 and told.top_k == 20
     stop = grpc_replies.default_stop_of(SamplingParams(), None)
@@ -535,9 +537,9 @@ def test_names_of_the_engine_become_paths(name: str, path: str) -> None:
 
 
 def test_every_sampling_parameter_has_a_path_that_exists() -> None:
-    not_here = {"output_kind", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs", "extra_args"}
+    not_here = {"output_kind", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs"}
     not_here |= {"spaces_between_special_tokens", "skip_reading_prefix_cache", "thinking_token_budget"}
-    not_here |= {"repetition_detection", "routed_experts_prompt_start", "trace_decode_token_ids"}
+    not_here |= {"routed_experts_prompt_start", "trace_decode_token_ids"}
     for name in set(SamplingParams.__dataclass_fields__) - not_here:
         descriptor = pb.GenerateRequest.DESCRIPTOR
         for step in grpc_errors.path_of(name, None).split("."):

@@ -118,7 +118,7 @@ def test_every_sampling_name_is_one_that_the_validator_knows():
     ("field", "value"),
     [
         *(("suffix", "x"), ("best_of", 2), ("best_of", True), ("use_beam_search", True), ("length_penalty", 0.5)),
-        *(("guided_json", {}), ("prompt_embeds", "x"), ("kv_transfer_params", {}), ("vllm_xargs", {"a": 1})),
+        *(("guided_json", {}), ("prompt_embeds", "x"), ("kv_transfer_params", {})),
         *(("response_format", {"type": "json_object"}), ("truncation_side", "right"), ("early_stopping", True)),
     ],
 )
@@ -183,10 +183,63 @@ def test_stream_options_need_a_stream_and_known_names():
     assert not completion(stream=True, stream_options={"continuous_usage_stats": True}).form.continuous_usage
 
 
-@pytest.mark.parametrize("other", [{"logprobs": 1}, {"logprobs": 0}, {"truncate_prompt_tokens": 3}])
-def test_echo_with_what_is_not_built(other):
+def test_echo_with_what_is_not_built():
     with pytest.raises(UnsupportedError):
-        completion(echo=True, **other)
+        completion(echo=True, truncate_prompt_tokens=3)
+
+
+@pytest.mark.parametrize("count", [0, 2, -1])
+def test_echo_with_logprobs_asks_for_those_of_the_prompt(count):
+    reply = completion(echo=True, logprobs=count, prompt_logprobs=None)
+    assert reply.calls[0].sampling == {"logprobs": count, "prompt_logprobs": count}
+    reply.prompt_texts = ["ab"]
+    prompt = PromptInfo([7, 8], 0, [None, {8: entry(-1.0, "b")}], "a")
+    (choice,) = reply.response(
+        [chunk(part("c", token_ids=[9], logprobs=[{9: entry(-2.0, "c")}], finish_reason="length"), prompt=prompt)]
+    )["choices"]
+    assert choice["text"] == "abc"
+    assert choice["logprobs"] == {
+        "text_offset": [0, 1, 2],
+        "token_logprobs": [None, -1.0, -2.0],
+        "tokens": ["a", "b", "c"],
+        "top_logprobs": [None, {"b": -1.0}, {"c": -2.0}],
+    }
+    assert "prompt_logprobs" not in choice, "nobody has asked for them by that name"
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_prompt_logprobs_are_told_in_vllms_form(make):
+    reply = make(prompt_logprobs=1)
+    assert reply.calls[0].sampling["prompt_logprobs"] == 1
+    prompt = PromptInfo([7, 8], 0, [None, {8: entry(-math.inf, "b", 3), 9: entry(-0.5, "c")}], "a")
+    answer = reply.response([chunk(part("x", finish_reason="stop"), prompt=prompt)])
+    place = answer if make is chat else answer["choices"][0]
+    assert place["prompt_logprobs"] == [
+        None,
+        {
+            "8": {"logprob": -9999.0, "rank": 3, "decoded_token": "b"},
+            "9": {"logprob": -0.5, "rank": 1, "decoded_token": "c"},
+        },
+    ]
+    with pytest.raises(UserError, match="not available when `stream=True`"):
+        make(prompt_logprobs=1, stream=True)
+
+
+def test_processors_are_called_what_vllm_calls_them():
+    for make in (completion, chat):
+        reply = make(vllm_xargs={"scale": 2})
+        assert reply.calls[0].sampling["extra_args"] == {"scale": 2} and reply.names["extra_args"] == "vllm_xargs"
+
+
+def test_ids_that_were_asked_for_are_told_beside_the_likeliest():
+    row = {5: entry(-3.0, "e", 9), 6: entry(-0.1, "f"), 7: entry(-7.0, "g", None)}
+    told = completion(logprob_token_ids=[7]).response([chunk(part("e", logprobs=[row], finish_reason="stop"))])
+    assert told["choices"][0]["logprobs"]["top_logprobs"] == [{"e": -3.0, "f": -0.1, "g": -7.0}]
+    told = chat(logprobs=True, top_logprobs=1, logprob_token_ids=[7]).response(
+        [chunk(part("e", logprobs=[row], finish_reason="stop"))]
+    )
+    (content,) = told["choices"][0]["logprobs"]["content"]
+    assert [top["token"] for top in content["top_logprobs"]] == ["f", "g"]
 
 
 # Answers of /v1/completions.

@@ -17,6 +17,7 @@ from jaxllm.convert import convert
 from jaxllm.errors import UserError
 from jaxllm.model import weights
 from jaxllm.model.families import read_spec
+from jaxllm.sampling import Extras
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -129,7 +130,8 @@ def test_a_block_of_latents_is_counted_once_and_is_whole_on_each_device():
     geometry = cache.Geometry(num_slots=2, num_blocks=5, block_size=16, max_model_len=64)
     for shards in (1, 2):
         assert cache.block_bytes(spec, 16, dtype, shards) == 2 * 16 * (24 + 8) * 2
-        state = cache.abstract(spec, geometry, sharding.make_mesh(jax.devices(), shards), dtype)
+        mesh = sharding.make_mesh(jax.devices(), shards)
+        state = cache.abstract(spec, geometry, 32, Extras(spec.vocab_size), mesh, dtype)
         held = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state.kv)]
         assert held == [(5, 1, 16, 32)] * 2
 

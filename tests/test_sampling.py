@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -12,8 +13,8 @@ import pytest
 
 from jaxllm.errors import EngineError
 from jaxllm.sampling import (
-    BIAS_SHAPE,
     ROW_WIDTH,
+    Extras,
     Sampled,
     SamplingState,
     Variant,
@@ -21,14 +22,13 @@ from jaxllm.sampling import (
     initial,
     kept_tokens,
     needs,
-    pack_bias,
     pack_row,
     penalized,
     reads_history,
     sample,
     unpack_rows,
 )
-from jaxllm.step import patch_bias
+from jaxllm.step import patch_extras
 from jaxllm.types import MAX_BIASED_TOKENS, MAX_MASKED_STOP_IDS, SamplingParams
 from jaxllm.vocabulary import Vocabulary
 
@@ -36,6 +36,8 @@ V = 24
 HISTORY = 8
 MANY = 20_000  # draws for a distribution
 WITH_FILTERS = (Variant.FILTERED, Variant.PENALIZED)
+EXTRAS = Extras(V)
+BadWords = Sequence[Sequence[int]]
 
 WHOLE = Vocabulary(V)
 
@@ -63,19 +65,19 @@ def draw(
     positions: np.ndarray | None = None,
     history: np.ndarray | None = None,
     batch: int | None = None,
-    bias: np.ndarray | None = None,
+    extras: np.ndarray | None = None,
 ) -> Sampled:
     """Sample in a batch of 1,024 rows, or of MANY, or of `batch`, and return the rows asked for."""
     count = len(logits)
     batch = batch or (1024 if count <= 1024 else MANY)
     positions = np.full(count, 6, np.int32) if positions is None else positions
     history = np.zeros((count, HISTORY), np.int32) if history is None else history
-    # Of a row's bias only the first `num_biased` entries are its own.
-    bias = np.full((count, *BIAS_SHAPE), 1, np.int32) if bias is None else bias
-    logits, rows, positions, history, bias = jax.tree.map(
-        lambda each: padded(each, batch), (logits, rows, positions, history, bias)
+    # Of a row's extras only what the row counts is its own.
+    extras = np.full((count, EXTRAS.width), 1, np.int32) if extras is None else extras
+    logits, rows, positions, history, extras = jax.tree.map(
+        lambda each: padded(each, batch), (logits, rows, positions, history, extras)
     )
-    sampled = jitted(logits, rows, positions, history, bias, variant=variant, num_logprobs=5)
+    sampled = jitted(logits, rows, positions, history, EXTRAS.unpack(extras), variant=variant, num_logprobs=5)
     return jax.tree.map(lambda each: np.asarray(each)[:count], sampled)
 
 
@@ -162,12 +164,16 @@ def test_empty_slots_are_greedy():
         ({"temperature": 0, "frequency_penalty": -0.1}, Variant.PENALIZED),
         ({"temperature": 0, "logit_bias": {3: 1.0}}, Variant.PENALIZED),
         ({"temperature": 0, "logit_bias": {}}, Variant.GREEDY),
+        ({"temperature": 0, "allowed_token_ids": [1]}, Variant.PENALIZED),
+        ({"temperature": 0, "bad_words": ["a"]}, Variant.PENALIZED),
+        ({"temperature": 0, "logprob_token_ids": [1]}, Variant.PENALIZED),
+        ({"temperature": 0, "extra_args": {"scale": 2}}, Variant.PENALIZED),
     ],
 )
 def test_a_request_needs_the_cheapest_variant(arguments: dict, variant: Variant):
     params = SamplingParams(**arguments)
     assert needs(params) is variant
-    assert reads_history(params) == (variant is Variant.PENALIZED and params.logit_bias is None)
+    assert reads_history(params) == ("penalty" in "".join(arguments) or "bad_words" in arguments)
 
 
 def test_wider_variants_give_the_same_tokens():
@@ -372,12 +378,27 @@ def test_absurd_penalties_do_not_overflow(temperature: float, penalty: float):
 # Bias
 
 
-def packed_biases(params: list[SamplingParams], garbage: int = 0) -> np.ndarray:
-    """As the device has them: behind each row's own entries is what a former request left."""
-    biases = np.stack([pack_bias(each.logit_bias or {}) for each in params])
+def packed_extras(
+    params: list[SamplingParams], garbage: int = 0, layout: Extras = EXTRAS, bad_words: Sequence[BadWords] = ()
+) -> np.ndarray:
+    """As the device has them: behind what is each row's own is what a former request left."""
+    own = np.full((len(params), layout.width), garbage, np.int32)
+    (bias_at, bias_shape), (words_at, words_shape) = layout.fields["bias"], layout.fields["bad_words"]
     for row, each in enumerate(params):
-        biases[row, :, len(each.logit_bias or {}) :] = garbage
-    return biases
+        words = bad_words[row] if bad_words else ()
+        packed = layout.pack(each, words)
+        if packed is not None:
+            own[row] = packed
+            for at, shape, used in (
+                (bias_at, bias_shape, len(each.logit_bias or ())),
+                (words_at, words_shape, sum(map(len, words))),
+            ):
+                own[row, at : at + int(np.prod(shape))].reshape(shape)[:, used:] = garbage
+    return own
+
+
+def packed_biases(params: list[SamplingParams], garbage: int = 0, layout: Extras = EXTRAS) -> np.ndarray:
+    return np.asarray(layout.unpack(packed_extras(params, garbage, layout))["bias"])
 
 
 @pytest.mark.parametrize("garbage", [0, 1, V - 1, V, -1, 2**31 - 1, -(2**31), int(np.float32("nan").view(np.int32))])
@@ -402,7 +423,7 @@ def test_a_bias_has_room_for_the_most_entries():
     params = SamplingParams(logit_bias={token: token / 10 for token in range(MAX_BIASED_TOKENS)})
     rows = rows_of([params], vocab_size=vocabulary)
     run = jax.jit(partial(biased, vocabulary=Vocabulary(vocabulary)))
-    result = run(np.zeros((1, vocabulary), np.float32), rows, packed_biases([params]))
+    result = run(np.zeros((1, vocabulary), np.float32), rows, packed_biases([params], layout=Extras(vocabulary)))
     expected = [token / 10 for token in range(MAX_BIASED_TOKENS)] + [0.0] * 7
     np.testing.assert_allclose(result, [np.minimum(expected, 100.0)], rtol=1e-6)
 
@@ -411,28 +432,29 @@ def test_a_bias_of_100_picks_and_of_minus_100_bans():
     logits = random_logits(V, 43)
     best = logits.argmax(-1)
     wanted = [SamplingParams(temperature=0, logit_bias={token: 100}) for token in range(V)]
-    sampled = draw(logits, rows_of(wanted), Variant.PENALIZED, bias=packed_biases(wanted))
+    sampled = draw(logits, rows_of(wanted), Variant.PENALIZED, extras=packed_extras(wanted))
     assert sampled.tokens.tolist() == list(range(V))
     banned = [SamplingParams(temperature=0, logit_bias={str(token): -100}) for token in best]
-    sampled = draw(logits, rows_of(banned), Variant.PENALIZED, bias=packed_biases(banned))
+    sampled = draw(logits, rows_of(banned), Variant.PENALIZED, extras=packed_extras(banned))
     assert sampled.tokens.tolist() == np.argsort(logits, axis=-1)[:, -2].tolist()
 
 
 def test_a_recycled_slot_does_not_see_the_former_bias():
     logits = random_logits(V, 44)
-    former = packed_biases([SamplingParams(logit_bias={token: 100, 3: 50}) for token in range(V)])
+    former = packed_extras([SamplingParams(logit_bias={token: 100, 3: 50}) for token in range(V)])
     rows = rows_of([SamplingParams(temperature=0)] * V)  # its row alone is written when a slot changes hands
-    assert draw(logits, rows, Variant.PENALIZED, bias=former).tokens.tolist() == logits.argmax(-1).tolist()
+    assert draw(logits, rows, Variant.PENALIZED, extras=former).tokens.tolist() == logits.argmax(-1).tolist()
 
 
-def test_biases_are_written_into_their_slots_alone():
+def test_extras_are_written_into_their_slots_alone():
     slots = 6
-    before = np.random.default_rng(47).integers(-9, 9, (slots, *BIAS_SHAPE)).astype(np.int32)
-    new = {4: pack_bias({7: 1.5}), 1: pack_bias({token: -token for token in range(MAX_BIASED_TOKENS)})}
-    changes = np.full((5, 1 + BIAS_SHAPE[0] * BIAS_SHAPE[1]), slots, np.int32)  # what is not used has slot S
+    before = np.random.default_rng(47).integers(-9, 9, (slots, EXTRAS.width)).astype(np.int32)
+    asked = {4: SamplingParams(logit_bias={7: 1.5}), 1: SamplingParams(allowed_token_ids=list(range(V)))}
+    new = {slot: EXTRAS.pack(params, ()) for slot, params in asked.items()}
+    changes = np.full((5, 1 + EXTRAS.width), slots, np.int32)  # what is not used has slot S
     for change, (slot, packed) in zip(changes, new.items(), strict=False):
-        change[:] = [slot, *packed.ravel()]
-    after = np.asarray(jax.jit(patch_bias)(before, changes))
+        change[:] = [slot, *packed]
+    after = np.asarray(jax.jit(patch_extras)(before, changes))
     for slot in range(slots):
         np.testing.assert_array_equal(after[slot], new.get(slot, before[slot]))
 
@@ -449,8 +471,8 @@ def test_a_bias_comes_before_penalties_and_leaves_the_raw_logprobs():
     ]
     logits = random_logits(count, 46)
     history = random.integers(0, V, (count, HISTORY)).astype(np.int32)
-    rows, biases = rows_of(params), packed_biases(params, 3)
-    sampled = draw(logits, rows, Variant.PENALIZED, history=history, bias=biases)
+    rows, extras = rows_of(params), packed_extras(params, 3)
+    sampled = draw(logits, rows, Variant.PENALIZED, history=history, extras=extras)
     raw = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
     for row, each in enumerate(params):
         expected = logits[row].astype(np.float64)
@@ -465,7 +487,7 @@ def test_a_bias_comes_before_penalties_and_leaves_the_raw_logprobs():
 def test_a_bias_does_not_free_what_min_tokens_holds_back():
     params = SamplingParams(temperature=0, min_tokens=9, logit_bias={2: 100})
     sampled = draw(
-        random_logits(3), rows_of([params] * 3, 3, (2,)), Variant.PENALIZED, bias=packed_biases([params] * 3)
+        random_logits(3), rows_of([params] * 3, 3, (2,)), Variant.PENALIZED, extras=packed_extras([params] * 3)
     )
     assert 2 not in sampled.tokens
 

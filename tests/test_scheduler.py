@@ -313,6 +313,13 @@ def test_blocks_are_shared_only_under_one_salt(salt: bytes | None, cached: int) 
     assert plan.admitted[1].num_cached == cached
 
 
+def test_a_request_may_leave_the_cache_unread_and_fills_it_all_the_same() -> None:
+    _, plan = run(start(request(1), request(2, reads_cache=False)))
+    assert [admission.num_cached for admission in plan.admitted] == [0, 0]
+    _, plan = run(start(request(1, reads_cache=False), request(2)))
+    assert [admission.num_cached for admission in plan.admitted] == [0, 4]
+
+
 def test_tokens_that_were_sampled_are_hit_by_the_next_turn() -> None:
     state = start(request(1, length=4, num_new=9))
     for _ in range(9):

@@ -55,11 +55,18 @@ def test_defaults_are_those_of_vllm():
         "max_tokens": 16,
         "min_tokens": 0,
         "logprobs": None,
+        "prompt_logprobs": None,
+        "logprob_token_ids": None,
         "skip_special_tokens": True,
         "include_stop_str_in_output": False,
         "detokenize": True,
         "logit_bias": None,
+        "allowed_token_ids": None,
+        "bad_words": (),
+        "extra_args": None,
+        "repetition_detection": None,
         "truncate_prompt_tokens": None,
+        "skip_reading_prefix_cache": None,
         "output_kind": RequestOutputKind.CUMULATIVE,
         "stream_interval": None,
     }
@@ -87,7 +94,13 @@ def test_defaults_are_those_of_vllm():
         ({"min_tokens": -1}, "min_tokens must be greater than or equal to 0, got -1."),
         ({"min_tokens": 17}, "min_tokens must be less than or equal to max_tokens=16, got 17."),
         ({"logprobs": -2}, "logprobs must be non-negative or -1, got -2."),
-        ({"logprobs": -1}, "logprobs=-1 (all vocabulary) is not supported by jaxllm yet."),
+        ({"prompt_logprobs": -2}, "prompt_logprobs must be non-negative or -1, got -2."),
+        ({"allowed_token_ids": []}, "allowed_token_ids is not None and empty!"),
+        ({"bad_words": ["a", ""]}, "bad_words cannot contain an empty string."),
+        ({"bad_words": "a"}, "bad_words must be a list of strings, got 'a'."),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids must hold at most 128 ids, got 129."),
+        ({"extra_args": {"a": [1] * 9}}, "extra_args may give a logits processor at most 8 numbers, got 9."),
+        ({"extra_args": {"a": "1"}}, "extra_args must be a number, got '1'."),
         ({"stop": ""}, "stop cannot contain an empty string."),
         ({"stop": ["a", ""]}, "stop cannot contain an empty string."),
         ({"stop": [1]}, "stop must contain only strings, got [1]."),
@@ -119,10 +132,12 @@ def test_out_of_range_is_refused_in_vllms_words(arguments: dict, message: str):
     assert refusal(**arguments) == message
 
 
-INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "truncate_prompt_tokens", "stream_interval")
+INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+INTEGERS += ("truncate_prompt_tokens", "stream_interval")
 NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
-OTHERS = ("stop", "stop_token_ids", "logit_bias", "output_kind")
+FLAGS += ("skip_reading_prefix_cache",)
+OTHERS = ("stop", "stop_token_ids", "logit_bias", "output_kind", "allowed_token_ids", "logprob_token_ids", "bad_words")
 
 
 @pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS, *FLAGS, *OTHERS])
@@ -162,17 +177,10 @@ def test_stop_ids_fit_the_device(value: list):
 
 
 UNBUILT = {
-    "prompt_logprobs": 1,
     "prompt_logprob_token_ids": [1],
     "prompt_logprob_start": 0,
-    "logprob_token_ids": [1],
     "structured_outputs": {"json": {}},
-    "allowed_token_ids": [1],
-    "bad_words": ["word"],
-    "extra_args": {"a": 1},
-    "skip_reading_prefix_cache": True,
     "thinking_token_budget": 10,
-    "repetition_detection": {"min_count": 2},
     "routed_experts_prompt_start": 3,
     "trace_decode_token_ids": [1],
 }
@@ -285,9 +293,9 @@ def test_params_are_values():
         params.top_k = 4  # pyright: ignore
     with pytest.raises(UserError, match="top_p must be"):
         dataclasses.replace(params, top_p=3.0)
-    with pytest.raises(UserError, match="prompt_logprobs is not supported"):
-        dataclasses.replace(params, prompt_logprobs=2)
-    assert "prompt_logprobs" not in repr(params) and "seed=3" in repr(params)
+    with pytest.raises(UserError, match="prompt_logprob_start is not supported"):
+        dataclasses.replace(params, prompt_logprob_start=2)
+    assert "prompt_logprob_start" not in repr(params) and "seed=3" in repr(params)
 
 
 ANYTHING = [

@@ -30,7 +30,18 @@ ABOVE_1, BELOW_1 = math.nextafter(1.0, 2.0), math.nextafter(1.0, 0.0)
 ABOVE_2 = math.nextafter(2.0, 3.0)
 HALF_PAIR = "\ud800"  # no text: half of a surrogate pair
 OTHER_TYPES = ["1", "", [], [1], {}]  # for what is one number
+
+
+def no_change(logits: Any, arguments: Any, positions: Any) -> Any:
+    return logits
+
+
+def no_change_either(logits: Any, arguments: Any, positions: Any) -> Any:
+    return logits
+
+
 SETTINGS: dict[str, Any] = {
+    "logits_processors": (no_change, no_change_either),
     "model": str(MODEL_DIR),
     "precompile": "covering",
     "max_num_seqs": 16,
@@ -66,7 +77,13 @@ GOOD = [
     *each("include_stop_str_in_output", True, False),
     *each("truncate_prompt_tokens", -1, 1, 2**31 - 1),
     *each("stream_interval", 1, 2**31 - 1),
-    *each("bad_words", []),
+    *each("bad_words", [], ["a"], ["a b", "\n", " c "]),
+    *each("allowed_token_ids", [5], [0, VOCABULARY - 1, 5, 5]),
+    *each("logprob_token_ids", [5], [VOCABULARY - 1, 0], list(range(128))),
+    *each("prompt_logprobs", 0, 1, 20, True),
+    *each("skip_reading_prefix_cache", True, False),
+    *each("repetition_detection", {}, {"max_pattern_size": 1024, "min_pattern_size": 2, "min_count": 2}),
+    *each("extra_args", {}, {"no_change": []}, {"no_change": 1, "no_change_either": [0.5] * 8}),
     *each("prompt", "a\0b", "\uffff", "e" + "\u0301" * 100, [0], [VOCABULARY - 1], [5, 6, 7]),
     *each("priority", 0),
     *each("cache_salt", "a", "A-Z_0.9"),
@@ -110,11 +127,18 @@ BAD = [
     *each("include_stop_str_in_output", 0, 1, 0.0, "true", [], {}),
     *each("truncate_prompt_tokens", 0, -2, 2**31, 2**63, 2**64, 1.0, True, *OTHER_TYPES),
     *each("stream_interval", 0, -1, 2**31, 2**32, 2**64, 1.0, True, *OTHER_TYPES),
+    *each("prompt_logprobs", False, -2, -1, 21, 2**31, 2**64, 1.0, "1"),
+    *each("allowed_token_ids", [], [-1], [VOCABULARY], [2**64], 5, "5", [True], ["5"], [None]),
+    *each("bad_words", [""], [" "], [1], "a", 1, {}, [HALF_PAIR], ["a b c d e f g h i j k l m n o p " * 30]),
+    *each("logprob_token_ids", [], [-1], [VOCABULARY], [2**64], 5, [True], list(range(129))),
+    *each("skip_reading_prefix_cache", 0, 1, "true", [], {}),
+    *each("repetition_detection", 1, "1", [], {"min": 1}, {"max_pattern_size": 1}, {"max_pattern_size": "1"}),
+    *each("repetition_detection", {"max_pattern_size": 1025, "min_count": 2}, {"min_pattern_size": 1}),
+    *each("repetition_detection", {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}),
+    *each("repetition_detection", {"max_pattern_size": -1}, {"max_pattern_size": 2**64}, {"max_pattern_size": True}),
+    *each("extra_args", 1, "a", [], {"unknown": 1}, {"no_change": [1.0] * 9}, {"no_change": "1"}, {"no_change": True}),
+    *each("extra_args", {"no_change": None}, {"no_change": NAN}, {"no_change": [INF]}, {"no_change": {}}),
     # Not built yet, so that nothing of it is accepted but what asks for nothing.
-    *each("prompt_logprobs", -1, 0, 1, 2**31, 2**64, True, "1"),
-    *each("allowed_token_ids", [], [5], [-1], [2**64], 5, "5"),
-    *each("bad_words", ["a"], [""], [1], "a", 1),
-    *each("logprob_token_ids", [], [5], [-1], 5),
     *each("structured_outputs", {}, {"regex": "a"}, {"json_schema": "{}"}, {"choice": ["a"]}, {"unknown": 1}, "a", []),
     *each("temperatur", 1.0),
     *each(
@@ -220,13 +244,15 @@ class Site:
 
     def over_http(self, fields: Mapping[str, Any]) -> Verdict:
         """Judge a body as it stands, NaN included."""
-        body = json.dumps(dict(fields)).encode()
+        names = {"extra_args": "vllm_xargs"}  # as vLLM calls it
+        body = json.dumps({names.get(name, name): value for name, value in fields.items()}).encode()
         response = self.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
         if response.status_code == 200:
             return ACCEPTED
         error = response.json()["error"]
         assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
-        return Refused(error["param"])
+        own = {theirs: ours for ours, theirs in names.items()}
+        return Refused(own.get(error["param"], error["param"]))
 
 
 def verdict_of(ask: Callable[[], object]) -> Verdict:
@@ -325,3 +351,51 @@ def test_a_request_that_says_nothing_gets_the_same_everywhere(site: Site) -> Non
 
     texts.add(site.run(ask(site.server.engine)))
     assert len(texts) == 1 and texts != {""}
+
+
+def test_log_probabilities_are_the_same_everywhere(site: Site) -> None:
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "logprobs": 2, "prompt_logprobs": 2}
+    asked["logprob_token_ids"] = [7, 5]
+
+    async def ask(engine: AsyncLLM) -> Any:
+        async for output in engine.generate("Once upon a", SamplingParams(**asked)):
+            last = output
+        return last
+
+    python, answer = site.run(ask(site.server.engine)), site.client.generate("Once upon a", **asked)
+    streamed = site.client.stream("Once upon a", **asked)
+    deltas = list(streamed)
+    assert sum(len(delta.logprobs or ()) for delta in deltas) == 3
+    for told in (answer, streamed.so_far):
+        assert told.logprobs is not None and told.prompt_logprobs is not None and told.prompt_logprobs[0] is None
+        assert told.prompt_token_ids == list(python.prompt_token_ids)
+        rows = [*zip(python.outputs[0].logprobs, told.logprobs, strict=True)]
+        rows += [*zip(python.prompt_logprobs[1:], told.prompt_logprobs[1:], strict=True)]
+        for entry, row in rows:
+            token, chosen = next(iter(entry.items()))
+            assert row is not None and (row.token_id, row.rank, row.text) == (token, chosen.rank, chosen.decoded_token)
+            assert row.logprob == pytest.approx(chosen.logprob)
+            ranked = {other: each.logprob for other, each in entry.items() if each.rank is not None and each.rank <= 2}
+            assert {top.token_id: top.logprob for top in row.top} == pytest.approx(ranked)
+        for entry, row in zip(python.outputs[0].logprobs, told.logprobs, strict=True):
+            assert row.asked == pytest.approx((entry[7].logprob, entry[5].logprob))
+
+    body = {"prompt": "Once upon a", "echo": True, **asked}
+    (choice,) = site.http.post("/v1/completions", json=body).json()["choices"]
+    told = choice["logprobs"]["token_logprobs"]
+    expected = [next(iter(entry.values())).logprob for entry in python.prompt_logprobs[1:]]
+    expected += [next(iter(entry.values())).logprob for entry in python.outputs[0].logprobs]
+    assert told[0] is None and told[1:] == pytest.approx(expected)
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    assert [list(map(int, entry)) for entry in choice["prompt_logprobs"][1:]] == [
+        list(entry) for entry in python.prompt_logprobs[1:]
+    ]
+
+
+def test_an_output_that_repeats_itself_ends_everywhere_alike(site: Site) -> None:
+    asked: dict[str, Any] = {"max_tokens": 9, "allowed_token_ids": [40]}
+    asked["repetition_detection"] = {"max_pattern_size": 2, "min_count": 4}
+    answer = site.client.generate("Once", **asked)
+    assert (answer.finish_reason, answer.stop_reason, answer.token_ids) == ("repetition", None, [40] * 4)
+    (choice,) = site.http.post("/v1/completions", json={"prompt": "Once", **asked}).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")

@@ -16,14 +16,21 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxllm.sampling import SamplingState, Variant, logprobs_of, pack_bias, pack_row, sample, unpack_rows
+from jaxllm.sampling import Extras, SamplingState, Variant, all_logprobs, logprobs_of, pack_row, sample, unpack_rows
 from jaxllm.sharding import AXIS, make_mesh
-from jaxllm.types import SamplingParams
+from jaxllm.types import MAX_REPORTED_TOKENS, SamplingParams
 from jaxllm.vocabulary import Vocabulary, from_words, masses, words
 
 ROWS = 48
 HISTORY = 20
 STOPS = (0, 7, 40)
+BAD_WORDS = [[3], [1, 2], [4, 4, 50], [2, 90]]  # of those requests that have any
+
+
+def favour(logits: jax.Array, arguments: jax.Array, positions: jax.Array) -> jax.Array:
+    """A logits processor that looks at the whole vocabulary: raises what is less likely than the mean."""
+    is_low = logits < jnp.mean(logits, axis=-1, keepdims=True)
+    return jnp.where(is_low, logits + arguments[:, :1] * positions[:, None], logits)
 
 
 def random_params(variant: Variant, vocab_size: int, rng: np.random.Generator) -> list[SamplingParams]:
@@ -49,24 +56,42 @@ def random_params(variant: Variant, vocab_size: int, rng: np.random.Generator) -
                 "frequency_penalty": float(rng.uniform(-1, 1)),
                 "logit_bias": {int(token): float(rng.uniform(-9, 9)) for token in ids},
             }
+            choices = {
+                "allowed_token_ids": [41, *rng.permutation(vocab_size)[: rng.integers(0, vocab_size)].tolist()],
+                "bad_words": ["x"],
+                "logprob_token_ids": rng.permutation(vocab_size)[:5].tolist(),
+                "extra_args": {"favour": float(rng.uniform(0, 1))},
+            }
+            arguments |= {name: value for name, value in choices.items() if rng.random() < 0.5}
         params.append(SamplingParams(**arguments, max_tokens=99))
     return params
 
 
 def batch_of(
     variant: Variant, vocab_size: int, seed: int
-) -> tuple[np.ndarray, SamplingState, np.ndarray, np.ndarray, np.ndarray]:
-    """Make logits, rows, positions, history and biases of random requests; every third row's logits have many ties."""
+) -> tuple[np.ndarray, SamplingState, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Make logits, rows, positions, history and extras of random requests; every third row's logits have many ties."""
     rng = np.random.default_rng(seed)
     params = random_params(variant, vocab_size, rng)
     logits = rng.normal(0, 3, (ROWS, vocab_size)).astype(np.float32)
     logits[::3] = np.round(logits[::3])
     logits[1] = 0.0
-    rows = unpack_rows(jnp.asarray(np.stack([pack_row(each, each.seed or 0, 3, STOPS, vocab_size) for each in params])))
+    layout = Extras(vocab_size, ("favour",))
+    words = [BAD_WORDS if each.bad_words else [] for each in params]
+    packed = [
+        pack_row(each, each.seed or 0, 3, STOPS, vocab_size, sum(map(len, own)), layout.bits(each))
+        for each, own in zip(params, words, strict=True)
+    ]
+    rows = unpack_rows(jnp.asarray(np.stack(packed)))
     positions = rng.integers(3, HISTORY, ROWS).astype(np.int32)
     history = rng.integers(0, vocab_size, (ROWS, HISTORY)).astype(np.int32)
     history[:, ::2] = rng.integers(0, 5, (ROWS, HISTORY // 2))
-    return logits, rows, positions, history, np.stack([pack_bias(each.logit_bias or {}) for each in params])
+    extras = np.zeros((ROWS, layout.width), np.int32)
+    for row, (each, own) in enumerate(zip(params, words, strict=True)):
+        given = layout.pack(each, own)
+        if given is not None:
+            extras[row] = given
+    return logits, rows, positions, history, jax.tree.map(np.asarray, layout.unpack(jnp.asarray(extras)))
 
 
 def padded(logits: np.ndarray, shards: int, padding: float) -> np.ndarray:
@@ -74,10 +99,13 @@ def padded(logits: np.ndarray, shards: int, padding: float) -> np.ndarray:
 
 
 @functools.cache
-def sampler(variant: Variant, vocab_size: int, shards: int | None) -> jax.stages.Compiled:
+def sampler(variant: Variant, vocab_size: int, shards: int | None, has_processor: bool = True) -> jax.stages.Compiled:
     """Compile `sample` for ROWS rows over some shards; None: without shard_map."""
     axis, num_logprobs = None if shards is None else AXIS, min(7, vocab_size)
-    run = partial(sample, variant=variant, num_logprobs=num_logprobs, vocabulary=Vocabulary(vocab_size, axis))
+    vocabulary = Vocabulary(vocab_size, axis)
+    run = partial(
+        sample, variant=variant, num_logprobs=num_logprobs, vocabulary=vocabulary, processors=(favour,) * has_processor
+    )
     run = jax.jit(run) if shards is None else sharded(run, shards, 5)
     logits, *rest = batch_of(variant, vocab_size, 0)
     # Compiled in half of the time, run a few times.
@@ -188,14 +216,16 @@ def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
         (Variant.RANDOM, {"all-gather": 1}),
         # the searches are loops on a CPU: one all-reduce is written for eight
         (Variant.FILTERED, {"all-gather": 3, "all-reduce": 6}),
-        (Variant.PENALIZED, {"all-gather": 3, "all-reduce": 6}),
+        (Variant.PENALIZED, {"all-gather": 4, "all-reduce": 6}),
     ],
 )
 def test_collectives_are_few_and_do_not_grow_with_the_vocabulary(variant: Variant, expected: dict[str, int]):
-    found = collectives(sampler(variant, 97, 4))
+    found = collectives(sampler(variant, 97, 4, has_processor=False))
     assert Counter(kind for kind, _ in found) == expected
-    # A row's 7 likeliest tokens of 4 shards, their ids and the largest; the 97 logits of a row never travel.
-    assert max(size for _, size in found) <= ROWS * 4 * (1 + 2 * 7) < ROWS * 97
+    # A row's 7 likeliest tokens of 4 shards, their ids and the largest; the 97 logits of a row never travel. The widest
+    # variant adds up the logits of the ids that requests name, of which all shards but one have zeros.
+    assert max(size for _, size in found if size <= ROWS * 97) <= ROWS * 4 * (1 + 2 * 7) < ROWS * 97
+    assert max(size for _, size in found) <= ROWS * (4 + MAX_REPORTED_TOKENS)
 
 
 @pytest.mark.parametrize("variant", Variant)
@@ -219,9 +249,15 @@ def test_log_probabilities_of_given_tokens():
     logits = rng.normal(0, 3, (8, 1024)).astype(np.float32)
     tokens = rng.integers(0, 1024, 8).astype(np.int32)
     run = partial(logprobs_of, num_logprobs=4, vocabulary=Vocabulary(1024, AXIS))
-    logprob, rank, top, ids = (np.asarray(each) for each in sharded(run, 4, 2)(logits, tokens))
+    asked = np.tile(np.arange(0, 1024, 300, dtype=np.int32), (8, 1))
+    logprob, rank, top, ids, reported = (np.asarray(each) for each in sharded(run, 4, 3)(logits, tokens, asked))
     exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
     np.testing.assert_allclose(logprob, exact[np.arange(8), tokens], atol=2e-6)
     assert rank.tolist() == [1 + int((row > row[token]).sum()) for row, token in zip(exact, tokens, strict=True)]
     np.testing.assert_array_equal(ids, np.argsort(-logits, axis=-1, kind="stable")[:, :4])
     np.testing.assert_allclose(top, np.take_along_axis(exact, ids, axis=-1), atol=2e-6)
+    np.testing.assert_allclose(reported, exact[:, ::300], atol=2e-6)
+    mesh, split = make_mesh(jax.devices(), 4), PartitionSpec(None, AXIS)
+    run = partial(all_logprobs, vocabulary=Vocabulary(1024, AXIS))
+    run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+    np.testing.assert_allclose(run(logits), exact, atol=2e-6)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+from jaxllm.types import RepetitionDetectionParams
+
 
 class GenerateOptions(TypedDict, total=False):
     """What a call may say beside its prompt; None, like absence, leaves it to the model's defaults."""
@@ -22,8 +24,10 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     n: int | None  # sequences; read them from `outputs`
     logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None  # the server refuses what it has not built yet, by name
+    allowed_token_ids: Sequence[int] | None
     bad_words: Sequence[str] | None
+    extra_args: Mapping[str, Sequence[float] | float] | None  # names of the server's logits processors, their numbers
+    skip_reading_prefix_cache: bool | None
     max_tokens: int | None  # None: until the model's context is full
     min_tokens: int | None
     stop: str | Sequence[str] | None
@@ -32,12 +36,13 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool | None
     time_limit: float | None  # seconds after which what there is is returned; `timeout` instead fails the call
     truncate_prompt_tokens: int | None  # keep this many, the last ones; -1: as many as the model holds
+    repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None
     detokenize: bool | None  # False: token ids only
     return_token_ids: bool | None  # False saves their bytes
     return_prompt_token_ids: bool | None
-    logprobs: int | None  # likeliest tokens to report beside the sampled one
-    logprob_texts: bool | None  # with the text of each; on unless False when `logprobs` is given
-    prompt_logprobs: int | None
+    logprobs: int | None  # likeliest tokens to report beside the sampled one; -1: all
+    logprob_texts: bool | None  # with the text of each; on unless False where there are any log-probabilities
+    prompt_logprobs: int | None  # the same for each of the prompt's tokens
     logprob_token_ids: Sequence[int] | None
     skip_special_tokens: bool | None
     include_reasoning: bool | None
@@ -81,13 +86,14 @@ GENERATE_FIELDS = {
         name: f"sampling.{name}"
         for name in (
             *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-            *("seed", "n", "logit_bias", "allowed_token_ids", "bad_words"),
+            *("seed", "n", "logit_bias", "allowed_token_ids", "bad_words", "extra_args", "skip_reading_prefix_cache"),
         )
     },
     **{
         name: f"stop.{name}"
         for name in (
             *("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "time_limit", "truncate_prompt_tokens"),
+            "repetition_detection",
         )
     },
     "stop": "stop.stop_strings",

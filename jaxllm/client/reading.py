@@ -31,6 +31,7 @@ FINISH_REASONS = {
     types_pb2.FINISH_REASON_TIME_LIMIT: "time_limit",
     types_pb2.FINISH_REASON_ABORTED: "abort",
     types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    types_pb2.FINISH_REASON_REPETITION: "repetition",
 }
 
 
@@ -74,7 +75,7 @@ class Joiner:
         self.model = ""
         self.usage: Usage | None = None
         self.timing: Timing | None = None
-        self._prompt_token_ids: list[int] | None = None
+        self._prompt: types_pb2.PromptInfo | None = None
         self._pieces: dict[int, _Pieces] = {}
 
     def add(self, message: inference_pb2.StreamGenerateResponse) -> list[Delta]:
@@ -82,7 +83,7 @@ class Joiner:
         self.request_id = message.request_id or self.request_id
         self.model = message.model or self.model
         if message.HasField("prompt"):
-            self._prompt_token_ids = list(message.prompt.token_ids) or None
+            self._prompt = message.prompt
         if message.HasField("usage"):
             self.usage = _usage(message.usage)
         if message.HasField("timing"):
@@ -100,7 +101,7 @@ class Joiner:
             outputs=[pieces.joined(index) for index, pieces in sorted(self._pieces.items())],
             usage=self.usage,
             timing=self.timing,
-            prompt_token_ids=self._prompt_token_ids,
+            **({} if self._prompt is None else _prompt(self._prompt)),
         )
 
 
@@ -143,7 +144,7 @@ def read_completion(response: inference_pb2.GenerateResponse) -> Completion:
         outputs=[_output(output) for output in response.outputs],
         usage=_usage(response.usage) if response.HasField("usage") else None,
         timing=_timing(response.timing) if response.HasField("timing") else None,
-        prompt_token_ids=list(response.prompt.token_ids) or None,
+        **_prompt(response.prompt),
     )
 
 
@@ -255,14 +256,30 @@ def _stop_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> int | str 
     return getattr(output, matched) if matched else None
 
 
+def _prompt(prompt: types_pb2.PromptInfo) -> dict[str, Any]:
+    """Read what is told of the prompt."""
+    ids = list(prompt.token_ids)
+    logprobs = [None, *_rows(ids[1:], prompt.logprobs)] if prompt.HasField("logprobs") else None
+    return {"prompt_token_ids": ids or None, "prompt_logprobs": logprobs}
+
+
 def _logprobs(output: types_pb2.Output | types_pb2.OutputDelta) -> list[TokenLogprob] | None:
-    if not output.HasField("logprobs"):
-        return None
-    packed = output.logprobs
+    return _rows(output.token_ids, output.logprobs) if output.HasField("logprobs") else None
+
+
+def _rows(token_ids: Sequence[int], packed: types_pb2.Logprobs) -> list[TokenLogprob]:
     texts: Sequence[str | None] = packed.texts or [None] * len(packed.logprobs)
-    rows = zip(output.token_ids, packed.logprobs, packed.ranks, texts, strict=True)
+    num_asked = len(packed.asked_logprobs) // max(1, len(packed.logprobs))
+    rows = zip(token_ids, packed.logprobs, packed.ranks, texts, strict=True)
     return [
-        TokenLogprob(token, logprob, rank, text, tuple(_alternatives(packed, row)))
+        TokenLogprob(
+            token,
+            logprob,
+            rank,
+            text,
+            tuple(_alternatives(packed, row)),
+            tuple(packed.asked_logprobs[row * num_asked : (row + 1) * num_asked]),
+        )
         for row, (token, logprob, rank, text) in enumerate(rows)
     ]
 

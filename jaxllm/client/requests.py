@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from google.protobuf.message import Message
@@ -15,6 +16,7 @@ from google.protobuf.message import Message
 from jaxllm.client.fields import as_json, number_of, set_field, shown
 from jaxllm.client.options import CHAT_FIELDS, GENERATE_FIELDS, STREAM_FIELDS
 from jaxllm.errors import UserError
+from jaxllm.types import RepetitionDetectionParams
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
 
 _NEVER_EMPTY = ("allowed_token_ids", "logprob_token_ids", "request_id", "cache_salt")  # on the wire, empty is not given
@@ -129,16 +131,44 @@ def _set_options(request: Message, options: Mapping[str, Any], fields: Mapping[s
             value = as_json(name, list(value) if isinstance(value, Sequence) else value)
         elif name == "tool_choice":
             value = number_of(name, value, _TOOL_CHOICES)
-        elif name == "logprobs" and value is True:
+        elif name in ("logprobs", "prompt_logprobs") and value is True:
             value = 1  # as SamplingParams reads it
         elif name in _NEVER_EMPTY and isinstance(value, Sequence) and not value:
             raise UserError(f"{name} must not be empty.", name, value)
         if name == "structured_outputs":
             _set_structure(request, value)
+        elif name == "extra_args":
+            _set_arguments(request, value)
+        elif name == "repetition_detection":
+            _set_repetition(request, value)
         else:
             set_field(request, fields[name], name, value)
-    if options.get("logprobs") is not None and options.get("logprob_texts") is None:
+    asked = any(options.get(name) is not None for name in ("logprobs", "prompt_logprobs", "logprob_token_ids"))
+    if asked and options.get("logprob_texts") is None:
         set_field(request, "output.logprob_texts", "logprob_texts", True)
+
+
+def _set_arguments(request: Message, value: object) -> None:
+    """Name logits processors, each with its numbers; a lone number is one."""
+    if not isinstance(value, Mapping):
+        raise UserError(f"extra_args must map names to numbers, got {shown(value)}.", "extra_args", value)
+    for name, numbers in value.items():
+        if not isinstance(name, str):
+            raise UserError(f"extra_args must have names for keys, got {shown(name)}.", "extra_args", name)
+        numbers = numbers if isinstance(numbers, list | tuple) else [numbers]
+        own = types_pb2.Numbers()
+        set_field(own, "values", "extra_args", numbers)
+        request.sampling.extra_args[name].CopyFrom(own)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _set_repetition(request: Message, value: object) -> None:
+    given = asdict(value) if isinstance(value, RepetitionDetectionParams) else value
+    names = types_pb2.RepetitionDetection.DESCRIPTOR.fields_by_name
+    if not isinstance(given, Mapping) or not all(name in names for name in given):
+        message = f"repetition_detection must be a mapping with {', '.join(names)}, got {shown(value)}."
+        raise UserError(message, "repetition_detection", value)
+    for name, number in given.items():
+        set_field(request, f"stop.repetition_detection.{name}", "repetition_detection", number)
 
 
 def _set_structure(request: Message, value: object) -> None:

@@ -18,6 +18,7 @@ class TokenLogprob:
     rank: int  # 1 is the likeliest
     text: str | None = None
     top: tuple[TokenLogprob, ...] = ()  # the likeliest tokens at this position, likeliest first
+    asked: tuple[float, ...] = ()  # log-probabilities of `logprob_token_ids`, in their order
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,9 @@ class Output:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None  # one per token id
-    finish_reason: str | None = None  # stop, length, context, time_limit, abort or tool_calls; None: not finished
+    finish_reason: str | None = (
+        None  # stop, length, context, time_limit, repetition, abort or tool_calls; None: not finished
+    )
     stop_reason: int | str | None = None  # the stop string or stop token that ended it
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
@@ -102,7 +105,8 @@ class Completion:
     outputs: list[Output] = field(default_factory=list)
     usage: Usage | None = None
     timing: Timing | None = None
-    prompt_token_ids: list[int] | None = None  # with return_prompt_token_ids
+    prompt_token_ids: list[int] | None = None  # with return_prompt_token_ids or prompt_logprobs
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # one per token of the prompt; nothing predicts the first
 
     @property
     def text(self) -> str:
@@ -121,7 +125,7 @@ class Completion:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the sequence ended: stop, length, context, time_limit, abort or tool_calls."""
+        """Why the sequence ended: stop, length, context, time_limit, repetition, abort or tool_calls."""
         return self.outputs[0].finish_reason
 
     @property

@@ -16,7 +16,7 @@ from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engin
 from jaxllm.commands.session import open_llm, stream
 from jaxllm.errors import UserError
 from jaxllm.flags import add_engine_flags, add_sampling_flags, given
-from jaxllm.types import RequestOutput, SamplingParams
+from jaxllm.types import Logprob, RequestOutput, SamplingParams
 
 GENERATE_TOKENS = 128  # default of `--max-tokens`: a look at a model, not an essay
 
@@ -138,12 +138,17 @@ def _record(output: RequestOutput, index: int) -> dict[str, Any]:
         "stop_reason": completion.stop_reason,
     }
     if completion.logprobs is not None:
-        record["logprobs"] = [
-            [{"token_id": token, "token": entry.decoded_token, "logprob": entry.logprob, "rank": entry.rank}
-             for token, entry in position.items()]
-            for position in completion.logprobs
-        ]  # fmt: skip
+        record["logprobs"] = [_candidates(position) for position in completion.logprobs]
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = [position and _candidates(position) for position in output.prompt_logprobs]
     return record
+
+
+def _candidates(position: Mapping[int, Logprob]) -> list[dict[str, Any]]:
+    return [
+        {"token_id": token, "token": entry.decoded_token, "logprob": entry.logprob, "rank": entry.rank}
+        for token, entry in position.items()
+    ]
 
 
 def _write_speed(outputs: Sequence[RequestOutput], seconds: float) -> None:

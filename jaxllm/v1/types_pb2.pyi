@@ -26,6 +26,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_TIME_LIMIT: _ClassVar[FinishReason]
     FINISH_REASON_ABORTED: _ClassVar[FinishReason]
     FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
+    FINISH_REASON_REPETITION: _ClassVar[FinishReason]
 TOOL_CHOICE_UNSPECIFIED: ToolChoice
 TOOL_CHOICE_NONE: ToolChoice
 TOOL_CHOICE_AUTO: ToolChoice
@@ -36,6 +37,7 @@ FINISH_REASON_CONTEXT: FinishReason
 FINISH_REASON_TIME_LIMIT: FinishReason
 FINISH_REASON_ABORTED: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
+FINISH_REASON_REPETITION: FinishReason
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -106,7 +108,7 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "n", "logit_bias", "allowed_token_ids", "bad_words")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "n", "logit_bias", "allowed_token_ids", "bad_words", "extra_args", "skip_reading_prefix_cache")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +116,13 @@ class SamplingParams(_message.Message):
         key: int
         value: float
         def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    class ExtraArgsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Numbers
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Numbers, _Mapping]] = ...) -> None: ...
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +135,8 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_ARGS_FIELD_NUMBER: _ClassVar[int]
+    SKIP_READING_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -138,10 +149,18 @@ class SamplingParams(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bad_words: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
+    extra_args: _containers.MessageMap[str, Numbers]
+    skip_reading_prefix_cache: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., extra_args: _Optional[_Mapping[str, Numbers]] = ..., skip_reading_prefix_cache: _Optional[bool] = ...) -> None: ...
+
+class Numbers(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class StopConditions(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "stop_strings", "stop_token_ids", "include_stop", "ignore_eos", "time_limit", "truncate_prompt_tokens")
+    __slots__ = ("max_tokens", "min_tokens", "stop_strings", "stop_token_ids", "include_stop", "ignore_eos", "time_limit", "truncate_prompt_tokens", "repetition_detection")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +169,7 @@ class StopConditions(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     TIME_LIMIT_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_DETECTION_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     stop_strings: _containers.RepeatedScalarFieldContainer[str]
@@ -158,7 +178,18 @@ class StopConditions(_message.Message):
     ignore_eos: bool
     time_limit: _duration_pb2.Duration
     truncate_prompt_tokens: int
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_strings: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop: _Optional[bool] = ..., ignore_eos: _Optional[bool] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
+    repetition_detection: RepetitionDetection
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_strings: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., include_stop: _Optional[bool] = ..., ignore_eos: _Optional[bool] = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., truncate_prompt_tokens: _Optional[int] = ..., repetition_detection: _Optional[_Union[RepetitionDetection, _Mapping]] = ...) -> None: ...
+
+class RepetitionDetection(_message.Message):
+    __slots__ = ("max_pattern_size", "min_pattern_size", "min_count")
+    MAX_PATTERN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MIN_PATTERN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MIN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    max_pattern_size: int
+    min_pattern_size: int
+    min_count: int
+    def __init__(self, max_pattern_size: _Optional[int] = ..., min_pattern_size: _Optional[int] = ..., min_count: _Optional[int] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
     __slots__ = ("text", "token_ids", "logprobs", "prompt_logprobs", "logprob_token_ids", "prompt_token_ids", "skip_special_tokens", "token_bytes", "reasoning", "logprob_texts")
@@ -217,7 +248,7 @@ class StreamOptions(_message.Message):
     def __init__(self, interval_tokens: _Optional[int] = ..., max_delay: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., usage_every_message: _Optional[bool] = ...) -> None: ...
 
 class Logprobs(_message.Message):
-    __slots__ = ("first_position", "logprobs", "ranks", "top_k", "top_token_ids", "top_logprobs", "texts", "top_texts")
+    __slots__ = ("first_position", "logprobs", "ranks", "top_k", "top_token_ids", "top_logprobs", "texts", "top_texts", "asked_logprobs")
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +257,7 @@ class Logprobs(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     TOP_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     first_position: int
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     ranks: _containers.RepeatedScalarFieldContainer[int]
@@ -234,7 +266,8 @@ class Logprobs(_message.Message):
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
     texts: _containers.RepeatedScalarFieldContainer[str]
     top_texts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, first_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_k: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., texts: _Optional[_Iterable[str]] = ..., top_texts: _Optional[_Iterable[str]] = ...) -> None: ...
+    asked_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, first_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_k: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., texts: _Optional[_Iterable[str]] = ..., top_texts: _Optional[_Iterable[str]] = ..., asked_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Output(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "finish_reason", "stop_token_id", "stop_string", "reasoning_text", "tool_calls", "seed", "token_bytes")

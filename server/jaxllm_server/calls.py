@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jaxllm.types import Logprob
 from jaxllm_server.tool_parsers import ToolCallDelta
 
-Finish = Literal["stop", "length", "context", "time_limit", "abort", "tool_calls"]
+Finish = Literal["stop", "length", "repetition", "context", "time_limit", "abort", "tool_calls"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,8 @@ class PromptInfo:
 
     token_ids: Sequence[int]
     num_cached: int
+    logprobs: list[dict[int, Logprob] | None] | None = None  # where they were asked for, None for the first token
+    first_text: str = ""  # of that token, with the log-probabilities
 
 
 @dataclass(slots=True)

@@ -43,6 +43,8 @@ SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = {
             "logit_bias",
             "allowed_token_ids",
             "bad_words",
+            "extra_args",
+            "skip_reading_prefix_cache",
         )
     },
     "stop": {
@@ -53,6 +55,7 @@ SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = {
         "include_stop": "include_stop_str_in_output",
         "ignore_eos": "ignore_eos",
         "truncate_prompt_tokens": "truncate_prompt_tokens",
+        "repetition_detection": "repetition_detection",
     },
     "output": {
         "text": "detokenize",
@@ -118,8 +121,14 @@ def _sampling_of(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Copy a repeated or map field."""
-    return dict(value) if isinstance(value, Mapping) else list(value)
+    """Copy a repeated or map field, or a message."""
+    if isinstance(value, types_pb2.Numbers):
+        return list(value.values)
+    if isinstance(value, Message):
+        return {own.name: getattr(value, own.name) for own in value.DESCRIPTOR.fields}
+    if isinstance(value, Mapping):
+        return {key: _plain(own) if isinstance(own, Message) else own for key, own in value.items()}
+    return list(value)
 
 
 def _refuse_unbuilt(request: inference_pb2.GenerateRequest, *, stream: bool) -> None:

@@ -32,6 +32,7 @@ FINISH_REASONS: Mapping[str | None, types_pb2.FinishReason] = {
     "time_limit": types_pb2.FINISH_REASON_TIME_LIMIT,
     "abort": types_pb2.FINISH_REASON_ABORTED,
     "tool_calls": types_pb2.FINISH_REASON_TOOL_CALLS,
+    "repetition": types_pb2.FINISH_REASON_REPETITION,
 }
 
 
@@ -43,7 +44,9 @@ class Reply:
     has_text: bool = True
     has_token_ids: bool = True
     has_prompt_token_ids: bool = False
-    num_logprobs: int | None = None  # alternatives per row; None: no log-probabilities
+    num_logprobs: int | None = None  # alternatives per row; None: no log-probabilities, -1: the vocabulary
+    num_prompt_logprobs: int | None = None  # the same of the prompt
+    asked: tuple[int, ...] = ()  # logprob_token_ids
     has_logprob_texts: bool = False
     has_usage_always: bool = False
     _sent: dict[int, int] = field(default_factory=dict)  # rows of log-probabilities told so far, by index
@@ -106,7 +109,9 @@ class Reply:
             message.token_ids.extend(ids)
         if part.logprobs and self.num_logprobs is not None:
             first = self._sent.get(part.index, 0)
-            rows = logprobs_of(part.logprobs, self.num_logprobs, first, with_texts=self.has_logprob_texts)
+            rows = logprobs_of(
+                part.logprobs, self.num_logprobs, first, with_texts=self.has_logprob_texts, asked=self.asked
+            )
             message.logprobs.CopyFrom(rows)
             self._sent[part.index] = first + len(ids)
         if part.reasoning:
@@ -116,17 +121,20 @@ class Reply:
             message.seed = part.seed
         if part.finish_reason is not None:
             message.finish_reason = FINISH_REASONS[part.finish_reason]
-            if isinstance(part.stop_reason, str):
+            if isinstance(part.stop_reason, str) and part.finish_reason == "stop":
                 message.stop_string = part.stop_reason
-            elif part.stop_reason is not None:
+            elif isinstance(part.stop_reason, int):
                 message.stop_token_id = part.stop_reason
 
     def _prompt(self, chunk: Chunk) -> types_pb2.PromptInfo:
         assert chunk.prompt is not None, "a first chunk tells about the prompt"
+        prompt, wanted = chunk.prompt, self.num_prompt_logprobs
+        rows = [row for row in prompt.logprobs or () if row is not None]
         return types_pb2.PromptInfo(
-            token_count=len(chunk.prompt.token_ids),
-            cached_token_count=chunk.prompt.num_cached,
-            token_ids=chunk.prompt.token_ids if self.has_prompt_token_ids else (),
+            token_count=len(prompt.token_ids),
+            cached_token_count=prompt.num_cached,
+            token_ids=prompt.token_ids if self.has_prompt_token_ids or wanted is not None else (),
+            logprobs=None if wanted is None else logprobs_of(rows, wanted, 1, with_texts=self.has_logprob_texts),
         )
 
 
@@ -138,20 +146,28 @@ def reply_of(request: inference_pb2.GenerateRequest, model: str) -> Reply:
         has_text=output.text if output.HasField("text") else True,
         has_token_ids=output.token_ids if output.HasField("token_ids") else True,
         has_prompt_token_ids=output.prompt_token_ids,
-        num_logprobs=output.logprobs if output.HasField("logprobs") else None,
+        num_logprobs=output.logprobs if output.HasField("logprobs") else 0 if output.logprob_token_ids else None,
+        num_prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        asked=tuple(dict.fromkeys(output.logprob_token_ids)),
         has_logprob_texts=output.logprob_texts,
         has_usage_always=request.stream.usage_every_message,
     )
 
 
 def logprobs_of(
-    rows: Sequence[Mapping[int, Logprob]], top_k: int, first_position: int, *, with_texts: bool
+    rows: Sequence[Mapping[int, Logprob]],
+    top_k: int,
+    first_position: int,
+    *,
+    with_texts: bool,
+    asked: Sequence[int] = (),
 ) -> types_pb2.Logprobs:
     """Pack rows of log-probabilities: per row the sampled token, then exactly `top_k` alternatives, likeliest first.
 
     A row maps token ids to log-probabilities, the sampled token first; the others are the likeliest, in order, less the
-    sampled one where it is among them. Packed arrays because a message per alternative costs eight times as much
-    (19.6 against 2.6 microseconds for a token with 20 of them).
+    sampled one where it is among them, then those `asked` for, less what is there already. -1 is the whole
+    vocabulary. Packed arrays because a message per alternative costs eight times as much (19.6 against 2.6 microseconds
+    for a token with 20 of them).
     """
     chosen = [next(iter(row.values())) for row in rows]
     tops = [_likeliest(row, top_k) for row in rows]
@@ -159,7 +175,8 @@ def logprobs_of(
         first_position=first_position,
         logprobs=[entry.logprob for entry in chosen],
         ranks=[entry.rank or 0 for entry in chosen],
-        top_k=top_k,
+        top_k=len(tops[0]) if tops else max(0, top_k),
+        asked_logprobs=[row[token].logprob for row in rows for token in asked],
         top_token_ids=[token for top in tops for token, _ in top],
         top_logprobs=[entry.logprob for top in tops for _, entry in top],
     )
@@ -170,10 +187,11 @@ def logprobs_of(
 
 
 def _likeliest(row: Mapping[int, Logprob], top_k: int) -> list[tuple[int, Logprob]]:
-    entries = list(row.items())
-    if len(entries) > top_k:  # the sampled token is not among the likeliest
-        return entries[1 : top_k + 1]
-    return sorted(entries, key=lambda entry: -entry[1].logprob)
+    first, *others = row.items()
+    likeliest = [entry for entry in others if entry[1].rank is not None]  # the others are those asked for
+    if len(likeliest) == top_k:  # the sampled token is not among them
+        return likeliest
+    return sorted([first, *likeliest], key=lambda entry: -entry[1].logprob)
 
 
 def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[types_pb2.ToolCall]:
@@ -245,9 +263,8 @@ def _hash(digest: bytes) -> int:
 
 def default_sampling_of(params: SamplingParams) -> types_pb2.SamplingParams:
     """Return what requests that leave it open are sampled with; every field but the seed is set."""
-    names = [
-        own for own in SAMPLING_NAMES["sampling"] if own not in ("seed", "logit_bias", "allowed_token_ids", "bad_words")
-    ]
+    open_ended = ("seed", "logit_bias", "allowed_token_ids", "bad_words", "extra_args", "skip_reading_prefix_cache")
+    names = [own for own in SAMPLING_NAMES["sampling"] if own not in open_ended]
     return types_pb2.SamplingParams(**{own: getattr(params, own) for own in names})
 
 

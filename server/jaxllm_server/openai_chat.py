@@ -22,6 +22,7 @@ from jaxllm_server.openai_messages import (
     form_of,
     given,
     mapping,
+    prompt_logprobs_of,
     sampling_of,
     shared_call_fields,
     text,
@@ -76,6 +77,7 @@ class ChatReply:
         if num_logprobs is not None:
             sampling["logprobs"] = num_logprobs
         names = {"prompt": "messages", "logprobs": "top_logprobs", "template_kwargs": "chat_template_kwargs"}
+        names["extra_args"] = "vllm_xargs"
         most = fields.get("max_completion_tokens")
         if most is not None:
             if fields.get("max_tokens", most) != most:
@@ -118,6 +120,8 @@ class ChatReply:
                 choice["token_ids"] = list(part.token_ids)
             choices.append(choice)
         answer: dict[str, Any] = {"choices": choices, "usage": usage_fields([chunk.usage], self.form)}
+        if self.form.shows_prompt_logprobs and chunk.prompt is not None:
+            answer["prompt_logprobs"] = prompt_logprobs_of(chunk.prompt.logprobs)
         if self.form.return_token_ids and chunk.prompt is not None:
             answer["prompt_token_ids"] = list(chunk.prompt.token_ids)
         return answer
@@ -280,7 +284,10 @@ def _logprobs(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> dict[
     content = []
     for candidates in entries:  # the sampled token first
         token, entry = next(iter(candidates.items()))
-        likeliest = sorted(candidates.items(), key=lambda item: -finite(item[1]))[: form.num_logprobs]
+        likeliest = sorted(candidates.items(), key=lambda item: -finite(item[1]))
+        if form.num_logprobs >= 0:
+            asked = [item for item in likeliest if item[1].rank is None]  # of logprob_token_ids
+            likeliest = [item for item in likeliest if item[1].rank is not None][: form.num_logprobs] + asked
         content.append({**_token(token, entry, form), "top_logprobs": [_token(*item, form) for item in likeliest]})
     return {"content": content, "refusal": None}
 

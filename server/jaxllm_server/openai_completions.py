@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.types import Logprob
-from jaxllm_server.calls import Call, Chunk, Part, Usage
+from jaxllm_server.calls import Call, Chunk, Part, PromptInfo, Usage
 from jaxllm_server.openai_messages import (
     SHARED,
     UNBUILT,
@@ -22,6 +22,7 @@ from jaxllm_server.openai_messages import (
     flag,
     form_of,
     given,
+    prompt_logprobs_of,
     sampling_of,
     shared_call_fields,
     text,
@@ -50,8 +51,14 @@ class CompletionReply:
         sampling = sampling_of(fields)
         if "logprobs" in fields:
             sampling["logprobs"] = fields["logprobs"]
-        self.names: Mapping[str, str] = {"tokens": "prompt"}  # as the ids are called that `echo` has turned into text
-        self.form = form_of(fields, options, fields.get("logprobs"))
+        # "tokens" are the ids called that `echo` has turned into text.
+        self.names: Mapping[str, str] = {"tokens": "prompt", "extra_args": "vllm_xargs"}
+        # With logprob_token_ids alone, they and the sampled tokens are told of.
+        self.form = form_of(fields, options, fields.get("logprobs", 0 if fields.get("logprob_token_ids") else None))
+        self._echoes_logprobs = bool(flag(fields, "echo", False)) and self.form.num_logprobs is not None
+        if self._echoes_logprobs:
+            sampling.setdefault("prompt_logprobs", self.form.num_logprobs)
+            self.names = {**self.names, "prompt_logprobs": "logprobs"}
         self.echo_of = prompts if flag(fields, "echo", False) else []  # what `prompt_texts` is needed for
         self.prompt_texts: list[str] = []  # set by who can turn ids into text, before the first chunk is told
         _check_together(fields, bool(self.echo_of))
@@ -104,7 +111,12 @@ class CompletionReply:
             if not (is_first and said) and not _says_something(part, self.form):
                 self._lengths[index] = offset
                 continue
-            logprobs, self._lengths[index] = _logprobs(part.logprobs, offset, self.form)
+            entries: Sequence[dict[int, Logprob] | None] | None = part.logprobs
+            first_text = ""
+            if is_first and self._echoes_logprobs and chunk.prompt is not None and chunk.prompt.logprobs is not None:
+                entries, offset = [*chunk.prompt.logprobs, *(entries or ())], 0
+                first_text = _first_name(chunk.prompt, self.form)
+            logprobs, self._lengths[index] = _logprobs(entries, offset, self.form, first_text)
             choice = {
                 "index": index,
                 "text": said + part.text,
@@ -112,6 +124,8 @@ class CompletionReply:
                 "finish_reason": finish_reason(part),
                 "stop_reason": part.stop_reason,
             }
+            if self.form.shows_prompt_logprobs:
+                choice["prompt_logprobs"] = prompt_logprobs_of(chunk.prompt.logprobs if chunk.prompt else None)
             if self.form.return_token_ids:
                 choice["token_ids"] = list(part.token_ids)
                 choice["prompt_token_ids"] = None if chunk.prompt is None else list(chunk.prompt.token_ids)
@@ -168,8 +182,6 @@ def _check_together(fields: Body, has_echo: bool) -> None:
         raise UnsupportedError(
             "best_of is not supported by jaxllm: ask for n outputs and choose among them.", "best_of"
         )
-    if has_echo and "logprobs" in fields:
-        raise UnsupportedError("echo with logprobs is not supported by jaxllm yet.", "echo")
     if has_echo and "truncate_prompt_tokens" in fields:
         raise UnsupportedError("echo with truncate_prompt_tokens is not supported by jaxllm yet.", "echo")
 
@@ -185,17 +197,32 @@ def _says_something(part: Part, form: Form) -> bool:
     )
 
 
+def _first_name(prompt: PromptInfo, form: Form) -> str:
+    """Return what a prompt's first token is called, which has no log-probability."""
+    return token_name(prompt.token_ids[0], Logprob(0.0, decoded_token=prompt.first_text), form)
+
+
 def _logprobs(
-    entries: Sequence[dict[int, Logprob]] | None, offset: int, form: Form
+    entries: Sequence[dict[int, Logprob] | None] | None, offset: int, form: Form, first_name: str = ""
 ) -> tuple[dict[str, list[Any]] | None, int]:
-    """Return log-probabilities in the form of this API, and where the text of the next token begins."""
+    """Return log-probabilities in the form of this API, and where the text of the next token begins.
+
+    The first token of an echoed prompt has none: `first_name` is what it is called.
+    """
     if entries is None or form.num_logprobs is None:
         return None, offset
     offsets: list[int] = []
     names: list[str] = []
-    chosen: list[float] = []
-    tops: list[dict[str, float]] = []
+    chosen: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
     for candidates in entries:  # the sampled token first
+        if candidates is None:
+            offsets.append(offset)
+            names.append(first_name)
+            chosen.append(None)
+            tops.append(None)
+            offset += len(first_name)
+            continue
         token, entry = next(iter(candidates.items()))
         name = token_name(token, entry, form)
         offsets.append(offset)

@@ -29,9 +29,10 @@ SAMPLING = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
         *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
         *("skip_special_tokens", "truncate_prompt_tokens", "stream_interval"),
+        *("prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words", "repetition_detection"),
+        "skip_reading_prefix_cache",
         # Refused there by name, with their defaults excepted:
-        *("prompt_logprobs", "logprob_token_ids", "spaces_between_special_tokens", "structured_outputs"),
-        *("allowed_token_ids", "bad_words", "thinking_token_budget", "repetition_detection"),
+        *("spaces_between_special_tokens", "structured_outputs", "thinking_token_budget"),
     )
 )
 # Clients send these; on a server with one model and no store they can change nothing.
@@ -56,7 +57,6 @@ UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "logits_processors": ([],),
     "kv_transfer_params": (),
-    "vllm_xargs": ({},),
     "session_id": (),
 }
 SHARED = (
@@ -64,7 +64,7 @@ SHARED = (
     | WITHOUT_EFFECT
     | UNBUILT.keys()
     | {"model", "stream", "stream_options", "request_id", "priority", "cache_salt", "add_special_tokens"}
-    | {"return_token_ids", "return_tokens_as_token_ids", "response_format", "logprobs"}
+    | {"return_token_ids", "return_tokens_as_token_ids", "response_format", "logprobs", "vllm_xargs"}
     | {"time_limit"}  # jaxllm's own
 )
 _FINISH_REASONS = {"context": "length", "time_limit": "length"}  # OpenAI's API has no others for them
@@ -79,7 +79,8 @@ class Form:
     continuous_usage: bool  # in each event of a stream
     return_token_ids: bool
     tokens_as_ids: bool  # "token_id:N" in place of a token's text in log-probabilities
-    num_logprobs: int | None  # alternatives to each token; None: no log-probabilities
+    num_logprobs: int | None  # alternatives to each token; None: no log-probabilities, -1: the vocabulary
+    shows_prompt_logprobs: bool
     shows_cached: bool
     shows_reasoning: bool
 
@@ -133,7 +134,10 @@ def given(body: Body, known: Collection[str], unbuilt: Mapping[str, tuple[Any, .
 def sampling_of(fields: Body) -> dict[str, Any]:
     """Return what a request says about sampling, unchecked."""
     _check_response_format(fields.get("response_format"))
-    return {name: fields[name] for name in SAMPLING if name in fields}
+    if fields.get("stream") is True and "prompt_logprobs" in fields:
+        raise UserError("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+    sampling = {name: fields[name] for name in SAMPLING if name in fields}
+    return sampling | ({"extra_args": fields["vllm_xargs"]} if "vllm_xargs" in fields else {})
 
 
 def shared_call_fields(fields: Body) -> dict[str, Any]:
@@ -166,6 +170,7 @@ def form_of(fields: Body, options: ServerOptions, num_logprobs: Any) -> Form:
         return_token_ids=bool(flag(fields, "return_token_ids", False)),
         tokens_as_ids=bool(flag(fields, "return_tokens_as_token_ids", options.return_tokens_as_token_ids)),
         num_logprobs=num_logprobs if isinstance(num_logprobs, int) else None,
+        shows_prompt_logprobs="prompt_logprobs" in fields,
         shows_cached=options.enable_prompt_tokens_details,
         shows_reasoning=options.reasoning_parser is not None,
     )
@@ -249,6 +254,21 @@ def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:
 def token_name(token: int, entry: Logprob, form: Form) -> str:
     """Return what a token is called in log-probabilities."""
     return f"token_id:{token}" if form.tokens_as_ids else entry.decoded_token or ""
+
+
+def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
+    """Return the log-probabilities of a prompt in vLLM's form."""
+    if entries is None:
+        return None
+    return [
+        None
+        if candidates is None
+        else {
+            str(token): {"logprob": finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+            for token, entry in candidates.items()
+        }
+        for candidates in entries
+    ]
 
 
 def finite(entry: Logprob) -> float:

@@ -265,7 +265,9 @@ class _Reader:
             )
         prompt = None
         if self._is_first:
-            prompt = PromptInfo(output.prompt_token_ids, usage.cached_prompt_tokens)
+            ids, logprobs = output.prompt_token_ids, output.prompt_logprobs
+            first_text = "" if logprobs is None else self._tokenizer.token_text(ids[0])
+            prompt = PromptInfo(ids, usage.cached_prompt_tokens, logprobs, first_text)
         self._is_first = False
         return Chunk(
             request_id=output.request_id,

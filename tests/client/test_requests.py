@@ -9,7 +9,7 @@ import pytest
 from jaxllm import errors
 from jaxllm.client.options import GenerateOptions, keyword_of
 from jaxllm.client.requests import chat_request, generate_request
-from jaxllm.types import SamplingParams
+from jaxllm.types import RepetitionDetectionParams, SamplingParams
 from jaxllm.v1 import types_pb2
 from tests.client.fake_server import (
     FakeServer,
@@ -30,6 +30,15 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "logit_bias": ({5: -100}, {"sampling": {"logit_bias": {"5": -100.0}}}),
     "allowed_token_ids": ([1], {"sampling": {"allowed_token_ids": [1]}}),
     "bad_words": (["x"], {"sampling": {"bad_words": ["x"]}}),
+    "extra_args": (
+        {"a": 1, "b": (2.5, 3)},
+        {"sampling": {"extra_args": {"a": {"values": [1.0]}, "b": {"values": [2.5, 3.0]}}}},
+    ),
+    "skip_reading_prefix_cache": (False, {"sampling": {"skip_reading_prefix_cache": False}}),
+    "repetition_detection": (
+        RepetitionDetectionParams(max_pattern_size=4, min_count=3),
+        {"stop": {"repetition_detection": {"max_pattern_size": 4, "min_count": 3}}},
+    ),
     "max_tokens": (64, {"stop": {"max_tokens": 64}}),
     "min_tokens": (0, {"stop": {"min_tokens": 0}}),
     "stop": ("\n\n", {"stop": {"stop_strings": ["\n\n"]}}),
@@ -43,8 +52,8 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "return_prompt_token_ids": (True, {"output": {"prompt_token_ids": True}}),
     "logprobs": (0, {"output": {"logprobs": 0, "logprob_texts": True}}),
     "logprob_texts": (False, {"output": {"logprob_texts": False}}),
-    "prompt_logprobs": (2, {"output": {"prompt_logprobs": 2}}),
-    "logprob_token_ids": ([4], {"output": {"logprob_token_ids": [4]}}),
+    "prompt_logprobs": (2, {"output": {"prompt_logprobs": 2, "logprob_texts": True}}),
+    "logprob_token_ids": ([4], {"output": {"logprob_token_ids": [4], "logprob_texts": True}}),
     "skip_special_tokens": (False, {"output": {"skip_special_tokens": False}}),
     "include_reasoning": (False, {"output": {"reasoning": False}}),
     "structured_outputs": ({"choice": ["a", "b"]}, {"structured_output": {"choice": {"values": ["a", "b"]}}}),

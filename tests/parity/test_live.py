@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxllm import LLM, SamplingParams
 from tests.parity import make_golden
 from tests.parity.driver import generate
 
@@ -50,3 +51,23 @@ def test_golden_files_are_what_transformers_computes(case):
     if case in make_golden.CASES:
         made = make_golden.record(make_golden.make_model(case, make_golden.SEED), prompt, len(tokens))
         np.testing.assert_allclose(made["logits"], logits, rtol=0, atol=1e-5)
+
+
+def test_log_probabilities_agree():
+    """Of outputs and of prompts, the likeliest and all of the vocabulary, through the whole engine."""
+    folder = make_golden.GOLDEN / "stories260K"
+    record = make_golden.record(make_golden.load(folder), make_golden.STORY_PROMPT, 96)
+    tokens = [*record["prompt"].tolist(), *record["tokens"].tolist()]
+    logits = record["logits"].astype(np.float64)
+    exact = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "precompile": "covering"}
+    with LLM(str(folder), max_logprobs=-1, **settings) as llm:
+        for count in (5, -1):
+            params = SamplingParams(temperature=0, max_tokens=16, logprobs=count, prompt_logprobs=count)
+            (output,) = llm.generate({"prompt_token_ids": tokens[:80]}, params, use_tqdm=False)
+            assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
+            told = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+            for position, entry in enumerate(told):
+                assert entry is not None and len(entry) >= (exact.shape[1] if count == -1 else count)
+                for token, one in entry.items():
+                    assert abs(one.logprob - exact[position, token]) < TOLERANCE
