@@ -8,7 +8,7 @@ SERVER_PATH = import pathlib, sysconfig; \
 	pathlib.Path(sysconfig.get_path("purelib"), "jaxllm-server.pth").write_text("$(CURDIR)/server\n")
 PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: run test test-slow check format parity golden proto interop bench train-embedded clean
+.PHONY: run test test-slow check format parity golden proto interop bench notebooks train-embedded clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -48,6 +48,9 @@ bench: $(VENV)/.dev  ## the figures that are promised, measured here
 	$(VENV)/bin/python -m tests.bench.start
 	$(VENV)/bin/python -m tests.bench.overlap
 	$(VENV)/bin/python -m tests.bench.serving
+
+notebooks: $(VENV)/.dev  ## run the notebooks and write their outputs into them
+	$(VENV)/bin/python -m tests.notebooks
 
 train-embedded: $(VENV)/.dev  ## train the embedded model again: about half an hour on two cores
 	$(VENV)/bin/python -m jaxllm.embedded.train --out jaxllm/embedded/model --seed 0
