@@ -46,6 +46,8 @@ interop: $(VENV)/.dev tests/interop/node_modules  ## a client in another languag
 bench: $(VENV)/.dev  ## the figures that are promised, measured here
 	$(VENV)/bin/python -m tests.bench.scheduler
 	$(VENV)/bin/python -m tests.bench.start
+	$(VENV)/bin/python -m tests.bench.compiling
+	$(VENV)/bin/python -m tests.bench.padding
 	$(VENV)/bin/python -m tests.bench.overlap
 	$(VENV)/bin/python -m tests.bench.serving
 

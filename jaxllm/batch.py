@@ -40,19 +40,20 @@ class Shape:
 
 
 def decode_shapes(num_slots: int, smallest: int = 1) -> list[Shape]:
-    """List the decode programs: 1, 2, 4, 8, 16, then steps of a half (24, 32, 48, 64, …) up to all slots."""
-    sizes = [1, 2, 4, 8, 16]
-    while sizes[-1] < num_slots:
-        sizes.append(sizes[-1] * 3 // 2 if sizes[-1] & (sizes[-1] - 1) == 0 else sizes[-1] * 4 // 3)
-    rows = sorted({max(smallest, min(size, num_slots)) for size in sizes})
+    """List the decode programs: 1, 2, 3, 4, 6, 8, 12, 16, …: steps of a half, up to all slots.
+
+    Both tables are as coarse as they can be with less than 12 % of padding (tests/bench/padding.py, DECISIONS).
+    """
+    rows = sorted({max(smallest, size) for size in _sizes(1, num_slots, {1: 2})})
     return [Shape(tokens=size, rows=size, tiles=0, entries=size, sampling_fields=0) for size in rows]
 
 
 def ragged_shapes(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int) -> list[Shape]:
-    """List the ragged programs: 16 tokens, doubled up to the budget of a step."""
-    sizes = [min(16, max_tokens)]
-    while sizes[-1] < max_tokens:
-        sizes.append(min(2 * sizes[-1], max_tokens))
+    """List the ragged programs: 16, 32 and 64 tokens, then steps of a half, up to the budget of a step.
+
+    With a budget above 1,024, as on a GPU, steps of a quarter from 128 to 1,024: most steps are there, and vary more.
+    """
+    sizes = _sizes(16, max_tokens, {64: 2, 128: 4, 1024: 2} if max_tokens > 1024 else {64: 2})
     shapes = []
     for size in sizes:
         rows, chunks = min(size, num_slots), max_chunks(size, num_slots)
@@ -66,6 +67,21 @@ def ragged_shapes(max_tokens: int, num_slots: int, block_size: int, sampling_fie
             )
         )
     return shapes
+
+
+def coarser(shapes: Sequence[Shape]) -> list[Shape]:
+    """Pick those of a table that suffice for what is rare: powers of two, and the largest."""
+    return [shape for shape in shapes if shape is shapes[-1] or shape.tokens & (shape.tokens - 1) == 0]
+
+
+def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
+    """Double from `first` to `last`; from each key of `parts` on, with so many steps to the double."""
+    sizes, size = set(), first
+    while size < last:
+        count = parts[max((start for start in parts if start <= size), default=0)] if size >= min(parts) else 1
+        sizes |= {size + size * part // count for part in range(count)}
+        size *= 2
+    return sorted({min(size, last) for size in sizes} | {last})
 
 
 def max_chunks(tokens: int, num_slots: int) -> int:

@@ -62,7 +62,9 @@ class Programs:
         metrics: Metrics,
     ) -> None:
         self.covering = [Key(ragged[-1], VARIANTS[-1]), Key(decode[-1], VARIANTS[-1])]
-        everything = [Key(shape, variant) for variant in VARIANTS for shape in [*ragged, *decode]]
+        everything = [Key(shape, variant) for variant in VARIANTS[:-1] for shape in [*ragged, *decode]]
+        # The widest sampling is the rarest: a request with penalties finds a program of twice its size at most.
+        everything += [Key(shape, VARIANTS[-1]) for shape in [*batch.coarser(ragged), *batch.coarser(decode)]]
         self.rest = sorted((key for key in everything if key not in self.covering), key=_urgency)
         self._by_cost = {
             is_decode: sorted((key for key in everything if key.shape.is_decode == is_decode), key=lambda key: key.cost)

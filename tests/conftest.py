@@ -1,10 +1,15 @@
 """Settings of all tests: CPU, four virtual devices, no network, shapes checked, programs cached beside the code.
 
+After each test no engine that is alive may have compiled anything in front of a request.
+
 A program that is found in the cache is traced all the same, so its shapes are checked in every run.
 """
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jaxtyping import install_import_hook
@@ -25,3 +30,23 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
     make_certificates(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_in_front_of_a_request(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail the test in which an engine compiled something while it started a step."""
+    runner = sys.modules.get("jaxllm.runner")
+    if runner is None:
+        yield  # a module that makes engines imports it first
+        return
+    late: list[str] = []
+    note = runner.Runner.note_compilation
+
+    def noted(self: Any) -> None:
+        before = self.metrics.compilations_after_ready
+        note(self)
+        late.extend([repr(self.setup.folder)] * (self.metrics.compilations_after_ready - before))
+
+    monkeypatch.setattr(runner.Runner, "note_compilation", noted)
+    yield
+    assert not late, f"compiled in front of a request: {late}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 from collections.abc import Iterator
@@ -10,16 +11,20 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from jax._src import test_util as jtu
 
 from jaxllm import LLM, SamplingParams, cache, memory
-from jaxllm.batch import decode_shapes, ragged_shapes
+from jaxllm.batch import coarser, decode_shapes, ragged_shapes
 from jaxllm.metrics import Metrics
 from jaxllm.programs import Key, Programs
+from jaxllm.runner import Runner
 from jaxllm.sampling import Variant
 from jaxllm.state import Plan
+from tests.bench import padding
 
+NOTE_COMPILATION = Runner.note_compilation
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -72,6 +77,23 @@ def test_nothing_is_compiled_once_the_engine_is_ready(llm: LLM) -> None:
     assert len(llm.engine.runner.programs) == llm.engine.runner.programs.num_all
 
 
+def test_what_is_compiled_in_a_step_is_counted(llm: LLM) -> None:
+    metrics, runner = Metrics(), llm.engine.runner
+    ours, runner.metrics = runner.metrics, metrics
+    choose = runner.programs.choose
+
+    def compiling(plan: Plan, variant: Variant) -> Key:
+        jax.jit(lambda x: x + len(plan.slots)).lower(np.zeros(3)).compile()
+        return choose(plan, variant)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "note_compilation", NOTE_COMPILATION)  # without the check that all tests have
+        patch.setattr(runner.programs, "choose", compiling)
+        llm.generate([[5, 6]], SamplingParams(max_tokens=1), use_tqdm=False)
+    runner.metrics = ours
+    assert metrics.compilations_after_ready >= 1
+
+
 def test_a_call_takes_the_fast_path(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=9)
     llm.generate([[5, 6, 7]], params, use_tqdm=False)
@@ -94,10 +116,20 @@ def test_every_program_keeps_the_cache_in_place(llm: LLM) -> None:
 
 
 def test_tables_of_sizes() -> None:
-    assert [shape.rows for shape in decode_shapes(64)] == [1, 2, 4, 8, 16, 24, 32, 48, 64]
-    assert [shape.rows for shape in decode_shapes(20, smallest=2)] == [2, 4, 8, 16, 20]
-    assert [shape.tokens for shape in ragged_shapes(100, 8, 16, 40)] == [16, 32, 64, 100]
+    assert [shape.rows for shape in decode_shapes(64)] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    assert [shape.rows for shape in decode_shapes(20, smallest=2)] == [2, 3, 4, 6, 8, 12, 16, 20]
     assert [shape.rows for shape in decode_shapes(1)] == [1]
+    assert [shape.tokens for shape in ragged_shapes(100, 8, 16, 40)] == [16, 32, 64, 96, 100]
+    assert [shape.tokens for shape in ragged_shapes(8, 8, 16, 40)] == [8]
+    large = [shape.tokens for shape in ragged_shapes(8192, 256, 16, 40)]
+    assert large[:9] == [16, 32, 64, 96, 128, 160, 192, 224, 256] and large[-5:] == [2048, 3072, 4096, 6144, 8192]
+    assert [shape.tokens for shape in coarser(ragged_shapes(100, 8, 16, 40))] == [16, 32, 64, 100]
+
+
+def test_the_tables_keep_padding_low() -> None:
+    machine = padding.MACHINES["cpu"]
+    totals = padding.simulate(machine, 2.0, 120, *padding.tables(machine))
+    assert 0.02 < padding.waste(totals) < padding.PROMISED
 
 
 def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_comes_next() -> None:
@@ -123,8 +155,8 @@ def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_comes_
     assert str(programs.choose(plan, Variant.FILTERED)) == "decode[8].penalized"
     go_on.set()
     programs.wait()
-    assert "decode[4].filtered" in compiled[2:4], "what a plan missed is compiled next"
-    assert str(programs.choose(plan, Variant.FILTERED)) == "decode[4].filtered"
+    assert "decode[3].filtered" in compiled[2:4], "what a plan missed is compiled next"
+    assert str(programs.choose(plan, Variant.FILTERED)) == "decode[3].filtered"
     assert len(programs) == programs.num_all == len(set(compiled))
 
 
@@ -150,3 +182,26 @@ def test_a_pool_asked_for_by_nobody_holds_at_least_one_sequence() -> None:
         str(GOLDEN / "stories260K"), precompile="covering", max_num_seqs=1, max_model_len=300, block_size=4
     ) as llm:
         assert llm.engine.max_model_len == 300 and llm.engine.runner.geometry.num_blocks == 75
+
+
+def test_two_thousand_steps_leave_no_memory_behind(llm: LLM) -> None:
+    """Requests come and go over 2,000 steps; afterwards device and host hold what they held after the first 500."""
+    engine, process = llm.engine, psutil.Process()
+    random = np.random.default_rng(1)
+    start, num_requests = engine.metrics.steps, 0
+    resident: list[int] = []
+    on_device: list[int] = []
+    for end in (500, 2000):
+        while engine.metrics.steps < start + end:
+            while engine.load().running + engine.load().waiting < 6:
+                prompt = random.integers(3, 128, int(random.integers(1, 60))).tolist()
+                engine.add_request(f"steady-{num_requests}", prompt, random_params(random))
+                num_requests += 1
+            engine.step()
+        while engine.has_unfinished_requests():
+            engine.step()
+        gc.collect()
+        resident.append(process.memory_info().rss)
+        on_device.append(sum(array.nbytes for array in jax.live_arrays()))
+    assert on_device[0] == on_device[1]
+    assert resident[1] - resident[0] < 4 << 20, "2 kB a step at most, of the host's memory"
