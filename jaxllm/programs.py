@@ -16,6 +16,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,8 @@ from jaxllm.state import Plan
 VARIANTS = tuple(Variant)
 STACK_BYTES = 64 << 20  # of a compiling thread; deep models overflow the usual 8 MiB (reference/peers.md §2)
 BACKGROUND_NICENESS = 10  # a tenth of a core that serving uses as well, and all of what it leaves
-PAUSE = 4  # seconds without tracing after each second of it, while steps run
+_STARTING = threading.Lock()
+PAUSE = 9  # seconds without tracing after each second of it, while steps run
 IDLE_SECONDS = 0.1  # without a step, after which nobody is disturbed
 
 
@@ -119,15 +122,8 @@ class Programs:
             atexit.register(_join, weakref.WeakMethod(self.join))
         with self._lock:
             self._queue += keys
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            for number in range(min(num_threads, len(keys))):
-                name = f"jaxllm-compile-{number}"
-                thread = threading.Thread(target=self._work, args=(in_background,), name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        finally:
-            threading.stack_size(before)
+        for number in range(min(num_threads, len(keys))):
+            self._threads.append(_start(lambda: self._work(in_background), f"jaxllm-compile-{number}"))
 
     def wait(self, progress: bool = False) -> None:
         """Wait until every program that was asked for is compiled; the first failure is raised here."""
@@ -159,8 +155,6 @@ class Programs:
                 self._queue.insert(0, key)
 
     def _work(self, in_background: bool) -> None:
-        if in_background:
-            _step_back()
         while True:
             with self._lock:
                 if not self._queue:
@@ -169,7 +163,7 @@ class Programs:
             start = time.perf_counter()
             try:
                 lowered = self._trace(key, in_background)
-                program = lowered.compile()
+                program = _behind(lowered.compile) if in_background else lowered.compile()
             except Exception as failure:
                 if not in_background:
                     self._failure = failure
@@ -198,6 +192,36 @@ class Programs:
         return lowered
 
 
+def _start(work: Callable[[], None], name: str) -> threading.Thread:
+    """Start a thread whose stack is large enough to compile on."""
+    with _STARTING:  # the size is the interpreter's, for all threads that begin
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=work, name=name, daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread
+
+
+def _behind(call: Callable[[], Any]) -> Any:
+    """Return what `call` returns, from a thread that steps back; tracing does not.
+
+    A thread that holds the interpreter and gets no processor time would stop the one that serves.
+    """
+    outcome: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            _step_back()
+            outcome.set_result(call())
+        except BaseException as failure:
+            outcome.set_exception(failure)
+
+    _start(work, "jaxllm-compile-behind")
+    return outcome.result()
+
+
 def _step_back() -> None:
     """Let whoever serves go first: this thread, and those in which XLA's CPU back end runs LLVM.
 
@@ -206,12 +230,11 @@ def _step_back() -> None:
     """
     if sys.platform != "linux":
         return
-    own = [threading.get_native_id()]
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)  # of this thread alone
     for thread in Path("/proc/self/task").iterdir():
-        if (thread / "comm").read_text().startswith("llvm-worker"):
-            own.append(int(thread.name))
-    for thread in own:
-        os.setpriority(os.PRIO_PROCESS, thread, BACKGROUND_NICENESS)  # of that thread alone
+        with suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
+            if (thread / "comm").read_text().startswith("llvm-worker"):
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), BACKGROUND_NICENESS)
 
 
 def _join(join: weakref.WeakMethod[Callable[[], None]]) -> None:
