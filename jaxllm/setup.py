@@ -87,7 +87,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     """Choose everything that can be chosen without loading weights; `jaxllm doctor` prints it."""
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
     checkpoint = weights.read_config(folder)
-    spec, family = read_spec(checkpoint)
+    spec, family = read_spec(checkpoint, config.max_model_len)
     devices = choose_devices(config)
     platform = devices[0].platform
     if config.max_model_len is not None and config.max_model_len > spec.max_position:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxllm import sharding
 from jaxllm.model import decoder, layers, weights
 from jaxllm.model.families import read_spec
-from jaxllm.model.spec import BandScaling, LinearScaling, Spec
+from jaxllm.model.spec import BandScaling, LinearScaling, Rope, Spec
 from tests.checkpoints import CONFIG, write_checkpoint
 from tests.parity.driver import generate
 
@@ -25,25 +25,26 @@ GOLDEN = Path(__file__).parent / "golden"
 def _spec(**changes) -> Spec:
     sizes = {"num_layers": 2, "width": 32, "num_heads": 4, "num_kv_heads": 2, "head_size": 8, "ffn_width": 48}
     other = {"vocab_size": 64, "max_position": 64, "windows": (None, None), "attention_scale": 8**-0.5}
+    other["ropes"] = (Rope(8),) * 2
     return Spec(**(sizes | other | changes))
 
 
 def test_rotation_turns_each_pair_by_position_times_frequency():
-    spec = _spec(rope_theta=100.0)
+    rope = Rope(8, theta=100.0)
     x = np.random.default_rng(0).standard_normal((5, 3, 8)).astype(np.float32)
     positions = np.asarray([0, 1, 7, 30, 2000])
-    turned = np.asarray(layers.rotate(jnp.asarray(x), layers.rotation(spec, jnp.asarray(positions))))
+    turned = np.asarray(layers.rotate(jnp.asarray(x), layers.rotation(rope, jnp.asarray(positions)), rope))
     angles = positions[:, None, None] * 100.0 ** (-np.arange(4) / 4)
     expected = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
     np.testing.assert_allclose(turned[..., :4] + 1j * turned[..., 4:], expected, atol=2e-4)
 
 
 def test_scaled_frequencies():
-    plain = layers.inverse_frequencies(_spec(head_size=64))
-    linear = layers.inverse_frequencies(_spec(head_size=64, rope_scaling=LinearScaling(4.0)))
+    plain = layers.inverse_frequencies(Rope(64))
+    linear = layers.inverse_frequencies(Rope(64, scaling=LinearScaling(4.0)))
     np.testing.assert_allclose(linear, plain / 4, rtol=1e-6)
 
-    band = layers.inverse_frequencies(_spec(head_size=64, rope_scaling=BandScaling(8.0, 1.0, 4.0, 64)))
+    band = layers.inverse_frequencies(Rope(64, scaling=BandScaling(8.0, 1.0, 4.0, 64)))
     wavelengths = 2 * math.pi / plain
     is_short, is_long = wavelengths < 64 / 4, wavelengths > 64 / 1
     assert is_short.any() and is_long.any() and (~is_short & ~is_long).any()
@@ -101,7 +102,22 @@ def test_one_row_does_not_convert_a_bfloat16_weight():
     assert temporary < 512 * 2048 / 4
 
 
-@pytest.mark.parametrize("case", ["gemma2", "gpt2", "qwen2-moe", "gpt-oss", "deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gemma2",
+        "gpt2",
+        "phi3",
+        "gpt_neox",
+        "olmo2",
+        "cohere",
+        "stablelm-parallel",
+        "qwen2-moe",
+        "gpt-oss",
+        "deepseek-v2",
+        "deepseek-v3",
+    ],
+)
 def test_two_devices_compute_what_one_does(case):
     with np.load(GOLDEN / case / "golden.npz") as stored:
         prompt, expected = stored["prompt"].tolist(), stored["logits"]
@@ -160,7 +176,9 @@ def test_layers_see_their_own_window_and_number():
 
 def test_the_declaration_gives_every_part_its_rows():
     for shards in (1, 2, 4):
-        declared = decoder.declare(_spec(qkv_bias=True, mlp_bias=True, norm="layer", vocab_size=65), shards)
+        declared = decoder.declare(
+            _spec(qkv_bias=True, mlp_bias=True, norm="layer", norm_bias=True, vocab_size=65), shards
+        )
         for weight in [*declared.top.values(), *declared.layers[0].values()]:
             assert len(weight.shape) == len(weight.axes)
             rows = sum(part.rows * part.copies for part in weight.parts)

@@ -16,6 +16,7 @@ import pytest
 from jaxllm import sharding
 from jaxllm.model import weights
 from jaxllm.model.families import FAMILIES, read_spec
+from jaxllm.model.spec import Rope
 from tests.parity.driver import Driver, decode_greedily, generate
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -52,7 +53,7 @@ def test_gathering_attention_agrees_too(case):
 @pytest.mark.parametrize(
     ("case", "change"),
     [
-        ("llama-3.1", {"rope_scaling": None}),
+        ("llama-3.1", {"ropes": (Rope(8, 500.0),) * 2}),
         ("mistral", {"windows": (12, 12)}),
         ("gemma2", {"windows": (None, 10)}),
         ("gemma2", {"attention_softcap": None}),

@@ -24,12 +24,14 @@ class Comb:
 class Part:
     """One tensor of a checkpoint inside a weight. `copies` neighbouring shards hold the same rows.
 
-    Without a `comb` the rows are all in one piece, behind those of the parts before it in the same tensor.
+    Without a `comb` the rows are all in one piece, behind those of the parts before it in the same tensor; but where a
+    family's parts alternate within a tensor, `block` rows of a part stay together.
     """
 
     name: str
     rows: int
     copies: int = 1
+    block: int = 1
     comb: Comb | None = None
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from jaxllm.model import experts, latent, layers
 from jaxllm.model.declaration import Part, Weight
-from jaxllm.model.spec import Latent, Spec, heads_per_shard
+from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
 
 Leaf = TypeVar("Leaf")
 
@@ -52,7 +52,7 @@ def declare(spec: Spec, shards: int) -> Params[Weight]:
         name: Weight((vocabulary, spec.width), ("vocab", "width"), (Part(name, spec.vocab_size),))
         for name in (["embed"] if spec.tie_embeddings else ["embed", "head"])
     }
-    if spec.position == "learned":
+    if spec.learned_positions:
         rows = spec.max_position + spec.position_offset
         embedding["positions"] = Weight((rows, spec.width), ("position", "width"), (Part("positions", rows),))
     attention = _attention_weights(spec, shards) if spec.latent is None else _latent_weights(spec, spec.latent)
@@ -67,25 +67,35 @@ def _attention_weights(spec: Spec, shards: int) -> dict[str, Weight]:
     queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     rows = queries + 2 * keys * copies
     parts = (("q", queries, 1), ("k", keys, copies), ("v", keys, copies))
-    weights = _norm_weights(spec, "attn_norm")
+    block = spec.head_size
+    weights = {} if spec.norm_place == "post" else _norm_weights(spec, "attn_norm")
     weights["qkv"] = Weight(
-        (rows, spec.width), ("heads", "width"), tuple(Part(name, size, copies) for name, size, copies in parts)
+        (rows, spec.width), ("heads", "width"), tuple(Part(name, size, number, block) for name, size, number in parts)
     )
     if spec.qkv_bias:
-        biases = tuple(Part(f"{name}_bias", size, number) for name, size, number in parts)
+        biases = tuple(Part(f"{name}_bias", size, number, block) for name, size, number in parts)
         weights["qkv_bias"] = Weight((rows,), ("heads",), biases, "zeros")
-    if spec.qk_norm:
-        initial = "zeros" if spec.norm == "rms+1" else "ones"
-        for name in ("q_norm", "k_norm"):
-            weights[name] = Weight((spec.head_size,), ("head",), (Part(name, spec.head_size),), initial)
+    if spec.qk_norm is not None:
+        weights |= {f"{name}_norm": _qk_norm_weight(spec, f"{name}_norm", size, n) for name, size, n in parts[:2]}
     if spec.sinks:
         weights["sinks"] = Weight((spec.num_heads,), ("heads",), (Part("sinks", spec.num_heads),), "zeros")
     weights["out"] = Weight((spec.width, queries), ("width", "heads"), (Part("out", spec.width),))
     if spec.out_bias:
         weights["out_bias"] = Weight((spec.width,), ("width",), (Part("out_bias", spec.width),), "zeros")
-    if spec.norm_place == "sandwich":
+    if spec.norm_place != "pre":
         weights |= _norm_weights(spec, "attn_post_norm")
     return weights
+
+
+def _qk_norm_weight(spec: Spec, name: str, rows: int, copies: int) -> Weight:
+    initial = "zeros" if spec.norm == "rms+1" else "ones"
+    if spec.qk_norm == "all heads":
+        return Weight((rows * copies,), ("heads",), (Part(name, rows, copies),), initial)
+    part = Part(name, spec.head_size)
+    if spec.qk_norm == "each head":
+        return Weight((spec.head_size,), ("head",), (part,), initial)
+    heads = rows // spec.head_size  # whole on every shard: some checkpoints have a tensor for each head
+    return Weight((heads, spec.head_size), (None, "head"), (part,), initial, stack=heads)
 
 
 def _latent_weights(spec: Spec, own: Latent) -> dict[str, Weight]:
@@ -101,14 +111,15 @@ def _expert_weights(spec: Spec) -> dict[str, Weight]:
 def _mlp_weights(spec: Spec) -> dict[str, Weight]:
     names = ("gate", "up") if spec.mlp_gated else ("up",)
     rows = len(names) * spec.ffn_width
-    weights = _norm_weights(spec, "mlp_norm")
+    has_norm = spec.norm_place != "post" and spec.residual != "parallel, one norm"
+    weights = _norm_weights(spec, "mlp_norm") if has_norm else {}
     weights["up"] = Weight((rows, spec.width), ("ffn", "width"), tuple(Part(name, spec.ffn_width) for name in names))
     weights["down"] = Weight((spec.width, spec.ffn_width), ("width", "ffn"), (Part("down", spec.width),))
     if spec.mlp_bias:
         biases = tuple(Part(f"{name}_bias", spec.ffn_width) for name in names)
         weights["up_bias"] = Weight((rows,), ("ffn",), biases, "zeros")
         weights["down_bias"] = Weight((spec.width,), ("width",), (Part("down_bias", spec.width),), "zeros")
-    if spec.norm_place == "sandwich":
+    if spec.norm_place != "pre":
         weights |= _norm_weights(spec, "mlp_post_norm")
     return weights
 
@@ -116,7 +127,7 @@ def _mlp_weights(spec: Spec) -> dict[str, Weight]:
 def _norm_weights(spec: Spec, name: str) -> dict[str, Weight]:
     initial = "zeros" if spec.norm == "rms+1" else "ones"
     weights = {name: Weight((spec.width,), ("width",), (Part(name, spec.width),), initial)}
-    if spec.norm == "layer":
+    if spec.norm_bias:
         bias = f"{name}_bias"
         weights[bias] = Weight((spec.width,), ("width",), (Part(bias, spec.width),), "zeros")
     return weights
@@ -136,12 +147,14 @@ def forward(
     over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU (reference/kernels.md §3).
     """
     x = _embed(spec, params.top, tokens, positions, axis)  # [T, D]
-    turn = layers.rotation(spec, positions) if spec.position == "rope" else None
+    turns = {rope: layers.rotation(rope, positions) for rope in spec.ropes if rope is not None}
+    mlp_norm = "attn_norm" if spec.residual == "parallel, one norm" else "mlp_norm"
     for layer, weights in enumerate(params.layers):
-        mixed = _mixer(spec, weights, layer, _norm(spec, weights, "attn_norm", x), turn, attend, axis)
-        x = x + (_norm(spec, weights, "attn_post_norm", mixed) if spec.norm_place == "sandwich" else mixed)
-        mixed = _feed_forward(spec, weights, layer, _norm(spec, weights, "mlp_norm", x), axis)
-        x = x + (_norm(spec, weights, "mlp_post_norm", mixed) if spec.norm_place == "sandwich" else mixed)
+        mixed = _mixer(spec, weights, layer, _norm(spec, weights, "attn_norm", x), turns, attend, axis)
+        attended = x + _scaled(_norm(spec, weights, "attn_post_norm", mixed), spec.residual_scale)
+        x = attended if spec.residual == "serial" else x
+        mixed = _feed_forward(spec, weights, layer, _norm(spec, weights, mlp_norm, x), axis)
+        x = attended + _scaled(_norm(spec, weights, "mlp_post_norm", mixed), spec.residual_scale)
     return _norm(spec, params.top, "final_norm", x)
 
 
@@ -151,7 +164,7 @@ def logits(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Fl
     Its first column is the token of id `shard * Vx`; what is behind the last token (see `declare`) means nothing.
     """
     head = params.top["embed" if spec.tie_embeddings else "head"]  # [Vx, D]
-    return layers.softcap(layers.linear(hidden, head), spec.logit_softcap)
+    return layers.softcap(_scaled(layers.linear(hidden, head), spec.logit_scale), spec.logit_softcap)
 
 
 def _embed(spec: Spec, top: dict[str, Array], tokens: Array, positions: Array, axis: str) -> Array:
@@ -162,12 +175,18 @@ def _embed(spec: Spec, top: dict[str, Array], tokens: Array, positions: Array, a
     x = _all_reduce(found, axis)
     if spec.embed_scale != 1.0:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded to the weights' type, as the models were trained
-    if spec.position == "learned":
+    if spec.learned_positions:
         x = x + top["positions"].at[positions + spec.position_offset].get(mode="clip")
     return x
 
 
+def _scaled(x: Array, factor: float) -> Array:
+    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 def _norm(spec: Spec, weights: dict[str, Array], name: str, x: Array) -> Array:
+    if name not in weights:  # the Spec has no norm in this place
+        return x
     return layers.norm(x, weights[name], weights.get(f"{name}_bias"), spec.norm, spec.norm_eps)
 
 
@@ -176,14 +195,15 @@ def _mixer(
     weights: dict[str, Array],
     layer: int,
     x: Array,
-    turn: tuple[Array, Array] | None,
+    turns: dict[Rope, tuple[Array, Array]],
     attend: Attend,
     axis: str,
 ) -> Array:
     if spec.latent is None:
-        return _attention(spec, weights, layer, x, turn, attend, axis)
-    assert turn is not None
-    q, k = latent.project(spec, spec.latent, weights, x, turn)
+        return _attention(spec, weights, layer, x, turns, attend, axis)
+    rope = spec.ropes[layer]
+    assert rope is not None
+    q, k = latent.project(spec.latent, weights, x, turns[rope], rope)
     mixed = attend(layer, q, k, None, spec.windows[layer], None).astype(x.dtype)
     return _row_parallel(latent.expand(spec.latent, weights, mixed), weights, "out", axis)
 
@@ -193,7 +213,7 @@ def _attention(
     weights: dict[str, Array],
     layer: int,
     x: Array,
-    turn: tuple[Array, Array] | None,
+    turns: dict[Rope, tuple[Array, Array]],
     attend: Attend,
     axis: str,
 ) -> Array:
@@ -201,14 +221,30 @@ def _attention(
     fused = layers.linear(x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
     fused = fused.reshape(x.shape[0], heads + 2 * kv_heads, spec.head_size)  # [T, Hx + 2 Kx, C]
     q, k, v = jnp.split(fused, (heads, heads + kv_heads), axis=1)
-    if spec.qk_norm:
-        kind = "rms+1" if spec.norm == "rms+1" else "rms"
-        q = layers.norm(q, weights["q_norm"], None, kind, spec.norm_eps)
-        k = layers.norm(k, weights["k_norm"], None, kind, spec.norm_eps)
-    if turn is not None:
-        q, k = (layers.rotate(one, turn, spec.rope_interleaved) for one in (q, k))
+    if spec.qk_norm is not None:
+        q, k = _qk_norm(spec, weights, q, k, axis)
+    rope = spec.ropes[layer]
+    if rope is not None:
+        q, k = (layers.rotate(heads, turns[rope], rope) for heads in (q, k))
     mixed = attend(layer, q, k, v, spec.windows[layer], weights.get("sinks")).astype(x.dtype)  # [T, Hx, C]
     return _row_parallel(mixed.reshape(x.shape[0], heads * spec.head_size), weights, "out", axis)
+
+
+def _qk_norm(spec: Spec, weights: dict[str, Array], q: Array, k: Array, axis: str) -> tuple[Array, Array]:
+    powers: tuple[Array | None, Array | None] = (None, None)
+    if spec.qk_norm == "all heads":  # as many on every shard (copies of key heads too), so means can be averaged
+        squares = jnp.stack([jnp.mean(jnp.square(heads.astype(jnp.float32)), axis=(1, 2)) for heads in (q, k)])
+        both = squares if lax.axis_size(axis) == 1 else lax.pmean(squares, axis)  # [2, T]
+        powers = (both[0, :, None, None], both[1, :, None, None])
+
+    def normed(name: str, heads: Array, power: Array | None) -> Array:
+        scale = weights[name].reshape(-1, spec.head_size)  # [1 or H or Hx, C]
+        if spec.qk_norm == "own per head":
+            first = lax.axis_index(axis) * len(scale) // lax.axis_size(axis)
+            scale = lax.dynamic_slice_in_dim(scale, first, heads.shape[1])  # [Hx, C]
+        return layers.norm(heads, scale, None, spec.norm, spec.norm_eps, power)
+
+    return normed("q_norm", q, powers[0]), normed("k_norm", k, powers[1])
 
 
 def _feed_forward(spec: Spec, weights: dict[str, Array], layer: int, x: Array, axis: str) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxllm.model.spec import Activation, BandScaling, LinearScaling, NormKind, Spec, YarnScaling
+from jaxllm.model.spec import Activation, BandScaling, LinearScaling, NormKind, PairScaling, Rope, YarnScaling
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -36,12 +36,16 @@ def _first_of_two_rows(x: Array, weight: Array) -> Array:
     return _product(jnp.concatenate([x, x]), weight)[:1]
 
 
-def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float) -> Array:
-    """Normalise the last axis of `x`: root mean square (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016)."""
+def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float, power: Array | None = None) -> Array:
+    """Normalise the last axis of `x`: root mean square (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016).
+
+    `power` is the mean square where it is not that of the last axis alone.
+    """
     wide = x.astype(jnp.float32)
     if kind == "layer":
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    power = jnp.mean(jnp.square(wide), axis=-1, keepdims=True) if power is None else power
+    wide = wide * lax.rsqrt(power + eps)
     gain = scale.astype(jnp.float32)
     wide = wide * (1.0 + gain if kind == "rms+1" else gain)
     if bias is not None:
@@ -61,22 +65,22 @@ def activate(x: Array, kind: Activation) -> Array:
 
 
 def softcap(x: Array, cap: float | None) -> Array:
-    """Squash `x` into (-cap, cap) by cap · tanh(x / cap) (Gemma 2 report, §2); None leaves it."""
+    """Squash `x` into (-cap, cap) by cap · tanh(x / cap) (Riviere et al. 2024, §2); None leaves it."""
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 
-def inverse_frequencies(spec: Spec) -> np.ndarray:
-    """Compute the angle per position of each pair of a head's coordinates: [C / 2], float32 (Su et al. 2021)."""
-    size = spec.head_size if spec.latent is None else spec.latent.rope_size
-    exponents = np.arange(0, size, 2, dtype=np.float64) / size
-    frequencies = spec.rope_theta**-exponents
-    scaling = spec.rope_scaling
-    if isinstance(scaling, LinearScaling):
-        frequencies = frequencies / scaling.factor
-    elif isinstance(scaling, BandScaling):
-        frequencies = _band(frequencies, scaling)
-    elif isinstance(scaling, YarnScaling):
-        frequencies = _yarn(frequencies, scaling, spec.rope_theta)
+def inverse_frequencies(rope: Rope) -> np.ndarray:
+    """Compute the angle per position of each pair of a head's coordinates: [size / 2], float32."""
+    frequencies = rope.theta ** -(np.arange(0, rope.size, 2, dtype=np.float64) / rope.size)
+    match rope.scaling:
+        case LinearScaling(factor):
+            frequencies = frequencies / factor
+        case BandScaling():
+            frequencies = _band(frequencies, rope.scaling)
+        case YarnScaling():
+            frequencies = _yarn(frequencies, rope.scaling, rope.theta)
+        case PairScaling(factors):
+            frequencies = frequencies / np.asarray(factors)
     return frequencies.astype(np.float32)
 
 
@@ -103,24 +107,23 @@ def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.nda
     return (1.0 - slowed) * frequencies + slowed * frequencies / scaling.factor
 
 
-def rotation(spec: Spec, positions: Array) -> tuple[Array, Array]:
-    """Compute cosine and sine, each [T, 1, C / 2] float32, of every token's rotation."""
-    angles = positions.astype(jnp.float32)[:, None, None] * inverse_frequencies(spec)  # [T, 1, C / 2]
-    amplitude = spec.rope_scaling.amplitude if isinstance(spec.rope_scaling, YarnScaling) else 1.0
-    return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+def rotation(rope: Rope, positions: Array) -> tuple[Array, Array]:
+    """Compute cosine and sine, each [T, 1, size / 2] float32, of every token's rotation."""
+    angles = positions.astype(jnp.float32)[:, None, None] * inverse_frequencies(rope)  # [T, 1, size / 2]
+    return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
 
 
-def rotate(x: Array, turn: tuple[Array, Array], is_interleaved: bool = False) -> Array:
-    """Rotate each head of `x` [T, H, C]; coordinate i is paired with i + C / 2, as in Hugging Face checkpoints.
+def rotate(x: Array, turn: tuple[Array, Array], rope: Rope) -> Array:
+    """Rotate the first coordinates of each head of `x` [T, H, C], all of them or as many as `rope` says.
 
-    Where `is_interleaved`, 2i is paired with 2i + 1, and the first of all pairs come first in the result: queries and
-    keys are permuted alike, which their products do not see.
+    Where its pairs are neighbours, the first of all pairs come first in the result: queries and keys are permuted
+    alike, which their products do not see.
     """
     cosine, sine = turn
-    wide = x.astype(jnp.float32)
-    if is_interleaved:
-        first, second = wide[..., 0::2], wide[..., 1::2]
+    wide = x[..., : rope.size].astype(jnp.float32)
+    if rope.is_interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]  # [T, H, size / 2] each
     else:
-        first, second = jnp.split(wide, 2, axis=-1)  # [T, H, C / 2] each
+        first, second = jnp.split(wide, 2, axis=-1)
     turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return turned.astype(x.dtype)
+    return jnp.concatenate([turned.astype(x.dtype), x[..., rope.size :]], axis=-1)

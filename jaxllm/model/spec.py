@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 NormKind = Literal["rms", "rms+1", "layer"]
-NormPlace = Literal["pre", "sandwich"]
-PositionKind = Literal["rope", "learned"]
+NormPlace = Literal["pre", "post", "sandwich"]
+Residual = Literal["serial", "parallel", "parallel, one norm"]
+QkNorm = Literal["each head", "own per head", "all heads"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
@@ -41,15 +42,32 @@ class YarnScaling:
     """Coordinates that turn often kept, those that turn seldom slowed down by `factor` (Peng et al. 2023, "YaRN").
 
     Often is `fast` turns or more within `original_max_position` tokens, seldom is `slow` or fewer; between, a ramp over
-    the coordinates, whose ends are whole numbers where `is_truncated`. Cosine and sine are multiplied by `amplitude`.
+    the coordinates, whose ends are whole numbers where `is_truncated`.
     """
 
     factor: float
     original_max_position: int
     fast: float = 32.0
     slow: float = 1.0
-    amplitude: float = 1.0
     is_truncated: bool = True
+
+
+@dataclass(frozen=True)
+class PairScaling:
+    """Each pair's frequency divided by a factor of its own (Ding et al. 2024, "LongRoPE")."""
+
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions (Su et al. 2021): the first `size` coordinates of each head are turned, pair by pair."""
+
+    size: int
+    theta: float = 10000.0
+    scaling: LinearScaling | BandScaling | YarnScaling | PairScaling | None = None
+    amplitude: float = 1.0  # of cosine and sine: some scalings sharpen the scores
+    is_interleaved: bool = False  # coordinate 2i is paired with 2i + 1, not i with i + size / 2
 
 
 @dataclass(frozen=True)
@@ -106,23 +124,25 @@ class Spec:
     vocab_size: int
     max_position: int  # the context length
     windows: tuple[int | None, ...]  # a query at p sees the keys at p - window + 1 .. p
+    ropes: tuple[Rope | None, ...]  # one entry per layer, None where heads are not turned
     attention_scale: float  # of the scores, before the soft cap
     norm: NormKind = "rms"  # "rms+1": the stored weight is the distance from one
+    norm_bias: bool = False
     norm_eps: float = 1e-6
-    norm_place: NormPlace = "pre"  # "sandwich": also after attention and after the feed-forward, before the residual
-    qk_norm: bool = False  # an RMS norm over each head of q and k, before the rotation
+    norm_place: NormPlace = "pre"  # of attention and of the feed-forward; "post": before the residual; "sandwich": both
+    residual: Residual = "serial"  # "parallel": attention and feed-forward read the same hidden states
+    residual_scale: float = 1.0  # of what attention and feed-forward add
+    qk_norm: QkNorm | None = None  # of q and k before the rotation; "own per head": each head has its own weights
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    position: PositionKind = "rope"
+    learned_positions: bool = False
     position_offset: int = 0  # rows of a learned table before that of position 0
-    rope_theta: float = 10000.0
-    rope_scaling: LinearScaling | BandScaling | YarnScaling | None = None
-    rope_interleaved: bool = False  # coordinate 2i is paired with 2i + 1, not i with i + C / 2
     sinks: bool = False  # a stored logit per head takes part in the softmax and carries no value
     latent: Latent | None = None
     attention_softcap: float | None = None  # scores become cap · tanh(score / cap)
-    logit_softcap: float | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # after the scale
     mlp_gated: bool = True  # activation(gate) · up, else activation(up)
     activation: Activation = "silu"
     experts: Experts | None = None

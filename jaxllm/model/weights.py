@@ -230,14 +230,16 @@ class _Source:
         return values.T if self.is_transposed else values
 
     def whole(self, part: Part) -> np.ndarray:
-        """View all rows of the part; those of a comb that the part itself names by tooth, [teeth, rows of one, ...]."""
+        """View all rows of the part; those of a comb that the part itself names by tooth, [teeth, rows of one, ...].
+
+        Heads that alternate with those of other parts are copied.
+        """
         values = self.view()
         if self.comb is None:
             return values[self.first : self.first + part.rows]
-        if part.comb is None:
-            return values[self.comb.first :: self.comb.period]
         teeth = values.reshape(-1, self.comb.period, *values.shape[1:])
-        return teeth[:, self.comb.first : self.comb.first + self.comb.length]
+        teeth = teeth[:, self.comb.first : self.comb.first + self.comb.length]
+        return teeth if part.comb is not None else teeth.reshape(part.rows, *values.shape[1:])
 
     def rows(self, start: int, count: int) -> list[np.ndarray]:
         """View `count` of the part's rows from `start` on, in as few pieces as there are."""
@@ -303,7 +305,7 @@ def _find_parts(
             raise UserError(f"the checkpoint has no tensor {name} (nor one with {family.prefix!r} before it).", "model")
         comb = part.comb
         if part.name in family.alternating:
-            comb = Comb(rows[name] // part.rows, 1, names.count(name))
+            comb = Comb(rows[name] // part.rows * part.block, part.block, names.count(name) * part.block)
         which = expert if pattern.count("{}") == 1 else None  # the tensor holds all experts
         found.append(_Source(tensors[name], rows[name], comb, which, part.name in family.transposed))
         rows[name] += part.rows if part.comb is None else part.rows // part.comb.length * part.comb.period

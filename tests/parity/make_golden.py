@@ -7,6 +7,7 @@ largest never ties.
 
 from __future__ import annotations
 
+import json
 import sys
 import zlib
 from pathlib import Path
@@ -30,6 +31,7 @@ _SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+_PADDED = _SIZES | {"pad_token_id": 0}  # where the default is beyond the vocabulary
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -61,6 +63,15 @@ _LATENT = {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 6,
 }
+_LONGROPE = {
+    "partial_rotary_factor": 0.75,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "short_factor": [1.0, 1.5, 2.0],
+        "long_factor": [2.0, 3.0, 7.0],
+    },
+}
 
 # transformers' model type and what differs from _SIZES. Windows are shorter than the prompt, so that they matter.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,6 +101,61 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_logit_softcapping": 8.0,
             "final_logit_softcapping": 4.0,
         },
+    ),
+    "qwen2-yarn": ("qwen2", _SIZES | {"rope_parameters": _YARN}),
+    "gemma": ("gemma", _SIZES | {"head_dim": 16}),
+    "gemma3": (
+        "gemma3_text",
+        _SIZES
+        | {
+            "head_dim": 12,
+            "sliding_window": 10,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "phi3": ("phi3", _PADDED | _LONGROPE | {"original_max_position_embeddings": 128, "sliding_window": 11}),
+    "phi3-long": ("phi3", _PADDED | _LONGROPE | {"original_max_position_embeddings": 32}),
+    "olmo2": ("olmo2", _SIZES),
+    "granite": (
+        "granite",
+        _SIZES
+        | {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "smollm3": ("smollm3", _PADDED | {"no_rope_layer_interval": 2}),
+    "stablelm": ("stablelm", _SIZES | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm-parallel": ("stablelm", _SIZES | {"use_parallel_residual": True, "qk_layernorm": True}),
+    "starcoder2": ("starcoder2", _SIZES | {"sliding_window": 11}),
+    "gpt_neox": (
+        "gpt_neox",
+        {key: _SIZES[key] for key in _SIZES if key != "num_key_value_heads"} | {"rotary_pct": 0.5},
+    ),
+    "cohere": ("cohere", _SIZES | {"use_qk_norm": True, "logit_scale": 1.2}),
+    "cohere2": ("cohere2", _SIZES | {"sliding_window": 10, "sliding_window_pattern": 2, "logit_scale": 1.2}),
+    "glm": ("glm", _PADDED | {"head_dim": 12, "partial_rotary_factor": 0.67}),
+    "glm4": ("glm4", _PADDED | {"head_dim": 16}),
+    "internlm3": (
+        "internlm3",
+        _SIZES
+        | {
+            "head_dim": 12,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0},
+        },
+    ),
+    "exaone4": (
+        "exaone4",
+        _SIZES | {"sliding_window": 10, "sliding_window_pattern": 2, "rope_parameters": _LLAMA3},
     ),
     "gpt2": (
         "gpt2",
@@ -182,14 +248,27 @@ def make_model(case: str, seed: int) -> Any:
             value = rng.standard_normal(tuple(parameter.shape), np.float32) * 0.25
             if parameter is model.get_output_embeddings().weight and model.config.tie_word_embeddings:
                 value *= 0.4  # or each token would predict itself
-            is_norm = parameter.ndim == 1 and name.endswith("weight")
-            if is_norm and kind != "gemma2":  # whose norms store the distance from one
+            is_norm = name.endswith("weight") and (parameter.ndim == 1 or "_norm" in name)
+            if is_norm and not kind.startswith("gemma"):  # whose norms store the distance from one
                 value += 1.0
             parameter.copy_(torch.from_numpy(value))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.from_numpy(rng.standard_normal(tuple(buffer.shape), np.float32) * 0.1))
     return model.eval()
+
+
+def save(model: Any, folder: Path) -> None:
+    """Write a model as it would be published."""
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    if model.config.model_type == "internlm3":  # published with code of its own, and with that code's names
+        path = folder / "config.json"
+        config = json.loads(path.read_text()) | {"architectures": ["InternLM3ForCausalLM"]}
+        config["qkv_bias"], config["bias"] = config.pop("attention_bias"), config.pop("mlp_bias")
+        config["rope_scaling"] = config.pop("rope_parameters")
+        config["rope_theta"] = config["rope_scaling"].pop("rope_theta")
+        path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def record(model: Any, prompt: list[int], steps: int) -> dict[str, np.ndarray]:
@@ -233,8 +312,7 @@ def main(cases: list[str]) -> None:
         folder = GOLDEN / case
         model = make_model(case, seed=SEED)
         golden = record(model, make_prompt(case, model.config.vocab_size, seed=SEED), STEPS)
-        model.save_pretrained(folder)
-        (folder / "generation_config.json").unlink()
+        save(model, folder)
         (folder / "model.safetensors").chmod(0o644)
         np.savez(folder / "golden.npz", **golden)
         best = np.sort(golden["logits"][PROMPT_TOKENS - 1 :], axis=-1)

@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 @pytest.mark.parametrize("case", make_golden.CASES)
 def test_fresh_models_agree(case, seed, tmp_path):
     model = make_golden.make_model(case, seed)
-    model.save_pretrained(tmp_path)
+    make_golden.save(model, tmp_path)
     prompt = make_golden.make_prompt(case, model.config.vocab_size, seed)
     expected = make_golden.record(model, prompt, make_golden.STEPS)
     logits, tokens = generate(tmp_path, prompt, make_golden.STEPS)

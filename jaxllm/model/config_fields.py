@@ -1,0 +1,303 @@
+"""Reading a config.json: each value checked, each key remembered; and the settings that many families share.
+
+Reading a key is understanding it: a key that no reader looked at is an error that names it. Rotary settings are read in
+both spellings, `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5). Knows no
+family of models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from jaxllm.errors import UserError
+from jaxllm.model.spec import Activation, BandScaling, LinearScaling, PairScaling, Rope, Spec, YarnScaling
+
+Value = TypeVar("Value", int, float, bool, str)
+
+_REQUIRED: Any = object()
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+class Fields:
+    """A config.json while it is read: checks each value and remembers which keys were looked at.
+
+    `max_model_len` is the context length that the user asked for, where one was.
+    """
+
+    def __init__(self, config: Mapping[str, Any], max_model_len: int | None = None, where: str = "config.json") -> None:
+        self.max_model_len = max_model_len
+        self._config = config
+        self._where = where
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Say whether the key is there and not null."""
+        return self._config.get(key) is not None
+
+    def raw(self, key: str) -> Any:
+        """Take a value of any kind; None where the key is absent."""
+        self._read.add(key)
+        return self._config.get(key)
+
+    def take(self, key: str, kind: type[Value], default: Value = _REQUIRED) -> Value:
+        """Take a value of one kind; absent or null means the default, without which that is an error."""
+        value = self.raw(key)
+        if value is None:
+            if default is _REQUIRED:
+                raise UserError(f"{self._where} has no {key}; this model cannot be read without it.", key)
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise UserError(f"{self._where}: {key} must be of type {kind.__name__}, got {value!r}.", key)
+        return value
+
+    def size(self, key: str, default: int = _REQUIRED) -> int:
+        """Take a count: an integer of at least one."""
+        value = self.take(key, int, default)
+        if value < 1:
+            raise UserError(f"{self._where}: {key} must be at least 1, got {value}.", key)
+        return value
+
+    def optional(self, key: str, kind: type[Value], absent: Value | None = None) -> Value | None:
+        """Take a value that null turns off; `absent` stands for a missing key, as in transformers."""
+        if key in self._config and self._config[key] is None:
+            self._read.add(key)
+            return None
+        return absent if key not in self._config else self.take(key, kind)
+
+    def inner(self, key: str) -> Fields:
+        """Take an object within the object; empty where it is absent."""
+        value = self.raw(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise UserError(f"{self._where}: {key} must be an object, got {value!r}.", key)
+        return Fields(value or {}, self.max_model_len, f"{self._where}, {key}")
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """Take a list of `count` numbers."""
+        value = self.raw(key)
+        if not isinstance(value, list) or len(value) != count or not all(type(one) in (int, float) for one in value):
+            raise UserError(f"{self._where}: {key} must be a list of {count} numbers, got {value!r:.80}.", key)
+        return tuple(map(float, value))
+
+    def only(self, key: str, *values: Any) -> None:
+        """Refuse any value but these (and an absent or null one): what else it could say is not built."""
+        value = self.raw(key)
+        if value is not None and value not in values:
+            shown = " or ".join(repr(one) for one in values) or "null"
+            raise UserError(f"{self._where}: {key} = {value!r} is not supported, only {shown}.", key)
+
+    def activation(self, key: str, default: str) -> Activation:
+        """Take the name of the feed-forward's nonlinearity."""
+        name = self.take(key, str, default)
+        if name not in _ACTIVATIONS:
+            raise UserError(f"{self._where}: {key} = {name!r} is not one of {', '.join(_ACTIVATIONS)}.", key)
+        return _ACTIVATIONS[name]
+
+    def finish(self, without_effect: frozenset[str] = frozenset()) -> None:
+        """Refuse the keys that nobody looked at, unless they say nothing (null) or are known to have no effect."""
+        for key, value in self._config.items():
+            if key not in self._read and key not in without_effect and value is not None:
+                raise UserError(
+                    f"{self._where}: the key {key} (= {value!r:.80}) is not understood for this model, so its "
+                    "output could be wrong; remove the key if it has no effect.",
+                    key,
+                )
+
+
+def read_rope(
+    fields: Fields,
+    head_size: int,
+    max_position: int,
+    *,
+    theta: float = 10000.0,
+    partial: float | None = None,
+    interleaved: bool = False,
+) -> tuple[Rope, int]:
+    """Read the rotary settings, whichever spelling they have: the rotation and the context length it allows.
+
+    `theta` and `partial`, the share of a head that is turned, are what a missing key stands for; without `partial` the
+    whole head is turned, and another share is refused.
+    """
+    theta = fields.take("rope_theta", float, theta)
+    if partial is not None:
+        partial = fields.take("partial_rotary_factor", float, partial)
+    settings = rotary_settings(fields)
+    # Some checkpoints keep it outside the settings, and transformers prefers it there.
+    original = (
+        fields.size("original_max_position_embeddings") if fields.has("original_max_position_embeddings") else None
+    )
+    return parse_rope(settings, head_size, max_position, original, theta, partial, interleaved)
+
+
+def rotary_settings(fields: Fields) -> Fields:
+    """Find the object that says how positions are rotated; empty where there is none."""
+    older, newer = fields.raw("rope_scaling"), fields.raw("rope_parameters")
+    if older is not None and newer is not None and older != newer:
+        raise UserError("config.json: rope_scaling and rope_parameters contradict each other.", "rope_scaling")
+    return fields.inner("rope_scaling" if newer is None else "rope_parameters")
+
+
+def parse_rope(
+    settings: Fields,
+    head_size: int,
+    max_position: int,
+    original: int | None,
+    theta: float,
+    partial: float | None = None,
+    interleaved: bool = False,
+) -> tuple[Rope, int]:
+    """Read one object of rotary settings: the rotation and the context length it allows."""
+    theta = settings.take("rope_theta", float, theta)
+    if partial is None:
+        settings.only("partial_rotary_factor", 1.0)
+    size = int(head_size * (1.0 if partial is None else settings.take("partial_rotary_factor", float, partial)))
+    if size < 2 or size > head_size or size % 2 != 0:
+        raise UserError(f"config.json: {size} coordinates of a head of {head_size} cannot be rotated.", "head_dim")
+    older, kind = settings.take("type", str, "default"), settings.raw("rope_type")  # "type" until transformers 4.43
+    kind = older if kind is None else kind
+    scaling: LinearScaling | BandScaling | YarnScaling | PairScaling | None = None
+    amplitude, factor = 1.0, 1.0
+    if kind in ("linear", "llama3", "yarn", "dynamic"):
+        factor = settings.take("factor", float)
+        if factor < 1.0:
+            raise UserError(f"config.json: the rotary factor must be at least 1, got {factor}.", "factor")
+    if kind in ("llama3", "yarn", "longrope", "su"):
+        stated = settings.size("original_max_position_embeddings", max_position)
+        original = stated if original is None else original
+    match kind:
+        case "default":
+            pass
+        case "linear":
+            scaling, max_position = LinearScaling(factor), int(max_position * factor)
+        case "llama3":
+            low, high = settings.take("low_freq_factor", float), settings.take("high_freq_factor", float)
+            scaling = BandScaling(factor, low, high, original or max_position)
+        case "yarn":
+            original = original or max_position
+            scaling, amplitude = _yarn(settings, factor, original), _yarn_amplitude(settings, factor)
+            max_position = max(max_position, int(original * factor))  # some say the stretched number, some the other
+        case "dynamic":
+            # Where transformers makes theta larger as a sequence outgrows the model, and vLLM makes it as large as the
+            # longest possible sequence needs, theta here is that of the length asked for, if it is beyond the model's
+            # own: up to there the three are the same.
+            length = min(settings.max_model_len or max_position, int(max_position * factor))
+            if length > max_position:
+                theta *= (factor * length / max_position - (factor - 1.0)) ** (size / (size - 2))
+                max_position = length
+        case "longrope" | "su":
+            original = original or max_position
+            factor = settings.take("factor", float, max_position / original)
+            lists = [settings.numbers(f"{name}_factor", size // 2) for name in ("short", "long")]
+            # As vLLM does: the long factors for all sequences if one may become longer than the original context.
+            # transformers changes over within a sequence, when the keys computed so far have the short ones.
+            scaling = PairScaling(lists[min(settings.max_model_len or max_position, max_position) > original])
+            amplitude = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
+            amplitude = settings.take("attention_factor", float, amplitude)
+        case _:
+            known = "default, linear, llama3, yarn, dynamic, longrope"
+            raise UserError(f"config.json: rope_type {kind!r} is not supported, only {known}.", "rope_type")
+    settings.finish()
+    return Rope(size, theta, scaling, amplitude, interleaved), max_position
+
+
+def _yarn(settings: Fields, factor: float, original: int) -> YarnScaling:
+    return YarnScaling(
+        factor,
+        original,
+        settings.take("beta_fast", float, 32.0),
+        settings.take("beta_slow", float, 1.0),
+        settings.take("truncate", bool, True),
+    )
+
+
+def _yarn_amplitude(settings: Fields, factor: float) -> float:
+    above, below = settings.take("mscale", float, 0.0), settings.take("mscale_all_dim", float, 0.0)
+    inferred = magnitude(factor, above) / magnitude(factor, below) if above and below else magnitude(factor, 1.0)
+    return settings.take("attention_factor", float, inferred)
+
+
+def magnitude(factor: float, weight: float) -> float:
+    """How much more the scores of a context stretched by `factor` need (Peng et al. 2023, "YaRN", §3.4)."""
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+def read_windows(fields: Fields, window: int | None, default: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """Give each layer its window: `layer_types` says which layers slide, else `default` does."""
+    kinds = fields.raw("layer_types")
+    slides = default
+    if kinds is not None:
+        if not isinstance(kinds, list) or not set(kinds) <= {"full_attention", "sliding_attention"}:
+            raise UserError(f"config.json: layer_types {kinds!r:.80} has a kind of layer not built yet.", "layer_types")
+        slides = tuple(kind == "sliding_attention" for kind in kinds)
+    if len(slides) != len(default):
+        raise UserError(f"config.json: layer_types names {len(slides)} of {len(default)} layers.", "layer_types")
+    if window is not None and window < 1:
+        raise UserError(f"config.json: sliding_window must be at least 1, got {window}.", "sliding_window")
+    return tuple(window if is_sliding else None for is_sliding in slides)
+
+
+def read_decoder(
+    fields: Fields,
+    *,
+    tied: bool = False,
+    eps: tuple[str, float] = ("rms_norm_eps", 1e-6),
+    theta: float = 10000.0,
+    partial: float | None = None,
+    interleaved: bool = False,
+    turned_size: int | None = None,
+    rotates: tuple[bool, ...] | None = None,
+    **own: Any,
+) -> Spec:
+    """Read what nearly all families share.
+
+    `eps` is a key and its default, `theta` and `partial` are defaults (see read_rope), `turned_size` is what `partial`
+    is a share of, where that is not the head; `rotates` says which layers turn their heads; `own` are fields of Spec
+    that the caller read itself.
+    """
+    width, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    num_layers = fields.size("num_hidden_layers")
+    head_size = own.get("head_size")
+    if head_size is None:
+        if not fields.has("head_dim") and width % num_heads != 0:
+            raise UserError(f"config.json: hidden_size {width} is not a multiple of {num_heads} heads.", "hidden_size")
+        head_size = fields.size("head_dim", width // num_heads)
+    max_position = fields.size("max_position_embeddings")
+    if "ropes" not in own:
+        options: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved}
+        rope, max_position = read_rope(fields, turned_size or head_size, max_position, **options)
+        own["ropes"] = tuple(rope if turned else None for turned in rotates or (True,) * num_layers)
+    if "activation" not in own:
+        own["activation"] = fields.activation("hidden_act", "silu")
+    shared: dict[str, Any] = {
+        "num_layers": num_layers,
+        "width": width,
+        "num_heads": num_heads,
+        "num_kv_heads": fields.size("num_key_value_heads", num_heads),
+        "head_size": head_size,
+        "ffn_width": fields.size("intermediate_size"),
+        "vocab_size": fields.size("vocab_size"),
+        "max_position": max_position,
+        "windows": (None,) * num_layers,
+        "attention_scale": head_size**-0.5,
+        "norm_eps": fields.take(eps[0], float, eps[1]),
+        "tie_embeddings": fields.take("tie_word_embeddings", bool, tied),
+    }
+    return Spec(**(shared | own))
+
+
+def slides(fields: Fields, pattern: int | None = None) -> tuple[bool, ...]:
+    """Let all layers slide, but for every `pattern`th."""
+    layers = range(fields.size("num_hidden_layers"))
+    return tuple(pattern is None or (layer + 1) % pattern != 0 for layer in layers)

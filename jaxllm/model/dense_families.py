@@ -1,0 +1,456 @@
+"""Families whose layers have a plain feed-forward: their config.json files, their tensors' names, their rows.
+
+A row is a reader and its differences from Llama's names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jaxllm.errors import UserError
+from jaxllm.model.config_fields import Fields, parse_rope, read_decoder, read_windows, slides
+from jaxllm.model.family import LLAMA_TENSORS, Family, named
+from jaxllm.model.spec import Spec
+
+
+def _llama(fields: Fields) -> Spec:
+    fields.only("rope_interleaved", False)
+    bias = fields.take("attention_bias", bool, False)
+    return read_decoder(fields, qkv_bias=bias, out_bias=bias, mlp_bias=fields.take("mlp_bias", bool, False))
+
+
+def _mistral(fields: Fields) -> Spec:
+    window = fields.optional("sliding_window", int, 4096)
+    return read_decoder(fields, windows=read_windows(fields, window, slides(fields)))
+
+
+def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
+    layers, first = fields.size("num_hidden_layers"), fields.take("max_window_layers", int, 28)
+    window = fields.optional("sliding_window", int, 4096)
+    if not fields.take("use_sliding_window", bool, False):
+        window = None
+    return read_windows(fields, window, tuple(window is not None and layer >= first for layer in range(layers)))
+
+
+def _qwen2(fields: Fields) -> Spec:
+    fields.only("use_mrope", False)
+    return read_decoder(fields, qkv_bias=True, windows=_qwen_windows(fields))
+
+
+def _qwen3(fields: Fields) -> Spec:
+    bias = fields.take("attention_bias", bool, False)
+    head_size = fields.size("head_dim", 128)
+    return read_decoder(
+        fields, head_size=head_size, qk_norm="each head", qkv_bias=bias, out_bias=bias, windows=_qwen_windows(fields)
+    )
+
+
+def _gemma(fields: Fields, **own: Any) -> Spec:
+    """Read what the three of them share; the first has only this."""
+    bias = fields.take("attention_bias", bool, False)
+    fields.only("use_bidirectional_attention", False)
+    for key in ("hidden_act", "hidden_activation"):  # an old name, and "gelu" an old value, of the same
+        fields.only(key, "gelu", "gelu_pytorch_tanh")
+    shared: dict[str, Any] = {
+        "head_size": fields.size("head_dim", 256),
+        "activation": "gelu_tanh",
+        "norm": "rms+1",
+        "embed_scale": fields.size("hidden_size") ** 0.5,
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+    return read_decoder(fields, tied=True, **(shared | own))
+
+
+def _gemma2(fields: Fields, pattern: int = 2, **own: Any) -> Spec:
+    window = fields.optional("sliding_window", int, 4096)
+    fields.only("sliding_window_size", window)
+    shared: dict[str, Any] = {
+        "windows": read_windows(fields, window, slides(fields, pattern)),
+        "attention_scale": fields.take("query_pre_attn_scalar", float, 256.0) ** -0.5,
+        "attention_softcap": fields.optional("attn_logit_softcapping", float, 50.0),
+        "logit_softcap": fields.optional("final_logit_softcapping", float, 30.0),
+        "norm_place": "sandwich",
+    }
+    return _gemma(fields, **(shared | own))
+
+
+def _gemma3(fields: Fields) -> Spec:
+    fields.only("attn_logit_softcapping")
+    pattern = fields.size("sliding_window_pattern", fields.size("_sliding_window_pattern", 6))
+    head_size, max_position = fields.size("head_dim", 256), fields.size("max_position_embeddings")
+    # Two rotations; in the older spelling "rope_theta" and "rope_scaling" are those of the layers that see everything.
+    theta = fields.take("rope_theta", float, 1e6), fields.take("rope_local_base_freq", float, 1e4)
+    newer = fields.inner("rope_parameters")
+    whole = newer.inner("full_attention") if newer.has("full_attention") else fields.inner("rope_scaling")
+    whole_rope, _ = parse_rope(whole, head_size, max_position, None, theta[0])  # the length has the scaling in it
+    local_rope, _ = parse_rope(newer.inner("sliding_attention"), head_size, max_position, None, theta[1])
+    newer.finish()
+    spec = _gemma2(
+        fields,
+        pattern,
+        qk_norm="each head",
+        ropes=(),
+        attention_softcap=None,
+        logit_softcap=fields.optional("final_logit_softcapping", float),
+    )
+    return replace(spec, ropes=tuple(local_rope if window else whole_rope for window in spec.windows))
+
+
+def _phi3(fields: Fields) -> Spec:
+    for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        fields.only(key, False)
+    for key in ("full_attn_mod", "interpolate_factor"):
+        fields.only(key, 1)
+    windows = read_windows(fields, fields.optional("sliding_window", int), slides(fields))
+    return read_decoder(fields, eps=("rms_norm_eps", 1e-5), partial=1.0, windows=windows)
+
+
+def _olmo2(fields: Fields) -> Spec:
+    bias = fields.take("attention_bias", bool, False)
+    return read_decoder(
+        fields, eps=("rms_norm_eps", 1e-5), norm_place="post", qk_norm="all heads", qkv_bias=bias, out_bias=bias
+    )
+
+
+def _granite(fields: Fields) -> Spec:
+    return replace(
+        _llama(fields),
+        embed_scale=fields.take("embedding_multiplier", float, 1.0),
+        attention_scale=fields.take("attention_multiplier", float, 1.0),
+        residual_scale=fields.take("residual_multiplier", float, 1.0),
+        logit_scale=1.0 / fields.take("logits_scaling", float, 1.0),
+    )
+
+
+def _smollm3(fields: Fields) -> Spec:
+    layers, interval = fields.size("num_hidden_layers"), fields.size("no_rope_layer_interval", 4)
+    rotates = slides(fields, interval)
+    if fields.has("no_rope_layers"):  # which, in spite of its name, has a one for the layers that have it
+        rotates = tuple(map(bool, fields.numbers("no_rope_layers", layers)))
+    window = fields.optional("sliding_window", int)
+    if not fields.take("use_sliding_window", bool, False):
+        window = None
+    fields.raw("max_window_layers")  # stands in the published file, and transformers never reads it
+    bias = fields.take("attention_bias", bool, False)
+    return read_decoder(
+        fields,
+        tied=True,
+        theta=2e6,
+        rotates=rotates,
+        windows=read_windows(fields, window, tuple(window is not None and not turned for turned in rotates)),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=fields.take("mlp_bias", bool, False),
+    )
+
+
+def _stablelm(fields: Fields) -> Spec:
+    fields.only("num_heads", fields.size("num_attention_heads"))
+    fields.only("rotary_scaling_factor", 1.0)
+    return read_decoder(
+        fields,
+        eps=("layer_norm_eps", 1e-5),
+        partial=0.25,
+        norm="layer",
+        norm_bias=True,
+        residual="parallel, one norm" if fields.take("use_parallel_residual", bool, False) else "serial",
+        qk_norm="own per head" if fields.take("qk_layernorm", bool, False) else None,
+        qkv_bias=fields.take("use_qkv_bias", bool, False),
+    )
+
+
+def _starcoder2(fields: Fields) -> Spec:
+    fields.only("mlp_type", "default")
+    fields.only("norm_type", "layer_norm")
+    fields.only("scale_attn_weights", True)
+    fields.only("layer_norm_epsilon", fields.take("norm_epsilon", float, 1e-5))
+    for key in ("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
+        fields.raw(key)  # left over from the first StarCoder's file; scores are float32 here in any case
+    bias = fields.take("use_bias", bool, True)
+    return read_decoder(
+        fields,
+        tied=True,
+        eps=("norm_epsilon", 1e-5),
+        windows=read_windows(fields, fields.optional("sliding_window", int), slides(fields)),
+        norm="layer",
+        norm_bias=True,
+        mlp_gated=False,
+        activation=fields.activation("hidden_act", "gelu_pytorch_tanh"),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+def _gpt_neox(fields: Fields) -> Spec:
+    bias = fields.take("attention_bias", bool, True)
+    return read_decoder(
+        fields,
+        eps=("layer_norm_eps", 1e-5),
+        theta=fields.take("rotary_emb_base", float, 10000.0),
+        partial=fields.take("rotary_pct", float, 0.25),
+        norm="layer",
+        norm_bias=True,
+        residual="parallel" if fields.take("use_parallel_residual", bool, True) else "serial",
+        mlp_gated=False,
+        activation=fields.activation("hidden_act", "gelu"),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=True,
+    )
+
+
+def _cohere(fields: Fields, theta: float = 500000.0, **own: Any) -> Spec:
+    bias = fields.take("attention_bias", bool, False)
+    return read_decoder(
+        fields,
+        tied=True,
+        eps=("layer_norm_eps", 1e-5),
+        theta=theta,
+        interleaved=True,
+        norm="layer",
+        residual="parallel, one norm",
+        qk_norm="own per head" if fields.take("use_qk_norm", bool, False) else None,
+        qkv_bias=bias,
+        out_bias=bias,
+        logit_scale=fields.take("logit_scale", float, 0.0625),
+        # Command R's positions are said to be 8192 and its length 131072; vLLM follows the latter too.
+        max_position=fields.size("model_max_length", fields.size("max_position_embeddings")),
+        **own,
+    )
+
+
+def _cohere2(fields: Fields) -> Spec:
+    pattern = fields.size("sliding_window_pattern", fields.size("_sliding_window_pattern", 4))
+    fields.only("layer_switch", pattern)
+    for key, value in (
+        ("order_of_interleaved_layers", "local_attn_first"),
+        ("position_embedding_type", "rope_gptj"),
+        ("rotary_pct", 1.0),
+        ("use_embedding_sharing", True),
+        ("use_gated_activation", True),
+        ("use_parallel_block", True),
+        ("use_qk_norm", False),
+    ):
+        fields.only(key, value)
+    fields.raw("use_parallel_embedding")  # how it was trained
+    windows = read_windows(fields, fields.optional("sliding_window", int, 4096), slides(fields, pattern))
+    return _cohere(fields, 10000.0, windows=windows, rotates=tuple(window is not None for window in windows))
+
+
+def _glm(fields: Fields, **own: Any) -> Spec:
+    return read_decoder(
+        fields,
+        eps=("rms_norm_eps", 1.5625e-07),
+        partial=0.5,
+        interleaved=True,
+        head_size=fields.size("head_dim", 128),
+        num_kv_heads=fields.size("num_key_value_heads", 2),
+        qkv_bias=fields.take("attention_bias", bool, True),
+        **own,
+    )
+
+
+def _glm4(fields: Fields) -> Spec:
+    return _glm(fields, norm_place="sandwich")
+
+
+def _internlm3(fields: Fields) -> Spec:
+    # "qkv_bias" and "bias" in its own code, which has the output's bias among the rest; transformers has other names.
+    rest = fields.take("bias", bool, fields.take("mlp_bias", bool, False))
+    return read_decoder(
+        fields,
+        eps=("rms_norm_eps", 1e-5),
+        head_size=fields.size("head_dim", 128),
+        num_kv_heads=fields.size("num_key_value_heads", 2),
+        qkv_bias=fields.take("qkv_bias", bool, fields.take("attention_bias", bool, False)),
+        out_bias=rest,
+        mlp_bias=rest,
+    )
+
+
+def _exaone4(fields: Fields) -> Spec:
+    window, pattern = fields.optional("sliding_window", int, 4096), fields.raw("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
+        pattern = len(pattern)
+    if pattern is not None and not (type(pattern) is int and pattern > 0):
+        raise UserError(f"config.json: sliding_window_pattern {pattern!r} is not understood.", "sliding_window_pattern")
+    windows = read_windows(fields, window, slides(fields, 4 if pattern is None else pattern))
+    return read_decoder(
+        fields,
+        eps=("rms_norm_eps", 1e-5),
+        norm_place="post",
+        qk_norm="each head",
+        windows=windows,
+        # A model with windows does not turn the heads of the layers that see everything.
+        rotates=tuple(window is None or own is not None for own in windows),
+    )
+
+
+def _learned(fields: Fields, *, width: int, num_heads: int, num_layers: int, **own: Any) -> Spec:
+    """Read what the older families share: learned positions, layer norms, biases, one key head per query head."""
+    if width % num_heads != 0:
+        raise UserError(f"config.json: the width {width} is not a multiple of {num_heads} heads.")
+    return Spec(
+        num_layers=num_layers,
+        width=width,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=width // num_heads,
+        vocab_size=fields.size("vocab_size"),
+        windows=(None,) * num_layers,
+        ropes=(None,) * num_layers,
+        attention_scale=(width // num_heads) ** -0.5,
+        norm="layer",
+        norm_bias=True,
+        learned_positions=True,
+        mlp_gated=False,
+        tie_embeddings=fields.take("tie_word_embeddings", bool, True),
+        **own,
+    )
+
+
+def _gpt2(fields: Fields) -> Spec:
+    fields.only("scale_attn_weights", True)
+    fields.only("scale_attn_by_inverse_layer_idx", False)
+    fields.only("reorder_and_upcast_attn", False, True)  # scores are float32 here in any case
+    width, positions = fields.size("n_embd"), fields.size("n_positions", 1024)
+    fields.only("n_ctx", positions)
+    return _learned(
+        fields,
+        width=width,
+        num_heads=fields.size("n_head"),
+        num_layers=fields.size("n_layer"),
+        ffn_width=fields.size("n_inner", 4 * width),
+        max_position=positions,
+        norm_eps=fields.take("layer_norm_epsilon", float, 1e-5),
+        activation=fields.activation("activation_function", "gelu_new"),
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+
+
+def _opt(fields: Fields) -> Spec:
+    width, bias = fields.size("hidden_size"), fields.take("enable_bias", bool, True)
+    fields.only("do_layer_norm_before", True)
+    fields.only("_remove_final_layer_norm", False)
+    fields.only("layer_norm_elementwise_affine", True)
+    fields.only("word_embed_proj_dim", width)
+    return _learned(
+        fields,
+        width=width,
+        num_heads=fields.size("num_attention_heads"),
+        num_layers=fields.size("num_hidden_layers"),
+        ffn_width=fields.size("ffn_dim"),
+        max_position=fields.size("max_position_embeddings"),
+        position_offset=2,  # rows 0 and 1 of the table were kept for padding (fairseq)
+        norm_eps=1e-5,
+        activation=fields.activation("activation_function", "relu"),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+_POST_TENSORS = LLAMA_TENSORS | named(
+    {
+        "attn_post_norm": "layers.{}.post_attention_layernorm",
+        "mlp_post_norm": "layers.{}.post_feedforward_layernorm",
+    }
+)
+_GEMMA2_TENSORS = _POST_TENSORS | named({"mlp_norm": "layers.{}.pre_feedforward_layernorm"})
+_GLM_TENSORS = LLAMA_TENSORS | named(
+    {
+        **dict.fromkeys(("gate", "up"), "layers.{}.mlp.gate_up_proj"),
+        "attn_post_norm": "layers.{}.post_self_attn_layernorm",
+        "mlp_post_norm": "layers.{}.post_mlp_layernorm",
+    }
+)
+_PHI3_TENSORS = _GLM_TENSORS | named(dict.fromkeys(("q", "k", "v"), "layers.{}.self_attn.qkv_proj"))
+_STABLELM_TENSORS = LLAMA_TENSORS | named(
+    {
+        "q_norm": "layers.{}.self_attn.q_layernorm.norms.{}",
+        "k_norm": "layers.{}.self_attn.k_layernorm.norms.{}",
+    }
+)
+_STARCODER2_TENSORS = LLAMA_TENSORS | named({"up": "layers.{}.mlp.c_fc", "down": "layers.{}.mlp.c_proj"})
+_GPT_NEOX_TENSORS = LLAMA_TENSORS | named(
+    {
+        "embed": "embed_in",
+        "final_norm": "final_layer_norm",
+        "head": "embed_out",
+        **dict.fromkeys(("q", "k", "v"), "layers.{}.attention.query_key_value"),
+        "out": "layers.{}.attention.dense",
+        "up": "layers.{}.mlp.dense_h_to_4h",
+        "down": "layers.{}.mlp.dense_4h_to_h",
+    }
+)
+_GPT2_TENSORS = named(
+    {
+        "embed": "wte",
+        "positions": "wpe",
+        "final_norm": "ln_f",
+        "head": "lm_head",
+        "attn_norm": "h.{}.ln_1",
+        **dict.fromkeys(("q", "k", "v"), "h.{}.attn.c_attn"),
+        "out": "h.{}.attn.c_proj",
+        "mlp_norm": "h.{}.ln_2",
+        "up": "h.{}.mlp.c_fc",
+        "down": "h.{}.mlp.c_proj",
+    }
+)
+_OPT_TENSORS = named(
+    {
+        "embed": "decoder.embed_tokens",
+        "positions": "decoder.embed_positions",
+        "final_norm": "decoder.final_layer_norm",
+        "head": "lm_head",
+        "attn_norm": "decoder.layers.{}.self_attn_layer_norm",
+        **{part: f"decoder.layers.{{}}.self_attn.{part}_proj" for part in ("q", "k", "v", "out")},
+        "mlp_norm": "decoder.layers.{}.final_layer_norm",
+        "up": "decoder.layers.{}.fc1",
+        "down": "decoder.layers.{}.fc2",
+    }
+)
+
+DENSE: tuple[Family, ...] = (
+    Family(("LlamaForCausalLM",), _llama),
+    Family(("MistralForCausalLM",), _mistral),
+    Family(("Qwen2ForCausalLM",), _qwen2),
+    Family(("Qwen3ForCausalLM",), _qwen3),
+    Family(("GemmaForCausalLM",), _gemma),
+    Family(("Gemma2ForCausalLM",), _gemma2, _GEMMA2_TENSORS),
+    Family(("Gemma3ForCausalLM",), _gemma3, _GEMMA2_TENSORS),
+    Family(("Phi3ForCausalLM",), _phi3, _PHI3_TENSORS),
+    Family(("Olmo2ForCausalLM",), _olmo2, _POST_TENSORS),
+    Family(("GraniteForCausalLM",), _granite),
+    Family(("SmolLM3ForCausalLM",), _smollm3),
+    Family(("StableLmForCausalLM",), _stablelm, _STABLELM_TENSORS),
+    Family(("Starcoder2ForCausalLM",), _starcoder2, _STARCODER2_TENSORS),
+    Family(("CohereForCausalLM",), _cohere),
+    Family(("Cohere2ForCausalLM",), _cohere2),
+    Family(("GlmForCausalLM",), _glm, _GLM_TENSORS),
+    Family(("Glm4ForCausalLM",), _glm4, _GLM_TENSORS),
+    Family(("InternLM3ForCausalLM",), _internlm3),
+    Family(("Exaone4ForCausalLM",), _exaone4, _POST_TENSORS),
+    Family(
+        ("GPTNeoXForCausalLM",),
+        _gpt_neox,
+        _GPT_NEOX_TENSORS,
+        "gpt_neox.",
+        alternating=frozenset({"q", "k", "v", "q_bias", "k_bias", "v_bias"}),
+        ignored=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+    ),
+    Family(
+        ("GPT2LMHeadModel",),
+        _gpt2,
+        _GPT2_TENSORS,
+        "transformer.",
+        transposed=frozenset({"q", "k", "v", "out", "up", "down"}),
+        ignored=(".attn.bias", ".attn.masked_bias"),
+    ),
+    Family(("OPTForCausalLM",), _opt, _OPT_TENSORS),
+)
