@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxllm import sharding
-from jaxllm.model import weights
+from jaxllm.model import decoder, weights
 from jaxllm.model.families import FAMILIES, read_spec
 from jaxllm.model.spec import Rope
 from tests.parity.driver import Driver, decode_greedily, generate
@@ -59,6 +59,16 @@ def test_gathering_attention_agrees_too(case):
         ("gemma2", {"attention_softcap": None}),
         ("gemma2", {"activation": "gelu"}),
         ("opt", {"position_offset": 1}),
+        ("mixtral", {"experts": {"is_normalised": False}}),
+        ("mixtral", {"experts": {"per_token": 2}}),
+        ("qwen2-moe", {"experts": {"is_normalised": True}}),
+        ("gpt-oss", {"sinks": False}),
+        ("gpt-oss", {"experts": {"clamp": 2.0}}),
+        ("granite-moe", {"residual_scale": 1.0}),
+        ("deepseek-v2", {"experts": {"groups_per_token": 3}}),
+        ("deepseek-v2", {"experts": {"scale": 1.0}}),
+        ("deepseek-v3", {"experts": {"choice_bias": False}}),
+        ("deepseek-v3", {"experts": {"group_best": 1}}),
     ],
 )
 def test_each_feature_matters_in_its_golden_case(case, change):
@@ -67,6 +77,12 @@ def test_each_feature_matters_in_its_golden_case(case, change):
     spec, family = read_spec(weights.read_config(GOLDEN / case))
     mesh = sharding.make_mesh(jax.devices("cpu"), 1)
     params = weights.load(GOLDEN / case, spec, family, mesh, "float32")
+    change = {
+        name: dataclasses.replace(getattr(spec, name), **inner) if isinstance(inner, dict) else inner
+        for name, inner in change.items()
+    }
     changed = dataclasses.replace(spec, **change)
+    used = zip(decoder.declare(changed, 1).layers, params.layers, strict=True)
+    params = decoder.Params(params.top, tuple({name: layer[name] for name in names} for names, layer in used))
     logits, _ = decode_greedily(Driver(changed, params, mesh, len(prompt), "xla_gather"), prompt, 1)
     assert np.abs(logits - expected[: len(prompt)]).max() > 10 * TOLERANCE

@@ -78,6 +78,49 @@ QWEN_3_30B_A3B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+OLMOE_1B_7B = {
+    "architectures": ["OlmoeForCausalLM"],
+    "attention_bias": False,
+    "clip_qkv": None,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 50304,
+}
+GRANITE_3B_A800M = {
+    "architectures": ["GraniteMoeForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "logits_scaling": 6.0,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 24,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 40,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49155,
+}
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"],
     "attention_bias": True,
@@ -188,6 +231,8 @@ def test_experts_of_published_configs():
     assert _spec(MIXTRAL_8X7B).experts == Experts(every * 32, 8, 2, 14336, is_normalised=True)
     assert _spec(QWEN_15_MOE_A27B).experts == Experts(every * 24, 60, 4, 1408, shared_width=5632, shared_gate=True)
     assert _spec(QWEN_3_30B_A3B).experts == Experts(every * 48, 128, 8, 768, is_normalised=True)
+    assert _spec(OLMOE_1B_7B).experts == Experts(every * 16, 64, 8, 1024)
+    assert _spec(GRANITE_3B_A800M).experts == Experts(every * 32, 40, 8, 512, is_normalised=True)
     assert _spec(GPT_OSS_20B).experts == Experts(
         every * 24, 32, 4, 2880, is_normalised=True, router_bias=True, bias=True, clamp=7.0
     )
@@ -215,6 +260,10 @@ def test_what_else_sets_these_families_apart():
     assert _spec(MIXTRAL_8X7B | {"sliding_window": 4096}).windows == (4096,) * 32
     qwen = _spec(QWEN_15_MOE_A27B)
     assert (qwen.qkv_bias, qwen.windows) == (True, (None,) * 24)
+    assert _spec(OLMOE_1B_7B).qk_norm == "all heads"
+    granite = _spec(GRANITE_3B_A800M)
+    assert (granite.embed_scale, granite.residual_scale, granite.attention_scale) == (12.0, 0.22, 1 / 64)
+    assert granite.logit_scale == pytest.approx(1 / 6)
     sparse = _spec(QWEN_3_30B_A3B | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}).experts
     assert sparse is not None and sparse.layers == (False, False, *(False, True) * 23)
     groups = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0}
@@ -240,6 +289,7 @@ def test_latent_attention_caches_one_head_of_the_latent_and_the_rotated_part():
         (QWEN_15_MOE_A27B, {"mlp_only_layers": 3}, "mlp_only_layers"),
         (QWEN_3_30B_A3B, {"use_sliding_window": True}, "use_sliding_window"),
         (QWEN_3_30B_A3B, {"num_local_experts": 64}, "num_local_experts"),
+        (OLMOE_1B_7B, {"clip_qkv": 8.0}, "clip_qkv"),
         (GPT_OSS_20B, {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         (GPT_OSS_20B, {"experts_per_token": 2}, "experts_per_token"),
         (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob"),

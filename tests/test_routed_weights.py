@@ -63,6 +63,17 @@ def test_a_tensor_of_all_experts_with_alternating_columns_is_taken_apart():
         np.testing.assert_array_equal(_pieces(layer["sinks"])[shard], tensors["model.layers.0.self_attn.sinks"][heads])
 
 
+def test_a_tensor_of_all_experts_holds_gate_above_up():
+    tensors = load_file(GOLDEN / "granite-moe" / "model.safetensors")
+    layer = _load(GOLDEN / "granite-moe", shards=2).layers[1]
+    both = tensors["model.layers.1.block_sparse_moe.input_linear.weight"]  # [E, 2 F, D]
+    down = tensors["model.layers.1.block_sparse_moe.output_linear.weight"]  # [E, D, F]
+    for shard in range(2):
+        inner = np.r_[8 * shard : 8 * shard + 8]
+        np.testing.assert_array_equal(_pieces(layer["expert_up"])[shard], both[:, [*inner, *(16 + inner)]])
+        np.testing.assert_array_equal(_pieces(layer["expert_down"])[shard], down[:, :, inner])
+
+
 def test_key_and_value_matrices_of_the_latent_are_parted_head_by_head():
     tensors = load_file(GOLDEN / "deepseek-v3" / "model.safetensors")
     layer = _load(GOLDEN / "deepseek-v3", shards=2).layers[1]

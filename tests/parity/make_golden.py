@@ -202,6 +202,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
         },
     ),
+    "olmoe": (
+        "olmoe",
+        _SIZES | _ROUTED | {"num_experts": 8, "intermediate_size": 16, "norm_topk_prob": False, "clip_qkv": None},
+    ),
+    "granite-moe": (
+        "granitemoe",
+        _SIZES
+        | _ROUTED
+        | {
+            "num_local_experts": 8,
+            "intermediate_size": 16,
+            "attention_multiplier": 0.25,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.5,
+        },
+    ),
     "gpt-oss": (
         "gpt_oss",
         _SIZES
