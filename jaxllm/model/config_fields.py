@@ -297,6 +297,16 @@ def read_decoder(
     return Spec(**(shared | own))
 
 
+def read_multipliers(fields: Fields) -> dict[str, float]:
+    """Read the factors that some models put on embeddings, scores, residuals and logits, as fields of Spec."""
+    return {
+        "embed_scale": fields.take("embedding_multiplier", float, 1.0),
+        "attention_scale": fields.take("attention_multiplier", float, 1.0),
+        "residual_scale": fields.take("residual_multiplier", float, 1.0),
+        "logit_scale": 1.0 / fields.take("logits_scaling", float, 1.0),
+    }
+
+
 def slides(fields: Fields, pattern: int | None = None) -> tuple[bool, ...]:
     """Let all layers slide, but for every `pattern`th."""
     layers = range(fields.size("num_hidden_layers"))

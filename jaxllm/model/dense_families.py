@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.model.config_fields import Fields, parse_rope, read_decoder, read_windows, slides
+from jaxllm.model.config_fields import Fields, parse_rope, read_decoder, read_multipliers, read_windows, slides
 from jaxllm.model.family import LLAMA_TENSORS, Family, named
 from jaxllm.model.spec import Spec
 
@@ -115,13 +115,7 @@ def _olmo2(fields: Fields) -> Spec:
 
 
 def _granite(fields: Fields) -> Spec:
-    return replace(
-        _llama(fields),
-        embed_scale=fields.take("embedding_multiplier", float, 1.0),
-        attention_scale=fields.take("attention_multiplier", float, 1.0),
-        residual_scale=fields.take("residual_multiplier", float, 1.0),
-        logit_scale=1.0 / fields.take("logits_scaling", float, 1.0),
-    )
+    return replace(_llama(fields), **read_multipliers(fields))
 
 
 def _smollm3(fields: Fields) -> Spec:

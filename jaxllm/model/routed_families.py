@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.model.config_fields import Fields, magnitude, read_decoder, read_windows, rotary_settings
+from jaxllm.model.config_fields import Fields, magnitude, read_decoder, read_multipliers, read_windows, rotary_settings
 from jaxllm.model.family import LLAMA_TENSORS, Family
 from jaxllm.model.spec import Experts, Latent, Spec
 
@@ -83,6 +83,30 @@ def _qwen3_moe(fields: Fields) -> Spec:
             is_normalised=fields.take("norm_topk_prob", bool, False),
         ),
     )
+
+
+def _olmoe(fields: Fields) -> Spec:
+    fields.only("clip_qkv")
+    bias = fields.take("attention_bias", bool, False)
+    return read_decoder(
+        fields,
+        eps=("rms_norm_eps", 1e-5),
+        qk_norm="all heads",
+        qkv_bias=bias,
+        out_bias=bias,
+        experts=_experts(
+            fields,
+            "intermediate_size",
+            _all_layers(fields),
+            is_normalised=fields.take("norm_topk_prob", bool, False),
+        ),
+    )
+
+
+def _granite_moe(fields: Fields) -> Spec:
+    bias = fields.take("attention_bias", bool, False)
+    experts = _experts(fields, "intermediate_size", _all_layers(fields), is_normalised=True)
+    return read_decoder(fields, qkv_bias=bias, out_bias=bias, experts=experts, **read_multipliers(fields))
 
 
 def _gpt_oss(fields: Fields) -> Spec:
@@ -194,6 +218,11 @@ _MIXTRAL_TENSORS = LLAMA_TENSORS | {
     "expert_up": "layers.{}.block_sparse_moe.experts.{}.w3.weight",
     "expert_down": "layers.{}.block_sparse_moe.experts.{}.w2.weight",
 }
+_GRANITE_TENSORS = LLAMA_TENSORS | {
+    "router": "layers.{}.block_sparse_moe.router.layer.weight",
+    **{part: "layers.{}.block_sparse_moe.input_linear.weight" for part in ("expert_gate", "expert_up")},
+    "expert_down": "layers.{}.block_sparse_moe.output_linear.weight",
+}
 _GPT_OSS_TENSORS = LLAMA_TENSORS | {
     "sinks": "layers.{}.self_attn.sinks",
     "router": "layers.{}.mlp.router.weight",
@@ -218,6 +247,8 @@ ROUTED: tuple[Family, ...] = (
     Family(("MixtralForCausalLM",), _mixtral, _MIXTRAL_TENSORS),
     Family(("Qwen2MoeForCausalLM",), _qwen2_moe),
     Family(("Qwen3MoeForCausalLM",), _qwen3_moe),
+    Family(("OlmoeForCausalLM",), _olmoe),
+    Family(("GraniteMoeForCausalLM",), _granite_moe, _GRANITE_TENSORS),
     Family(
         ("GptOssForCausalLM",),
         _gpt_oss,
