@@ -204,7 +204,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": (
         "olmoe",
-        _SIZES | _ROUTED | {"num_experts": 8, "intermediate_size": 16, "norm_topk_prob": False, "clip_qkv": None},
+        _SIZES | _ROUTED | {"num_experts": 6, "intermediate_size": 16, "norm_topk_prob": False, "clip_qkv": None},
     ),
     "granite-moe": (
         "granitemoe",
