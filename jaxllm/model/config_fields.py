@@ -297,7 +297,7 @@ def read_decoder(
     return Spec(**(shared | own))
 
 
-def read_multipliers(fields: Fields) -> dict[str, float]:
+def read_multipliers(fields: Fields) -> dict[str, Any]:
     """Read the factors that some models put on embeddings, scores, residuals and logits, as fields of Spec."""
     return {
         "embed_scale": fields.take("embedding_multiplier", float, 1.0),
