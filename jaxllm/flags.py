@@ -216,6 +216,10 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     if isinstance(field.default, tuple):
         return {"action": "append", "type": _integer if members[0] is int else str, "metavar": _METAVARS[field.name]}
     inner = next((member for member in members if member is not type(None)), kind)
+    if inner is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(inner) is Sequence:
+        return {"action": "append", "type": _integer if get_args(inner)[0] is int else str, "metavar": "X"}
     convert = {int: _integer, float: float, str: str}[inner]
     if type(None) in members and inner is int:
         convert = _integer_or_none
