@@ -134,6 +134,9 @@ _METAVARS = {
     **dict.fromkeys(("max_model_len", "max_num_batched_tokens", "max_tokens", "min_tokens"), "TOKENS"),
     **dict.fromkeys(("port", "grpc_port"), "PORT"),
     **dict.fromkeys(("api_key", "admin_api_key"), "KEY"),
+    **dict.fromkeys(("allowed_token_ids", "logprob_token_ids"), "ID"),
+    "bad_words": "TEXT",
+    "logits_processors": "FUNCTION",
     "log_stats_interval": "SECONDS",
     "host": "ADDRESS",
     "allowed_hosts": "HOST",
@@ -219,7 +222,8 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     if inner is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(inner) is Sequence:
-        return {"action": "append", "type": _integer if get_args(inner)[0] is int else str, "metavar": "X"}
+        convert = _integer if get_args(inner)[0] is int else str
+        return {"action": "append", "type": convert, "metavar": _METAVARS[field.name]}
     convert = {int: _integer, float: float, str: str}[inner]
     if type(None) in members and inner is int:
         convert = _integer_or_none
