@@ -209,4 +209,6 @@ def _guess(setup: Setup) -> int:
     """Guess what the largest program needs while it runs, on the high side: it is checked once one is compiled."""
     spec = setup.spec
     widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
+    if spec.experts is not None:  # what each token's experts give, by expert and by token
+        widest = max(widest, 2 * spec.experts.per_token * spec.width)
     return 4 * (8 * setup.max_num_batched_tokens * widest + 8 * setup.max_num_seqs * spec.vocab_size)

@@ -35,7 +35,7 @@ WAYS = {
 def _spec(**own) -> tuple[Spec, Experts]:
     mixture = Experts(**({"layers": (True,), "count": 8, "per_token": 3, "ffn_width": 12} | own))
     sizes = {"num_layers": 1, "width": 20, "num_heads": 1, "num_kv_heads": 1, "head_size": 8, "ffn_width": 48}
-    other = {"vocab_size": 64, "max_position": 64, "windows": (None,), "attention_scale": 1.0}
+    other = {"vocab_size": 64, "max_position": 64, "windows": (None,), "ropes": (None,), "attention_scale": 1.0}
     return Spec(experts=mixture, **sizes, **other), mixture
 
 
