@@ -16,7 +16,7 @@ import pytest
 from jaxllm import sharding
 from jaxllm.model import decoder, weights
 from jaxllm.model.families import FAMILIES, read_spec
-from jaxllm.model.spec import Rope
+from jaxllm.model.spec import PairScaling, Rope, YarnScaling
 from tests.parity.driver import Driver, decode_greedily, generate
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -59,6 +59,16 @@ def test_gathering_attention_agrees_too(case):
         ("gemma2", {"attention_softcap": None}),
         ("gemma2", {"activation": "gelu"}),
         ("opt", {"position_offset": 1}),
+        ("qwen2-yarn", {"ropes": (Rope(8, 500.0, YarnScaling(4.0, 32, 8.0)),) * 2}),
+        ("gemma3", {"ropes": (Rope(12, 50.0),) * 2}),
+        ("phi3-long", {"ropes": (Rope(6, 500.0, PairScaling((1.0, 1.5, 2.0)), 1.1832160),) * 2}),
+        ("phi3", {"ropes": (Rope(6, 500.0),) * 2}),
+        ("granite", {"residual_scale": 1.0}),
+        ("granite", {"logit_scale": 1.0}),
+        ("smollm3", {"ropes": (Rope(8, 2e6),) * 2}),
+        ("gpt_neox", {"residual": "serial"}),
+        ("cohere", {"logit_scale": 1.0}),
+        ("glm", {"ropes": (Rope(8),) * 2}),
         ("mixtral", {"experts": {"is_normalised": False}}),
         ("mixtral", {"experts": {"per_token": 2}}),
         ("qwen2-moe", {"experts": {"is_normalised": True}}),
