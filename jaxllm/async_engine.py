@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.engine import Accepted, LLMEngine, Prompt
+from jaxllm.engine import Accepted, LLMEngine
 from jaxllm.engine_thread import EngineThread, Listeners
 from jaxllm.errors import (
     DeadlineError,
@@ -34,6 +34,7 @@ from jaxllm.errors import (
     UserError,
 )
 from jaxllm.metrics import Load, Metrics, Observer, StepReport
+from jaxllm.prompts import Prompt
 from jaxllm.streams import BlockBatch, BlockLog, Inbox, Stream, StreamTable
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.types import RequestOutput, SamplingParams

@@ -24,6 +24,7 @@ from jaxllm import detokenizer, sampling, scheduler
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineError, RequestIdInUseError, UserError, too_long
 from jaxllm.metrics import Load, Metrics
+from jaxllm.prompts import Prompt, read_bad_words, read_prompt
 from jaxllm.repetition import RepetitionDetector
 from jaxllm.runner import Runner, StepInFlight
 from jaxllm.samples import Group, Sample
@@ -34,7 +35,6 @@ from jaxllm.step import Result, Scored
 from jaxllm.stop_strings import StopMatcher
 from jaxllm.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.types import (
-    MAX_BAD_WORD_TOKENS,
     FinishReason,
     RequestMetrics,
     RequestOutput,
@@ -44,13 +44,11 @@ from jaxllm.types import (
     validate_for_model,
 )
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
 FEW_STREAMS = 32  # running requests up to which every token is handed out by itself …
 # … and from which on so many at once: a message costs 30 to 50 us, whatever it holds.
 MANY_STREAMS_INTERVAL = 4
 VARIANTS = tuple(Variant)
-_BAD_WORD_CHARACTERS = 32  # that a token of bad_words has at most, on the average
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +127,8 @@ class LLMEngine:
             )
         extras = self.runner.extras
         validate_for_model(params, self.vocab_size, self.config.max_logprobs, self.eos_ids, extras.processors)
-        bad_words = _bad_words(self.tokenizer, params.bad_words)
-        text, ids, salt = self._read_prompt(prompt, params)
+        bad_words = read_bad_words(params.bad_words, self.tokenizer)
+        text, ids, salt = read_prompt(prompt, params, self.tokenizer, self.vocab_size, self.max_model_len)
         if len(ids) + params.min_tokens > self.max_model_len:
             raise too_long(self.max_model_len, len(ids), params.min_tokens)
         accepted = Accepted(request_id, text, tuple(ids), params, int(priority), salt, bad_words)
@@ -141,7 +139,6 @@ class LLMEngine:
         """Queue requests that `accept` made; an id that is in use is a UserError, and then none is queued."""
         self._check_open()
         groups: dict[str, Group] = {}
-        accepted_by_id = {accepted.request_id: accepted for accepted in requests}
         queued: list[Request] = []
         for accepted in requests:
             if accepted.request_id in self._groups or accepted.request_id in groups:
@@ -150,13 +147,12 @@ class LLMEngine:
             groups[accepted.request_id] = group
             queued += own
         state = scheduler.add(self._state, self._limits, queued)
-        for group in groups.values():
+        for accepted, group in zip(requests, groups.values(), strict=True):
             # Drawn last, so that a request that was refused changes nothing for those after it.
-            given = group.samples[0].params.seed
+            given = accepted.params.seed
             seed = int(self._random.integers(2**63)) if given is None else given
-            bad_words = accepted_by_id[group.request_id].bad_words
             for sample in group.samples:
-                self._pack(sample, (seed + sample.index) % 2**64, bad_words)
+                self._pack(sample, (seed + sample.index) % 2**64, accepted.bad_words)
         self._state = state
         self._samples.update((sample.id, sample) for group in groups.values() for sample in group.samples)
         self._groups |= groups
@@ -274,38 +270,6 @@ class LLMEngine:
     def _check_open(self) -> None:
         if self._is_closed:
             raise EngineError("the engine is closed.")
-
-    def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int], bytes]:
-        """Return a prompt's text, its checked token ids and its cache salt."""
-        salt = b""
-        if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown:
-                raise UserError(f"{min(unknown)!r} is not something that a jaxllm prompt can have yet.", min(unknown))
-            salt = _salt(prompt["cache_salt"]) if "cache_salt" in prompt else b""
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        elif isinstance(prompt, str):
-            text, ids = prompt, None
-        else:
-            text, ids = None, prompt
-        longest = self.max_model_len
-        if ids is None:
-            if not isinstance(text, str):
-                raise UserError(f"A prompt is text or a list of token ids, not {type(text).__name__}.", "prompt")
-            if params.truncate_prompt_tokens is None:
-                self.tokenizer.check_length(text, longest)
-            ids = self.tokenizer.encode(text)
-        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes):
-            raise UserError(f"A prompt is text or a list of token ids, not {type(ids).__name__}.", "prompt")
-        if not len(ids):
-            raise UserError("The decoder prompt cannot be empty", "prompt")
-        if params.truncate_prompt_tokens is not None:
-            room = max(1, longest - (params.max_tokens or 1))
-            ids = ids[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
-        if len(ids) >= longest:
-            raise too_long(longest, len(ids), None)
-        ids = _token_ids(ids, self.vocab_size)
-        return text, ids, salt
 
     def _make_group(self, accepted: Accepted) -> tuple[Group, list[Request]]:
         """Make what the engine and what the scheduler keep of a request."""
@@ -530,52 +494,6 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if noted and callable(handler):
             handler(*noted[0])
-
-
-def _bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences that words must not become: each without and with a space before it.
-
-    Unlike vLLM's, which drops the second where it has another number of tokens and so lets such a word through.
-    """
-    most = MAX_BAD_WORD_TOKENS
-    names = {word.lstrip(" ") for word in words}
-    sequences: tuple[tuple[int, ...], ...] | None = None
-    if len(names) <= most and sum(map(len, names)) <= most * _BAD_WORD_CHARACTERS:  # before the time is spent
-        texts = [text for name in sorted(names) for text in (name, " " + name)]
-        spelled = dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        # One that ends with another cannot come where that one does not.
-        sequences = tuple(one for one in spelled if one and not any(one[at:] in spelled for at in range(1, len(one))))
-    if sequences is None or sum(map(len, sequences)) > most:
-        raise UserError(
-            f"bad_words may have at most {most} tokens together, each word counted with and without a space before it; "
-            "give fewer.",
-            "bad_words",
-        )
-    return sequences
-
-
-def _salt(salt: Any) -> bytes:
-    """Check a cache salt. An empty one would share blocks with those who gave none."""
-    try:
-        if isinstance(salt, str) and salt:
-            return salt.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        pass
-    raise UserError("cache_salt must be a text that is not empty.", "cache_salt", salt)
-
-
-def _token_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Check token ids as Python integers, before numpy could wrap 2**32 + 5 to a valid one."""
-    plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-    if set(map(type, plain)) != {int}:
-        for token in plain:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise UserError(f"A token id is an integer, not {token!r}.", "prompt")
-        plain = [int(token) for token in plain]
-    if not 0 <= min(plain) <= max(plain) < vocab_size:
-        outside = next(token for token in plain if not 0 <= token < vocab_size)
-        raise UserError(f"Token id {outside} is out of vocabulary (0 to {vocab_size - 1})", "prompt")
-    return plain
 
 
 def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any]) -> frozenset[int]:

@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.engine import LLMEngine, Prompt
+from jaxllm.engine import LLMEngine
 from jaxllm.errors import UserError
+from jaxllm.prompts import Prompt
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.types import RequestOutput, RequestOutputKind, SamplingParams
 

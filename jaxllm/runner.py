@@ -307,7 +307,7 @@ def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:
 
 def use_compilation_cache(folder: Path) -> None:
     """Keep compiled programs in `folder`, whatever time they took to compile, for this and later processes."""
-    if jax.config.jax_compilation_cache_dir not in (None, str(folder)):
+    if jax.config.values["jax_compilation_cache_dir"] not in (None, str(folder)):
         compilation_cache.reset_cache()  # JAX goes on with the folder of the first engine of a process otherwise
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
