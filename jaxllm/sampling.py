@@ -53,7 +53,7 @@ class Variant(StrEnum):
     GREEDY = "greedy"  # the likeliest token
     RANDOM = "random"  # and temperature
     FILTERED = "filtered"  # and top_k, top_p, min_p, min_tokens, log-probabilities
-    PENALIZED = "penalized"  # and penalties, and all that lies in the extras
+    FULL = "full"  # and penalties, and all that lies in the extras
 
 
 @struct.dataclass
@@ -179,7 +179,7 @@ def has_extras(params: SamplingParams) -> bool:
 def needs(params: SamplingParams) -> Variant:
     """Name the cheapest variant that serves a request."""
     if reads_history(params) or has_extras(params):
-        return Variant.PENALIZED
+        return Variant.FULL
     is_filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
     if is_filtered or params.min_tokens > 0 or params.logprobs is not None:
         return Variant.FILTERED
@@ -274,8 +274,8 @@ def sample(
         logits: f32[R, Vx], finite; this shard's columns of the vocabulary, whatever it likes in its padding.
         rows: the state gathered to the batch's rows. All ids are those of the whole vocabulary.
         positions: i32[R], index of the token to be sampled, which is the request's length so far.
-        history: i32[R, length], prompt and output tokens, valid below `positions`; read by PENALIZED alone.
-        extras: of `Extras.unpack`, valid as far as `rows` says; read by PENALIZED alone.
+        history: i32[R, length], prompt and output tokens, valid below `positions`; read by FULL alone.
+        extras: of `Extras.unpack`, valid as far as `rows` says; read by FULL alone.
         variant: static; must serve every row.
         num_logprobs: static; likeliest tokens reported per row, at most V. Without effect before FILTERED.
         vocabulary: static; its size, and the axis that divides it.
@@ -286,7 +286,7 @@ def sample(
     if variant is Variant.GREEDY:
         return Sampled(*vocabulary.argmax(logits, is_finite))
     adjusted = logits
-    if variant is Variant.PENALIZED:
+    if variant is Variant.FULL:
         assert history is not None and extras is not None, "this variant reads both"
         adjusted = biased(adjusted, rows, extras["bias"], vocabulary)
         adjusted = processed(adjusted, rows, positions, extras["arguments"], processors, vocabulary)
@@ -296,7 +296,7 @@ def sample(
         adjusted = restricted(adjusted, rows, extras["allowed"], vocabulary)
     if variant is not Variant.RANDOM:
         adjusted = _held_back(adjusted, rows, positions, vocabulary)
-    if variant is Variant.PENALIZED:
+    if variant is Variant.FULL:
         # A processor may return NaN, and a request may forbid every token that there is.
         is_finite &= jnp.isfinite(vocabulary.maximum(adjusted)[:, 0])
     is_random = (rows.temperature > 0.0)[:, None]

@@ -245,14 +245,14 @@ def _step(
     attend = _attention(spec, geometry, shape, kernels, kv, tables, field, slots, positions)
     hidden = decoder.forward(spec, params, tokens, positions, attend, AXIS)  # [T, D]
     kept = state.hidden
-    if variant is Variant.PENALIZED:
+    if variant is Variant.FULL:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
     logits = decoder.logits(spec, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
 
     ends = field["row_position"] + 1
     here = jax.tree.map(lambda column: column.at[row_slot].get(mode="clip"), rows)
     history, own = None, None
-    if variant is Variant.PENALIZED:
+    if variant is Variant.FULL:
         history = known.at[row_slot].get(mode="clip")
         own = extras.unpack(state.extras.at[row_slot].get(mode="clip"))
     vocabulary = Vocabulary(spec.vocab_size, AXIS)

@@ -33,7 +33,7 @@ def ban_below(logits: jax.Array, arguments: jax.Array, positions: jax.Array) -> 
 
 LAYOUT = Extras(V, ("scale", "ban_below"))
 run = jax.jit(
-    partial(sample, variant=Variant.PENALIZED, num_logprobs=4, vocabulary=Vocabulary(V), processors=(scale, ban_below))
+    partial(sample, variant=Variant.FULL, num_logprobs=4, vocabulary=Vocabulary(V), processors=(scale, ban_below))
 )
 
 

@@ -35,7 +35,7 @@ from jaxllm.vocabulary import Vocabulary
 V = 24
 HISTORY = 8
 MANY = 20_000  # draws for a distribution
-WITH_FILTERS = (Variant.FILTERED, Variant.PENALIZED)
+WITH_FILTERS = (Variant.FILTERED, Variant.FULL)
 EXTRAS = Extras(V)
 BadWords = Sequence[Sequence[int]]
 
@@ -159,15 +159,15 @@ def test_empty_slots_are_greedy():
         ({"min_p": 0.01}, Variant.FILTERED),
         ({"temperature": 0, "logprobs": 0}, Variant.FILTERED),
         ({"temperature": 0, "min_tokens": 1}, Variant.FILTERED),
-        ({"repetition_penalty": 0.9}, Variant.PENALIZED),
-        ({"presence_penalty": 0.1}, Variant.PENALIZED),
-        ({"temperature": 0, "frequency_penalty": -0.1}, Variant.PENALIZED),
-        ({"temperature": 0, "logit_bias": {3: 1.0}}, Variant.PENALIZED),
+        ({"repetition_penalty": 0.9}, Variant.FULL),
+        ({"presence_penalty": 0.1}, Variant.FULL),
+        ({"temperature": 0, "frequency_penalty": -0.1}, Variant.FULL),
+        ({"temperature": 0, "logit_bias": {3: 1.0}}, Variant.FULL),
         ({"temperature": 0, "logit_bias": {}}, Variant.GREEDY),
-        ({"temperature": 0, "allowed_token_ids": [1]}, Variant.PENALIZED),
-        ({"temperature": 0, "bad_words": ["a"]}, Variant.PENALIZED),
-        ({"temperature": 0, "logprob_token_ids": [1]}, Variant.PENALIZED),
-        ({"temperature": 0, "extra_args": {"scale": 2}}, Variant.PENALIZED),
+        ({"temperature": 0, "allowed_token_ids": [1]}, Variant.FULL),
+        ({"temperature": 0, "bad_words": ["a"]}, Variant.FULL),
+        ({"temperature": 0, "logprob_token_ids": [1]}, Variant.FULL),
+        ({"temperature": 0, "extra_args": {"scale": 2}}, Variant.FULL),
     ],
 )
 def test_a_request_needs_the_cheapest_variant(arguments: dict, variant: Variant):
@@ -195,7 +195,7 @@ def test_wider_variants_give_the_same_tokens():
         assert tokens(greedy, variant) == tokens(greedy, Variant.GREEDY)
     for variant in WITH_FILTERS:
         assert tokens(random, variant) == tokens(random, Variant.RANDOM)
-    assert tokens(filtered, Variant.PENALIZED) == tokens(filtered, Variant.FILTERED)
+    assert tokens(filtered, Variant.FULL) == tokens(filtered, Variant.FILTERED)
 
 
 def test_variants_without_logprobs_make_none():
@@ -369,7 +369,7 @@ def test_absurd_penalties_do_not_overflow(temperature: float, penalty: float):
     logits = np.zeros((2, V), np.float32)
     logits[0, 0::2], logits[0, 1::2] = -20.0, 20.0
     history = np.tile(np.arange(HISTORY, dtype=np.int32), (2, 1))  # tokens 0 to 5 were seen, 1 is held back
-    sampled = draw(logits, rows_of([params] * 2, 3, (1,)), Variant.PENALIZED, history=history)
+    sampled = draw(logits, rows_of([params] * 2, 3, (1,)), Variant.FULL, history=history)
     assert sampled.is_finite.all() and 1 not in sampled.tokens
     if temperature < 1.0:
         assert sampled.tokens[0] in ({3, 5} if penalty < 1.0 else set(range(7, V, 2)))
@@ -432,10 +432,10 @@ def test_a_bias_of_100_picks_and_of_minus_100_bans():
     logits = random_logits(V, 43)
     best = logits.argmax(-1)
     wanted = [SamplingParams(temperature=0, logit_bias={token: 100}) for token in range(V)]
-    sampled = draw(logits, rows_of(wanted), Variant.PENALIZED, extras=packed_extras(wanted))
+    sampled = draw(logits, rows_of(wanted), Variant.FULL, extras=packed_extras(wanted))
     assert sampled.tokens.tolist() == list(range(V))
     banned = [SamplingParams(temperature=0, logit_bias={str(token): -100}) for token in best]
-    sampled = draw(logits, rows_of(banned), Variant.PENALIZED, extras=packed_extras(banned))
+    sampled = draw(logits, rows_of(banned), Variant.FULL, extras=packed_extras(banned))
     assert sampled.tokens.tolist() == np.argsort(logits, axis=-1)[:, -2].tolist()
 
 
@@ -443,7 +443,7 @@ def test_a_recycled_slot_does_not_see_the_former_bias():
     logits = random_logits(V, 44)
     former = packed_extras([SamplingParams(logit_bias={token: 100, 3: 50}) for token in range(V)])
     rows = rows_of([SamplingParams(temperature=0)] * V)  # its row alone is written when a slot changes hands
-    assert draw(logits, rows, Variant.PENALIZED, extras=former).tokens.tolist() == logits.argmax(-1).tolist()
+    assert draw(logits, rows, Variant.FULL, extras=former).tokens.tolist() == logits.argmax(-1).tolist()
 
 
 def test_extras_are_written_into_their_slots_alone():
@@ -472,7 +472,7 @@ def test_a_bias_comes_before_penalties_and_leaves_the_raw_logprobs():
     logits = random_logits(count, 46)
     history = random.integers(0, V, (count, HISTORY)).astype(np.int32)
     rows, extras = rows_of(params), packed_extras(params, 3)
-    sampled = draw(logits, rows, Variant.PENALIZED, history=history, extras=extras)
+    sampled = draw(logits, rows, Variant.FULL, history=history, extras=extras)
     raw = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
     for row, each in enumerate(params):
         expected = logits[row].astype(np.float64)
@@ -486,9 +486,7 @@ def test_a_bias_comes_before_penalties_and_leaves_the_raw_logprobs():
 
 def test_a_bias_does_not_free_what_min_tokens_holds_back():
     params = SamplingParams(temperature=0, min_tokens=9, logit_bias={2: 100})
-    sampled = draw(
-        random_logits(3), rows_of([params] * 3, 3, (2,)), Variant.PENALIZED, extras=packed_extras([params] * 3)
-    )
+    sampled = draw(random_logits(3), rows_of([params] * 3, 3, (2,)), Variant.FULL, extras=packed_extras([params] * 3))
     assert 2 not in sampled.tokens
 
 

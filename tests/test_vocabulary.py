@@ -40,7 +40,7 @@ def random_params(variant: Variant, vocab_size: int, rng: np.random.Generator) -
         arguments: dict = {"seed": int(rng.integers(2**62)), "temperature": float(rng.choice([0.0, 0.5, 1.0, 1.7]))}
         if variant is Variant.GREEDY:
             arguments["temperature"] = 0.0
-        if variant in (Variant.FILTERED, Variant.PENALIZED):
+        if variant in (Variant.FILTERED, Variant.FULL):
             choices = {
                 "top_k": int(rng.choice([1, 3, 30, vocab_size])),
                 "top_p": float(rng.choice([0.05, 0.5, 0.9, 0.999])),
@@ -48,7 +48,7 @@ def random_params(variant: Variant, vocab_size: int, rng: np.random.Generator) -
                 "min_tokens": 15,
             }
             arguments |= {name: value for name, value in choices.items() if rng.random() < 0.5}
-        if variant is Variant.PENALIZED:
+        if variant is Variant.FULL:
             ids = rng.permutation(vocab_size)[: rng.integers(0, 9)]
             arguments |= {
                 "repetition_penalty": float(rng.uniform(0.7, 1.5)),
@@ -216,7 +216,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[tuple[str, int]]:
         (Variant.RANDOM, {"all-gather": 1}),
         # the searches are loops on a CPU: one all-reduce is written for eight
         (Variant.FILTERED, {"all-gather": 3, "all-reduce": 6}),
-        (Variant.PENALIZED, {"all-gather": 4, "all-reduce": 6}),
+        (Variant.FULL, {"all-gather": 4, "all-reduce": 6}),
     ],
 )
 def test_collectives_are_few_and_do_not_grow_with_the_vocabulary(variant: Variant, expected: dict[str, int]):
