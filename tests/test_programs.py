@@ -148,11 +148,11 @@ def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_comes_
     programs = Programs(decode_shapes(8), ragged_shapes(64, 8, 16, 40), lower, Metrics())
     programs.begin(programs.covering, 1)
     programs.wait()
-    assert compiled == ["ragged[64].penalized", "decode[8].penalized"]
+    assert compiled == ["ragged[64].full", "decode[8].full"]
     programs.begin(programs.rest, 1, in_background=True)
     ones = np.ones(3, np.int32)
     plan = Plan(0.0, 3, ones, ones.astype(np.int64), ones, ones, ones > 0, np.zeros((0, 3), np.int32))
-    assert str(programs.choose(plan, Variant.FILTERED)) == "decode[8].penalized"
+    assert str(programs.choose(plan, Variant.FILTERED)) == "decode[8].full"
     go_on.set()
     programs.wait()
     assert "decode[3].filtered" in compiled[2:4], "what a plan missed is compiled next"
