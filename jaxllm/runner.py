@@ -312,3 +312,6 @@ def use_compilation_cache(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # XLA's own caches would lie under this folder too, and jax 0.10 makes their path part of every program's name, so
+    # that nothing is found once the folder was moved. A compiled program holds what they hold.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")

@@ -413,10 +413,10 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(
 ) -> None:
     real = fragile.engine._pack
 
-    def pack(sample: Sample, seed: int) -> None:
+    def pack(sample: Sample, seed: int, *rest: Any) -> None:
         if seed == 99:
             raise RuntimeError("secret")
-        real(sample, seed)
+        real(sample, seed, *rest)
 
     async def check() -> None:
         monkeypatch.setattr(fragile.engine, "_pack", pack)

@@ -144,11 +144,13 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         "--n": "2", "--presence-penalty": "0.5", "--frequency-penalty": "-0.5", "--repetition-penalty": "1.5",
         "--temperature": "0.9", "--top-p": "0.8", "--top-k": "5", "--min-p": "0.1", "--seed": "11", "--stop": "x",
         "--stop-token-ids": "3", "--max-tokens": "9", "--min-tokens": "1", "--logprobs": "2",
-        "--truncate-prompt-tokens": "1k",
+        "--truncate-prompt-tokens": "1k", "--prompt-logprobs": "3", "--logprob-token-ids": "4",
+        "--allowed-token-ids": "5", "--bad-words": "w", "--logits-processors": "module:function",
     }  # fmt: skip
     switches = [
         "--no-enable-prefix-caching", "--no-async-scheduling", "--enable-kv-cache-events", "--ignore-eos",
         "--no-skip-special-tokens", "--include-stop-str-in-output", "--stop=--y",
+        "--no-skip-reading-prefix-cache",
     ]  # fmt: skip
     code, _, _ = run("generate", "-m", "m", *(part for pair in given.items() for part in pair), *switches, "--", "p")
     assert code == 0
@@ -157,14 +159,15 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         block_size=32, enable_prefix_caching=False, async_scheduling=False, enable_kv_cache_events=True,
         max_num_batched_tokens=2000, max_num_seqs=8, tensor_parallel_size=2, gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=2**30, num_kv_blocks=9, scheduling_policy="priority", max_logprobs=7,
-        load_format="dummy", precompile="all", compilation_cache_dir="c",
+        load_format="dummy", precompile="all", compilation_cache_dir="c", logits_processors=("module:function",),
     )  # fmt: skip
     assert _params() == [
         SamplingParams(
             n=2, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, temperature=0.9, top_p=0.8,
             top_k=5, min_p=0.1, seed=11, stop=["x", "--y"], stop_token_ids=[3], ignore_eos=True, max_tokens=9,
             min_tokens=1, logprobs=2, skip_special_tokens=False, truncate_prompt_tokens=1000,
-            include_stop_str_in_output=True,
+            include_stop_str_in_output=True, prompt_logprobs=3, logprob_token_ids=[4], allowed_token_ids=[5],
+            bad_words=["w"], skip_reading_prefix_cache=False,
         )
     ]  # fmt: skip
     num_fields = len(fields(EngineConfig)) - 1 + len(fields(SamplingParams)) - len(flags._NO_FLAGS)
