@@ -15,10 +15,10 @@ run: $(VENV)/.run  ## install, then generate text with the embedded model
 	printf 'What is 47 + 38?\nWhat is the capital of France?\n' | $(VENV)/bin/jaxllm chat
 
 test: $(VENV)/.dev  ## the default tests: CPU, offline, under 5 minutes on two cores
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=20
 
 test-slow: $(VENV)/.dev  ## what the default tests hold a part of: whole matrices, thousands of combinations
-	$(VENV)/bin/python -m pytest -m slow -n 2
+	$(VENV)/bin/python -m pytest -m slow -n 2 --durations=10
 
 check: $(VENV)/.dev  ## lint, format, types
 	$(VENV)/bin/ruff check .

@@ -60,6 +60,7 @@ def test_a_notebook_is_stored_as_it_ran(path: Path) -> None:
     assert len(checks) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_notebook_fails_where_jaxllm_is_wrong(name: str) -> None:
     prelude, check = BROKEN[name]

@@ -61,6 +61,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.slow
 def test_a_start_with_prepared_programs_compiles_nothing(model: str, folder: Path) -> None:
     ended = run(sys.executable, "-c", START, model, STORIES, str(folder))
     seen = json.loads(ended.stdout)
@@ -69,6 +70,7 @@ def test_a_start_with_prepared_programs_compiles_nothing(model: str, folder: Pat
     assert "prepared" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_what_differs_is_said_in_one_line(model: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     spec, _ = read_spec({**CONFIG, "num_hidden_layers": 1})
     (tmp := folder / "copy").mkdir()
