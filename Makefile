@@ -30,7 +30,7 @@ format: $(VENV)/.dev
 	$(VENV)/bin/ruff format .
 
 parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
-	$(PARITY_VENV)/bin/python -m pytest tests/parity -m parity
+	$(PARITY_VENV)/bin/python -m pytest tests/parity -m parity -n 2
 	$(PARITY_VENV)/bin/python -m pytest tests/test_stubs.py tests/test_grpc_messages.py tests/test_grpc_transport.py tests/client
 
 golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again
