@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 def _decided(case, seed):
-    """Make a model whose choices are not ties, in which rounding would decide: from `seed`, or the next that will do."""
+    """Make a model without ties, in which rounding would choose: from `seed`, or from the next that will do."""
     for own in range(seed, seed + 100, 10):
         model = make_golden.make_model(case, own)
         prompt = make_golden.make_prompt(case, model.config.vocab_size, own)
