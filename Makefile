@@ -14,7 +14,7 @@ run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
 	printf 'What is 47 + 38?\nWhat is the capital of France?\n' | $(VENV)/bin/jaxllm chat
 
-test: $(VENV)/.dev  ## the default tests: CPU, offline, under 5 minutes on two cores
+test: $(VENV)/.dev  ## the default tests: CPU, offline, some ten minutes on two cores from empty caches
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=20
 
 test-slow: $(VENV)/.dev  ## what the default tests hold a part of: whole matrices, thousands of combinations

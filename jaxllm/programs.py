@@ -32,9 +32,9 @@ from jaxllm.state import Plan
 
 VARIANTS = tuple(Variant)
 STACK_BYTES = 64 << 20  # of a compiling thread; deep models overflow the usual 8 MiB (reference/peers.md §2)
-BACKGROUND_NICENESS = 10  # a tenth of a core that serving uses as well, and all of what it leaves
+BACKGROUND_NICENESS = 19  # 1.5 % of a core that serving uses as well, and all of what it leaves
 _STARTING = threading.Lock()
-PAUSE = 9  # seconds without tracing after each second of it, while steps run
+PAUSE = 14  # seconds without tracing after each second of it, while steps run
 IDLE_SECONDS = 0.1  # without a step, after which nobody is disturbed
 
 
