@@ -79,6 +79,9 @@ async def over_http(url: str) -> int:
         received = (await reader.read()).decode()
         writer.close()
         assert received.endswith("data: [DONE]\n\n\r\n0\r\n\r\n"), received[-200:]
+        # Each event is a chunk of its own; the last one tells the usage.
+        last, _ = json.JSONDecoder().raw_decode(received, received.rindex('{"object"'))
+        return last["usage"]["completion_tokens"]
 
     counts = await asyncio.gather(*(one(number) for number in range(STREAMS)))
     assert counts == [TOKENS] * STREAMS, "a stream lost tokens"
