@@ -47,7 +47,7 @@ from jaxllm.types import (
 MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
 FEW_STREAMS = 32  # running requests up to which every token is handed out by itself …
 # … and from which on so many at once: a message costs 30 to 50 us, whatever it holds.
-MANY_STREAMS_INTERVAL = 4
+MANY_STREAMS_INTERVAL = 8
 VARIANTS = tuple(Variant)
 
 
