@@ -186,13 +186,21 @@ def test_shards_change_neither_tokens_nor_logprobs_and_exchange_little(llm: LLM,
         for shapes, kind in COLLECTIVE.findall(text):
             dims = [[int(size) for size in each.split(",") if size] for each in re.findall(r"\[([\d,]*)\]", shapes)]
             numbers = sum(math.prod(size) for size in dims)
-            of_layers = numbers == key.shape.tokens * WIDTH
-            found[kind, of_layers] += 1
-            # Its likeliest 20 tokens from each shard and those a request names, not a row's 512 logits.
-            most = max(shards * (1 + 2 * 20), MAX_REPORTED_TOKENS + 4)
-            assert of_layers or numbers <= key.shape.rows * most, (key, shapes)
-        # Two for each of five layers and the embedding's; of the sampling, two of the six are loops of eight.
-        assert found == {("all-reduce", True): 11, ("all-reduce", False): 6, ("all-gather", False): 4}, key
+            if numbers == key.shape.tokens * WIDTH:
+                found[kind, "of layers"] += 1
+            elif numbers == key.shape.rows * (MAX_REPORTED_TOKENS + 4):
+                found[kind, "of named tokens"] += 1  # the logits of those a request asks for, each from its shard
+            else:
+                found[kind, "of sampling"] += 1
+                # The likeliest 20 tokens of each shard, not a row's 512 logits.
+                assert numbers <= key.shape.rows * shards * (1 + 2 * 20), (key, shapes)
+        # Two for each of five layers and the embedding's; of the sampling, two of the five are loops of eight.
+        assert found == {
+            ("all-reduce", "of layers"): 11,
+            ("all-reduce", "of named tokens"): 1,
+            ("all-reduce", "of sampling"): 5,
+            ("all-gather", "of sampling"): 4,
+        }, key
 
 
 def test_n_samples_share_their_prompt_and_are_those_of_following_seeds() -> None:

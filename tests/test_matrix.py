@@ -12,7 +12,7 @@ from jaxllm import LLM, SamplingParams
 STORIES = str(Path(__file__).parent / "golden" / "stories260K")
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day,"
 PROMPTS = ["Once upon a time", "Tom had a dog", "Lily and Ben went to the", "One day, a big bear"]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=136)
 USUAL: dict[str, Any] = {"precompile": "covering", "max_num_seqs": 8, "max_num_batched_tokens": 64}
 SETTINGS: list[tuple[dict[str, Any], int]] = [
     ({"enable_prefix_caching": False}, 2),
@@ -22,7 +22,7 @@ SETTINGS: list[tuple[dict[str, Any], int]] = [
     ({"max_num_batched_tokens": 8}, 2),
     ({"max_num_batched_tokens": 32}, 2),
     ({"max_num_batched_tokens": 512, "max_num_seqs": 64}, 16),
-    ({"num_kv_blocks": 8}, 2),
+    ({"num_kv_blocks": 14}, 2),
 ]
 
 
