@@ -1,4 +1,4 @@
-"""The command line: `jaxllm generate`, `chat`, `serve`, `compile`, `convert`, `doctor`.
+"""The command line: `jaxllm generate`, `chat`, `serve`, `bench`, `compile`, `convert`, `doctor`.
 
 Finds the command, and tells every mistake and failure in one line; what a command takes and does is in its module of
 `jaxllm.commands`. JAX is imported when a command runs, not for `--help` or for a flag that is wrong.
@@ -13,11 +13,11 @@ import difflib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from jaxllm import __version__
-from jaxllm.commands import chat, compile, convert, doctor, generate, serve
+from jaxllm.commands import bench, chat, compile, convert, doctor, generate, serve
 from jaxllm.commands.arguments import Usage
 from jaxllm.config import NOT_BUILT
 from jaxllm.errors import EngineError, UserError
@@ -27,6 +27,7 @@ COMMANDS = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "bench": bench,
     "compile": compile,
     "convert": convert,
     "doctor": doctor,
@@ -81,6 +82,8 @@ def _report(error: Exception) -> int:
     message = str(error) or type(error).__name__
     if isinstance(error, Usage):
         command = next((argument for argument in sys.argv[1:2] if argument in COMMANDS), "")
+        if command == "bench" and sys.argv[2:3] and sys.argv[2] in bench.BENCHMARKS:
+            command = f"bench {sys.argv[2]}"
         message = f"{message} (see jaxllm {command}{' ' if command else ''}--help)"
     elif isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
@@ -103,11 +106,18 @@ def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
         arguments[1:1] = read_config_file(options.config, arguments)
         options, extra = parser.parse_known_args(arguments)
     if extra:
-        known = subparsers.choices[options.command]
-        names = [name for action in known._actions for name in action.option_strings]
+        names = list(_flags_of(subparsers.choices[options.command], options))
         flag = extra[0].split("=")[0]
         if flag.removeprefix("--").replace("-", "_") in NOT_BUILT:
             raise Usage(f"{flag} is not supported by jaxllm yet")
         near = difflib.get_close_matches(flag, names, n=1, cutoff=0.75)
         raise Usage(f"unknown argument {extra[0]}" + (f"; did you mean {near[0]}?" if near else ""))
     return vars(options)
+
+
+def _flags_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Iterator[str]:
+    """Name the flags of a command, and of the one within it that was chosen."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            yield from _flags_of(action.choices[getattr(options, action.dest)], options)

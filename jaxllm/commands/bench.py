@@ -1,0 +1,24 @@
+"""`jaxllm bench`: measure a server, the engine or a part of it. What each benchmark takes is in its own module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+from jaxllm.commands.arguments import Subparsers
+
+# A module each: `add` describes its flags, `run` does it and gives the exit code.
+BENCHMARKS: Mapping[str, ModuleType] = {}
+
+
+def add(commands: Subparsers) -> None:
+    """Describe the command and its benchmarks."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure a server, the engine or a part of it",
+        allow_abbrev=False,
+        description="Measure a server, the engine or a part of it.",
+    )
+    benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK", dest="benchmark")
+    for benchmark in BENCHMARKS.values():
+        benchmark.add(benchmarks)
