@@ -213,6 +213,7 @@ def parse_rope(
 
 
 def _yarn(settings: Fields, factor: float, original: int) -> YarnScaling:
+    settings.raw("finetuned")  # says how the checkpoint was made
     return YarnScaling(
         factor,
         original,
@@ -225,6 +226,8 @@ def _yarn(settings: Fields, factor: float, original: int) -> YarnScaling:
 def _yarn_amplitude(settings: Fields, factor: float) -> float:
     above, below = settings.take("mscale", float, 0.0), settings.take("mscale_all_dim", float, 0.0)
     inferred = magnitude(factor, above) / magnitude(factor, below) if above and below else magnitude(factor, 1.0)
+    # DeepSeek's Qwen3 undoes the amplification in vLLM's spelling, which transformers does not read.
+    inferred *= settings.take("attn_factor", float, 1.0)
     return settings.take("attention_factor", float, inferred)
 
 

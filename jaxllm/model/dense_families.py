@@ -143,6 +143,9 @@ def _smollm3(fields: Fields) -> Spec:
 def _stablelm(fields: Fields) -> Spec:
     fields.only("num_heads", fields.size("num_attention_heads"))
     fields.only("rotary_scaling_factor", 1.0)
+    # Older names of the same, which stand beside the newer ones in some files.
+    fields.only("norm_eps", fields.take("layer_norm_eps", float, 1e-5))
+    fields.only("rope_pct", fields.take("partial_rotary_factor", float, 0.25))
     return read_decoder(
         fields,
         eps=("layer_norm_eps", 1e-5),
@@ -180,11 +183,16 @@ def _starcoder2(fields: Fields) -> Spec:
 
 def _gpt_neox(fields: Fields) -> Spec:
     bias = fields.take("attention_bias", bool, True)
+    theta, share = fields.take("rotary_emb_base", float, 10000.0), fields.take("rotary_pct", float, 0.25)
+    if fields.has("rotary_emb_base"):  # transformers 4 wrote both names
+        fields.only("rope_theta", theta)
+    if fields.has("rotary_pct"):
+        fields.only("partial_rotary_factor", share)
     return read_decoder(
         fields,
         eps=("layer_norm_eps", 1e-5),
-        theta=fields.take("rotary_emb_base", float, 10000.0),
-        partial=fields.take("rotary_pct", float, 0.25),
+        theta=theta,
+        partial=share,
         norm="layer",
         norm_bias=True,
         residual="parallel" if fields.take("use_parallel_residual", bool, True) else "serial",

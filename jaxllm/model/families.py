@@ -18,7 +18,8 @@ from jaxllm.model.spec import Spec
 
 FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED)
 
-# Keys about training, bookkeeping, or things the engine reads elsewhere (token ids): no effect on the forward pass.
+# Keys about training, bookkeeping, other programs, or things the engine reads elsewhere (token ids): no effect on the
+# forward pass.
 _WITHOUT_EFFECT = frozenset(
     """
     architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path _commit_hash tokenizer_class
@@ -26,13 +27,30 @@ _WITHOUT_EFFECT = frozenset(
     initializer_range init_std attention_dropout hidden_dropout activation_dropout dropout layerdrop embd_pdrop
     attn_pdrop resid_pdrop classifier_dropout residual_dropout embedding_dropout attention_probs_dropout_prob
     hidden_dropout_prob pretraining_tp gradient_checkpointing cache_implementation
-    attn_implementation _attn_implementation_autoset output_attentions output_hidden_states return_dict torchscript
+    attn_implementation _attn_implementation_autoset _attn_implementation
+    _flash_attn_2_enabled output_attentions output_hidden_states return_dict torchscript
     use_bfloat16 chunk_size_feed_forward is_decoder problem_type id2label label2id num_labels
     task_specific_params finetuning_task summary_type summary_use_proj summary_activation summary_proj_to_labels
     summary_first_dropout unsloth_version unsloth_fixed is_llama_config
     output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux ep_size
+    transformers.js_config custom_pipelines max_sequence_length n_special predict_special_tokens output_past _num_labels
+    tf_legacy_loss do_sample max_length early_stopping num_beam_groups diversity_penalty length_penalty output_scores
+    return_dict_in_generate remove_invalid_values
     """.split()
 )
+# Sampling settings, which transformers 4 wrote here with the values that change nothing.
+_SAMPLING: dict[str, Any] = {
+    "min_length": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+}
 
 
 def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tuple[Spec, Family]:
@@ -46,6 +64,11 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
     family = next((known[name] for name in names if name in known), None)
     if family is None:
         said = ", ".join(map(str, names)) or "none"
+        if "text_config" in config:
+            raise UserError(
+                f"config.json: {said} is not a model of text alone (it has a text_config); choose one that is.",
+                said,
+            )
         raise UserError(f"config.json: architecture {said} is not supported; supported: {', '.join(known)}.", said)
     if config.get("quantization_config") is not None:
         method = dict(config["quantization_config"]).get("quant_method", "unknown")
@@ -57,6 +80,11 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
     spec = family.read(fields)
     fields.only("is_encoder_decoder", False)
     fields.only("add_cross_attention", False)
+    fields.only("tie_encoder_decoder", False)
+    fields.only("pruned_heads", {})
+    for key, neutral in _SAMPLING.items():
+        if (value := fields.raw(key)) not in (None, neutral):
+            raise UserError(f"config.json: {key} = {value!r} is for sampling; move it to generation_config.json.", key)
     fields.finish(_WITHOUT_EFFECT)
     if spec.num_heads % spec.num_kv_heads != 0:
         raise UserError(

@@ -31,6 +31,8 @@ def _experts(fields: Fields, width: str, layers: tuple[bool, ...], **own: Any) -
     names = ("n_routed_experts", "num_experts", "num_local_experts")  # the last is transformers 5's for all of them
     count = next((name for name in names if fields.has(name)), names[-1])
     experts, chosen = fields.size(count), fields.size("num_experts_per_tok")
+    for name in names:
+        fields.only(name, experts)
     groups, best = own.get("groups", 1), own.get("groups_per_token", 1)
     if experts % groups != 0 or best > groups or chosen > experts // groups * best:
         raise UserError(
@@ -70,6 +72,8 @@ def _qwen3_moe(fields: Fields) -> Spec:
     fields.only("use_sliding_window", False)
     for key in ("sliding_window", "max_window_layers"):
         fields.raw(key)  # mean nothing without the key above
+    for key, value in (("use_qk_norm", True), ("qkv_bias", False), ("shared_expert_intermediate_size", 0)):
+        fields.only(key, value)  # Qwen3-Coder's file says what all of them have, and have not
     bias = fields.take("attention_bias", bool, False)
     return read_decoder(
         fields,
@@ -104,6 +108,7 @@ def _olmoe(fields: Fields) -> Spec:
 
 
 def _granite_moe(fields: Fields) -> Spec:
+    fields.only("position_embedding_type", "rope")
     bias = fields.take("attention_bias", bool, False)
     experts = _experts(fields, "intermediate_size", _all_layers(fields), is_normalised=True)
     return read_decoder(fields, qkv_bias=bias, out_bias=bias, experts=experts, **read_multipliers(fields))
