@@ -44,7 +44,8 @@ interop: $(VENV)/.dev tests/interop/node_modules  ## a client in another languag
 	$(VENV)/bin/python -m pytest tests/test_serve.py -k node
 
 bench: $(VENV)/.dev  ## the figures that are promised, measured here
-	$(VENV)/bin/python -m tests.bench.scheduler
+	$(VENV)/bin/jaxllm bench scheduler
+	$(VENV)/bin/jaxllm bench scheduler --num-requests 1000 --load decode --limit-us 250
 	$(VENV)/bin/python -m tests.bench.start
 	$(VENV)/bin/python -m tests.bench.compiling
 	$(VENV)/bin/python -m tests.bench.padding

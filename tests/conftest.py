@@ -7,7 +7,7 @@ A program that is found in the cache is traced all the same, so its shapes are c
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +50,16 @@ def nothing_is_compiled_in_front_of_a_request(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runner.Runner, "note_compilation", noted)
     yield
     assert not late, f"compiled in front of a request: {late}"
+
+
+@pytest.fixture
+def run_jaxllm(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Call the command line; give the exit code, standard output and standard error."""
+    from jaxllm import cli
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
+from jaxllm.commands import bench_compare, bench_scheduler
 from jaxllm.commands.arguments import Subparsers
 
 # A module each: `add` describes its flags, `run` does it and gives the exit code.
-BENCHMARKS: Mapping[str, ModuleType] = {}
+BENCHMARKS: Mapping[str, ModuleType] = {
+    "scheduler": bench_scheduler,
+    "compare": bench_compare,
+}
 
 
 def add(commands: Subparsers) -> None:

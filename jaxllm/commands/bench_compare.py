@@ -1,0 +1,63 @@
+"""`jaxllm bench compare`: read results, show ratios with confidence intervals and what else differs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxllm.commands.arguments import Subparsers, Usage
+from jaxllm.commands.bench_results import add_output, check_output, natural, write
+from jaxllm.errors import UserError
+
+
+def add(benchmarks: Subparsers) -> None:
+    """Describe the command."""
+    parser = benchmarks.add_parser(
+        "compare",
+        help="compare two results",
+        allow_abbrev=False,
+        description="Show the ratio B/A of every figure that both results have. With one file a side, intervals come "
+        "from their details (bench serve --save-detailed); with several, from how the runs differ.",
+    )
+    parser.add_argument("files", nargs="*", metavar="JSON", help="A.json B.json")
+    parser.add_argument("--a", nargs="+", metavar="JSON", help="runs of A, instead")
+    parser.add_argument("--b", nargs="+", metavar="JSON", help="runs of B")
+    parser.add_argument("--confidence", type=float, default=0.95, metavar="SHARE", help="of intervals (default: 0.95)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the drawings (default: 0)")
+    add_output(parser, has_plot=False)
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Write the table, and a line for whatever else is not the same."""
+    files, a, b = options["files"], options["a"], options["b"]
+    if (len(files), a, b) != (2, None, None) and (files or not a or not b):
+        raise Usage("give two files, or those of each side with --a and --b")
+    check_output(options)
+    from jaxllm.bench import compare
+
+    first, second = ([_read(path) for path in side] for side in ((a, b) if a else (files[:1], files[1:])))
+    found = compare.compare(first, second, options["confidence"], options["seed"])
+    for line in compare.differences(first, second):
+        print(f"jaxllm: not the same: {line}", file=sys.stderr)
+    print(compare.table(found, options["confidence"]))
+    if options["output_json"] is not None:
+        figures = {
+            one.name: {"a": one.a, "b": one.b, "ratio": one.ratio, "interval": one.interval, "better": one.better}
+            for one in found
+        }
+        write(options, {"a": a or files[:1], "b": b or files[1:], "figures": figures})
+    return 0
+
+
+def _read(path: str) -> Mapping[str, Any]:
+    try:
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not a JSON file: {error}.") from error
+    if not isinstance(result, dict):
+        raise UserError(f"{path} holds no result: expected a JSON object.")
+    return result

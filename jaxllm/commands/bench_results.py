@@ -1,0 +1,64 @@
+"""What the benchmarks' commands share: the file of a result, with where it was made, and its picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import UserError
+
+
+def add_output(parser: argparse.ArgumentParser, has_plot: bool = True) -> None:
+    """Add `--output-json`, `--debug`, and `--plot` where there is something to draw."""
+    parser.add_argument("--output-json", metavar="FILE", help="write the figures, their samples and the environment")
+    if has_plot:
+        parser.add_argument("--plot", metavar="FILE", help="draw them into one file: .png or .html (jaxllm[bench])")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def check_output(options: Mapping[str, Any]) -> None:
+    """Refuse files that could not be written, before anything is measured."""
+    for name in ("output_json", "plot"):
+        path = options.get(name)
+        if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
+            raise UserError(f"{path}: its folder does not exist.", name)
+    if options.get("plot") is not None:
+        from jaxllm.bench.plot import check
+
+        check(options["plot"])
+
+
+def write(options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
+    """Write the figures and the environment to the files that the flags name."""
+    from jaxllm.bench import environment
+
+    result = {**figures, "environment": environment.describe()}
+    if options["output_json"] is not None:
+        path = Path(options["output_json"]).expanduser()
+        partial = path.with_name(path.name + ".partial")  # nobody finds half of a file
+        partial.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+        print(f"{path} has the figures.")
+    if options.get("plot") is not None:
+        from jaxllm.bench.plot import plot
+
+        plot(result, options["plot"])
+        print(f"{options['plot']} has the picture.")
+
+
+def positive(text: str) -> int:
+    """Read a number above zero, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """Read a number that is not below zero, for argparse."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
