@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,13 +25,14 @@ from jaxllm import detokenizer, sampling, scheduler
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineError, RequestIdInUseError, UserError, too_long
 from jaxllm.metrics import Load, Metrics
+from jaxllm.profiling import DEFAULT_STEPS, Profile, span
 from jaxllm.prompts import Prompt, read_bad_words, read_prompt
 from jaxllm.repetition import RepetitionDetector
 from jaxllm.runner import Runner, StepInFlight
 from jaxllm.samples import Group, Sample
 from jaxllm.sampling import Variant
 from jaxllm.setup import prepare
-from jaxllm.state import BlockEvent, Plan, Request, initial, take_block_events
+from jaxllm.state import BlockEvent, Events, Plan, Request, initial, take_block_events
 from jaxllm.step import Result, Scored
 from jaxllm.stop_strings import StopMatcher
 from jaxllm.tokenizer import Tokenizer, load_tokenizer
@@ -100,6 +102,7 @@ class LLMEngine:
         self._num_failures = 0
         self._depth = 2 if config.async_scheduling else 1
         self._in_flight: deque[tuple[Plan, StepInFlight]] = deque()
+        self._profile: Profile | None = None  # a trace that is being made
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
@@ -216,7 +219,12 @@ class LLMEngine:
             self._in_flight.clear()  # whoever they were for has ended or gone
             return []
         with _uninterrupted():
-            return self._step()
+            with span("step", step_num=self.metrics.steps):
+                outputs = self._step()
+            if self._profile is not None:
+                self._profile.note_step()
+                self._profile = None if self._profile.path else self._profile
+            return outputs
 
     def _step(self) -> list[RequestOutput]:
         try:
@@ -228,30 +236,36 @@ class LLMEngine:
             if not self._in_flight:
                 raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
             plan, flight = self._in_flight.popleft()
-            result = flight.result()
+            with span("wait"):
+                result = flight.result()
         except Exception as error:
             self._recover(error)
             return []
         self._num_failures = 0
-        return self._take_in(plan, result)
+        with span("commit"):
+            self._state, events = scheduler.commit(self._state, self._limits, plan, result.tokens, result.is_finite)
+        with span("output"):
+            return self._take_in(plan, result, events)
 
     def _issue(self) -> tuple[Plan, StepInFlight] | None:
         """Plan a step and give it to the device; None where everything waits for tokens of steps in flight."""
-        self._state, plan = scheduler.plan(self._state, self._limits, time.monotonic())
-        history, extras = self._admit(plan)
+        with span("plan"):
+            self._state, plan = scheduler.plan(self._state, self._limits, time.monotonic())
+            history, extras = self._admit(plan)
         if not len(plan.slots):
             return None
-        scored = self._scored(plan)
-        variant = VARIANTS[-1] if scored else VARIANTS[int(self._variants[plan.slots].max())]
-        chunks = [
-            np.asarray(self._owner(slot).tokens[start : start + length], np.int32)
-            for slot, start, length in zip(
-                plan.slots[plan.num_decodes :].tolist(),
-                plan.starts[plan.num_decodes :].tolist(),
-                plan.lengths[plan.num_decodes :].tolist(),
-                strict=True,
-            )
-        ]
+        with span("pack"):
+            scored = self._scored(plan)
+            variant = VARIANTS[-1] if scored else VARIANTS[int(self._variants[plan.slots].max())]
+            chunks = [
+                np.asarray(self._owner(slot).tokens[start : start + length], np.int32)
+                for slot, start, length in zip(
+                    plan.slots[plan.num_decodes :].tolist(),
+                    plan.starts[plan.num_decodes :].tolist(),
+                    plan.lengths[plan.num_decodes :].tolist(),
+                    strict=True,
+                )
+            ]
         return plan, self.runner.dispatch(plan, chunks, self._sampling, variant, history, extras, scored)
 
     def reset_prefix_cache(self) -> bool:
@@ -261,9 +275,17 @@ class LLMEngine:
         self._state = scheduler.reset(self._state, self._limits)
         return True
 
+    def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
+        """Begin a trace of the next `num_steps` steps, written into `folder` at their end; see profiling.py."""
+        self._check_open()
+        self._profile = Profile(folder, num_steps)
+        return self._profile
+
     def close(self) -> None:
         """Stop background work and let go of the device's memory; to close twice does nothing."""
         self._is_closed = True
+        if self._profile is not None:
+            self._profile.stop()
         self._in_flight.clear()
         self.runner.close()
 
@@ -386,9 +408,8 @@ class LLMEngine:
         """Whether so many log-probabilities are more than a step reports."""
         return count is not None and not 0 <= count <= self.runner.num_logprobs
 
-    def _take_in(self, plan: Plan, result: Result) -> list[RequestOutput]:
-        """Commit what a step sampled and turn it into text."""
-        self._state, events = scheduler.commit(self._state, self._limits, plan, result.tokens, result.is_finite)
+    def _take_in(self, plan: Plan, result: Result, events: Events) -> list[RequestOutput]:
+        """Turn what a step sampled, and the scheduler took, into text."""
         self.num_rows = len(plan.slots)
         now = time.monotonic()
         changed: dict[str, Group] = {}

@@ -28,6 +28,7 @@ from jaxllm.memory import MemoryPlan
 from jaxllm.metrics import Metrics
 from jaxllm.model import decoder, weights
 from jaxllm.processors import load_processors
+from jaxllm.profiling import span
 from jaxllm.programs import Key, Programs
 from jaxllm.sampling import ROW_WIDTH, Variant
 from jaxllm.setup import Setup, describe_memory, describe_programs, extras_of, free_bytes, plan_memory
@@ -133,16 +134,18 @@ class Runner:
         """
         self._running_thread = threading.get_ident()
         try:
-            key = self.programs.choose(plan, variant)
-            ahead = plan.table[key.shape.entries :]
-            if len(ahead) or history is not None:
-                self._patch(ahead, history)
-            if extras:
-                self._patch_extras(extras)
-            buffer = batch.pack(plan, key.shape, self.geometry.num_slots, chunks, sampling)
-            self._state, joined = self.programs[key](self._params, self._state, buffer)
-            joined.copy_to_host_async()
-            scores = self._score(scored) if scored else ()
+            with span("pack"):
+                key = self.programs.choose(plan, variant)
+                buffer = batch.pack(plan, key.shape, self.geometry.num_slots, chunks, sampling)
+            with span("dispatch"):
+                ahead = plan.table[key.shape.entries :]
+                if len(ahead) or history is not None:
+                    self._patch(ahead, history)
+                if extras:
+                    self._patch_extras(extras)
+                self._state, joined = self.programs[key](self._params, self._state, buffer)
+                joined.copy_to_host_async()
+                scores = self._score(scored) if scored else ()
         finally:
             self._running_thread = None
         self.metrics.steps += 1

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, named_scope
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_kernels
@@ -97,6 +97,9 @@ def build(
         )
         return tuple(jax.tree.leaves(following)), _joined(sampled)
 
+    # What a trace calls the program. Part of its name in the compilation cache, too: what is found there has the scopes
+    # of the code that compiled it, for keys hold no scopes.
+    on_shard.__name__ = program_name(shape, variant)
     params_specs, state_specs = (
         tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state)
     )
@@ -107,6 +110,11 @@ def build(
         out_specs=(state_specs, PartitionSpec()),
         check_vma=False,  # kernels called by shard_map know nothing of varying axes (reference/kernels.md §3)
     )
+
+
+def program_name(shape: Shape, variant: Variant) -> str:
+    """Name the program of a shape and a variant, as decode_64_greedy; a trace writes `jit_` before it."""
+    return f"{'decode' if shape.is_decode else 'ragged'}_{shape.tokens}_{variant.value}"
 
 
 def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
@@ -139,6 +147,7 @@ def score(
         found = sampling.logprobs_of(logits, places[:, 1], None, num_logprobs, vocabulary)
         return _joined(Sampled(places[:, 1], jnp.ones(len(places), jnp.bool_), *found))
 
+    on_shard.__name__ = "score_whole" if is_whole else "score"
     params_specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(params))
     return jax.shard_map(
         on_shard,
@@ -249,15 +258,16 @@ def _step(
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
     logits = decoder.logits(spec, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
 
-    ends = field["row_position"] + 1
-    here = jax.tree.map(lambda column: column.at[row_slot].get(mode="clip"), rows)
-    history, own = None, None
-    if variant is Variant.FULL:
-        history = known.at[row_slot].get(mode="clip")
-        own = extras.unpack(state.extras.at[row_slot].get(mode="clip"))
-    vocabulary = Vocabulary(spec.vocab_size, AXIS)
-    sampled = sampling.sample(logits, here, ends, history, own, variant, num_logprobs, vocabulary, processors)
-    known = known.at[jnp.where(samples, row_slot, geometry.num_slots), ends].set(sampled.tokens, mode="drop")
+    with named_scope("sampling"):
+        ends = field["row_position"] + 1
+        here = jax.tree.map(lambda column: column.at[row_slot].get(mode="clip"), rows)
+        history, own = None, None
+        if variant is Variant.FULL:
+            history = known.at[row_slot].get(mode="clip")
+            own = extras.unpack(state.extras.at[row_slot].get(mode="clip"))
+        vocabulary = Vocabulary(spec.vocab_size, AXIS)
+        sampled = sampling.sample(logits, here, ends, history, own, variant, num_logprobs, vocabulary, processors)
+        known = known.at[jnp.where(samples, row_slot, geometry.num_slots), ends].set(sampled.tokens, mode="drop")
     return DeviceState(
         kv=tuple(kv), tables=tables, tokens=known, sampling=rows, extras=state.extras, hidden=kept
     ), sampled
@@ -292,7 +302,8 @@ def _attention(
     def attend(
         layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, window: int | None, sinks: jax.Array | None
     ) -> jax.Array:
-        keys, values = kv[layer] = pallas_kernels.write_kv(*kv[layer], k, v, stored_in, offsets)
+        with named_scope("cache_write"):
+            keys, values = kv[layer] = pallas_kernels.write_kv(*kv[layer], k, v, stored_in, offsets)
         options: dict[str, Any] = {
             "scale": spec.attention_scale,
             "window": window,
@@ -300,30 +311,31 @@ def _attention(
             "sinks": sinks,
             "value_size": spec.latent.rank if spec.latent else None,
         }
-        decoded = pallas_kernels.paged_decode(
-            q[: shape.rows],
-            keys,
-            values,
-            row_tables,
-            lengths,
-            implementation=kernels["paged_decode"],
-            **options,
-        )
-        if shape.is_decode:
-            return decoded
-        chunks = pallas_kernels.paged_prefill(
-            q,
-            keys,
-            values,
-            tile_tables,
-            field["tile_start"],
-            field["tile_length"],
-            field["tile_position"],
-            tile=batch.TILE,
-            implementation=kernels["paged_prefill"],
-            **options,
-        )
-        return chunks.at[: shape.rows].add(decoded)  # what one of them does not cover, it leaves zero
+        with named_scope("attend"):
+            decoded = pallas_kernels.paged_decode(
+                q[: shape.rows],
+                keys,
+                values,
+                row_tables,
+                lengths,
+                implementation=kernels["paged_decode"],
+                **options,
+            )
+            if shape.is_decode:
+                return decoded
+            chunks = pallas_kernels.paged_prefill(
+                q,
+                keys,
+                values,
+                tile_tables,
+                field["tile_start"],
+                field["tile_length"],
+                field["tile_position"],
+                tile=batch.TILE,
+                implementation=kernels["paged_prefill"],
+                **options,
+            )
+            return chunks.at[: shape.rows].add(decoded)  # what one of them does not cover, it leaves zero
 
     return attend
 

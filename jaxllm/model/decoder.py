@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import flax.struct
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, lax, named_scope
 from jaxtyping import Float, Int
 
 from jaxllm.model import experts, latent, layers
@@ -146,16 +146,20 @@ def forward(
     To be called inside `shard_map` over `axis`, with each shard's piece of the weights. Layers are unrolled: a scan
     over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU (reference/kernels.md §3).
     """
-    x = _embed(spec, params.top, tokens, positions, axis)  # [T, D]
-    turns = {rope: layers.rotation(rope, positions) for rope in spec.ropes if rope is not None}
+    with named_scope("embedding"):
+        x = _embed(spec, params.top, tokens, positions, axis)  # [T, D]
+        turns = {rope: layers.rotation(rope, positions) for rope in spec.ropes if rope is not None}
     mlp_norm = "attn_norm" if spec.residual == "parallel, one norm" else "mlp_norm"
     for layer, weights in enumerate(params.layers):
-        mixed = _mixer(spec, weights, layer, _norm(spec, weights, "attn_norm", x), turns, attend, axis)
-        attended = x + _scaled(_norm(spec, weights, "attn_post_norm", mixed), spec.residual_scale)
+        with named_scope(f"layer_{layer:02}/attention"):
+            mixed = _mixer(spec, weights, layer, _norm(spec, weights, "attn_norm", x), turns, attend, axis)
+            attended = x + _scaled(_norm(spec, weights, "attn_post_norm", mixed), spec.residual_scale)
         x = attended if spec.residual == "serial" else x
-        mixed = _feed_forward(spec, weights, layer, _norm(spec, weights, mlp_norm, x), axis)
-        x = attended + _scaled(_norm(spec, weights, "mlp_post_norm", mixed), spec.residual_scale)
-    return _norm(spec, params.top, "final_norm", x)
+        with named_scope(f"layer_{layer:02}/mlp"):
+            mixed = _feed_forward(spec, weights, layer, _norm(spec, weights, mlp_norm, x), axis)
+            x = attended + _scaled(_norm(spec, weights, "mlp_post_norm", mixed), spec.residual_scale)
+    with named_scope("final_norm"):
+        return _norm(spec, params.top, "final_norm", x)
 
 
 def logits(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Float[Array, "R Vx"]:
@@ -164,7 +168,8 @@ def logits(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Fl
     Its first column is the token of id `shard * Vx`; what is behind the last token (see `declare`) means nothing.
     """
     head = params.top["embed" if spec.tie_embeddings else "head"]  # [Vx, D]
-    return layers.softcap(_scaled(layers.linear(hidden, head), spec.logit_scale), spec.logit_softcap)
+    with named_scope("logits"):
+        return layers.softcap(_scaled(layers.linear(hidden, head), spec.logit_scale), spec.logit_softcap)
 
 
 def _embed(spec: Spec, top: dict[str, Array], tokens: Array, positions: Array, axis: str) -> Array:

@@ -1,0 +1,84 @@
+"""Traces of an engine's steps: what the host does, and the device's operations by the scopes of the model's parts.
+
+A trace is made by JAX's profiler and opens in Perfetto. Its spans: a "step", and within it those of `engine.py` and
+`runner.py`; its operations carry the name of their program (`step.program_name`). Knows nothing of an engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import jax
+
+from jaxllm.errors import UserError
+
+DEFAULT_STEPS = 64  # of a trace: the profiler keeps a million events, some thousands of steps of a small model
+span = jax.profiler.TraceAnnotation  # half a microsecond where no trace is made
+
+
+class Profile:
+    """A trace that is being made of the next steps of an engine. JAX makes one at a time in a process."""
+
+    def __init__(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> None:
+        """Begin; what is there already is kept. A trace that is being made is a UserError."""
+        if num_steps < 1:
+            raise UserError(f"num_steps must be at least 1, got {num_steps}.", "num_steps")
+        self.path: Path | None = None  # of the finished trace
+        self._folder = Path(folder).expanduser()
+        self._steps_left = num_steps
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # each call of a Python function would cost more than most of them
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True, profiler_options=options)
+        except OSError as error:
+            raise UserError(f"no trace can be written to {folder}: {error.strerror}.", "folder") from error
+        except RuntimeError as error:
+            raise UserError("a trace is being made already; stop it first.", "folder") from error
+
+    def note_step(self) -> None:
+        """Count a step; the last one ends the trace."""
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self.stop()
+
+    def stop(self) -> Path:
+        """End the trace and return its file, which holds the steps there were; to stop twice does nothing.
+
+        Takes about as long as the steps took: JAX writes it.
+        """
+        if self.path is None:
+            jax.profiler.stop_trace()
+            files = self._folder.glob("plugins/profile/*/perfetto_trace.json.gz")
+            self.path = max(files, key=lambda file: file.stat().st_mtime_ns)
+        return self.path
+
+
+class Profiled(Protocol):
+    """What can make a trace of its steps: an engine."""
+
+    def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
+        """Begin a trace of the next steps."""
+        ...
+
+
+@contextmanager
+def profiled(engine: Profiled, folder: str | None, num_steps: int = DEFAULT_STEPS) -> Iterator[None]:
+    """Write a trace of the first `num_steps` steps taken inside and say where it is; nothing if `folder` is None."""
+    if folder is None:
+        yield
+        return
+    profile = engine.start_profile(folder, num_steps)
+    try:
+        yield
+    finally:
+        print(where(profile.stop()), file=sys.stderr)
+
+
+def where(path: Path) -> str:
+    """Say where a trace is, and how to see it."""
+    return f"trace: {path} (open it at https://ui.perfetto.dev, or the folder in xprof)"
