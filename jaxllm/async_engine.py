@@ -282,6 +282,10 @@ class AsyncLLM:
         """Forget all cached prompts; False while requests run, because they hold some of the blocks."""
         return await self._call(lambda engine: engine.reset_prefix_cache())
 
+    async def start_profile(self, folder: str, num_steps: int) -> None:
+        """Begin a trace of the next `num_steps` steps. Its place is logged; streams wait while it is written."""
+        await self._call(lambda engine: engine.start_profile(folder, num_steps))
+
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
         """Tell what enters and leaves the prefix cache, from a batch's number on.
 

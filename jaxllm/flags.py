@@ -115,6 +115,8 @@ _SERVER_HELP = {
     "enable_log_requests": "write a line for each request",
     "otlp_traces_endpoint": "where OpenTelemetry traces go, as http://localhost:4318/v1/traces",
     "enable_channelz": "gRPC's own debugging service",
+    "profile": "write a trace of the first steps into this folder, for ui.perfetto.dev; streams wait meanwhile",
+    "profile_steps": "steps of that trace",
 }
 _NO_FLAGS = {"detokenize", "output_kind", "stream_interval"}  # of a program that reads outputs
 _NO_FLAGS |= {"logit_bias", "extra_args", "repetition_detection"}  # tables
@@ -128,6 +130,7 @@ _OF_THE_MODEL = {"repetition_penalty", "temperature", "top_k", "top_p", "min_p"}
 _METAVARS = {
     **dict.fromkeys(("model", "tokenizer", "compilation_cache_dir"), "PATH"),
     **dict.fromkeys(("uds", "grpc_uds"), "PATH"),
+    "profile": "DIR",
     **dict.fromkeys(("chat_template", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), "FILE"),
     **dict.fromkeys(("kv_cache_memory_bytes", "max_body_bytes", "max_header_bytes", "grpc_max_message_bytes"), "BYTES"),
     **dict.fromkeys(("request_timeout", "stall_timeout", "shutdown_timeout", "drain_delay", "hang_timeout"), "SECONDS"),

@@ -6,6 +6,7 @@ A trace is made by JAX's profiler and opens in Perfetto. Its spans: a "step", an
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import jax
 from jaxllm.errors import UserError
 
 DEFAULT_STEPS = 64  # of a trace: the profiler keeps a million events, some thousands of steps of a small model
+_log = logging.getLogger(__name__)
 span = jax.profiler.TraceAnnotation  # half a microsecond where no trace is made
 
 
@@ -55,6 +57,7 @@ class Profile:
             jax.profiler.stop_trace()
             files = self._folder.glob("plugins/profile/*/perfetto_trace.json.gz")
             self.path = max(files, key=lambda file: file.stat().st_mtime_ns)
+            _log.info("%s", where(self.path))
         return self.path
 
 

@@ -91,6 +91,11 @@ class Programs:
     def __len__(self) -> int:
         return len(self._ready)
 
+    def ready(self) -> dict[Key, Any]:
+        """Return the programs that are compiled."""
+        with self._lock:
+            return dict(self._ready)
+
     @property
     def num_all(self) -> int:
         """Programs there will be in the end."""

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -152,6 +152,13 @@ class Runner:
         self.metrics.padded_tokens += key.shape.tokens
         self.metrics.computed_tokens += plan.num_tokens
         return StepInFlight(joined, len(plan.slots), self.num_logprobs, scores)
+
+    def program_texts(self, names: Collection[str]) -> dict[str, str]:
+        """Return the HLO of programs by their names in a trace; those that are not here are left out."""
+        named = {step.program_name(key.shape, key.variant): program for key, program in self.programs.ready().items()}
+        named |= {"patch": self._patch_program, "patch_extras": self._patch_extras_program}
+        named |= {"score": self._score_programs[False], "score_whole": self._score_programs[True]}
+        return {name: program.as_text() for name, program in named.items() if name in names}
 
     def renew(self) -> None:
         """Give up whatever state there is and allocate an empty one."""

@@ -30,6 +30,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
+def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") -> None:
+    """Add `--profile` and `--profile-steps`, for `profiling.profiled`."""
+    parser.add_argument("--profile", metavar="DIR", help=f"write a trace of {what}, for ui.perfetto.dev")
+    parser.add_argument("--profile-steps", type=int, default=64, metavar="N", help="steps of it (default: 64)")
+
+
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
     """Make a dataclass of the flags that were given for it and of `others`; Usage where a value is refused."""
     with told_by_flags(cls, has_sampling=options.get("command") in WITH_SAMPLING):

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config
-from jaxllm.commands.session import open_llm, stream
+from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, build, engine_config
+from jaxllm.commands.session import open_llm, profile, stream
 from jaxllm.errors import UserError
 from jaxllm.flags import add_engine_flags, add_sampling_flags, given
 from jaxllm.types import Logprob, RequestOutput, SamplingParams
@@ -37,6 +37,7 @@ def add(commands: Subparsers) -> None:
         "parameters that differ; '-': standard input",
     )
     parser.add_argument("--json", action="store_true", help="write one JSON object a line for each output")
+    add_profile(parser)
     add_model(parser)
     add_sampling_flags(parser.add_argument_group("sampling"), GENERATE_TOKENS)
     add_engine_flags(parser.add_argument_group("engine"))
@@ -53,15 +54,16 @@ def run(options: dict[str, Any]) -> int:
         default = llm.get_default_sampling_params()
         params = [replace(default, **{**own, **override}) for _, override in jobs]
         started = time.monotonic()
-        if len(jobs) == 1 and params[0].n == 1 and not options["json"] and sys.stdout.isatty():
-            output, was_interrupted = stream(llm, jobs[0][0], params[0])
-            print()
-            if was_interrupted or output is None:
-                return 130
-            outputs = [output]
-        else:
-            outputs = llm.generate([prompt for prompt, _ in jobs], params, use_tqdm=sys.stderr.isatty())
-            _write(outputs, options["json"])
+        with profile(llm, options):
+            if len(jobs) == 1 and params[0].n == 1 and not options["json"] and sys.stdout.isatty():
+                output, was_interrupted = stream(llm, jobs[0][0], params[0])
+                print()
+                if was_interrupted or output is None:
+                    return 130
+                outputs = [output]
+            else:
+                outputs = llm.generate([prompt for prompt, _ in jobs], params, use_tqdm=sys.stderr.isatty())
+                _write(outputs, options["json"])
         _write_speed(outputs, time.monotonic() - started)
     return 1 if any(completion.finish_reason == "error" for output in outputs for completion in output.outputs) else 0
 

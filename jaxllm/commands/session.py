@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: a loaded model, and a request whose text is written as it comes.
+"""What commands that load a model share: the model, a trace of its steps, a request's text written as it comes.
 
 Knows terminals and ^C.
 """
@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
@@ -29,6 +29,13 @@ def open_llm(options: Mapping[str, Any]) -> Iterator[LLM]:
 
     with LLM(options["model"], use_tqdm=sys.stderr.isatty(), **given(options, EngineConfig)) as llm:
         yield llm
+
+
+def profile(llm: LLM, options: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Trace what the engine does inside, if `--profile` was given."""
+    from jaxllm.profiling import profiled
+
+    return profiled(llm.engine, options["profile"], options["profile_steps"])
 
 
 @contextmanager

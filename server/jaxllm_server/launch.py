@@ -99,6 +99,8 @@ class Server:
                 return 0  # nobody is being served yet
             loading.result()  # what is wrong with the model
             _log.info("ready after %.1f s", time.monotonic() - began)
+            if self.options.profile is not None:
+                await self.engine.start_profile(self.options.profile, self.options.profile_steps)
             watching.append(asyncio.ensure_future(self._log_stats()))
             died = asyncio.ensure_future(self.engine.wait_dead())
             await asyncio.wait([died, *ends], return_when=asyncio.FIRST_COMPLETED)

@@ -81,6 +81,8 @@ class ServerOptions:
     enable_log_requests: bool = False
     otlp_traces_endpoint: str | None = None  # where OpenTelemetry traces go, as http://localhost:4318/v1/traces
     enable_channelz: bool = False  # gRPC's own debugging service
+    profile: str | None = None  # a folder for a trace of the first steps
+    profile_steps: int = 64  # of that trace
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -103,6 +105,8 @@ class ServerOptions:
             raise UserError("max_request_id_chars must be at least 40.", "max_request_id_chars")
         if self.hang_timeout <= 0.0:
             raise UserError("hang_timeout must be positive.", "hang_timeout")
+        if self.profile_steps < 1:
+            raise UserError("profile_steps must be at least 1.", "profile_steps")
         if any(not key for key in (*self.api_key, *self.admin_api_key)):
             raise UserError("an API key cannot be empty.", "api_key")
 
