@@ -260,6 +260,8 @@ class run_speed:
 
 def test_prompts_from_standard_input(run: Run) -> None:
     assert run("generate", stdin="two\nlines\n")[1] == "<two\nlines>\n"
+    code, out, err = run("generate", stdin="\n")
+    assert (code, out) == (2, "") and "no prompt: give one as an argument" in err
     assert run("generate", "-", "b", stdin="a\n")[1] == "==> a <==\n<a>\n\n==> b <==\n<b>\n\n"
     assert run("generate", "b", stdin="unread")[1] == "<b>\n"
     code, out, err = run("generate", at_terminal=True)

@@ -78,9 +78,11 @@ def _read_prompts(options: Mapping[str, Any], own: Mapping[str, Any]) -> list[tu
         if not jobs:
             raise UserError(f"{file} holds no prompt.")
         return jobs
-    if not prompts and sys.stdin.isatty():
-        raise Usage("no prompt: give one as an argument, with --file, or on standard input")
-    return [(_read("-").removesuffix("\n") if prompt == "-" else prompt, {}) for prompt in prompts or ["-"]]
+    if not prompts:
+        prompts = [] if sys.stdin.isatty() else [_read("-").removesuffix("\n")]
+        if not any(prompts):
+            raise Usage("no prompt: give one as an argument, with --file, or on standard input")
+    return [(_read("-").removesuffix("\n") if prompt == "-" else prompt, {}) for prompt in prompts]
 
 
 def _prompts_of_file(file: str, own: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:

@@ -53,7 +53,7 @@ class Serving:
     def check_model(self, name: str) -> str:
         """Return the name that is echoed; one that is not served is a NotFoundError."""
         if name and name not in self.names:
-            raise NotFoundError(f"The model `{name[:128]}` does not exist.", "model")
+            raise NotFoundError(f"The model `{name[:128]}` does not exist; `{self.names[0]}` is served here.", "model")
         return name or self.names[0]
 
     def params_of(self, call: Call) -> SamplingParams:
