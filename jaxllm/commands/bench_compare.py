@@ -28,6 +28,7 @@ def add(benchmarks: Subparsers) -> None:
     parser.add_argument("--confidence", type=float, default=0.95, metavar="SHARE", help="of intervals (default: 0.95)")
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the drawings (default: 0)")
     add_output(parser, has_plot=False)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
 
 

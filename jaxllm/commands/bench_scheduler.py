@@ -33,6 +33,7 @@ def add(benchmarks: Subparsers) -> None:
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of prompts and tokens (default: 0)")
     parser.add_argument("--limit-us", type=float, metavar="US", help="fail if a median is above")
     add_output(parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
 
 

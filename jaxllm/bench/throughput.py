@@ -1,0 +1,203 @@
+"""Many requests at once, offline: how long jaxllm takes for all of them, and the figures that vLLM prints of it.
+
+Knows `LLM` and `AsyncLLM` and what they report; another engine is in huggingface.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tqdm import tqdm
+
+from jaxllm.bench.timeline import Timeline
+from jaxllm.bench.workload import Job
+from jaxllm.errors import EngineError
+from jaxllm.types import RequestOutput, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.async_engine import AsyncLLM
+    from jaxllm.llm import LLM
+
+WARM_UP_TOKENS = 4  # of each output of the warm-up: one prefill and some decode steps
+
+
+class Served(NamedTuple):
+    """What came of all requests."""
+
+    seconds: float  # from the first request's arrival to the last one's end
+    output_tokens: int
+    samples: Mapping[str, Sequence[float]] = {}  # milliseconds by name, as `ttft_ms`
+    timeline: Mapping[str, Sequence[float]] | None = None
+    num_compiled: int = 0  # programs, meanwhile: time that is in `seconds` and should not be
+
+
+def sampling_params(job: Job, n: int, detokenize: bool) -> SamplingParams:
+    """Make a job's parameters as vLLM's benchmarks have them: plain sampling, outputs of exactly its length."""
+    return SamplingParams(
+        n=n,
+        temperature=1.0,
+        ignore_eos=True,
+        max_tokens=job.max_tokens,
+        detokenize=detokenize,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def warm_up_jobs(jobs: Sequence[Job], count: int) -> list[Job]:
+    """Take the first jobs, with short outputs."""
+    return [replace(job, max_tokens=min(job.max_tokens, WARM_UP_TOKENS)) for job in jobs[:count]]
+
+
+def check_lengths(outputs: Sequence[RequestOutput], jobs: Sequence[Job], n: int) -> int:
+    """Return how many tokens were generated; EngineError unless each job has `n` outputs of its length."""
+    for number, (output, job) in enumerate(zip(outputs, jobs, strict=True)):
+        lengths = [len(completion.token_ids) for completion in output.outputs]
+        if lengths != [job.max_tokens] * n:
+            raise EngineError(f"request {number} gave {lengths} tokens, {n} times {job.max_tokens} were asked for.")
+    return n * sum(job.max_tokens for job in jobs)
+
+
+def run(llm: LLM, jobs: Sequence[Job], n: int = 1, detokenize: bool = True, num_warmups: int = 0) -> Served:
+    """Give the engine all jobs at once and step until all have ended, after a warm-up that leaves nothing cached."""
+    if num_warmups:
+        warm = warm_up_jobs(jobs, num_warmups)
+        params = [sampling_params(job, n, detokenize) for job in warm]
+        llm.generate([_prompt(job) for job in warm], params, use_tqdm=False)
+        llm.reset_prefix_cache()
+    engine = llm.engine
+    accepted = [
+        engine.accept(f"bench-{number}", _prompt(job), sampling_params(job, n, detokenize))
+        for number, job in enumerate(jobs)
+    ]
+    done: dict[str, RequestOutput] = {}
+    compiled = engine.metrics.programs_compiled
+    timeline = Timeline(engine.metrics)
+    with tqdm(total=len(jobs), desc="Processed prompts", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
+        began = time.monotonic()
+        engine.add(accepted)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                done[output.request_id] = output
+                bar.update()
+            if timeline.is_due():
+                timeline.add(engine.load())
+        seconds = time.monotonic() - began
+    timeline.add(engine.load())
+    outputs = [done[request.request_id] for request in accepted]
+    return Served(
+        seconds,
+        check_lengths(outputs, jobs, n),
+        _samples(outputs, began),
+        timeline.lists(),
+        engine.metrics.programs_compiled - compiled,
+    )
+
+
+def run_async(
+    engine_args: Mapping[str, Any],
+    jobs: Sequence[Job],
+    n: int = 1,
+    detokenize: bool = True,
+    num_warmups: int = 0,
+) -> Served:
+    """Do as `run` through an `AsyncLLM` of these arguments, with a reader for every job."""
+    return asyncio.run(_run_async(engine_args, jobs, n, detokenize, num_warmups))
+
+
+async def _run_async(
+    engine_args: Mapping[str, Any], jobs: Sequence[Job], n: int, detokenize: bool, num_warmups: int
+) -> Served:
+    from jaxllm.async_engine import AsyncLLM
+
+    async with AsyncLLM(
+        **engine_args,
+        progress=sys.stderr.isatty(),
+        max_queued_requests=n * len(jobs),
+        max_queued_tokens=n * sum(job.prompt_tokens for job in jobs),
+        hang_timeout=math.inf,
+    ) as llm:
+        if num_warmups:
+            warm = warm_up_jobs(jobs, num_warmups)
+            await asyncio.gather(*(_one(llm, job, n, detokenize) for job in warm))
+            await llm.reset_prefix_cache()
+        compiled = llm.metrics.programs_compiled
+        timeline = Timeline(llm.metrics)
+        watching = asyncio.create_task(_watch(llm, timeline))
+        with tqdm(total=len(jobs), desc="Processed prompts", disable=not sys.stderr.isatty()) as bar:
+            began = time.monotonic()
+            outputs = await asyncio.gather(*(_one(llm, job, n, detokenize, bar) for job in jobs))
+            seconds = time.monotonic() - began
+        watching.cancel()
+        timeline.add(llm.get_load())
+        num_compiled = llm.metrics.programs_compiled - compiled
+    return Served(seconds, check_lengths(outputs, jobs, n), _samples(outputs, began), timeline.lists(), num_compiled)
+
+
+async def _one(llm: AsyncLLM, job: Job, n: int, detokenize: bool, bar: tqdm | None = None) -> RequestOutput:
+    last = None
+    async for output in llm.generate(_prompt(job), sampling_params(job, n, detokenize)):
+        last = output
+    if bar is not None:
+        bar.update()
+    assert last is not None, "a request ends with an output or an exception"
+    return last
+
+
+async def _watch(llm: AsyncLLM, timeline: Timeline) -> None:
+    while True:
+        if timeline.is_due():
+            timeline.add(llm.get_load())
+        await asyncio.sleep(0.02)
+
+
+def report(backend: str, jobs: Sequence[Job], served: Served) -> tuple[str, dict[str, Any]]:
+    """Write vLLM's lines and its JSON's keys, and those that we add."""
+    prompt_tokens = sum(job.prompt_tokens for job in jobs)
+    total = prompt_tokens + served.output_tokens
+    figures = {
+        "backend": backend,
+        "elapsed_time": served.seconds,
+        "num_requests": len(jobs),
+        "total_num_tokens": total,
+        "requests_per_second": len(jobs) / served.seconds,
+        "tokens_per_second": total / served.seconds,
+        "output_tokens_per_second": served.output_tokens / served.seconds,
+        "total_prompt_tokens": prompt_tokens,
+        "total_output_tokens": served.output_tokens,
+        "programs_compiled_meanwhile": served.num_compiled,
+        "samples": dict(served.samples),
+    }
+    if served.timeline is not None:
+        figures["timeline"] = dict(served.timeline)
+    text = (
+        f"Throughput: {len(jobs) / served.seconds:.2f} requests/s, {total / served.seconds:.2f} total tokens/s, "
+        f"{served.output_tokens / served.seconds:.2f} output tokens/s\n"
+        f"Total num prompt tokens:  {prompt_tokens}\n"
+        f"Total num output tokens:  {served.output_tokens}"
+    )
+    return text, figures
+
+
+def _prompt(job: Job) -> Any:
+    return job.prompt if isinstance(job.prompt, str) else {"prompt_token_ids": list(job.prompt)}
+
+
+def _samples(outputs: Sequence[RequestOutput], began: float) -> dict[str, list[float]]:
+    """Return when each request's first and last token came, and its time per token where it has one output."""
+    times = [output.metrics for output in outputs]
+    samples: dict[str, list[float]] = {"ttft_ms": [], "tpot_ms": [], "e2el_ms": []}
+    for output, when in zip(outputs, times, strict=True):
+        if when is None or when.first_token_time is None or when.finished_time is None:
+            raise EngineError(f"request {output.request_id} does not say when its tokens came.")
+        samples["ttft_ms"].append(1e3 * (when.first_token_time - began))
+        samples["e2el_ms"].append(1e3 * (when.finished_time - began))
+        length = len(output.outputs[0].token_ids)
+        if len(output.outputs) == 1 and length > 1:
+            samples["tpot_ms"].append(1e3 * (when.finished_time - when.first_token_time) / (length - 1))
+    return {name: values for name, values in samples.items() if values}

@@ -1,0 +1,67 @@
+"""`jaxllm bench latency`: one batch, from its prompts to its last token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxllm.commands.arguments import Subparsers, add_model, engine_config
+from jaxllm.commands.bench_results import add_output, check_context, check_output, natural, positive, write
+from jaxllm.commands.session import open_llm
+from jaxllm.flags import add_engine_flags
+
+# What is measured is a batch, neither programs that are being compiled nor prompts that are cached.
+ENGINE_DEFAULTS = {"EngineConfig.precompile": "all", "EngineConfig.enable_prefix_caching": False}
+
+
+def add(benchmarks: Subparsers) -> None:
+    """Describe the command."""
+    parser = benchmarks.add_parser(
+        "latency",
+        help="measure the time of one batch",
+        allow_abbrev=False,
+        description="Measure the time of one batch, from its prompts (random tokens) to its last token, again and "
+        "again. All programs are compiled before, and prompts are not cached, unless flags say otherwise.",
+    )
+    for flag, default, text in (
+        ("--input-len", 32, "tokens of a prompt"),
+        ("--output-len", 128, "tokens of an output"),
+        ("--batch-size", 8, "prompts at once"),
+        ("--n", 1, "outputs per prompt"),
+        ("--num-iters", 30, "batches that are measured"),
+    ):
+        parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{text} (default: {default})")
+    parser.add_argument(
+        "--num-iters-warmup", type=natural, default=10, metavar="N", help="batches before those (default: 10)"
+    )
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the prompts (default: 0)")
+    parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
+    add_model(parser)
+    add_output(parser)
+    add_engine_flags(parser.add_argument_group("engine"))
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Measure and show, in vLLM's words."""
+    options = {**ENGINE_DEFAULTS, **options}
+    config = engine_config(options)
+    check_output(options)
+    check_context(config, options["input_len"], options["output_len"])
+    from jaxllm.bench import latency
+
+    with open_llm(options) as llm:
+        latencies = latency.measure(
+            llm,
+            batch_size=options["batch_size"],
+            input_len=options["input_len"],
+            output_len=options["output_len"],
+            n=options["n"],
+            detokenize=not options["disable_detokenize"],
+            num_warmups=options["num_iters_warmup"],
+            num_iters=options["num_iters"],
+            seed=options["seed"],
+        )
+    text, figures = latency.report(latencies)
+    print(text)
+    write(options, {"model_id": config.model, **figures})
+    return 0

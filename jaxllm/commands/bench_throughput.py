@@ -1,0 +1,111 @@
+"""`jaxllm bench throughput`: many requests at once, offline, through jaxllm or through transformers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.commands.arguments import Subparsers, Usage, add_model, engine_config
+from jaxllm.commands.bench_results import add_output, check_context, check_output, natural, positive, write
+from jaxllm.commands.bench_workload import add_dataset_flags, dataset_options
+from jaxllm.commands.session import open_llm
+from jaxllm.config import EngineConfig
+from jaxllm.flags import add_engine_flags, flag_of, given
+
+if TYPE_CHECKING:
+    from jaxllm.bench.throughput import Served
+    from jaxllm.bench.workload import Job
+
+ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}  # what is compiled meanwhile would be measured
+READ_BY_HF = {"dtype", "revision", "load_format", "tokenizer"}
+
+
+def add(benchmarks: Subparsers) -> None:
+    """Describe the command."""
+    parser = benchmarks.add_parser(
+        "throughput",
+        help="measure many requests at once, offline",
+        allow_abbrev=False,
+        description="Measure how long many requests take that are all there at once, without a server. Outputs are of "
+        "exactly the lengths that the dataset has. All programs are compiled before, unless flags say otherwise.",
+    )
+    parser.add_argument("--backend", choices=("jaxllm", "hf"), default="jaxllm", help="hf: transformers, on torch")
+    parser.add_argument("--n", type=positive, default=1, metavar="N", help="outputs per prompt (default: 1)")
+    parser.add_argument(
+        "--num-warmups", type=natural, default=8, metavar="N", help="requests before, of 4 tokens (default: 8)"
+    )
+    parser.add_argument("--async-engine", action="store_true", help="through AsyncLLM, with a reader for each request")
+    parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
+    parser.add_argument("--hf-max-batch-size", type=positive, metavar="N", help="prompts in a batch of --backend hf")
+    add_model(parser)
+    add_output(parser)
+    add_dataset_flags(parser.add_argument_group("dataset"))
+    add_engine_flags(parser.add_argument_group("engine"))
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Measure and show, in vLLM's words."""
+    _check_backend(options)
+    options = {**ENGINE_DEFAULTS, **options}
+    config = engine_config(options)
+    check_output(options)
+    path = options.get("dataset_path")
+    dataset = dataset_options(options, dataset_name="random" if path is None else "sharegpt")
+    if "dataset_name" not in options and path is None:
+        print("No --dataset-path: prompts are random tokens (--dataset-name random).", file=sys.stderr)
+    from jaxllm.bench import throughput
+    from jaxllm.bench.datasets import make_jobs
+    from jaxllm.tokenizer import load_tokenizer
+
+    # Text or ids is the same work, and both backends get the same ids.
+    jobs = make_jobs(dataset, load_tokenizer(config.tokenizer or config.model, config.revision), as_text=False)
+    if options["backend"] == "hf":
+        served = _with_transformers(config, options, jobs)
+    else:
+        longest = max(jobs, key=lambda job: job.prompt_tokens + job.max_tokens)
+        check_context(config, longest.prompt_tokens, longest.max_tokens)
+        served = _with_jaxllm(options, jobs)
+    text, figures = throughput.report(options["backend"], jobs, served)
+    print(text)
+    if served.num_compiled:
+        print(f"jaxllm: {served.num_compiled} programs were compiled meanwhile, in the time above.", file=sys.stderr)
+    write(options, {"model_id": config.model, "dataset_name": dataset.dataset_name, "n": options["n"], **figures})
+    return 0
+
+
+def _check_backend(options: Mapping[str, Any]) -> None:
+    """Refuse flags that the backend does not read."""
+    if options["backend"] == "jaxllm":
+        if options["hf_max_batch_size"] is not None:
+            raise Usage("--hf-max-batch-size is of --backend hf")
+        return
+    if options["hf_max_batch_size"] is None:
+        raise Usage("--backend hf needs --hf-max-batch-size")
+    for name in ("async_engine", "disable_detokenize"):
+        if options[name]:
+            raise Usage(f"--{name.replace('_', '-')} is of --backend jaxllm")
+    for name in given(options, EngineConfig):
+        if name not in READ_BY_HF:
+            raise Usage(f"{flag_of(name, EngineConfig, has_sampling=True)} is of --backend jaxllm")
+    from jaxllm.bench import huggingface
+
+    huggingface.check()
+
+
+def _with_jaxllm(options: Mapping[str, Any], jobs: Sequence[Job]) -> Served:
+    from jaxllm.bench import throughput
+
+    settings = (options["n"], not options["disable_detokenize"], options["num_warmups"])
+    if options["async_engine"]:
+        return throughput.run_async({"model": options["model"], **given(options, EngineConfig)}, jobs, *settings)
+    with open_llm(options) as llm:
+        return throughput.run(llm, jobs, *settings)
+
+
+def _with_transformers(config: EngineConfig, options: Mapping[str, Any], jobs: Sequence[Job]) -> Served:
+    from jaxllm.bench.huggingface import HuggingFace
+
+    model = HuggingFace(config.model, config.dtype, config.revision, has_weights=config.load_format != "dummy")
+    return model.run(jobs, options["n"], options["hf_max_batch_size"], options["num_warmups"])
