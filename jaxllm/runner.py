@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -166,8 +167,11 @@ class Runner:
         self._state = tuple(jax.tree.leaves(cache.allocate(self._state_shapes)))
 
     def close(self) -> None:
-        """Stop compiling and let go of the device's memory."""
+        """Stop compiling, wait for steps in flight, and let go of the device's memory."""
         self.programs.close()
+        with suppress(Exception):  # of a step that failed: nobody waits for it any more
+            # A process that ends while XLA's threads compute is aborted by them.
+            jax.block_until_ready(self._state)
         self._state = ()
         self._params = ()
 

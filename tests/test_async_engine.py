@@ -42,7 +42,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     loop = asyncio.new_event_loop()
-    yield lambda check: loop.run_until_complete(asyncio.wait_for(check, 60.0))
+    yield lambda check: loop.run_until_complete(asyncio.wait_for(check, 240.0))
     loop.close()
 
 

@@ -13,16 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
-from jaxllm import SamplingParams, batch
+from jaxllm import SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine import LLMEngine
-from jaxllm.programs import Key
 from jaxllm.runner import StepInFlight
-from jaxllm.sampling import Variant
+from tests.bench.bare import packed_steps, replay
 
 ROWS, STEPS, ROUNDS = 64, 48, 8
 IDLE_LIMIT = 0.10  # of a step
@@ -72,32 +68,15 @@ def measure(engine: LLMEngine, bare: float) -> tuple[float, float]:
     return seconds, idle / STEPS
 
 
-def measure_bare(engine: LLMEngine) -> float:
-    """Return the seconds of a step of the program alone, called again and again with one buffer."""
-    runner = engine.runner
-    shape = next(shape for shape in batch.decode_shapes(runner.geometry.num_slots) if shape.rows >= ROWS)
-    program, buffer = runner.programs[Key(shape, Variant.GREEDY)], np.zeros(batch.buffer_size(shape), np.int32)
-    offset, size = batch.fields(shape)["row_slot"]
-    buffer[offset : offset + size[0]] = np.arange(size[0])
-    offset, size = batch.fields(shape)["row_position"]
-    buffer[offset : offset + size[0]] = 16 + STEPS // 2  # as far as the engine's rows are on average
-    table = np.stack([np.arange(ROWS), np.zeros(ROWS, int), np.arange(ROWS)], 1)
-    offset, size = batch.fields(shape)["table"]
-    buffer[offset : offset + 3 * ROWS] = table.ravel()
-    began, joined = time.perf_counter(), None
-    for _ in range(STEPS):
-        runner._state, joined = program(runner._params, runner._state, buffer)
-    jax.block_until_ready(joined)
-    return (time.perf_counter() - began) / STEPS
-
-
 def main() -> None:
     engines = {"overlapped": make(True), "one after the other": make(False)}
+    with packed_steps() as steps:
+        measure(engines["overlapped"], bare=0.0)
+    decodes = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == ROWS]
     seconds: dict[str, list[float]] = {name: [] for name in ("bare", *engines)}
     idle: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(ROUNDS + 1):
-        bare = measure_bare(engines["overlapped"])
-        engines["overlapped"].runner.renew()
+        bare = replay(engines["overlapped"], decodes) / len(decodes)
         if number:
             seconds["bare"].append(bare)
         for name, engine in engines.items():

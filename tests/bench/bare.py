@@ -1,0 +1,123 @@
+"""What the engine adds to its compiled step: decoding through `LLM.generate` beside a bare loop over the same program.
+
+`python -m tests.bench.bare`. The 0.5B shape asks what a real model's step leaves unused, the embedded model, whose step
+takes milliseconds, how fast the host is. Rounds alternate; the medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxllm import LLM, batch
+from jaxllm.engine import LLMEngine
+from jaxllm.programs import Key
+from jaxllm.sampling import Variant
+from jaxllm.state import Plan
+from tests.bench import shapes
+from tests.bench.sides import generate
+
+PROMPT = 16
+# Model, rows, tokens, rounds, and the share of the bare speed that is promised.
+CASES: tuple[tuple[str, int, int, int, float], ...] = (
+    ("qwen2.5-0.5b", 1, 24, 5, 0.95),
+    ("qwen2.5-0.5b", 16, 24, 5, 0.95),
+    ("embedded", 64, 64, 9, 0.70),
+)
+
+
+class Packed(NamedTuple):
+    """A step as the device is given it."""
+
+    plan: Plan
+    key: Key
+    buffer: np.ndarray
+
+
+@contextmanager
+def packed_steps() -> Iterator[list[Packed]]:
+    """Note all greedy steps that are packed meanwhile."""
+    noted: list[Packed] = []
+    pack = batch.pack
+
+    def noting(plan: Plan, shape: batch.Shape, *given: Any) -> np.ndarray:
+        buffer = pack(plan, shape, *given)
+        noted.append(Packed(plan, Key(shape, Variant.GREEDY), buffer))
+        return buffer
+
+    batch.pack = noting
+    try:
+        yield noted
+    finally:
+        batch.pack = pack
+
+
+def replay(engine: LLMEngine, steps: Sequence[Packed]) -> float:
+    """Return the seconds that the device takes for steps, one behind the other and nothing else."""
+    runner, joined = engine.runner, None
+    began = time.perf_counter()
+    for step in steps:
+        runner._state, joined = runner.programs[step.key](runner._params, runner._state, step.buffer)
+    jax.block_until_ready(joined)
+    return time.perf_counter() - began
+
+
+def compile_greedy(engine: LLMEngine, decode: Sequence[int], ragged: Sequence[int] = ()) -> None:
+    """Compile the greedy programs of so many rows and tokens, and wait for them."""
+    programs = engine.runner.programs
+    programs.begin(
+        [
+            key
+            for key in programs.rest
+            if key.variant is Variant.GREEDY and key.shape.tokens in (decode if key.shape.is_decode else ragged)
+        ],
+        2,
+    )
+    programs.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", choices=shapes.DTYPES, default="float32")
+    options = parser.parse_args()
+    reached = [
+        (measure(model, options.dtype, rows, new, rounds, promised) / promised, model, rows)
+        for model, rows, new, rounds, promised in CASES
+    ]
+    excess, model, rows = min(reached)
+    assert excess >= 1.0, f"{model} at {rows} rows stays behind what is promised"
+
+
+def measure(model: str, dtype: str, rows: int, new: int, rounds: int, promised: float) -> float:
+    """Return the engine's decode speed as a share of the bare loop's."""
+    settings: dict[str, Any] = {"max_model_len": 512, "num_kv_blocks": 64 * 32, "enable_prefix_caching": False}
+    folder = shapes.folder_of(model, dtype)
+    with LLM(str(folder), dtype=dtype, max_num_seqs=rows, precompile="covering", **settings) as llm:
+        compile_greedy(llm.engine, [rows, 2])
+        with packed_steps() as steps:
+            generate(llm, rows, PROMPT, new)
+        decodes = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == rows]
+        bare: list[float] = []
+        engine: list[float] = []
+        for _ in range(rounds):
+            bare.append(replay(llm.engine, decodes) / len(decodes))
+            first = generate(llm, rows, PROMPT, 1)
+            engine.append((generate(llm, rows, PROMPT, new) - first) / (new - 1))
+    alone, step = statistics.median(bare), statistics.median(engine)
+    print(
+        f"{model}, {dtype}, {rows:2} rows: a bare step {alone * 1e3:6.2f} ms, the engine's {step * 1e3:6.2f} ms: "
+        f"{alone / step:.1%} of the bare speed (aim {promised:.0%})",
+        flush=True,
+    )
+    return alone / step
+
+
+if __name__ == "__main__":
+    main()
