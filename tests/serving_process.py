@@ -29,10 +29,14 @@ class ServingProcess:
         self.log: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.grpc = self.wait_for(r"gRPC on (\S+)")
-        self.http = self.wait_for(r"HTTP on (\S+)")
-        if ready:
-            self.wait_for(r"(ready) after", 120.0)
+        try:
+            self.grpc = self.wait_for(r"gRPC on (\S+)")
+            self.http = self.wait_for(r"HTTP on (\S+)")
+            if ready:
+                self.wait_for(r"(ready) after", 120.0)
+        except BaseException:
+            self.stop()  # nobody else could: there is no `with` block yet
+            raise
 
     def _read(self) -> None:
         assert self.process.stderr is not None

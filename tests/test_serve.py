@@ -21,7 +21,7 @@ import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from jaxllm import AsyncClient, Client
+from jaxllm import AsyncClient, Client, cli
 from jaxllm.v1 import inference_pb2, inference_pb2_grpc
 from tests.serving_process import QUICK, ServingProcess
 
@@ -70,6 +70,22 @@ def test_every_path_gives_the_same_tokens(server: ServingProcess, openai: OpenAI
         "offline": offline(),
     }
     assert texts == dict.fromkeys(texts, whole.text)
+
+
+@pytest.mark.parametrize("backend", ["grpc", "openai", "openai-chat"])
+def test_bench_serve_measures_it(
+    backend: str, server: ServingProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = server.grpc if backend == "grpc" else server.http
+    arguments = ["bench", "serve", "--backend", backend, "--base-url", base, "--num-prompts", "5", "--num-warmups", "1"]
+    arguments += ["--input-len=24", "--output-len=8", "--save-detailed", "--metrics-url", f"{server.http}/metrics"]
+    assert cli.main([*arguments, "--result-filename", str(tmp_path / "result.json")]) == 0, capsys.readouterr().err
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["input_lens"], result["output_lens"]) == (5, [24] * 5, [8] * 5)
+    assert result["model_id"] == result["tokenizer_id"] == "jaxllm-embedded" and all(result["generated_texts"])
+    assert result["warnings"] == [], "all lengths are as asked for, and the tokenizer counts as the server does"
+    assert all(first > 0 for first in result["ttfts"]) and result["mean_tpot_ms"] > 0
+    assert result["timeline"]["kv_usage"] and result["timeline"]["generated_tokens"][0] == 0
 
 
 def offline() -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
-from jaxllm.commands import bench_compare, bench_latency, bench_scheduler, bench_throughput
+from jaxllm.commands import bench_compare, bench_latency, bench_scheduler, bench_serve, bench_throughput
 from jaxllm.commands.arguments import Subparsers
 
 # A module each: `add` describes its flags, `run` does it and gives the exit code.
 BENCHMARKS: Mapping[str, ModuleType] = {
+    "serve": bench_serve,
     "throughput": bench_throughput,
     "latency": bench_latency,
     "scheduler": bench_scheduler,

@@ -1,0 +1,224 @@
+"""The processes that send: each takes a share of the jobs, sends them when they are due, and measures its own cost.
+
+Everything is timed by `time.perf_counter`, which on Linux, macOS and Windows all processes share. The processes are
+spawned, because gRPC cannot be forked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Protocol, Self
+
+from jaxllm.bench.outcome import Outcome
+from jaxllm.bench.target import Target
+from jaxllm.bench.workload import Job
+from jaxllm.errors import UserError
+
+HEAD_START = 0.05  # seconds between the word "go" and the run's start, for it to reach every process
+LIMIT = 0.7  # of a core: above it a process' own delays can show in the latencies
+
+
+class BenchClient(Protocol):
+    """What sends jobs to one server, in an `async with` block."""
+
+    async def send(self, name: str, job: Job, outcome: Outcome) -> None:
+        """Send a job and fill its outcome."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process does. `jobs` are sorted by their time of arrival, in seconds after the start."""
+
+    target: Target
+    jobs: Sequence[tuple[int, Job, float]]  # with their numbers in the whole run
+    warmups: Sequence[tuple[int, Job]]
+    max_concurrency: int | None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A process can start; these warm-ups failed."""
+
+    failures: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a process itself has used."""
+
+    cpu_seconds: float
+    wall_seconds: float
+    messages: int
+
+    @property
+    def core_share(self) -> float:
+        """The share of one core."""
+        return self.cpu_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
+
+
+class ClientProcess:
+    """A process with a share of the jobs: it sends `Ready`, waits for `start`, sends each `Outcome`, at last a `Cost`.
+
+    ^C is left to the parent, which calls `stop`; a process whose parent is gone stops by itself.
+    """
+
+    def __init__(self, share: Share) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, own = context.Pipe()
+        self._process = context.Process(target=_run, args=(own, share), daemon=True)
+        self._process.start()
+        own.close()
+
+    def start(self, at: float) -> None:
+        """Let it send, from a moment of the shared clock on."""
+        self.connection.send(at)
+
+    def stop(self) -> None:
+        """Let it end the requests that are under way, and tell its cost."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self.connection.send(None)
+
+    def close(self) -> None:
+        """End it."""
+        self.connection.close()
+        self._process.join(1.0)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(1.0)
+
+
+def deal(
+    target: Target,
+    jobs: Sequence[tuple[int, Job, float]],
+    warmups: Sequence[Job],
+    max_concurrency: int | None,
+    num_processes: int,
+) -> list[Share]:
+    """Deal jobs, warm-ups and the cap on concurrency out to processes, of which there are no more than can work."""
+    count = max(1, min(num_processes, len(jobs), max_concurrency or num_processes))
+    caps = [
+        None if max_concurrency is None else max_concurrency // count + (number < max_concurrency % count)
+        for number in range(count)
+    ]
+    numbered = list(enumerate(warmups))
+    return [Share(target, jobs[number::count], numbered[number::count], caps[number]) for number in range(count)]
+
+
+def open_client(target: Target) -> BenchClient:
+    """Make the client of a target; its libraries are imported now, UserError if they are not installed."""
+    try:
+        if target.is_grpc:
+            from jaxllm.bench.grpc_client import GrpcClient
+
+            return GrpcClient(target)
+        from jaxllm.bench.openai_client import OpenAIClient
+    except ImportError as error:
+        raise UserError(f"a client of {target.backend} needs {error.name}: pip install 'jaxllm[bench]'") from error
+    return OpenAIClient(target)
+
+
+async def send_one(target: Target, job: Job) -> Outcome:
+    """Send one job by itself, as a test of the way."""
+    outcome = Outcome(0, job.prompt_tokens, job.max_tokens)
+    async with open_client(target) as client:
+        await client.send("test", job, outcome)
+    return outcome
+
+
+def _run(connection: Connection, share: Share) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _raise_file_limit()
+    try:
+        asyncio.run(_send_all(connection, share))
+    except* (BrokenPipeError, EOFError):  # the parent has gone
+        pass
+
+
+async def _send_all(connection: Connection, share: Share) -> None:
+    gate: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
+    if share.max_concurrency is not None:
+        gate = asyncio.Semaphore(share.max_concurrency)
+    async with open_client(share.target) as client:
+
+        async def send(name: str, job: Job, outcome: Outcome) -> Outcome:
+            async with gate:
+                try:
+                    await client.send(name, job, outcome)
+                except Exception as error:  # one request, or the benchmark itself: it is told with the others
+                    outcome.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    outcome.ended_at = time.perf_counter()
+            return outcome
+
+        warm = [
+            send(f"warmup-{number}", job, Outcome(number, job.prompt_tokens, job.max_tokens))
+            for number, job in share.warmups
+        ]
+        outcomes = await asyncio.gather(*warm)
+        connection.send(Ready([outcome.error for outcome in outcomes if outcome.error]))
+        start = await asyncio.to_thread(connection.recv)
+        if start is None:
+            return
+        num_messages = 0
+
+        async def measure(number: int, job: Job, due_at: float) -> None:
+            nonlocal num_messages
+            outcome = await send(str(number), job, Outcome(number, job.prompt_tokens, job.max_tokens, due_at))
+            num_messages += len(outcome.message_times)
+            connection.send(outcome)
+
+        await _sleep_until(start)
+        cpu, wall = time.process_time(), time.perf_counter()
+
+        async def send_when_due() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for number, job, seconds in share.jobs:
+                    await _sleep_until(start + seconds)
+                    tasks.create_task(measure(number, job, start + seconds))
+
+        sending = asyncio.create_task(send_when_due())
+        _cancel_on_word(connection, sending)
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending
+        connection.send(Cost(time.process_time() - cpu, time.perf_counter() - wall, num_messages))
+
+
+async def _sleep_until(moment: float) -> None:
+    left = moment - time.perf_counter()
+    if left > 0:
+        await asyncio.sleep(left)
+
+
+def _cancel_on_word(connection: Connection, task: asyncio.Task[None]) -> None:
+    """Cancel a task when the parent says so, or has gone."""
+    loop = asyncio.get_running_loop()
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            connection.recv()
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(task.cancel)
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
+def _raise_file_limit() -> None:
+    """Allow as many sockets as the system lets us: a thousand requests at once are more than many shells' limit."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS may call it infinite and refuse it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

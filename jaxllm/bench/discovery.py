@@ -1,0 +1,107 @@
+"""Finds out about a server before it is measured: whether it answers, its model's name, the tokenizer to count with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jaxllm.bench.clients import send_one
+from jaxllm.bench.sse import shorten
+from jaxllm.bench.target import Target
+from jaxllm.bench.workload import Job
+from jaxllm.errors import EngineError, UnavailableError, UserError
+
+if TYPE_CHECKING:
+    from jaxllm.tokenizer import Tokenizer
+
+_PATIENCE = 10.0  # seconds for one answer
+_PAUSE = 1.0  # seconds between two tries
+_EMBEDDED = "jaxllm-embedded"  # what the server calls the model within the package
+
+Result = TypeVar("Result")
+
+
+def fetch(url: str, headers: Mapping[str, str], is_insecure: bool) -> str:
+    """Get a page; OSError (`urllib.error.URLError`) if there is none."""
+    context = ssl._create_unverified_context() if is_insecure and url.startswith("https") else None
+    request = urllib.request.Request(url, headers=dict(headers))
+    with urllib.request.urlopen(request, timeout=_PATIENCE, context=context) as response:
+        return response.read().decode()
+
+
+def find_model(target: Target) -> tuple[str, str]:
+    """Ask for the first model that is served; return its name, and where its files may be.
+
+    Raises:
+        EngineError: if the server does not say.
+    """
+    if target.is_grpc:
+        from jaxllm.bench.grpc_client import first_model
+
+        name = first_model(target, _PATIENCE)
+        return name, name
+    url = f"{target.base}/v1/models"
+    try:
+        models = json.loads(fetch(url, target.headers, target.is_insecure))["data"]
+        return str(models[0]["id"]), str(models[0].get("root") or models[0]["id"])
+    except urllib.error.HTTPError as error:
+        raise EngineError(f"{url} answers HTTP {error.code}: name the model with --model.") from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise UnavailableError(f"{target.base} does not answer: {shorten(str(reason))}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise EngineError(f"{url} names no model: name it with --model.") from error
+
+
+def wait_for(attempt: Callable[[], Result], seconds: float) -> Result:
+    """Try until it works, for so many seconds; then let the last error through."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return attempt()
+        except EngineError:
+            if time.monotonic() + _PAUSE > end:
+                raise
+            time.sleep(_PAUSE)
+
+
+def check_answers(target: Target, job: Job) -> None:
+    """Send one job; EngineError if it fails."""
+    outcome = asyncio.run(send_one(target, job))
+    if outcome.error:
+        raise EngineError(f"a test request failed: {outcome.error}")
+
+
+def find_tokenizer(asked: str | None, model: str, root: str) -> tuple[Tokenizer, str]:
+    """Load the tokenizer that was asked for, or the model's; return it, and what it was loaded from.
+
+    The model's is that of a local folder, of the model within the package, or of the hub.
+    """
+    from jaxllm.embedded import MODEL_DIR
+    from jaxllm.tokenizer import load_tokenizer
+
+    if asked is not None:
+        return load_tokenizer(asked), asked
+    if model == _EMBEDDED:
+        return load_tokenizer(MODEL_DIR), model
+    source = root if Path(root).is_dir() else model
+    try:
+        return load_tokenizer(source), source
+    except Exception as error:  # the hub's errors have no common class
+        raise UserError(
+            f"prompts are made and counted with the model's tokenizer, and there is none for {source!r}: "
+            f"name a folder or a hub id with --tokenizer ({shorten(str(error))})"
+        ) from error
+
+
+def metrics_fetcher(url: str, target: Target) -> Callable[[], str]:
+    """Return what gets a server's metrics."""
+    headers: dict[str, Any] = {} if target.is_grpc else dict(target.headers)
+    return lambda: fetch(url, headers, target.is_insecure)

@@ -1,0 +1,71 @@
+"""Sends jobs to a jaxllm server over gRPC and notes what comes when; reads of each message only what it must."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+import grpc
+
+from jaxllm.bench.outcome import Outcome
+from jaxllm.bench.target import Target
+from jaxllm.bench.workload import Job
+from jaxllm.client import AsyncClient, Client
+from jaxllm.client.channel import error_of
+from jaxllm.client.requests import generate_request
+
+CHANNEL: Mapping[str, Any] = {
+    "retries": False,  # a refused request is an outcome
+    # Each process has connections of its own, as it would from another machine.
+    "channel_options": (("grpc.use_local_subchannel_pool", 1),),
+}
+
+
+class GrpcClient(AsyncClient):
+    """A connection to one server; `AsyncClient` without the objects that it makes of each message."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(**endpoint_options(target))
+        self._bench = target
+
+    async def send(self, name: str, job: Job, outcome: Outcome) -> None:
+        """Send a job and fill its outcome; what goes wrong is the outcome's error."""
+        target = self._bench
+        options = {"max_tokens": job.max_tokens, "request_id": f"{target.request_id_prefix}{name}"}
+        options |= {"model": target.model, **target.fields, **target.extra}
+        request = generate_request(job.prompt, options, is_stream=True)
+        pieces: list[str] = []
+        times = outcome.message_times
+        usage: Any = None
+        outcome.sent_at = time.perf_counter()
+        try:
+            async for message in self._inference.StreamGenerate(request, metadata=self._metadata):
+                if message.deltas:
+                    times.append(time.perf_counter())
+                    pieces += [delta.text for delta in message.deltas]
+                if message.HasField("usage"):
+                    usage = message.usage
+        except grpc.RpcError as failure:
+            outcome.error = str(error_of(failure, self.target))
+        finally:
+            outcome.ended_at = time.perf_counter()
+        outcome.text = "".join(pieces)
+        if usage is not None:
+            outcome.output_tokens, outcome.seen_prompt_tokens = usage.completion_tokens, usage.prompt_tokens
+        if not times and not outcome.error:
+            outcome.error = "the answer has no token"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+
+def endpoint_options(target: Target) -> dict[str, Any]:
+    """Return what `AsyncClient` and `Client` are made with; an address that begins with https:// is TLS."""
+    base, has_tls = target.base.removeprefix("https://"), target.base.startswith("https://")
+    return {"target": base, "tls": has_tls, "metadata": target.headers, **CHANNEL}
+
+
+def first_model(target: Target, timeout: float) -> str:
+    """Ask for the name of the model that is served."""
+    return Client(**endpoint_options(target)).models(timeout=timeout)[0].name

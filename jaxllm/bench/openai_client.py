@@ -1,0 +1,74 @@
+"""Sends jobs to a server of the OpenAI API and notes what comes when, over aiohttp, at little cost an event."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Self
+
+import aiohttp
+
+from jaxllm.bench.outcome import Outcome
+from jaxllm.bench.sse import AnswerReader, EventReader, error_message
+from jaxllm.bench.target import Target
+from jaxllm.bench.workload import Job
+
+
+class OpenAIClient:
+    """Connections to one server, as many as there are requests under way. Use it in an `async with` block."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._url = target.base + target.endpoint
+        self._is_chat = target.backend == "openai-chat"
+
+    async def __aenter__(self) -> Self:
+        # A bound on connections would be a queue that nobody sees; one on time would end long answers.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=not self._target.is_insecure),
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"Accept-Encoding": "identity", **self._target.headers},
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def send(self, name: str, job: Job, outcome: Outcome) -> None:
+        """Send a job and fill its outcome; what goes wrong is the outcome's error."""
+        body = json.dumps(request_body(self._target, job)).encode()
+        headers = {"Content-Type": "application/json", "x-request-id": f"{self._target.request_id_prefix}{name}"}
+        reader, answer = EventReader(), AnswerReader(outcome, self._is_chat)
+        outcome.sent_at = time.perf_counter()
+        try:
+            async with self._session.post(self._url, data=body, headers=headers) as response:
+                if response.status != 200:
+                    outcome.error = f"HTTP {response.status}: {_message(await response.read())}"
+                    return
+                async for received in response.content.iter_any():
+                    answer.take(reader.feed(received), time.perf_counter())
+            answer.take(reader.feed(b"\n"), time.perf_counter())  # a last line without an end
+            answer.finish()
+        except (aiohttp.ClientError, OSError) as error:
+            outcome.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        finally:
+            outcome.ended_at = time.perf_counter()
+
+
+def request_body(target: Target, job: Job) -> dict[str, Any]:
+    """Write the body of a job's request."""
+    body: dict[str, Any] = {"model": target.model} if target.model else {}
+    if target.backend == "openai-chat":
+        body["messages"] = [{"role": "user", "content": job.prompt}]
+    else:
+        body["prompt"] = job.prompt
+    body |= {"max_tokens": job.max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {**target.fields, **target.extra}
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _message(content: bytes) -> str:
+    try:
+        return error_message(json.loads(content))
+    except ValueError:
+        return error_message(content.decode(errors="replace"))

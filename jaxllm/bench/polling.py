@@ -1,0 +1,76 @@
+"""Asks a server for its metrics during a run, once a while, from a thread; and reads Prometheus' text.
+
+Knows the names that jaxllm and vLLM share. The server's part of the cost is a page of text for each time it is asked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+INTERVAL = 0.5  # seconds
+# What a timeline has, and the families (without their prefix) that it is the sum of.
+SERIES: Mapping[str, tuple[str, ...]] = {
+    "running": ("num_requests_running",),
+    "waiting": ("num_requests_waiting",),
+    "kv_usage": ("kv_cache_usage_perc",),
+    "generated_tokens": ("generation_tokens_total",),
+    "compilations": ("programs_compiled_total", "compilations_after_ready_total"),
+}
+_COUNTED_FROM_START = ("generated_tokens", "compilations")
+_PREFIXES = ("jaxllm:", "vllm:")
+
+
+def read_metrics(page: str) -> dict[str, float] | None:
+    """Read a page of metrics into the values of `SERIES`; None if it holds none of them."""
+    totals: dict[str, float] = {}
+    for line in page.splitlines():
+        prefix = next((prefix for prefix in _PREFIXES if line.startswith(prefix)), None)
+        if prefix is None:
+            continue
+        name = line[len(prefix) :].partition("{")[0].partition(" ")[0]
+        totals[name] = totals.get(name, 0.0) + float(line.rpartition(" ")[2])
+    if not any(name in totals for names in SERIES.values() for name in names):
+        return None
+    return {series: sum(totals.get(name, 0.0) for name in names) for series, names in SERIES.items()}
+
+
+class Poller:
+    """Polls from the start of a `with` block to its end, then `timeline` has what was seen, None if nothing was."""
+
+    def __init__(self, fetch: Callable[[], str], start: float) -> None:
+        self._fetch, self._start = fetch, start
+        self._seen: list[tuple[float, dict[str, float]]] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+
+    def __enter__(self) -> Poller:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join(2 * INTERVAL)
+
+    def timeline(self) -> dict[str, list[float]] | None:
+        """Return the series: seconds after the start, and what the server said then; counters from 0 on."""
+        if not self._seen:
+            return None
+        first = self._seen[0][1]
+        series = {
+            name: [row[name] - (first[name] if name in _COUNTED_FROM_START else 0.0) for _, row in self._seen]
+            for name in SERIES
+        }
+        return {"seconds": [moment - self._start for moment, _ in self._seen], **series}
+
+    def _poll(self) -> None:
+        while True:
+            try:
+                row = read_metrics(self._fetch())
+            except (OSError, ValueError):  # busy, or not there: the line has a gap
+                row = None
+            if row is not None:
+                self._seen.append((time.perf_counter(), row))
+            if self._end.wait(INTERVAL):
+                return

@@ -1,0 +1,178 @@
+"""Outcomes to the figures, the text and the JSON keys of vLLM's `bench serve`. Pure.
+
+Follows vllm/benchmarks/serve.py (`calculate_metrics`, `process_one_metric`): what reads its results reads these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.bench.outcome import Outcome
+
+METRICS: Mapping[str, tuple[str, str]] = {  # name: (short name, title)
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+    "client_queue_time": ("Client Queue Time", "Client Queue Time"),
+}
+WIDTH = 50
+_MOST_KINDS = 5  # of errors that are shown
+
+
+def summarize(
+    outcomes: Sequence[Outcome],
+    duration: float,
+    percentile_metrics: Iterable[str] = ("ttft", "tpot", "itl"),
+    percentiles: Iterable[float] = (99.0,),
+    goodput: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Compute the figures of a run of `duration` seconds, under the names that vLLM gives them.
+
+    Every outcome knows its `output_tokens`. TPOT is, for each request, (latency - TTFT) / (output tokens - 1); ITL are
+    all gaps between messages; goodput counts requests that meet every bound of `goodput`, in ms. Latencies are of
+    requests that went well, and 0 where there are none.
+    """
+    done = [outcome for outcome in outcomes if not outcome.error]
+    num_in = sum(outcome.prompt_tokens for outcome in done)
+    num_out = sum(outcome.output_tokens or 0 for outcome in done)
+    values: dict[str, list[float]] = {
+        "ttft": [outcome.ttft for outcome in done],
+        "tpot": [_tpot(outcome) for outcome in done if (outcome.output_tokens or 0) > 1],
+        "itl": [gap for outcome in done for gap in outcome.itls],
+        "e2el": [outcome.latency for outcome in done],
+        "client_queue_time": [outcome.sent_at - outcome.due_at for outcome in done],
+    }
+    figures: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(outcomes) - len(done),
+        "total_input_tokens": num_in,
+        "total_output_tokens": num_out,
+        "request_throughput": len(done) / duration,
+        "request_goodput": sum(_is_good(outcome, goodput) for outcome in done) / duration if goodput else None,
+        "output_throughput": num_out / duration,
+        "total_token_throughput": (num_in + num_out) / duration,
+        "max_output_tokens_per_s": peak_tokens(done),
+        "max_concurrent_requests": peak_concurrency(done),
+    }
+    for name in percentile_metrics:
+        figures.update(_distribution(name, values[name], percentiles))
+    return figures
+
+
+def peak_tokens(outcomes: Sequence[Outcome]) -> float:
+    """Return the most output tokens within a second, of seconds counted from the first request.
+
+    The tokens of a request are shared out evenly among its messages.
+    """
+    times = [moment for outcome in outcomes for moment in outcome.message_times]
+    if not times:
+        return 0.0
+    shares = [
+        (outcome.output_tokens or 0) / len(outcome.message_times)
+        for outcome in outcomes
+        for _ in range(len(outcome.message_times))
+    ]
+    start = min(outcome.sent_at for outcome in outcomes)
+    return float(np.bincount((np.array(times) - start).astype(int), weights=shares).max())
+
+
+def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
+    """Return the most requests that were under way at once."""
+    changes = sorted(
+        change for outcome in outcomes for change in ((outcome.sent_at, 1), (outcome.sent_at + outcome.latency, -1))
+    )
+    return int(np.cumsum([step for _, step in changes]).max()) if changes else 0
+
+
+def render(result: Mapping[str, Any], percentile_metrics: Iterable[str], percentiles: Iterable[float]) -> str:
+    """Write the report of a result, as vLLM prints it."""
+    lines = [" Serving Benchmark Result ".center(WIDTH, "=")]
+
+    def add(name: str, value: Any, form: str = "") -> None:
+        lines.append(f"{name:<40} {value:<10{form}}")
+
+    add("Successful requests:", result["completed"])
+    add("Failed requests:", result["failed"])
+    if result["max_concurrency"] is not None:
+        add("Maximum request concurrency:", result["max_concurrency"])
+    if result["request_rate"] != "inf":
+        add("Request rate configured (RPS):", result["request_rate"], ".2f")
+    add("Benchmark duration (s):", result["duration"], ".2f")
+    add("Total input tokens:", result["total_input_tokens"])
+    add("Total generated tokens:", result["total_output_tokens"])
+    add("Request throughput (req/s):", result["request_throughput"], ".2f")
+    if result["request_goodput"] is not None:
+        add("Request goodput (req/s):", result["request_goodput"], ".2f")
+    add("Output token throughput (tok/s):", result["output_throughput"], ".2f")
+    add("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"], ".2f")
+    add("Peak concurrent requests:", result["max_concurrent_requests"], ".2f")
+    add("Total token throughput (tok/s):", result["total_token_throughput"], ".2f")
+    for name in percentile_metrics:
+        short, title = METRICS[name]
+        lines.append(title.center(WIDTH, "-"))
+        add(f"Mean {short} (ms):", result[f"mean_{name}_ms"], ".2f")
+        add(f"Median {short} (ms):", result[f"median_{name}_ms"], ".2f")
+        for percentile in percentiles:
+            word = percentile_word(percentile)
+            add(f"P{word} {short} (ms):", result[f"p{word}_{name}_ms"], ".2f")
+    return "\n".join([*lines, "=" * WIDTH])
+
+
+def details(outcomes: Sequence[Outcome], start: float) -> dict[str, list[Any]]:
+    """Return what `--save-detailed` adds: a value a request, start times in seconds after the start of the run."""
+    return {
+        "input_lens": [outcome.prompt_tokens for outcome in outcomes],
+        "output_lens": [outcome.output_tokens or 0 for outcome in outcomes],
+        "ttfts": [outcome.ttft for outcome in outcomes],
+        "itls": [outcome.itls for outcome in outcomes],
+        "start_times": [outcome.sent_at - start for outcome in outcomes],
+        "generated_texts": [outcome.text for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
+    }
+
+
+def error_kinds(outcomes: Iterable[Outcome]) -> list[tuple[int, str]]:
+    """Count errors by kind, most frequent first, each with its first message; numbers and ids do not make a kind."""
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for outcome in outcomes:
+        if outcome.error:
+            kind = re.sub(r"[0-9a-f]*\d[0-9a-f-]*", "#", outcome.error)
+            first.setdefault(kind, outcome.error)
+            counts[kind] += 1
+    return [(count, first[kind]) for kind, count in counts.most_common(_MOST_KINDS)]
+
+
+def percentile_word(percentile: float) -> str:
+    """Write a percentile as keys and lines do: 99, 99.9."""
+    return str(int(percentile)) if percentile == int(percentile) else str(percentile)
+
+
+def _tpot(outcome: Outcome) -> float:
+    count = outcome.output_tokens or 0
+    return (outcome.latency - outcome.ttft) / (count - 1) if count > 1 else 0.0
+
+
+def _is_good(outcome: Outcome, goodput: Mapping[str, float]) -> bool:
+    own = {"ttft": outcome.ttft, "tpot": _tpot(outcome), "e2el": outcome.latency}
+    return all(own[name] * 1000 <= bound for name, bound in goodput.items())
+
+
+def _distribution(name: str, values: Sequence[float], percentiles: Iterable[float]) -> dict[str, float]:
+    milliseconds = np.array(values or [0.0]) * 1000
+    return {
+        f"mean_{name}_ms": float(milliseconds.mean()),
+        f"median_{name}_ms": float(np.median(milliseconds)),
+        f"std_{name}_ms": float(milliseconds.std()),
+        **{
+            f"p{percentile_word(percentile)}_{name}_ms": float(np.percentile(milliseconds, percentile))
+            for percentile in percentiles
+        },
+    }

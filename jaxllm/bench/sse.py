@@ -1,0 +1,103 @@
+"""Reads what a server of the OpenAI API streams: bytes to events, events to an outcome. Pure; knows no network.
+
+Takes the servers as they are: lines may end in CRLF, events may lack usage, a role or `[DONE]`, comments keep the line
+alive, and an error may come after the first tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from jaxllm.bench.outcome import Outcome
+
+_MOST_SHOWN = 200  # characters of an error
+
+
+class EventReader:
+    """Cuts a stream of bytes into the payloads of its `data:` lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """Take bytes; return the payloads that are complete."""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+class AnswerReader:
+    """Fills an outcome with the events of its answer."""
+
+    def __init__(self, outcome: Outcome, is_chat: bool) -> None:
+        self._outcome, self._is_chat = outcome, is_chat
+        self._pieces: list[str] = []
+        self._last_at = 0.0
+        self._is_complete = False
+
+    def take(self, payloads: Iterable[bytes], now: float) -> None:
+        """Take the events that came at `now`: each with new tokens is a message."""
+        for payload in payloads:
+            if payload == b"[DONE]":
+                self._is_complete = True
+                continue
+            try:
+                event = json.loads(payload)
+            except ValueError:
+                self._outcome.error = f"an event is no JSON: {shorten(payload.decode(errors='replace'))}"
+                continue
+            if not isinstance(event, dict) or "error" in event:
+                self._outcome.error = f"the stream broke off: {error_message(event)}"
+                continue
+            if event.get("usage"):
+                self._outcome.output_tokens = event["usage"].get("completion_tokens")
+                self._outcome.seen_prompt_tokens = event["usage"].get("prompt_tokens")
+            for choice in event.get("choices") or ():
+                self._take_choice(choice, now)
+
+    def finish(self) -> None:
+        """Settle the outcome once the stream has ended."""
+        outcome = self._outcome
+        outcome.text = "".join(self._pieces)
+        if not outcome.message_times and outcome.output_tokens and self._last_at:
+            outcome.message_times.append(self._last_at)  # tokens without a text, all in the last event
+        if outcome.error:
+            return
+        if not self._is_complete:
+            outcome.error = "the stream ended before the answer did"
+        elif not outcome.message_times:
+            outcome.error = "the answer has no token"
+
+    def _take_choice(self, choice: dict[str, Any], now: float) -> None:
+        ends = choice.get("finish_reason") is not None
+        self._is_complete |= ends
+        self._last_at = now
+        if self._is_chat:
+            delta = choice.get("delta") or {}
+            text = delta.get("content") or ""
+            # An event with the role alone is no token: some servers send it before they compute any.
+            has_tokens = any(
+                delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
+            )
+        else:
+            text = choice.get("text") or ""
+            has_tokens = bool(text) or not ends  # a token may be a part of a character, and have no text yet
+        if has_tokens:
+            self._outcome.message_times.append(now)
+            self._pieces.append(text)
+
+
+def error_message(body: Any) -> str:
+    """Find the message in the body of an error, whatever its form, in one line."""
+    if isinstance(body, dict):
+        body = body.get("error") or body.get("detail") or body.get("message") or body
+    if isinstance(body, dict):
+        body = body.get("message") or body
+    return shorten(body if isinstance(body, str) else json.dumps(body, ensure_ascii=False))
+
+
+def shorten(text: str) -> str:
+    """Write a text in one short line."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MOST_SHOWN else line[: _MOST_SHOWN - 1] + "…"

@@ -1,0 +1,226 @@
+"""`jaxllm bench serve`: load on a server, ours or anyone's. Flags, report and JSON are as in vLLM's `bench serve`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.commands import bench_serve_flags as flags
+from jaxllm.commands.arguments import Subparsers
+from jaxllm.commands.bench_results import check_output
+from jaxllm.commands.bench_workload import add_dataset_flags, dataset_options
+from jaxllm.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxllm.bench.datasets import DatasetOptions
+    from jaxllm.bench.serve import Measurement
+    from jaxllm.bench.target import Target
+    from jaxllm.bench.workload import Job
+    from jaxllm.tokenizer import Tokenizer
+
+_OTHER_PROMPTS = 1 << 31  # added to the seed of warm-ups' prompts, so that no cache knows the ones that are measured
+
+
+def add(benchmarks: Subparsers) -> None:
+    """Describe the benchmark."""
+    parser = benchmarks.add_parser(
+        "serve",
+        help="load on a server, over gRPC or the OpenAI API",
+        allow_abbrev=False,
+        description="Send requests to a server, ours or any with the OpenAI API, and report what its users would see.",
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_dataset_flags(parser.add_argument_group("dataset"))
+    flags.add_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Measure, print the report, write what was asked for."""
+    flags.check(options)
+    dataset = dataset_options(options)
+    check_output(options)
+    from jaxllm.bench import clients, discovery, serve
+
+    target = _target(options, dataset)
+    clients.open_client(target)  # are its libraries there?
+    patience, root = options["ready_check_timeout_sec"], target.model
+    if not target.model:
+        name, root = discovery.wait_for(lambda: discovery.find_model(target), patience)
+        target = replace(target, model=name)
+    tokenizer, tokenizer_id = discovery.find_tokenizer(options["tokenizer"], target.model, root)
+    warmups, jobs = _jobs(options, dataset, tokenizer)
+    if patience:
+        discovery.wait_for(lambda: discovery.check_answers(target, (warmups or jobs)[0]), patience)
+    has_timeline = options["plot"] or options["save_detailed"] or options["metrics_url"]
+    measurement = serve.measure(
+        target,
+        jobs,
+        _arrivals(options, dataset, jobs),
+        warmups=warmups,
+        max_concurrency=options["max_concurrency"],
+        num_processes=options["num_processes"] or serve.half_of_cpus(),
+        fetch_metrics=discovery.metrics_fetcher(_metrics_url(options, target), target) if has_timeline else None,
+        has_bar=sys.stderr.isatty(),
+    )
+    num_counted = serve.count_tokens(
+        measurement.outcomes, lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+    )
+    result = _result(options, dataset, target, tokenizer_id, measurement)
+    result["warnings"] = list(
+        serve.doubts(
+            measurement.outcomes,
+            result["client"],
+            ignores_eos=flags.ignores_eos(options, dataset.dataset_name),
+            compares_prompts=target.backend != "openai-chat",  # a chat's template adds tokens
+            num_counted=num_counted,
+        )
+    )
+    if has_timeline and measurement.timeline is None:
+        result["warnings"].append("no timeline: the server shows no metrics of jaxllm or vLLM (--metrics-url)")
+    _tell(options, result, measurement)
+    return 130 if measurement.was_interrupted else int(result["completed"] == 0)
+
+
+def _target(options: Mapping[str, Any], dataset: DatasetOptions) -> Target:
+    from jaxllm.bench.target import Target
+
+    endpoint = options["endpoint"] or flags.ENDPOINTS[options["backend"]]
+    return Target(
+        backend=options["backend"],
+        base=flags.base_of(options),
+        endpoint=endpoint if not endpoint or endpoint.startswith("/") else f"/{endpoint}",
+        model=options["model"] or "",
+        fields=flags.fields_of(options, flags.ignores_eos(options, dataset.dataset_name)),
+        extra=options["extra_body"],
+        headers=flags.headers_of(options),
+        request_id_prefix=options["request_id_prefix"] or f"bench-{uuid.uuid4().hex[:8]}-",
+        is_insecure=options["insecure"],
+    )
+
+
+def _jobs(options: Mapping[str, Any], dataset: DatasetOptions, tokenizer: Tokenizer) -> tuple[list[Job], list[Job]]:
+    """Make the jobs of the warm-up and those that are measured."""
+    from jaxllm.bench.datasets import make_jobs
+
+    as_text = (options["prompts"] or ("ids" if options["backend"] == "grpc" else "text")) == "text"
+    jobs = make_jobs(dataset, tokenizer, as_text)
+    count = options["num_warmups"]
+    if not count:
+        return [], jobs
+    other = replace(dataset, seed=dataset.seed + _OTHER_PROMPTS, num_prompts=count, no_oversample=False)
+    return make_jobs(other, tokenizer, as_text), jobs
+
+
+def _arrivals(options: Mapping[str, Any], dataset: DatasetOptions, jobs: Sequence[Job]) -> list[float]:
+    """Return when each job is due, in seconds after the start."""
+    from jaxllm.bench.arrivals import arrival_times, ramped_times
+
+    if dataset.dataset_name == "timed_trace":
+        return [job.arrival_s or 0.0 for job in jobs]
+    shape, seed = options["burstiness"], dataset.seed
+    if options["ramp_up_strategy"] is None:
+        return arrival_times(len(jobs), options["request_rate"] or math.inf, shape, seed).tolist()
+    ends = options["ramp_up_start_rps"], options["ramp_up_end_rps"]
+    return ramped_times(len(jobs), *ends, options["ramp_up_strategy"], shape, seed).tolist()
+
+
+def _metrics_url(options: Mapping[str, Any], target: Target) -> str:
+    if options["metrics_url"]:
+        return options["metrics_url"]
+    return f"http://{options['host']}:{flags.HTTP_PORT}/metrics" if target.is_grpc else f"{target.base}/metrics"
+
+
+def _result(
+    options: Mapping[str, Any], dataset: DatasetOptions, target: Target, tokenizer_id: str, measurement: Measurement
+) -> dict[str, Any]:
+    """Gather everything that is known, in vLLM's order and under its names, and what it does not have."""
+    from jaxllm.bench import environment, report, serve
+
+    figures = report.summarize(
+        measurement.outcomes,
+        measurement.duration,
+        options["percentile_metrics"],
+        options["metric_percentiles"],
+        dict(options["goodput"]),
+    )
+    rate = options["request_rate"] or math.inf
+    ramp = {name: options[name] for name in flags.RAMP if options[name] is not None}
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": options["backend"],
+        "backend": options["backend"],
+        "label": options["label"],
+        "model_id": target.model,
+        "tokenizer_id": tokenizer_id,
+        "num_prompts": len(measurement.outcomes),
+        **dict(options["metadata"]),
+        "request_rate": rate if rate < math.inf else "inf",
+        "burstiness": options["burstiness"] if options["burstiness"] < math.inf else "inf",
+        "max_concurrency": options["max_concurrency"],
+        **ramp,
+        **figures,
+        **(report.details(measurement.outcomes, measurement.start) if _is_detailed(options) else {}),
+        "dataset_name": dataset.dataset_name,
+        "seed": dataset.seed,
+        "num_warmups": options["num_warmups"],
+        "was_interrupted": measurement.was_interrupted,
+        "error_kinds": [{"count": count, "error": error} for count, error in report.error_kinds(measurement.outcomes)],
+        "client": serve.client_cost(measurement.costs, figures["total_output_tokens"]),
+        "timeline": measurement.timeline,
+        "environment": environment.describe(),
+    }
+
+
+def _is_detailed(options: Mapping[str, Any]) -> bool:
+    return bool(options["save_detailed"] or options["plot"])
+
+
+def _tell(options: Mapping[str, Any], result: dict[str, Any], measurement: Measurement) -> None:
+    """Print the report to stdout and what else is to be known to stderr; write the files that were asked for."""
+    from jaxllm.bench import plot, report
+
+    print(report.render(result, options["percentile_metrics"], options["metric_percentiles"]))
+    sys.stdout.flush()
+    client = result["client"]
+    notes = [
+        f"client: {client['processes']} process(es), {client['microseconds_per_message']:.0f} µs of CPU a message, "
+        f"{client['tokens_per_message']:.1f} tokens a message, "
+        f"the busiest at {client['busiest_core_share']:.0%} of a core",
+        *(f"{kind['count']} failed: {kind['error']}" for kind in result["error_kinds"]),
+        *(f"warning: {doubt}" for doubt in result["warnings"]),
+    ]
+    if measurement.was_interrupted:
+        notes.append("interrupted: this is what had finished")
+    print("\n".join(notes), file=sys.stderr)
+    if options["plot"]:
+        plot.plot(result, options["plot"])
+    if options["save_result"] or options["save_detailed"]:
+        _save(options, result)
+
+
+def _save(options: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+    """Write the result where vLLM would."""
+    cap = "" if result["max_concurrency"] is None else f"-concurrency{result['max_concurrency']}"
+    label, model = result["label"] or result["backend"], str(result["model_id"]).split("/")[-1]
+    name = options["result_filename"] or f"{label}-{result['request_rate']}qps{cap}-{model}-{result['date']}.json"
+    path = Path(options["result_dir"] or ".").expanduser() / name
+    kept = result if options["save_detailed"] else {key: value for key, value in result.items() if key not in _DETAILS}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_next = options["append_result"] and path.exists() and path.stat().st_size > 0
+        with path.open("a" if options["append_result"] else "w", encoding="utf-8") as file:
+            file.write(("\n" if is_next else "") + json.dumps(kept, allow_nan=False))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    print(f"wrote {path}", file=sys.stderr)
+
+
+_DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors", "timeline")
