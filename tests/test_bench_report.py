@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from jaxllm.bench import report, serve
 from jaxllm.bench.clients import Cost, deal
+from jaxllm.bench.compare import differences
 from jaxllm.bench.outcome import Outcome
-from jaxllm.bench.polling import read_metrics
+from jaxllm.bench.polling import Poller, read_metrics
 from jaxllm.bench.sse import AnswerReader, EventReader, error_message
 from jaxllm.bench.target import Target
 from jaxllm.bench.workload import Job
@@ -245,3 +247,19 @@ def test_metrics_of_jaxllm_and_of_vllm_are_read() -> None:
     assert read_metrics(page) == expected
     assert read_metrics(page.replace("jaxllm:", "vllm:")) == expected
     assert read_metrics("process_cpu_seconds_total 9.0\n") is None
+
+
+def test_a_poller_has_a_value_from_before_and_one_from_after() -> None:
+    pages = iter(range(5, 1000))
+    start = time.perf_counter()
+    with Poller(lambda: f"jaxllm:generation_tokens_total {next(pages)}.0\n", start) as poller:
+        end = time.perf_counter() + 5
+        while not poller.timeline() and time.perf_counter() < end:
+            time.sleep(0.001)
+    seen = poller.timeline()
+    assert seen is not None and seen["generated_tokens"] == [0.0, 1.0] and 0 <= seen["seconds"][0] < seen["seconds"][1]
+
+
+def test_what_a_client_cost_is_no_setting() -> None:
+    one, other = ({"client": {"processes": count, "cpu_seconds": count / 7}} for count in (1, 2))
+    assert differences([one], [one]) == [] and differences([one], [other]) == ["client.processes: 1 in A, 2 in B"]

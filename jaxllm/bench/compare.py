@@ -26,7 +26,10 @@ _LOWER = re.compile(
 )
 _STATISTIC = re.compile(r"^(mean|median|std|p\d+(?:\.\d+)?)_(.+)$")
 # What may differ between any two runs: when they were made, and what the environment says in a list of its own.
-_NOT_SETTINGS = re.compile(r"^(date|duration|elapsed_time|timestamp|environment|samples|timeline)(\.|$)")
+_NOT_SETTINGS = re.compile(
+    r"^(date|duration|elapsed_time|timestamp|environment|samples|timeline|max_concurrent_requests)(\.|$)"
+    r"|^client\.(?!processes$)"  # what the client of `bench serve` cost
+)
 
 
 class Samples(NamedTuple):

@@ -65,12 +65,13 @@ class Poller:
         return {"seconds": [moment - self._start for moment, _ in self._seen], **series}
 
     def _poll(self) -> None:
-        while True:
+        pause, is_last = 0.0, False
+        while not is_last:
+            is_last = self._end.wait(pause)  # then once more: a short run has a value from before and one from after
+            pause = INTERVAL
             try:
                 row = read_metrics(self._fetch())
             except (OSError, ValueError):  # busy, or not there: the line has a gap
                 row = None
             if row is not None:
                 self._seen.append((time.perf_counter(), row))
-            if self._end.wait(INTERVAL):
-                return
