@@ -19,6 +19,7 @@ Device = Literal["auto", "cpu", "gpu"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Precompile = Literal["covering", "background", "all"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class EngineConfig:
     tokenizer: str | None = None  # default: the model's
     revision: str | None = None  # of the hub repository: a branch, tag or commit; used for every file
     dtype: Dtype = "auto"  # "auto": the checkpoint's on a GPU (float32 becomes bfloat16), float32 on a CPU
+    # "int8": matrices and what is multiplied with them are rounded to 8 bits; `dtype` is that of all else.
+    quantization: Quantization | None = None
     device: Device = "auto"  # "auto": a GPU if JAX sees one
     seed: int = 0  # of the seeds given to requests that bring none
     max_model_len: int | None = None  # tokens, prompt and output together; default: the model's
@@ -52,7 +55,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
+            if getattr(self, name) not in allowed and (name, getattr(self, name)) != ("quantization", None):
                 raise UserError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.", name)
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
@@ -109,7 +112,6 @@ NOT_BUILT: dict[str, Any] = {
     "trust_remote_code": False,
     "enforce_eager": False,
     "enable_chunked_prefill": True,
-    "quantization": None,
     "kv_cache_dtype": "auto",
     "tokenizer_mode": "auto",
     "skip_tokenizer_init": False,
@@ -126,6 +128,7 @@ NOT_BUILT: dict[str, Any] = {
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
+    "quantization": get_args(Quantization),
     "device": get_args(Device),
     "scheduling_policy": get_args(SchedulingPolicy),
     "precompile": get_args(Precompile),

@@ -165,8 +165,7 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
     if is_local:  # what is still on the hub is not fetched to be looked at
         weights.check(setup.folder, setup.spec, setup.family, mesh.size)
     load_tokenizer(config.tokenizer or setup.folder)
-    leaves = jax.tree.leaves(weights.abstract(setup.spec, mesh, setup.dtype))
-    num_parameters = sum(leaf.size for leaf in leaves)
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(weights.abstract(setup.spec, mesh, setup.dtype)))
     plan = plan_memory(config, setup, mesh, free_bytes(setup, mesh.size))
     if setup.prepared:
         kind = f"written down by `jaxllm compile` in {config.cache_dir()}"
@@ -179,6 +178,7 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
         "device": (setup.platform, "what JAX prefers" if config.device == "auto" else "asked for"),
         "tensor_parallel_size": (mesh.size, _asked(config, "tensor_parallel_size")),
         "dtype": (setup.dtype.name, _dtype_reason(config, setup)),
+        "quantization": (config.quantization or "none", _asked(config, "quantization")),
         "max_model_len": (
             plan.max_model_len,
             f"cut from {setup.max_model_len}: that is all the KV blocks hold"

@@ -20,6 +20,7 @@ _ENGINE_HELP = {
     "tokenizer": "folder or hub id of the tokenizer (default: the model's)",
     "revision": "branch, tag or commit of the hub repository",
     "dtype": "of weights and computation; auto: the checkpoint's on a GPU, float32 on a CPU",
+    "quantization": "int8: round matrices, and what is multiplied with them, to 8 bits: a quarter of float32's memory",
     "device": "where to run; auto: a GPU if JAX sees one",
     "seed": "of the seeds of requests that bring none",
     "max_model_len": "tokens of prompt and output together, as 4096, 4k or auto (default: the model's, or what fits)",
@@ -214,14 +215,14 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     members = get_args(kind)
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is Literal:
-        return {"choices": members}
     if get_origin(kind) is tuple:
         # One value each: with more, a model's name behind them would be taken for another key.
         return {"action": "append", "metavar": _METAVARS.get(field.name, "NAME")}
     if isinstance(field.default, tuple):
         return {"action": "append", "type": _integer if members[0] is int else str, "metavar": _METAVARS[field.name]}
     inner = next((member for member in members if member is not type(None)), kind)
+    if get_origin(inner) is Literal:
+        return {"choices": get_args(inner)}
     if inner is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(inner) is Sequence:

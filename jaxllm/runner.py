@@ -77,7 +77,7 @@ class Runner:
         self.extras = extras_of(config, setup.spec)
         self.num_logprobs = step.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
         self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
-        self._params_shapes = weights.abstract(setup.spec, self._mesh, setup.dtype)
+        self._params_shapes = weights.abstract(setup.spec, self._mesh, setup.dtype, config.quantization)
         free = free_bytes(setup, self._mesh.size)
         plan = plan_memory(config, setup, self._mesh, free)
         if needs_weights and config.load_format != "dummy":
@@ -176,10 +176,10 @@ class Runner:
         self._params = ()
 
     def _load(self, config: EngineConfig, progress: bool) -> decoder.Params[jax.Array]:
+        setup, kind = self.setup, config.quantization
         if config.load_format == "dummy":
-            return weights.load_random(self.setup.spec, self._mesh, self.setup.dtype, config.seed % 2**32)
-        setup = self.setup
-        return weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress)
+            return weights.load_random(setup.spec, self._mesh, setup.dtype, config.seed % 2**32, kind)
+        return weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress, kind)
 
     def _start_programs(self, plan: MemoryPlan, progress: bool) -> None:
         """Begin to compile the covering programs for a memory plan, while the weights are being read."""
@@ -194,9 +194,10 @@ class Runner:
         self._state_shapes = cache.abstract(
             setup.spec, geometry, setup.max_num_batched_tokens, self.extras, self._mesh, setup.dtype
         )
+        is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
         self.programs = Programs(
-            # XLA's CPU back end converts all 16-bit weights in a one-row product (reference/kernels.md §6).
-            batch.decode_shapes(geometry.num_slots, 2 if setup.platform == "cpu" and setup.dtype != jnp.float32 else 1),
+            # XLA's CPU back end converts all 8 and 16-bit weights in a one-row product (reference/kernels.md §6).
+            batch.decode_shapes(geometry.num_slots, 2 if setup.platform == "cpu" and is_narrow else 1),
             batch.ragged_shapes(setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH),
             self._lower,
             self.metrics,

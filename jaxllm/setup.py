@@ -96,6 +96,13 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             f"({spec.max_position} positions); lower it.",
             "max_model_len",
         )
+    if config.quantization is not None and (spec.experts or spec.latent):
+        what = "experts" if spec.experts else "latent attention"
+        raise UserError(
+            f"quantization {config.quantization} is not there for models with {what}, as {family.architectures[0]}; "
+            "leave it out.",
+            "quantization",
+        )
     is_cpu = platform == "cpu"
     recorded = prepared.read(config.cache_dir(), spec)
     slots = config.max_num_seqs or recorded.get("max_num_seqs")
@@ -139,7 +146,7 @@ def plan_memory(
     spec = setup.spec
     longest = -(-setup.max_model_len // config.block_size)
     is_cpu = setup.platform == "cpu"
-    leaves = jax.tree.leaves(weights.abstract(spec, mesh, setup.dtype))
+    leaves = jax.tree.leaves(weights.abstract(spec, mesh, setup.dtype, config.quantization))
     device = memory.Device(
         free=free,
         share=CPU_SHARE if is_cpu else GPU_SHARE,
@@ -194,6 +201,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "kernels": setup.kernels,
         "dtype": setup.dtype.name,
+        "quantization": config.quantization,
         "tensor_parallel_size": shards,
         "block_size": config.block_size,
         "num_kv_blocks": plan.num_blocks,

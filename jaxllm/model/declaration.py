@@ -42,7 +42,8 @@ class Weight:
     Several parts lie shard by shard ([q_0, k_0, v_0, q_1, k_1, v_1, ...]), so that splitting axis 0 gives each shard
     its own piece of every part. A weight of `stack` experts has a piece of that kind for each of them along axis 0,
     and its parts are those of one. `initial` is the value of a freshly made model; `is_wide` weights are float32
-    whatever the others are.
+    whatever the others are. Quantization makes `is_product` matrices, those that whole rows of tokens are multiplied
+    with, `is_int8`: see int8.py.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +52,8 @@ class Weight:
     initial: Literal["normal", "zeros", "ones"] = "normal"
     stack: int | None = None
     is_wide: bool = False
+    is_product: bool = False
+    is_int8: bool = False
 
     def type_of(self, default: np.dtype) -> np.dtype:
         """Say what type the weight has in a model of type `default`."""

@@ -8,7 +8,8 @@ size, F feed-forward width, V vocabulary (Vx on one shard, with its padding).
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import flax.struct
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jaxllm.model.declaration import Part, Weight
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
 
 Leaf = TypeVar("Leaf")
+Arrays = dict[str, Any]  # by name, inside or outside a layer: an Array each, or an Int8
 
 
 @runtime_checkable
@@ -45,12 +47,19 @@ class Params(Generic[Leaf]):
     layers: tuple[dict[str, Leaf], ...]
 
 
-def declare(spec: Spec, shards: int) -> Params[Weight]:
-    """List every weight of the decoder as it is laid out over `shards` devices. Matrices are [out, in]."""
+def declare(spec: Spec, shards: int, quantization: str | None = None) -> Params[Weight]:
+    """List every weight of the decoder as it is laid out over `shards` devices. Matrices are [out, in].
+
+    With the quantization "int8", matrices of the plain decoder and the head are such; experts and latent attention have
+    none (`setup.prepare` refuses them), and embeddings have only as the head that they are tied to.
+    """
     vocabulary = -(-spec.vocab_size // shards) * shards  # rows beyond the real ones are zero and are never sampled
+    head = "embed" if spec.tie_embeddings else "head"
     embedding = {
-        name: Weight((vocabulary, spec.width), ("vocab", "width"), (Part(name, spec.vocab_size),))
-        for name in (["embed"] if spec.tie_embeddings else ["embed", "head"])
+        name: Weight(
+            (vocabulary, spec.width), ("vocab", "width"), (Part(name, spec.vocab_size),), is_product=name == head
+        )
+        for name in dict.fromkeys(("embed", head))
     }
     if spec.learned_positions:
         rows = spec.max_position + spec.position_offset
@@ -59,7 +68,14 @@ def declare(spec: Spec, shards: int) -> Params[Weight]:
     plain, routed = attention | _mlp_weights(spec), attention | _expert_weights(spec)
     has_experts = spec.experts.layers if spec.experts else (False,) * spec.num_layers
     each = tuple(routed if is_routed else plain for is_routed in has_experts)
-    return Params(embedding | _norm_weights(spec, "final_norm"), each)
+    declared = Params(embedding | _norm_weights(spec, "final_norm"), each)
+    if quantization is None:
+        return declared
+    return Params(_as_int8(declared.top), tuple(map(_as_int8, declared.layers)))
+
+
+def _as_int8(weights: dict[str, Weight]) -> dict[str, Weight]:
+    return {name: replace(weight, is_int8=weight.is_product) for name, weight in weights.items()}
 
 
 def _attention_weights(spec: Spec, shards: int) -> dict[str, Weight]:
@@ -69,9 +85,8 @@ def _attention_weights(spec: Spec, shards: int) -> dict[str, Weight]:
     parts = (("q", queries, 1), ("k", keys, copies), ("v", keys, copies))
     block = spec.head_size
     weights = {} if spec.norm_place == "post" else _norm_weights(spec, "attn_norm")
-    weights["qkv"] = Weight(
-        (rows, spec.width), ("heads", "width"), tuple(Part(name, size, number, block) for name, size, number in parts)
-    )
+    pieces = tuple(Part(name, size, number, block) for name, size, number in parts)
+    weights["qkv"] = Weight((rows, spec.width), ("heads", "width"), pieces, is_product=True)
     if spec.qkv_bias:
         biases = tuple(Part(f"{name}_bias", size, number, block) for name, size, number in parts)
         weights["qkv_bias"] = Weight((rows,), ("heads",), biases, "zeros")
@@ -79,7 +94,7 @@ def _attention_weights(spec: Spec, shards: int) -> dict[str, Weight]:
         weights |= {f"{name}_norm": _qk_norm_weight(spec, f"{name}_norm", size, n) for name, size, n in parts[:2]}
     if spec.sinks:
         weights["sinks"] = Weight((spec.num_heads,), ("heads",), (Part("sinks", spec.num_heads),), "zeros")
-    weights["out"] = Weight((spec.width, queries), ("width", "heads"), (Part("out", spec.width),))
+    weights["out"] = Weight((spec.width, queries), ("width", "heads"), (Part("out", spec.width),), is_product=True)
     if spec.out_bias:
         weights["out_bias"] = Weight((spec.width,), ("width",), (Part("out_bias", spec.width),), "zeros")
     if spec.norm_place != "pre":
@@ -113,8 +128,10 @@ def _mlp_weights(spec: Spec) -> dict[str, Weight]:
     rows = len(names) * spec.ffn_width
     has_norm = spec.norm_place != "post" and spec.residual != "parallel, one norm"
     weights = _norm_weights(spec, "mlp_norm") if has_norm else {}
-    weights["up"] = Weight((rows, spec.width), ("ffn", "width"), tuple(Part(name, spec.ffn_width) for name in names))
-    weights["down"] = Weight((spec.width, spec.ffn_width), ("width", "ffn"), (Part("down", spec.width),))
+    pieces = tuple(Part(name, spec.ffn_width) for name in names)
+    weights["up"] = Weight((rows, spec.width), ("ffn", "width"), pieces, is_product=True)
+    down = Part("down", spec.width)
+    weights["down"] = Weight((spec.width, spec.ffn_width), ("width", "ffn"), (down,), is_product=True)
     if spec.mlp_bias:
         biases = tuple(Part(f"{name}_bias", spec.ffn_width) for name in names)
         weights["up_bias"] = Weight((rows,), ("ffn",), biases, "zeros")
@@ -172,12 +189,13 @@ def logits(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Fl
         return layers.softcap(_scaled(layers.linear(hidden, head), spec.logit_scale), spec.logit_softcap)
 
 
-def _embed(spec: Spec, top: dict[str, Array], tokens: Array, positions: Array, axis: str) -> Array:
+def _embed(spec: Spec, top: Arrays, tokens: Array, positions: Array, axis: str) -> Array:
     table = top["embed"]  # [Vx, D]
-    row = tokens - lax.axis_index(axis) * table.shape[0]
-    is_here = (row >= 0) & (row < table.shape[0])
-    found = jnp.where(is_here[:, None], table.at[row].get(mode="clip"), 0)
-    x = _all_reduce(found, axis)
+    size = -(-spec.vocab_size // lax.axis_size(axis))  # Vx
+    row = tokens - lax.axis_index(axis) * size
+    is_here = (row >= 0) & (row < size)
+    found = layers.lookup(table, row, top["final_norm"].dtype)  # norms are never quantized
+    x = _all_reduce(jnp.where(is_here[:, None], found, 0), axis)
     if spec.embed_scale != 1.0:
         x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded to the weights' type, as the models were trained
     if spec.learned_positions:
@@ -189,7 +207,7 @@ def _scaled(x: Array, factor: float) -> Array:
     return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def _norm(spec: Spec, weights: dict[str, Array], name: str, x: Array) -> Array:
+def _norm(spec: Spec, weights: Arrays, name: str, x: Array) -> Array:
     if name not in weights:  # the Spec has no norm in this place
         return x
     return layers.norm(x, weights[name], weights.get(f"{name}_bias"), spec.norm, spec.norm_eps)
@@ -197,7 +215,7 @@ def _norm(spec: Spec, weights: dict[str, Array], name: str, x: Array) -> Array:
 
 def _mixer(
     spec: Spec,
-    weights: dict[str, Array],
+    weights: Arrays,
     layer: int,
     x: Array,
     turns: dict[Rope, tuple[Array, Array]],
@@ -215,7 +233,7 @@ def _mixer(
 
 def _attention(
     spec: Spec,
-    weights: dict[str, Array],
+    weights: Arrays,
     layer: int,
     x: Array,
     turns: dict[Rope, tuple[Array, Array]],
@@ -235,7 +253,7 @@ def _attention(
     return _row_parallel(mixed.reshape(x.shape[0], heads * spec.head_size), weights, "out", axis)
 
 
-def _qk_norm(spec: Spec, weights: dict[str, Array], q: Array, k: Array, axis: str) -> tuple[Array, Array]:
+def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, axis: str) -> tuple[Array, Array]:
     powers: tuple[Array | None, Array | None] = (None, None)
     if spec.qk_norm == "all heads":  # as many on every shard (copies of key heads too), so means can be averaged
         squares = jnp.stack([jnp.mean(jnp.square(heads.astype(jnp.float32)), axis=(1, 2)) for heads in (q, k)])
@@ -252,13 +270,13 @@ def _qk_norm(spec: Spec, weights: dict[str, Array], q: Array, k: Array, axis: st
     return normed("q_norm", q, powers[0]), normed("k_norm", k, powers[1])
 
 
-def _feed_forward(spec: Spec, weights: dict[str, Array], layer: int, x: Array, axis: str) -> Array:
+def _feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, axis: str) -> Array:
     if spec.experts is None or not spec.experts.layers[layer]:
         return _mlp(spec, weights, x, axis)
     return _all_reduce(experts.mix(spec, spec.experts, weights, x, axis).astype(x.dtype), axis)
 
 
-def _mlp(spec: Spec, weights: dict[str, Array], x: Array, axis: str) -> Array:
+def _mlp(spec: Spec, weights: Arrays, x: Array, axis: str) -> Array:
     inner = layers.linear(x, weights["up"], weights.get("up_bias"))  # [T, (2) F / X], float32
     if spec.mlp_gated:
         gate, up = jnp.split(inner, 2, axis=-1)
@@ -268,7 +286,7 @@ def _mlp(spec: Spec, weights: dict[str, Array], x: Array, axis: str) -> Array:
     return _row_parallel(inner.astype(x.dtype), weights, "down", axis)
 
 
-def _row_parallel(x: Array, weights: dict[str, Array], name: str, axis: str) -> Array:
+def _row_parallel(x: Array, weights: Arrays, name: str, axis: str) -> Array:
     # Summed in the activations' type, half the bytes of float32; the bias is whole on every shard, so it comes after.
     total = _all_reduce(layers.linear(x, weights[name]).astype(x.dtype), axis)
     bias = weights.get(f"{name}_bias")

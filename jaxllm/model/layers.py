@@ -1,7 +1,8 @@
 """The arithmetic inside a decoder: products, norms, rotations, activations. Pure functions of arrays.
 
 Knows no layer order, no collective and no cache. Norms, rotations and activations are computed in float32 and returned
-in the type they were given; products accumulate in float32. Letters: T tokens, D width, H heads, C head size.
+in the type they were given; products accumulate in float32, those of 8-bit integers exactly. Letters: T tokens,
+D width, H heads, C head size.
 """
 
 from __future__ import annotations
@@ -13,23 +14,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
+from jaxllm.model.int8 import Int8, by_row
 from jaxllm.model.spec import Activation, BandScaling, LinearScaling, NormKind, PairScaling, Rope, YarnScaling
 
 
-def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """Multiply `x` [T, in] with `weight` [out, in] and add `bias` [out]: [T, out] in float32."""
-    if x.shape[0] == 1 and x.dtype != jnp.float32:
-        # XLA:CPU turns a one-row product with 16-bit weights into a conversion of the whole weight, 6 to 12 times
-        # slower than the same product with two rows (reference/kernels.md §6).
-        product = lax.platform_dependent(x, weight, cpu=_first_of_two_rows, default=_product)
+def linear(x: Array, weight: Array | Int8[Array], bias: Array | None = None) -> Array:
+    """Multiply `x` [T, in] with `weight` [out, in] and add `bias` [out]: [T, out] in float32.
+
+    With an `Int8`, each row of `x` is rounded to 8 bits too, the products are summed as integers, and the scales of row
+    and channel multiply the sum.
+    """
+    if isinstance(weight, Int8):
+        rows, steps = by_row(x.astype(jnp.float32))
+        product = _sums(rows, weight.values).astype(jnp.float32) * (steps * weight.scales)
     else:
-        product = _product(x, weight)
+        product = _sums(x, weight)
     return product if bias is None else product + bias.astype(jnp.float32)
 
 
+def lookup(table: Array | Int8[Array], rows: Array, dtype: DTypeLike) -> Array:
+    """Take `rows` [T] of `table` [V, D] as `dtype`: [T, D]. A number that is no row's gives any row."""
+    if isinstance(table, Int8):
+        values, steps = (array.at[rows].get(mode="clip") for array in (table.values, table.scales[0]))
+        return (values.astype(jnp.float32) * steps[:, None]).astype(dtype)
+    return table.at[rows].get(mode="clip").astype(dtype)
+
+
+def _sums(x: Array, weight: Array) -> Array:
+    if x.shape[0] == 1 and x.dtype != jnp.float32:
+        # XLA:CPU turns a one-row product with 8 or 16-bit weights into a conversion of the whole weight, 6 to 12 times
+        # slower than the same product with two rows (reference/kernels.md §6).
+        return lax.platform_dependent(x, weight, cpu=_first_of_two_rows, default=_product)
+    return _product(x, weight)
+
+
 def _product(x: Array, weight: Array) -> Array:
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    kind = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=kind)
 
 
 def _first_of_two_rows(x: Array, weight: Array) -> Array:

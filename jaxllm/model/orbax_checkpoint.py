@@ -9,7 +9,6 @@ what a model's weights are only from `decoder.declare`; knows no family and no s
 from __future__ import annotations
 
 import json
-import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from jaxllm.errors import UserError
+from jaxllm.model import int8
 from jaxllm.model.checkpoint import read_json
 from jaxllm.model.declaration import Part, Weight
 from jaxllm.model.decoder import Params
@@ -115,32 +115,38 @@ def check(folder: Path, declared: Params[Weight]) -> None:
 def load(folder: Path, declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, progress: bool) -> Params[Array]:
     """Restore the declared weights as arrays of `dtype` over `mesh`, a layer at a time.
 
-    Each device reads its own piece of each part, rounded once from the stored type, and joins its pieces itself.
+    Each device reads its own piece of each part, rounded once from the stored type, and joins its pieces itself. What
+    is quantized is read in float32 first.
     """
     check(folder, declared)
     dtype = jnp.dtype(dtype)
-    total = sum(math.prod(weight.shape) for weight in jax.tree.leaves(declared)) * dtype.itemsize
+    described = jax.tree.leaves(jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declared))
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in described)
     bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress)
 
-    def restore(layer: int | None, weights: dict[str, Weight]) -> dict[str, Array]:
+    def restore(layer: int | None, weights: dict[str, Weight]) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         for weight in weights.values():
             for part in weight.parts:
                 for name in _names(weight, part):
-                    _place(tree, (layer, name), _target(weight, part, mesh, weight.type_of(dtype)))
+                    kind = jnp.dtype(jnp.float32) if weight.is_int8 else weight.type_of(dtype)
+                    _place(tree, (layer, name), _target(weight, part, mesh, kind))
         pieces = _restore(folder, tree)
         pieces = pieces["top"] if layer is None else pieces["layers"][str(layer)]
-        arrays = {
+        arrays: dict[str, Any] = {
             name: _join(weight, [pieces[part.name] for part in weight.parts], mesh)
             if weight.stack is None
             else _stack(weight, [pieces[part.name] for part in weight.parts], mesh)
             for name, weight in weights.items()
         }
-        bar.update(sum(array.nbytes for array in jax.block_until_ready(arrays).values()))
+        arrays |= {
+            name: int8.quantize(arrays.pop(name), weight, mesh) for name, weight in weights.items() if weight.is_int8
+        }
+        bar.update(sum(array.nbytes for array in jax.tree.leaves(jax.block_until_ready(arrays))))
         return arrays
 
     with bar:
-        top: dict[str, Array] = {}
+        top: dict[str, Any] = {}
         for name, weight in declared.top.items():  # the largest ones: not two at a time
             top |= restore(None, {name: weight})
         return Params(top, tuple(restore(layer, weights) for layer, weights in enumerate(declared.layers)))

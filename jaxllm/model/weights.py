@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from jaxllm.errors import UserError
-from jaxllm.model import orbax_checkpoint
+from jaxllm.model import int8, orbax_checkpoint
 from jaxllm.model.checkpoint import Tensor, open_tensors, read_json
 from jaxllm.model.declaration import Comb, Part, Weight
 from jaxllm.model.decoder import Leaf, Params, declare
@@ -34,6 +34,7 @@ from jaxllm.sharding import SPLIT_AXES, named
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 _PIECE_BYTES = 32 * 2**20  # copied before the pages read are given back
+_QUANTIZED_BYTES = 2**20  # quantized at once: what is between fits into a processor's cache
 
 
 def resolve(model: str, revision: str | None = None, tokenizer_only: bool = False) -> Path:
@@ -115,35 +116,45 @@ def check(folder: Path, spec: Spec, family: Family, shards: int) -> None:
 
 
 def load(
-    folder: Path, spec: Spec, family: Family, mesh: Mesh, dtype: DTypeLike, progress: bool = False
+    folder: Path,
+    spec: Spec,
+    family: Family,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    progress: bool = False,
+    quantization: str | None = None,
 ) -> Params[Array]:
-    """Read a checkpoint into arrays of `dtype`, laid out over `mesh` as `decoder.declare` says.
+    """Read a checkpoint into arrays of `dtype`, and into an `Int8` what is quantized, as `decoder.declare` says.
 
-    Every tensor is looked up and its shape checked before the first byte is copied: a missing, unexpected or misshapen
-    one is a UserError that names it.
+    Each device's piece is quantized from what is stored of it, not from what was rounded to `dtype` before. Every
+    tensor is looked up and its shape checked before the first byte is copied: a missing, unexpected or misshapen one is
+    a UserError that names it.
     """
     shards = mesh.devices.size
     check_shards(spec, shards)
-    declared = declare(spec, shards)
+    declared = declare(spec, shards, quantization)
     if orbax_checkpoint.is_here(folder):
         return orbax_checkpoint.load(folder, declared, mesh, dtype, progress)
     tensors = _by_name(open_tensors(folder), family)
     sources = _find_sources(declared, family, tensors)
-    total = sum(math.prod(weight.shape) for weight in jax.tree.leaves(declared)) * jnp.dtype(dtype).itemsize
+    total = num_bytes(jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declared))
     bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress)
-    pending: Array | None = None
+    pending: Any = None
 
-    def build(layer: int | None, name: str, weight: Weight) -> Array:
+    def build(layer: int | None, name: str, weight: Weight) -> Any:
         nonlocal pending
+        parts = sources[layer, name]
+        if weight.is_int8:
+            array = _load_int8(weight, parts, mesh)
+        else:
 
-        def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            return _read(weight, sources[layer, name], shards, weight.type_of(jnp.dtype(dtype)), index or ())
+            def read(index: tuple[slice, ...] | None) -> np.ndarray:
+                return _read(weight, parts, shards, weight.type_of(jnp.dtype(dtype)), index or ())
 
-        array = jax.make_array_from_callback(weight.shape, named(mesh, weight.axes), read)
-        if pending is not None:
-            pending.block_until_ready()  # so that at most two weights are on their way to a device
+            array = jax.make_array_from_callback(weight.shape, named(mesh, weight.axes), read)
+        jax.block_until_ready(pending)  # so that at most two weights are on their way to a device
         pending = array
-        bar.update(array.nbytes)
+        bar.update(num_bytes(array))
         return array
 
     with bar:
@@ -175,27 +186,32 @@ def stored_parts(folder: Path, spec: Spec, family: Family) -> dict[orbax_checkpo
     }
 
 
-def abstract(spec: Spec, mesh: Mesh, dtype: DTypeLike) -> Params[jax.ShapeDtypeStruct]:
+def abstract(spec: Spec, mesh: Mesh, dtype: DTypeLike, quantization: str | None = None) -> Params[jax.ShapeDtypeStruct]:
     """Describe the parameters, shapes, type and shardings, with nothing allocated: what programs are compiled for."""
     shards = mesh.devices.size
     check_shards(spec, shards)
 
-    def build(_layer: int | None, _name: str, weight: Weight) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(weight.shape, weight.type_of(jnp.dtype(dtype)), sharding=named(mesh, weight.axes))
-
-    return _build(declare(spec, shards), build)
+    return jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declare(spec, shards, quantization))
 
 
-def load_random(spec: Spec, mesh: Mesh, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
+def num_bytes(tree: Any) -> int:
+    """Count the bytes of all arrays, real or described, over all devices."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def load_random(
+    spec: Spec, mesh: Mesh, dtype: DTypeLike, seed: int = 0, quantization: str | None = None
+) -> Params[Array]:
     """Make parameters of the right shapes without a checkpoint: deviation 0.02, norms neutral."""
     shards = mesh.devices.size
     check_shards(spec, shards)
     seeds = np.random.default_rng(seed)
 
-    def build(layer: int | None, name: str, weight: Weight) -> Array:
-        return _random_maker(weight, weight.type_of(jnp.dtype(dtype)), mesh)(seeds.integers(2**32, dtype=np.uint32))
+    def build(layer: int | None, name: str, weight: Weight) -> Any:
+        array = _random_maker(weight, weight.type_of(jnp.dtype(dtype)), mesh)(seeds.integers(2**32, dtype=np.uint32))
+        return int8.quantize(array, weight, mesh) if weight.is_int8 else array
 
-    return _build(declare(spec, shards), build)
+    return _build(declare(spec, shards, quantization), build)
 
 
 def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], Leaf]) -> Params[Leaf]:
@@ -325,33 +341,72 @@ def _check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
     tensor.values()  # refuses a type that cannot be read
 
 
+def _load_int8(weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh: Mesh) -> int8.Int8[Array]:
+    """Read and quantize a matrix, each device's piece once: its scales are kept until they are asked for."""
+    shards = mesh.devices.size
+    shapes = int8.describe(weight, mesh, np.float32)
+    kept: dict[tuple[int, int], np.ndarray] = {}  # by the number of the piece of each axis
+
+    def place(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[int, int]:
+        row, column = ((piece.start or 0) * shards // length for piece, length in zip(index or (), shape, strict=True))
+        return row, column
+
+    def values(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        bounds = [piece.indices(length) for piece, length in zip(index, weight.shape, strict=True)]
+        rows, columns = (stop - start for start, stop, _ in bounds)
+        out, steps = _aligned((rows, columns), np.dtype(np.int8)), np.empty((rows, 1), np.float32)
+
+        def store(row: int, block: np.ndarray) -> None:
+            step = max(1, _QUANTIZED_BYTES // (4 * columns))
+            for start in range(0, len(block), step):
+                some = slice(row + start, row + min(start + step, len(block)))
+                out[some], steps[some] = int8.by_row(block[start : start + step].astype(np.float32), np)
+
+        _fill(store, weight.parts, sources[0], weight.shape, weight.axes[0], shards, index)
+        kept[place(index, weight.shape)] = steps.T
+        return out
+
+    def scales(index: tuple[slice, ...] | None) -> np.ndarray:
+        piece, rows = place(index, shapes.scales.shape)
+        return kept[rows, piece]
+
+    made = jax.make_array_from_callback(weight.shape, shapes.values.sharding, values)
+    return int8.Int8(made, jax.make_array_from_callback(shapes.scales.shape, shapes.scales.sharding, scales))
+
+
 def _read(
     weight: Weight, sources: tuple[tuple[_Source, ...], ...], shards: int, dtype: np.dtype, index: tuple[slice, ...]
 ) -> np.ndarray:
     """Copy the piece `index` of a weight out of its tensors."""
     bounds = [piece.indices(length) for piece, length in zip(index, weight.shape, strict=True)]
     out = _aligned(tuple(stop - start for start, stop, _ in bounds), dtype)
-    if weight.stack is None:
-        _fill(out, weight.parts, sources[0], weight.shape[0], weight.axes[0], shards, index)
-    else:
-        for piece, parts in zip(out, sources, strict=True):  # experts are never divided among devices
-            _fill(piece, weight.parts, parts, weight.shape[1], weight.axes[1], shards, index[1:])
+    inner = index if weight.stack is None else index[1:]  # experts are never divided among devices
+    for piece, parts in zip([out] if weight.stack is None else out, sources, strict=True):
+
+        def store(row: int, block: np.ndarray, piece: np.ndarray = piece) -> None:
+            piece[row : row + len(block)] = block
+
+        _fill(store, weight.parts, parts, weight.one, weight.axes_of_one[0], shards, inner)
     return out
 
 
 def _fill(
-    out: np.ndarray,
+    store: Callable[[int, np.ndarray], None],
     parts: tuple[Part, ...],
     sources: tuple[_Source, ...],
-    rows: int,
+    shape: tuple[int, ...],
     axis: str | None,
     shards: int,
     index: tuple[slice, ...],
 ) -> None:
-    """Copy the piece `index` of what `parts` make up, `rows` of them along `axis`, into `out`."""
-    start, stop, _ = index[0].indices(rows)
+    """Give the piece `index` of the `shape` that `parts` make up, whose rows lie along `axis`, to `store`.
+
+    `store` takes the rows block by block, each with the number of its first row, and copies what it needs.
+    """
+    start, stop, _ = index[0].indices(shape[0])
     pieces = shards if axis in SPLIT_AXES else 1
-    length = rows // pieces  # rows of one shard
+    length = shape[0] // pieces  # rows of one shard
     filled = 0
     for shard in range(start // length, stop // length):
         for part, source in zip(parts, sources, strict=True):
@@ -360,19 +415,20 @@ def _fill(
             real = max(0, min(share, part.rows - first))  # the vocabulary's last rows may be padding
             for wanted in source.rows(first, real):
                 wanted = wanted[(slice(None), *index[1:])]
-                _copy(wanted, out[filled : filled + len(wanted)], source.tensor)
+                _give(wanted, filled, store, source.tensor)
                 filled += len(wanted)
-            out[filled : filled + share - real] = 0
+            if share > real:
+                store(filled, np.zeros((share - real, *shape[1:]), np.float32)[(slice(None), *index[1:])])
             filled += share - real
 
 
-def _copy(source: np.ndarray, target: np.ndarray, tensor: Tensor) -> None:
-    """Copy and cast `source`, a view of `tensor`, giving its pages back on the way."""
+def _give(source: np.ndarray, row: int, store: Callable[[int, np.ndarray], None], tensor: Tensor) -> None:
+    """Give `source`, a view of `tensor`, to `store` from `row` on, and its pages back on the way."""
     rows = len(source)
     if source.flags.c_contiguous and source.size:  # a row of a transposed tensor lies on all of its pages
         rows = max(1, _PIECE_BYTES * len(source) // source.nbytes)
     for start in range(0, len(source), max(1, rows)):
-        target[start : start + rows] = source[start : start + rows]
+        store(row + start, source[start : start + rows])
         tensor.release()
 
 
