@@ -221,8 +221,9 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     if isinstance(field.default, tuple):
         return {"action": "append", "type": _integer if members[0] is int else str, "metavar": _METAVARS[field.name]}
     inner = next((member for member in members if member is not type(None)), kind)
-    if get_origin(inner) is Literal:
-        return {"choices": get_args(inner)}
+    for literal in (kind, inner):  # a choice, or a choice or None
+        if get_origin(literal) is Literal:
+            return {"choices": get_args(literal)}
     if inner is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(inner) is Sequence:

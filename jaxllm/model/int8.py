@@ -75,4 +75,5 @@ def _quantizer(axes: tuple[str | None, ...], mesh: Mesh) -> Callable[[Array], In
         return Int8(values, scales.T)
 
     specs = Int8(partition(axes), partition(axes[::-1]))
-    return jax.jit(jax.shard_map(on_shard, mesh=mesh, in_specs=specs.values, out_specs=specs))
+    made = jax.shard_map(on_shard, mesh=mesh, in_specs=specs.values, out_specs=specs)
+    return jax.jit(made, out_shardings=Int8(named(mesh, axes), named(mesh, axes[::-1])))
