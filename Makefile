@@ -51,6 +51,7 @@ bench: $(VENV)/.dev  ## the figures that are promised, measured here
 	$(VENV)/bin/python -m tests.bench.padding
 	$(VENV)/bin/python -m tests.bench.overlap
 	$(VENV)/bin/python -m tests.bench.serving
+	$(VENV)/bin/python -m tests.bench.quantized
 
 notebooks: $(VENV)/.dev  ## run the notebooks and write their outputs into them
 	$(VENV)/bin/python -m tests.notebooks

@@ -136,7 +136,7 @@ def _params() -> list[SamplingParams]:
 
 def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
     given = {
-        "--tokenizer": "t", "--revision": "r", "--dtype": "float32", "--device": "cpu", "--engine-seed": "-3",
+        "--tokenizer": "t", "--revision": "r", "--dtype": "float32", "--device": "cpu", "--quantization": "int8", "--engine-seed": "-3",
         "--max-model-len": "4K", "--block-size": "32", "--max-num-batched-tokens": "2k", "--max-num-seqs": "8",
         "--tensor-parallel-size": "2", "--gpu-memory-utilization": "0.5", "--kv-cache-memory-bytes": "1G",
         "--num-kv-blocks": "9", "--scheduling-policy": "priority", "--max-logprobs": "7", "--load-format": "dummy",

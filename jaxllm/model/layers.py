@@ -23,8 +23,8 @@ from jaxllm.model.spec import Activation, BandScaling, LinearScaling, NormKind, 
 def linear(x: Array, weight: Array | Int8[Array], bias: Array | None = None) -> Array:
     """Multiply `x` [T, in] with `weight` [out, in] and add `bias` [out]: [T, out] in float32.
 
-    With an `Int8`, each row of `x` is rounded to 8 bits too, the products are summed as integers, and the scales of row
-    and channel multiply the sum.
+    With an `Int8`, each row of `x` is rounded to 8 bits too, the products are summed as 32-bit integers (exactly, up to
+    133,000 columns), and the scales of row and channel multiply the sum.
     """
     if isinstance(weight, Int8):
         rows, steps = by_row(x.astype(jnp.float32))

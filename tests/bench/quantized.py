@@ -99,6 +99,7 @@ def main() -> None:
                 taken.append(measured)
     for name, engine in engines.items():
         print(f"{name}: weights of {weights.num_bytes(engine.runner._params) / 2**20:.0f} MiB")
+        engine.close()
     figures = {}
     for rows, promised in PROMISED.items():
         narrow, ours = (statistics.median(seconds[name, rows]) for name in engines)
