@@ -136,7 +136,8 @@ def _params() -> list[SamplingParams]:
 
 def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
     given = {
-        "--tokenizer": "t", "--revision": "r", "--dtype": "float32", "--device": "cpu", "--quantization": "int8", "--engine-seed": "-3",
+        "--tokenizer": "t", "--revision": "r", "--dtype": "float32", "--device": "cpu",
+        "--quantization": "int8", "--engine-seed": "-3",
         "--max-model-len": "4K", "--block-size": "32", "--max-num-batched-tokens": "2k", "--max-num-seqs": "8",
         "--tensor-parallel-size": "2", "--gpu-memory-utilization": "0.5", "--kv-cache-memory-bytes": "1G",
         "--num-kv-blocks": "9", "--scheduling-policy": "priority", "--max-logprobs": "7", "--load-format": "dummy",
@@ -156,10 +157,11 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
     assert code == 0
     assert EngineConfig(model="m", **FakeLLM.made.settings) == EngineConfig(
         model="m", tokenizer="t", revision="r", dtype="float32", device="cpu", seed=-3, max_model_len=4096,
-        block_size=32, enable_prefix_caching=False, async_scheduling=False, enable_kv_cache_events=True,
-        max_num_batched_tokens=2000, max_num_seqs=8, tensor_parallel_size=2, gpu_memory_utilization=0.5,
-        kv_cache_memory_bytes=2**30, num_kv_blocks=9, scheduling_policy="priority", max_logprobs=7,
-        load_format="dummy", precompile="all", compilation_cache_dir="c", logits_processors=("module:function",),
+        quantization="int8", block_size=32, enable_prefix_caching=False,
+        async_scheduling=False, enable_kv_cache_events=True, max_num_batched_tokens=2000, max_num_seqs=8,
+        tensor_parallel_size=2, gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**30, num_kv_blocks=9,
+        scheduling_policy="priority", max_logprobs=7, load_format="dummy", precompile="all",
+        compilation_cache_dir="c", logits_processors=("module:function",),
     )  # fmt: skip
     assert _params() == [
         SamplingParams(

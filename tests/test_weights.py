@@ -74,7 +74,8 @@ def test_each_shard_holds_its_own_heads(tmp_path):
     assert not embed[97:].any()
 
 
-def test_each_shard_reads_its_own_bytes_and_no_others(tmp_path, monkeypatch):
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_each_shard_reads_its_own_bytes_and_no_others(tmp_path, monkeypatch, quantization):
     """Counts how often each byte of the file is copied, through the very views that the loader copies from."""
     config = CONFIG | {"num_key_value_heads": 4, "vocab_size": 98}  # 98 rows on four shards: 25, 25, 25, 23
     folder = write_checkpoint(tmp_path, config)
@@ -82,24 +83,23 @@ def test_each_shard_reads_its_own_bytes_and_no_others(tmp_path, monkeypatch):
     file = (folder / "model.safetensors").read_bytes()
     header_bytes = 8 + int.from_bytes(file[:8], "little")
     times, by_shard, shard = np.zeros(len(file), np.uint8), [0] * 4, 0
-    copy, read = weights._copy, weights._read
+    give, fill = weights._give, weights._fill
 
-    def counted_copy(source, target, tensor):
+    def counted_give(source, row, store, tensor):
         offset = source.ctypes.data - np.frombuffer(tensor.mapping, np.uint8).ctypes.data
         shape, strides = (*source.shape, source.itemsize), (*source.strides, 1)
         np.lib.stride_tricks.as_strided(times[offset:], shape, strides)[...] += 1
         by_shard[shard] += source.nbytes
-        copy(source, target, tensor)
+        give(source, row, store, tensor)
 
-    def noted_read(weight, sources, shards, dtype, index):
+    def noted_fill(store, parts, sources, shape, axis, shards, index):
         nonlocal shard
-        split = [at for at, axis in enumerate(weight.axes) if axis in sharding.SPLIT_AXES]
-        shard = index[split[0]].start * 4 // weight.shape[split[0]] if split and index else 0
-        return read(weight, sources, shards, dtype, index)
+        shard = max((piece.start or 0) * 4 // length for piece, length in zip(index, shape, strict=True))
+        fill(store, parts, sources, shape, axis, shards, index)
 
-    monkeypatch.setattr(weights, "_copy", counted_copy)
-    monkeypatch.setattr(weights, "_read", noted_read)
-    weights.load(folder, spec, family, sharding.make_mesh(jax.devices(), 4), "float32")
+    monkeypatch.setattr(weights, "_give", counted_give)
+    monkeypatch.setattr(weights, "_fill", noted_fill)
+    weights.load(folder, spec, family, sharding.make_mesh(jax.devices(), 4), "float32", quantization=quantization)
     assert (times[:header_bytes] == 0).all()
     np.testing.assert_array_equal(times[header_bytes:], 1)
     norms = 5 * 32 * 4  # bytes that all shards need, read once for all
