@@ -1,0 +1,84 @@
+"""`jaxllm bench sweep`: a grid of any other benchmark, resumable, with one table."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxllm.commands.arguments import Subparsers, Usage
+from jaxllm.commands.bench_results import positive
+
+
+def add(benchmarks: Subparsers) -> None:
+    """Describe the command."""
+    parser = benchmarks.add_parser(
+        "sweep",
+        help="run a grid of another benchmark",
+        allow_abbrev=False,
+        description="Run another benchmark with every combination of settings, each in a process of its own. Started "
+        "again with the same folder, it goes on with what is missing. Example: jaxllm bench sweep --out results "
+        "--vary request-rate=1,2,4 --vary max-concurrency=8,16 -- serve --num-prompts 200",
+    )
+    parser.add_argument("arguments", nargs="+", metavar="BENCHMARK", help="what is run, with its flags, after --")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of results, logs and the table")
+    parser.add_argument(
+        "--vary", action="append", default=[], metavar="FLAG=A,B", help="values of a flag; may be repeated"
+    )
+    parser.add_argument(
+        "--bench-params", metavar="FILE", help="JSON or YAML: a list of settings as vLLM's, or an object of lists"
+    )
+    parser.add_argument("--num-runs", type=positive, default=1, metavar="N", help="of each cell (default: 1)")
+    parser.add_argument("--dry-run", action="store_true", help="show the command lines, run nothing")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Run what is missing and write the table; 1 where a cell failed."""
+    from tqdm import tqdm
+
+    from jaxllm.bench import sweep
+    from jaxllm.commands.bench import BENCHMARKS
+
+    base = options["arguments"]
+    if base[0] not in BENCHMARKS or base[0] in ("sweep", "compare"):
+        raise Usage(f"{base[0]} is not a benchmark that can be swept; write it and its flags after --")
+    axes = _axes(options["vary"])
+    settings = sweep.grid(axes)
+    if options["bench_params"] is not None:
+        settings = [{**one, **own} for one in sweep.read_params(options["bench_params"]) for own in settings]
+    cells = sweep.make_cells(base, settings, options["num_runs"])
+    if options["dry_run"]:
+        for cell in cells:
+            print(shlex.join(["jaxllm", "bench", *cell.arguments]))
+        return 0
+    folder = Path(options["out"]).expanduser()
+    with tqdm(total=len(cells), unit="cell", disable=not sys.stderr.isatty()) as bar:
+
+        def advance(outcome: sweep.Outcome) -> None:
+            if outcome.failure:
+                bar.write(f"jaxllm: {outcome.cell.name} failed: {outcome.failure}", file=sys.stderr)
+            bar.update()
+
+        outcomes = sweep.run(cells, folder, advance)
+    rows = sweep.rows(outcomes)
+    (folder / "summary.csv").write_text(sweep.as_csv(rows), encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    print(sweep.table(rows))
+    print(f"{folder} has the results, and summary.csv and summary.json.")
+    return 1 if any(outcome.failure for outcome in outcomes) else 0
+
+
+def _axes(given: list[str]) -> dict[str, list[str]]:
+    """Read `request-rate=1,2,4`."""
+    axes = {}
+    for text in given:
+        name, equals, values = text.partition("=")
+        name = name.lstrip("-").replace("_", "-")
+        if not name or not equals or not all(values.split(",")) or name in axes:
+            raise Usage(f"--vary {text}: write a flag once, and its values, as request-rate=1,2,4")
+        axes[name] = values.split(",")
+    return axes
