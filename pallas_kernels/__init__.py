@@ -4,6 +4,6 @@ Imports jax and numpy, never jaxllm. Every operation takes `implementation`; Non
 that the program is compiled for, and `resolve` says which one that is.
 """
 
-from pallas_kernels.api import paged_decode, paged_prefill, resolve, write_kv
+from pallas_kernels.api import implementations, operations, paged_decode, paged_prefill, resolve, write_kv
 
-__all__ = ["paged_decode", "paged_prefill", "resolve", "write_kv"]
+__all__ = ["implementations", "operations", "paged_decode", "paged_prefill", "resolve", "write_kv"]

@@ -23,6 +23,16 @@ _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Array]]] = {
 }
 
 
+def operations() -> tuple[str, ...]:
+    """Name the operations that take an `implementation`."""
+    return tuple(_IMPLEMENTATIONS)
+
+
+def implementations(operation: str) -> tuple[str, ...]:
+    """Name the implementations of an operation."""
+    return tuple(_IMPLEMENTATIONS[operation])
+
+
 def resolve(operation: str, platform: str) -> str:
     """Name the best implementation of `operation` on `platform` ("cpu", "gpu", ...)."""
     if operation not in _IMPLEMENTATIONS:

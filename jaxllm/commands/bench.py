@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
-from jaxllm.commands import bench_compare, bench_latency, bench_scheduler, bench_serve, bench_sweep, bench_throughput
+from jaxllm.commands import (
+    bench_compare,
+    bench_kernels,
+    bench_latency,
+    bench_scheduler,
+    bench_serve,
+    bench_sweep,
+    bench_throughput,
+)
 from jaxllm.commands.arguments import Subparsers
 
 # A module each: `add` describes its flags, `run` does it and gives the exit code.
@@ -14,6 +22,7 @@ BENCHMARKS: Mapping[str, ModuleType] = {
     "throughput": bench_throughput,
     "latency": bench_latency,
     "scheduler": bench_scheduler,
+    "kernels": bench_kernels,
     "compare": bench_compare,
     "sweep": bench_sweep,
 }

@@ -1,0 +1,77 @@
+"""`bench kernels`: every implementation of every operation is measured, and a wrong one is seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pallas_kernels
+from jaxllm.bench import kernels
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def small_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(kernels, "READ_ROWS", 64)
+    monkeypatch.setattr(kernels, "HEADS", {"tiny": (4, 2, 8)})
+
+
+def test_every_implementation_of_every_operation(run_jaxllm: Run, tmp_path: Path) -> None:
+    target = tmp_path / "kernels.json"
+    code, out, _ = run_jaxllm(
+        "bench", "kernels", "--decode", "2x20", "--prefill", "2x20", "--num-iters", "3", "--output-json", str(target)
+    )
+    result = json.loads(target.read_text())
+    names = {
+        f"{operation}_tiny_2x20_{implementation}"
+        for operation in pallas_kernels.operations()
+        for implementation in pallas_kernels.implementations(operation)
+    }
+    assert code == 0 and set(result["max_difference"]) == names and len(names) >= 4
+    assert all(difference < 1e-5 for difference in result["max_difference"].values())
+    assert result["max_difference"]["paged_decode_tiny_2x20_xla"] == 0
+    name = "paged_decode_tiny_2x20_xla_gather"
+    assert result[f"median_{name}_us"] == np.median(result["samples"][f"{name}_us"])
+    assert all(sum(word in line for line in out.splitlines()) == 2 for word in ("paged_decode", "paged_prefill"))
+
+
+def test_the_reference_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs are such that the result is the mean of values, written out: queries of zeros see all alike."""
+    (case,) = kernels.make_cases("float32", [(2, 5)], [])
+    q, keys, values, tables, lengths = case.arrays
+    output = np.asarray(case.call("xla", q * 0, keys, values, tables, lengths))
+    for row in range(2):
+        seen = np.asarray(values)[int(tables[row, 0]), :, :5].mean(1)  # [K, C]
+        np.testing.assert_allclose(output[row], np.repeat(seen, 2, axis=0), atol=1e-6)
+    # Keys and values of 2 rows, 5 tokens, 2 heads of 8 in 4 bytes; queries and outputs of 4 heads.
+    assert case.num_bytes == 2 * (2 * 5 * 2 * 8 * 4) + 2 * (2 * 4 * 8 * 4)
+
+
+def test_one_that_is_wrong_or_slow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = kernels.make_cases("float32", [(2, 5)], [])
+
+    def call(implementation: str, *arrays: Any) -> Any:
+        return case.call("xla", *arrays) + (0.5 if implementation == "xla_gather" else 0)
+
+    seconds = iter([1.0, *[2.0, 4.0, 8.0] * 3])  # the sum and both implementations, in turns
+    monkeypatch.setattr(kernels, "_seconds", lambda *_: next(seconds))
+    rounds: list[None] = []
+    measured, reads = kernels.measure([case._replace(call=call)], 3, lambda: rounds.append(None))
+    assert [one.implementation for one in measured] == ["xla", "xla_gather"] and len(rounds) == 3
+    assert [one.max_difference for one in measured] == pytest.approx([0, 0.5], abs=1e-6)
+    assert reads.tolist() == [kernels.READ_BYTES / 2] * 3
+    share = case.num_bytes / 4 / (kernels.READ_BYTES / 2)
+    assert [one.bandwidth_share for one in measured] == pytest.approx([share, share / 2])
+
+
+@pytest.mark.parametrize("wrong", [("--decode", "16"), ("--decode", "0x4"), ("--dtype", "int8"), ("--num-iters", "0")])
+def test_what_is_wrong_is_said_in_a_line(run_jaxllm: Run, wrong: tuple[str, ...]) -> None:
+    code, out, err = run_jaxllm("bench", "kernels", *wrong)
+    assert code == 2 and not out and err.count("\n") == 1 and err.startswith("jaxllm: error: ")
