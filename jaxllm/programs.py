@@ -9,6 +9,7 @@ knows no weights and no state.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -181,6 +182,9 @@ class Programs:
                 self._metrics.programs_compiled += 1
                 self._metrics.compile_seconds += time.perf_counter() - start
                 self._ready[key] = program
+            del lowered
+            if not in_background or not self._queue:  # it takes 30 ms, in which allocations wait
+                _give_back()
 
     def _trace(self, key: Key, in_background: bool) -> Any:
         """Trace a program: in the background with pauses, for it is Python, and so is what runs steps."""
@@ -240,6 +244,13 @@ def _step_back() -> None:
         with suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
             if (thread / "comm").read_text().startswith("llvm-worker"):
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), BACKGROUND_NICENESS)
+
+
+def _give_back() -> None:
+    """Return the memory that compiling has freed to the system; glibc keeps it for the thread that freed it."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _join(join: weakref.WeakMethod[Callable[[], None]]) -> None:
