@@ -46,7 +46,7 @@ interop: $(VENV)/.dev tests/interop/node_modules  ## a client in another languag
 bench: $(VENV)/.dev  ## the figures that are promised, measured here
 	$(VENV)/bin/jaxllm bench scheduler
 	$(VENV)/bin/jaxllm bench scheduler --num-requests 1000 --load decode --limit-us 250
-	$(VENV)/bin/python -m tests.bench.start
+	$(VENV)/bin/jaxllm bench startup --num-iters 1 --limit-cold 15 --limit-warm 6
 	$(VENV)/bin/python -m tests.bench.compiling
 	$(VENV)/bin/python -m tests.bench.padding
 	$(VENV)/bin/python -m tests.bench.overlap

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 import time
 from array import array
@@ -25,6 +26,7 @@ from jaxllm import detokenizer, sampling, scheduler
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineError, RequestIdInUseError, UserError, too_long
 from jaxllm.metrics import Load, Metrics
+from jaxllm.phases import Phases, describe
 from jaxllm.profiling import DEFAULT_STEPS, Profile, span
 from jaxllm.prompts import Prompt, read_bad_words, read_prompt
 from jaxllm.repetition import RepetitionDetector
@@ -80,12 +82,16 @@ class LLMEngine:
         self.metrics = Metrics() if metrics is None else metrics
         self.num_rows = 0  # requests that took part in the last step
         # What can be wrong with a model comes before what takes long.
-        setup = prepare(config)
-        self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer or setup.folder)
+        phases = Phases()
+        with phases.phase("setup") as causes:
+            setup = prepare(config)
+            causes.append(f"config.json, {len(setup.devices)} × {setup.devices[0].device_kind}")
+        with phases.phase("tokenizer"):
+            self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer or setup.folder)
         self.generation_config = setup.generation_config
         self.default_params = default_sampling_params(setup.generation_config)
         self.eos_ids = _eos_ids(self.tokenizer, setup.generation_config)
-        self.runner = Runner(config, setup, self.metrics, progress)
+        self.runner = Runner(config, setup, self.metrics, progress, phases=phases)
         self.vocab_size = setup.spec.vocab_size
         self.max_model_len = self.runner.geometry.max_model_len
         self._limits = self.runner.limits
@@ -103,6 +109,12 @@ class LLMEngine:
         self._depth = 2 if config.async_scheduling else 1
         self._in_flight: deque[tuple[Plan, StepInFlight]] = deque()
         self._profile: Profile | None = None  # a trace that is being made
+        self.start_phases = phases.finished()  # how long the start took, and why
+        text = describe(self.start_phases)
+        if progress:
+            print(text, file=sys.stderr)
+        else:
+            logging.getLogger(__name__).info("%s", text)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0

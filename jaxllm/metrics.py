@@ -18,6 +18,7 @@ class Metrics:
     programs_compiled: int = 0  # ahead of time, by the engine's own threads
     programs_failed: int = 0  # in the background; larger ones serve in their place
     compile_seconds: float = 0.0  # spent on them, added up over threads
+    trace_seconds: float = 0.0  # of these, on tracing
     compilations_after_ready: int = 0  # in front of a request, which must never happen
     steps: int = 0
     padded_tokens: int = 0  # rows of the programs that ran, padding included

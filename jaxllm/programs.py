@@ -198,6 +198,7 @@ class Programs:
             lowered = self._lower(key)
             self._traced_until = time.monotonic()
             self._traced_for = self._traced_until - start
+            self._metrics.trace_seconds += self._traced_for
         return lowered
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -22,12 +23,13 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
-from jaxllm import batch, cache, prepared, sharding, step
+from jaxllm import batch, cache, memory, prepared, sharding, step
 from jaxllm.cache import Geometry
 from jaxllm.config import EngineConfig
 from jaxllm.memory import MemoryPlan
 from jaxllm.metrics import Metrics
 from jaxllm.model import decoder, weights
+from jaxllm.phases import Compilations, Phases
 from jaxllm.processors import load_processors
 from jaxllm.profiling import span
 from jaxllm.programs import Key, Programs
@@ -67,33 +69,56 @@ class Runner:
         metrics: Metrics,
         progress: bool = False,
         needs_weights: bool = True,
+        phases: Phases | None = None,
     ) -> None:
-        """Load the weights and compile; without weights, programs and state are all there is, and nothing can run."""
+        """Load the weights and compile; without weights, programs and state are all there is, and nothing can run.
+
+        How long that took, and why, is added to `phases`.
+        """
+        phases = Phases() if phases is None else phases
         use_compilation_cache(config.cache_dir())
         self.setup = setup
         self.metrics = metrics
         self._config = config
-        self._processors = load_processors(config.logits_processors, setup.spec.vocab_size)
-        self.extras = extras_of(config, setup.spec)
-        self.num_logprobs = step.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
-        self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
-        self._params_shapes = weights.abstract(setup.spec, self._mesh, setup.dtype, config.quantization)
-        free = free_bytes(setup, self._mesh.size)
-        plan = plan_memory(config, setup, self._mesh, free)
-        if needs_weights and config.load_format != "dummy":
-            weights.check(setup.folder, setup.spec, setup.family, self._mesh.size)
+        with phases.phase("plan"):
+            self._processors = load_processors(config.logits_processors, setup.spec.vocab_size)
+            self.extras = extras_of(config, setup.spec)
+            self.num_logprobs = step.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
+            self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
+            self._params_shapes = weights.abstract(setup.spec, self._mesh, setup.dtype, config.quantization)
+            free = free_bytes(setup, self._mesh.size)
+            plan = plan_memory(config, setup, self._mesh, free)
+            if needs_weights and config.load_format != "dummy":
+                weights.check(setup.folder, setup.spec, setup.family, self._mesh.size)
         self._params: step.Leaves = ()
         self._state: step.Leaves = ()
         self._running_thread: int | None = None
+        compilations = Compilations()
+        compilations.begin()
         self._start_programs(plan, progress)
         try:
             if needs_weights:
-                self._params = tuple(jax.tree.leaves(self._load(config, progress)))
-            self._finish_programs(free, progress)
+                with phases.phase("weights") as causes:
+                    started = time.perf_counter()
+                    self._params = tuple(jax.tree.leaves(self._load(config, progress)))
+                    num_bytes = sum(leaf.nbytes for leaf in self._params)
+                    speed = memory.size(int(num_bytes / (time.perf_counter() - started)))
+                    source = "random" if config.load_format == "dummy" else f"from {setup.folder}"
+                    causes.append(f"{memory.size(num_bytes)} ({speed}/s) {source}")
+            with phases.phase("programs") as causes:
+                self._finish_programs(free, progress)
+                causes.append("traced and compiled what was not there yet")
         except BaseException:
             self.programs.close()
             raise
-        self.renew()
+        finally:
+            compilations.end()
+        phases.note_beside("tracing", metrics.trace_seconds, f"{len(self.programs)} covering programs")
+        phases.note_beside("compiling", compilations.seconds, str(compilations))
+        with phases.phase("memory") as causes:
+            self.renew()
+            causes.append(memory.size(sum(leaf.nbytes for leaf in self._state)))
+            causes.append("KV blocks and slots")
         self._listener = _listener(weakref.ref(self))
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, self._listener)

@@ -49,6 +49,11 @@ def sampling_params(job: Job, n: int, detokenize: bool) -> SamplingParams:
     )
 
 
+def requests(jobs: Sequence[Job], n: int, detokenize: bool) -> list[tuple[Any, SamplingParams]]:
+    """Make what the engine takes of jobs."""
+    return [(_prompt(job), sampling_params(job, n, detokenize)) for job in jobs]
+
+
 def warm_up_jobs(jobs: Sequence[Job], count: int) -> list[Job]:
     """Take the first jobs, with short outputs."""
     return [replace(job, max_tokens=min(job.max_tokens, WARM_UP_TOKENS)) for job in jobs[:count]]

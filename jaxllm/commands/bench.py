@@ -7,10 +7,12 @@ from types import ModuleType
 
 from jaxllm.commands import (
     bench_compare,
+    bench_explain,
     bench_kernels,
     bench_latency,
     bench_scheduler,
     bench_serve,
+    bench_startup,
     bench_sweep,
     bench_throughput,
 )
@@ -21,8 +23,10 @@ BENCHMARKS: Mapping[str, ModuleType] = {
     "serve": bench_serve,
     "throughput": bench_throughput,
     "latency": bench_latency,
+    "startup": bench_startup,
     "scheduler": bench_scheduler,
     "kernels": bench_kernels,
+    "explain": bench_explain,
     "compare": bench_compare,
     "sweep": bench_sweep,
 }

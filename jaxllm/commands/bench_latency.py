@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxllm.commands.arguments import Subparsers, add_model, engine_config
 from jaxllm.commands.bench_results import add_output, check_context, check_output, natural, positive, write
+from jaxllm.commands.bench_trace import add_trace, check_trace, traced
 from jaxllm.commands.session import open_llm
 from jaxllm.flags import add_engine_flags
 
@@ -35,6 +36,7 @@ def add(benchmarks: Subparsers) -> None:
     )
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the prompts (default: 0)")
     parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
+    add_trace(parser)
     add_model(parser)
     add_output(parser)
     add_engine_flags(parser.add_argument_group("engine"))
@@ -46,8 +48,10 @@ def run(options: dict[str, Any]) -> int:
     options = {**ENGINE_DEFAULTS, **options}
     config = engine_config(options)
     check_output(options)
+    check_trace(options)
     check_context(config, options["input_len"], options["output_len"])
     from jaxllm.bench import latency
+    from jaxllm.bench.traced import batch
 
     with open_llm(options) as llm:
         latencies = latency.measure(
@@ -61,7 +65,14 @@ def run(options: dict[str, Any]) -> int:
             num_iters=options["num_iters"],
             seed=options["seed"],
         )
-    text, figures = latency.report(latencies)
-    print(text)
+        text, figures = latency.report(latencies)
+        print(text)
+        sizes = (
+            llm.engine.vocab_size,
+            options["batch_size"] * options["n"],
+            options["input_len"],
+            options["output_len"],
+        )
+        figures |= traced(llm, lambda: batch(*sizes), options)
     write(options, {"model_id": config.model, **figures})
     return 0

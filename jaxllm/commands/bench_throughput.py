@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, engine_config
 from jaxllm.commands.bench_results import add_output, check_context, check_output, natural, positive, write
+from jaxllm.commands.bench_trace import add_trace, check_trace, traced
 from jaxllm.commands.bench_workload import add_dataset_flags, dataset_options
 from jaxllm.commands.session import open_llm
 from jaxllm.config import EngineConfig
@@ -38,6 +39,7 @@ def add(benchmarks: Subparsers) -> None:
     parser.add_argument("--async-engine", action="store_true", help="through AsyncLLM, with a reader for each request")
     parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
     parser.add_argument("--hf-max-batch-size", type=positive, metavar="N", help="prompts in a batch of --backend hf")
+    add_trace(parser)
     add_model(parser)
     add_output(parser)
     add_dataset_flags(parser.add_argument_group("dataset"))
@@ -48,6 +50,7 @@ def add(benchmarks: Subparsers) -> None:
 def run(options: dict[str, Any]) -> int:
     """Measure and show, in vLLM's words."""
     _check_backend(options)
+    check_trace(options)
     options = {**ENGINE_DEFAULTS, **options}
     config = engine_config(options)
     check_output(options)
@@ -61,22 +64,30 @@ def run(options: dict[str, Any]) -> int:
 
     # Text or ids is the same work, and both backends get the same ids.
     jobs = make_jobs(dataset, load_tokenizer(config.tokenizer or config.model, config.revision), as_text=False)
+    explained: dict[str, Any] = {}
     if options["backend"] == "hf":
         served = _with_transformers(config, options, jobs)
     else:
         longest = max(jobs, key=lambda job: job.prompt_tokens + job.max_tokens)
         check_context(config, longest.prompt_tokens, longest.max_tokens)
-        served = _with_jaxllm(options, jobs)
+        served, explained = _with_jaxllm(options, jobs)
     text, figures = throughput.report(options["backend"], jobs, served)
+    figures |= explained
     print(text)
     if served.num_compiled:
         print(f"jaxllm: {served.num_compiled} programs were compiled meanwhile, in the time above.", file=sys.stderr)
-    write(options, {"model_id": config.model, "dataset_name": dataset.dataset_name, "n": options["n"], **figures})
+    write(
+        options,
+        {"model_id": config.model, "dataset_name": dataset.dataset_name, "n": options["n"], **figures, **explained},
+    )
     return 0
 
 
 def _check_backend(options: Mapping[str, Any]) -> None:
     """Refuse flags that the backend does not read."""
+    is_traced = options["explain"] or options["profile"] is not None
+    if is_traced and (options["backend"] == "hf" or options["async_engine"]):
+        raise Usage("--explain and --profile are of --backend jaxllm without --async-engine")
     if options["backend"] == "jaxllm":
         if options["hf_max_batch_size"] is not None:
             raise Usage("--hf-max-batch-size is of --backend hf")
@@ -94,14 +105,16 @@ def _check_backend(options: Mapping[str, Any]) -> None:
     huggingface.check()
 
 
-def _with_jaxllm(options: Mapping[str, Any], jobs: Sequence[Job]) -> Served:
+def _with_jaxllm(options: Mapping[str, Any], jobs: Sequence[Job]) -> tuple[Served, dict[str, Any]]:
     from jaxllm.bench import throughput
 
     settings = (options["n"], not options["disable_detokenize"], options["num_warmups"])
     if options["async_engine"]:
-        return throughput.run_async({"model": options["model"], **given(options, EngineConfig)}, jobs, *settings)
+        return throughput.run_async({"model": options["model"], **given(options, EngineConfig)}, jobs, *settings), {}
     with open_llm(options) as llm:
-        return throughput.run(llm, jobs, *settings)
+        served = throughput.run(llm, jobs, *settings)
+        llm.reset_prefix_cache()
+        return served, traced(llm, lambda: throughput.requests(jobs, *settings[:2]), options)
 
 
 def _with_transformers(config: EngineConfig, options: Mapping[str, Any], jobs: Sequence[Job]) -> Served:

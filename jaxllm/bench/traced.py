@@ -1,0 +1,56 @@
+"""Runs steps of an engine under the profiler and explains them. Nothing else is measured then: a trace has its cost."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxllm.bench.explain import Explanation, explain, programs_in, read_trace
+from jaxllm.types import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.engine import LLMEngine
+    from jaxllm.prompts import Prompt
+
+
+def trace(
+    engine: LLMEngine,
+    requests: Sequence[tuple[Prompt, SamplingParams]],
+    num_skipped: int,
+    num_steps: int,
+    folder: str | None = None,
+) -> Explanation:
+    """Give the engine requests, explain `num_steps` steps after the first `num_skipped`, and abort what is left.
+
+    The trace is kept in `folder`. Programs should be compiled already, and no other request be there.
+    """
+    accepted = [engine.accept(f"traced-{number}", *request) for number, request in enumerate(requests)]
+    engine.add(accepted)
+    try:
+        for _ in range(num_skipped):
+            engine.step()
+        with nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory() as place:
+            profile = engine.start_profile(place, num_steps)
+            try:
+                for _ in range(num_steps):
+                    engine.step()
+            finally:
+                path = profile.stop()
+            return _explain(engine, path)
+    finally:
+        engine.abort_requests([(request.request_id, "abort") for request in accepted])
+
+
+def batch(vocab_size: int, batch_size: int, input_len: int, output_len: int) -> list[tuple[Prompt, SamplingParams]]:
+    """Make a batch of greedy requests that share no prefix."""
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len)
+    prompts = [[(7 * number + index) % vocab_size for index in range(input_len)] for number in range(batch_size)]
+    return [(prompt, params) for prompt in prompts]
+
+
+def _explain(engine: LLMEngine, path: Path) -> Explanation:
+    events = read_trace(path)
+    return explain(events, engine.runner.program_texts(programs_in(events)))

@@ -1,0 +1,61 @@
+"""`jaxllm bench explain`: where the time of a step goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxllm.commands.arguments import Subparsers, add_model, engine_config
+from jaxllm.commands.bench_results import add_output, check_context, check_output, natural, positive, write
+from jaxllm.commands.session import open_llm
+from jaxllm.flags import add_engine_flags
+
+DEFAULTS = {"EngineConfig.precompile": "all"}  # steps of programs that are too large would be explained otherwise
+
+
+def add(benchmarks: Subparsers) -> None:
+    """Describe the command."""
+    parser = benchmarks.add_parser(
+        "explain",
+        help="split the time of a step: attention, matrix products, sampling, host, waiting",
+        allow_abbrev=False,
+        description="Run a batch under the profiler and split the time of its steps. All programs are compiled before, "
+        "unless flags say otherwise.",
+    )
+    for flag, kind, default, text in (
+        ("--batch-size", positive, 8, "requests at once"),
+        ("--input-len", positive, 32, "tokens of a prompt"),
+        ("--num-skipped", natural, 8, "steps before those that are traced; 0: with the prompts"),
+        ("--num-steps", positive, 32, "steps that are traced"),
+    ):
+        parser.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
+    parser.add_argument("--profile", metavar="DIR", help="keep the trace here, for ui.perfetto.dev")
+    add_model(parser)
+    add_output(parser, has_plot=False)
+    add_engine_flags(parser.add_argument_group("engine"))
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Trace, explain and show."""
+    options = {**DEFAULTS, **options}
+    config = engine_config(options)
+    check_output(options)
+    from jaxllm.bench.explain import report
+    from jaxllm.bench.traced import batch, trace
+
+    num_steps = options["num_skipped"] + options["num_steps"]
+    # A chunk of a prompt is a step without a token; steps overlap, so one more is on its way at the end.
+    output_len = num_steps + 2
+    check_context(config, options["input_len"], output_len)
+    with open_llm(options) as llm:
+        explanation = trace(
+            llm.engine,
+            batch(llm.engine.vocab_size, options["batch_size"], options["input_len"], output_len),
+            options["num_skipped"],
+            options["num_steps"],
+            options["profile"],
+        )
+    print(report(explanation))
+    settings = {name: options[name] for name in ("batch_size", "input_len", "num_skipped", "num_steps")}
+    write(options, {"model_id": config.model, **settings, **explanation.as_json()})
+    return 0

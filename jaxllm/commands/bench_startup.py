@@ -1,0 +1,57 @@
+"""`jaxllm bench startup`: how long starts take, cold and warm, each in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from jaxllm.commands.arguments import Subparsers, add_model, engine_config
+from jaxllm.commands.bench_results import add_output, check_output, positive, write
+from jaxllm.config import EngineConfig
+from jaxllm.errors import EngineError
+from jaxllm.flags import add_engine_flags, given
+
+
+def add(benchmarks: Subparsers) -> None:
+    """Describe the command."""
+    parser = benchmarks.add_parser(
+        "startup",
+        help="measure starts, cold and warm",
+        allow_abbrev=False,
+        description="Measure starts from the process's beginning until the engine is ready, until the first token, and "
+        "until all programs are there: cold with an empty cache of programs, warm with those of a cold start. With "
+        "--compilation-cache-dir, only warm starts from there.",
+    )
+    parser.add_argument("--num-iters", type=positive, default=3, metavar="N", help="starts of each kind (default: 3)")
+    parser.add_argument("--all-programs", action="store_true", help="wait for all programs, in cold starts minutes")
+    for kind in ("cold", "warm"):
+        parser.add_argument(
+            f"--limit-{kind}", type=float, metavar="SECONDS", help=f"fail if the first token of {kind} starts is later"
+        )
+    add_model(parser)
+    add_output(parser, has_plot=False)
+    add_engine_flags(parser.add_argument_group("engine"), skipped={"logits_processors"})
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Measure, show, and hold the limits."""
+    config = engine_config(options)
+    check_output(options)
+    from tqdm import tqdm
+
+    from jaxllm.bench import startup
+
+    settings = {"model": config.model, **given(options, EngineConfig)}
+    cache = settings.pop("compilation_cache_dir", None)
+    num_iters = options["num_iters"]
+    with tqdm(total=num_iters * (1 if cache else 2), unit="start", disable=not sys.stderr.isatty()) as bar:
+        starts = startup.measure(settings, num_iters, options["all_programs"], cache, lambda _: bar.update())
+    print(startup.report(starts))
+    figures = startup.summary(starts)
+    write(options, {"model_id": config.model, **figures})
+    for kind in ("cold", "warm"):
+        limit, found = options[f"limit_{kind}"], figures.get(f"{kind}_first_token_s")
+        if limit is not None and found is not None and found > limit:
+            raise EngineError(f"the first token of a {kind} start comes after {found:.1f} s; the limit is {limit:g} s.")
+    return 0

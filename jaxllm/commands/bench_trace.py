@@ -1,0 +1,50 @@
+"""What benchmarks share that can say where a step's time goes: `--explain` and `--profile`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.commands.arguments import Usage, add_profile
+
+if TYPE_CHECKING:
+    from jaxllm.llm import LLM
+    from jaxllm.types import SamplingParams
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="split a step's time: the first steps run again, under the profiler",
+    )
+    add_profile(parser, "these steps")
+
+
+def check_trace(options: Mapping[str, Any]) -> None:
+    """Refuse what cannot be traced."""
+    if options["profile_steps"] < 1:
+        raise Usage("--profile-steps must be at least 1")
+
+
+def traced(
+    llm: LLM, requests: Callable[[], Sequence[tuple[Any, SamplingParams]]], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run the first steps of requests under the profiler, if a flag asks for it, and print what came of it.
+
+    Returns what a result file holds of it.
+    """
+    if not options["explain"] and options["profile"] is None:
+        return {}
+    from jaxllm.bench.explain import report
+    from jaxllm.bench.traced import trace
+
+    explanation = trace(llm.engine, requests(), 0, options["profile_steps"], options["profile"])
+    if options["profile"] is not None:
+        print(f"The trace is in {options['profile']}: open perfetto_trace.json.gz at https://ui.perfetto.dev.")
+    if not options["explain"]:
+        return {}
+    print(report(explanation))
+    return {"explanation": explanation.as_json()}
