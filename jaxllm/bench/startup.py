@@ -81,7 +81,7 @@ def measure(
     starts = []
     with tempfile.TemporaryDirectory() as temporary:
         both: tuple[Kind, ...] = ("warm",) if cache else ("cold", "warm")
-        kinds = [kind for kind in both for _ in range(num_iters)]
+        kinds: list[Kind] = [kind for kind in both for _ in range(num_iters)]
         folder = cache or temporary
         for number, kind in enumerate(kinds):
             if kind == "cold":
