@@ -36,13 +36,18 @@ llm.engine.add_request("0", [1], SamplingParams(temperature=0.0, max_tokens=1, i
 while not llm.engine.step():
     pass
 first = time.time()
-found = {"import_s": imported - begun, "ready_s": ready - begun, "first_token_s": first - begun, "all_programs_s": None}
+complete = None
 if waits_for_all:
     llm.engine.runner.programs.wait()
-    found["all_programs_s"] = time.time() - begun
-found["num_programs"] = len(llm.engine.runner.programs)
-found["phases"] = [phase._asdict() for phase in llm.engine.start_phases]
-sys.stdout.write(json.dumps(found))
+    complete = time.time() - begun
+sys.stdout.write(json.dumps({
+    "import_s": imported - begun,
+    "ready_s": ready - begun,
+    "first_token_s": first - begun,
+    "all_programs_s": complete,
+    "num_programs": len(llm.engine.runner.programs),
+    "phases": [phase._asdict() for phase in llm.engine.start_phases],
+}))
 sys.stdout.flush()
 os._exit(0)
 """
