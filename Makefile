@@ -43,15 +43,8 @@ proto: $(VENV)/.dev  ## check the gRPC API's files and make its stubs, jaxllm/v1
 interop: $(VENV)/.dev tests/interop/node_modules  ## a client in another language (needs node and npm)
 	$(VENV)/bin/python -m pytest tests/test_serve.py -k node
 
-bench: $(VENV)/.dev  ## the figures that are promised, measured here
-	$(VENV)/bin/jaxllm bench scheduler
-	$(VENV)/bin/jaxllm bench scheduler --num-requests 1000 --load decode --limit-us 250
-	$(VENV)/bin/jaxllm bench startup --num-iters 1 --limit-cold 15 --limit-warm 6
-	$(VENV)/bin/python -m tests.bench.compiling
-	$(VENV)/bin/python -m tests.bench.padding
-	$(VENV)/bin/python -m tests.bench.overlap
-	$(VENV)/bin/python -m tests.bench.serving
-	$(VENV)/bin/python -m tests.bench.quantized
+bench: $(VENV)/.dev  ## the figures that are promised, measured here; BENCHMARKS.md has more rounds of each
+	$(VENV)/bin/python -m tests.bench
 
 notebooks: $(VENV)/.dev  ## run the notebooks and write their outputs into them
 	$(VENV)/bin/python -m tests.notebooks

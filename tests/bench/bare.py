@@ -25,12 +25,8 @@ from tests.bench import shapes
 from tests.bench.sides import generate
 
 PROMPT = 16
-# Model, rows, tokens, rounds, and the share of the bare speed that is promised.
-CASES: tuple[tuple[str, int, int, int, float], ...] = (
-    ("qwen2.5-0.5b", 1, 24, 5, 0.95),
-    ("qwen2.5-0.5b", 16, 24, 5, 0.95),
-    ("embedded", 64, 64, 9, 0.70),
-)
+# Model, rows, tokens, and the share of the bare speed that is promised.
+CASES = (("qwen2.5-0.5b", 1, 24, 0.95), ("qwen2.5-0.5b", 16, 24, 0.95), ("embedded", 64, 64, 0.70))
 
 
 class Packed(NamedTuple):
@@ -86,10 +82,11 @@ def compile_greedy(engine: LLMEngine, decode: Sequence[int], ragged: Sequence[in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=shapes.DTYPES, default="float32")
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     reached = [
-        (measure(model, options.dtype, rows, new, rounds, promised) / promised, model, rows)
-        for model, rows, new, rounds, promised in CASES
+        (measure(model, options.dtype, rows, new, options.rounds, promised) / promised, model, rows)
+        for model, rows, new, promised in CASES
     ]
     excess, model, rows = min(reached)
     assert excess >= 1.0, f"{model} at {rows} rows stays behind what is promised"

@@ -8,6 +8,7 @@ so the idle time is what passes from its end to the next dispatch.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from jaxllm.engine import LLMEngine
 from jaxllm.runner import StepInFlight
 from tests.bench.bare import packed_steps, replay
 
-ROWS, STEPS, ROUNDS = 64, 48, 8
+ROWS, STEPS = 64, 48
 IDLE_LIMIT = 0.10  # of a step
 
 
@@ -69,13 +70,16 @@ def measure(engine: LLMEngine, bare: float) -> tuple[float, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    rounds = parser.parse_args().rounds
     engines = {"overlapped": make(True), "one after the other": make(False)}
     with packed_steps() as steps:
         measure(engines["overlapped"], bare=0.0)
     decodes = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == ROWS]
     seconds: dict[str, list[float]] = {name: [] for name in ("bare", *engines)}
     idle: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(ROUNDS + 1):
+    for number in range(rounds + 1):
         bare = replay(engines["overlapped"], decodes) / len(decodes)
         if number:
             seconds["bare"].append(bare)

@@ -6,6 +6,7 @@ alike; the medians are compared.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -20,7 +21,7 @@ import grpc
 from jaxllm.v1 import inference_pb2, inference_pb2_grpc
 from tests.serving_process import ROOT, ServingProcess
 
-STREAMS, TOKENS, ROUNDS = 200, 64, 3
+STREAMS, TOKENS = 200, 64
 LIMIT = 0.35  # the most that the front ends may cost
 OFFLINE = f"""
 import sys, time
@@ -89,6 +90,9 @@ async def over_http(url: str) -> int:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}"}
     offline = subprocess.Popen(
         [sys.executable, "-c", OFFLINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -112,7 +116,7 @@ def main() -> None:
             reset()
             return taken
 
-        for number in range(ROUNDS + 1):
+        for number in range(rounds + 1):
             offline.stdin.write("go\n")
             offline.stdin.flush()
             took = {"offline": float(offline.stdout.readline())}
@@ -123,7 +127,7 @@ def main() -> None:
                     seconds[name].append(value)
     offline.kill()
     speeds = {name: STREAMS * TOKENS / statistics.median(values) for name, values in seconds.items()}
-    print(f"{STREAMS} streams of {TOKENS} tokens, median of {ROUNDS} rounds")
+    print(f"{STREAMS} streams of {TOKENS} tokens, median of {rounds} rounds")
     for name, speed in speeds.items():
         cost = 1 - speed / speeds["offline"]
         print(f"  {name:8} {speed:8.0f} tokens/s" + ("" if name == "offline" else f"   cost {cost:6.1%}"))

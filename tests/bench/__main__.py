@@ -1,0 +1,73 @@
+"""Every figure that is promised, one measurement after the other: `python -m tests.bench [--long] [NAME …]`.
+
+The short version is a look; BENCHMARKS.md has the long one's. What stays behind its aim is listed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tests.bench.against_transformers import TORCH
+
+
+class Measurement(NamedTuple):
+    """One figure: the command, and what makes it short."""
+
+    command: Sequence[str]
+    short: Sequence[str] = ()
+
+
+def _bench(module: str, *short: str) -> Measurement:
+    return Measurement(["-m", f"tests.bench.{module}"], short)
+
+
+MEASUREMENTS = {
+    "scheduler": Measurement(
+        ["-m", "jaxllm", "bench", "scheduler", "--num-requests", "1000", "--load", "decode", "--limit-us", "250"]
+    ),
+    "padding": _bench("padding"),
+    "host": _bench("host"),
+    "start": Measurement(
+        ["-m", "jaxllm", "bench", "startup", "--limit-cold", "15", "--limit-warm", "6"], ["--num-iters", "1"]
+    ),
+    "overlap": _bench("overlap", "--rounds", "3"),
+    "bare": _bench("bare", "--rounds", "3"),
+    "quantized": _bench("quantized", "--rounds", "2"),
+    "prefix_cache": _bench("prefix_cache", "--requests", "50", "--rounds", "3"),
+    "random_serving": _bench("random_serving", "--model", "embedded", "--rounds", "1"),
+    "serving": _bench("serving", "--rounds", "1"),
+    "compiling": _bench("compiling", "--rounds", "1"),
+    "against_transformers": _bench("against_transformers", "--rounds", "1"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=MEASUREMENTS, metavar="NAME", help=", ".join(MEASUREMENTS))
+    parser.add_argument("--long", action="store_true", help="as many rounds as BENCHMARKS.md")
+    options = parser.parse_args()
+    behind = []
+    for name in options.names or MEASUREMENTS:
+        if name == "against_transformers" and not TORCH.exists():
+            print(f"== {name}: left out, `make {TORCH.parents[1].name}/.parity` makes the environment with torch")
+            continue
+        measurement = MEASUREMENTS[name]
+        command = [sys.executable, *measurement.command, *(() if options.long else measurement.short)]
+        print(f"== {name}", flush=True)
+        began = time.monotonic()
+        ended = subprocess.run(command, check=False)
+        print(f"== {name} took {time.monotonic() - began:.0f} s", flush=True)
+        if ended.returncode:
+            behind.append(name)
+    if behind:
+        print(f"behind their aims: {', '.join(behind)}")
+    return 1 if behind else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
