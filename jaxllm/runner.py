@@ -125,8 +125,10 @@ class Runner:
         if config.precompile == "background":
             self.programs.begin(self.programs.rest, max(1, (os.cpu_count() or 2) // 2), in_background=True)
         elif config.precompile == "all":
-            self.programs.begin(self.programs.rest, os.cpu_count() or 2)
-            self.programs.wait(progress)
+            with phases.phase("all programs") as causes:
+                self.programs.begin(self.programs.rest, os.cpu_count() or 2)
+                self.programs.wait(progress)
+                causes.append(f"{self.programs.num_all} (precompile is 'all')")
 
     @property
     def limits(self) -> Limits:
