@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,14 @@ class Shape:
 
     def __str__(self) -> str:
         return f"decode[{self.rows}]" if self.is_decode else f"ragged[{self.tokens}]"
+
+
+class Extent(NamedTuple):
+    """What of a plan decides which shapes hold it."""
+
+    tokens: int
+    rows: int
+    tiles: int  # of its chunks of prompts; 0: every row is a decode row
 
 
 def decode_shapes(num_slots: int, smallest: int = 1) -> list[Shape]:
@@ -89,12 +98,17 @@ def max_chunks(tokens: int, num_slots: int) -> int:
     return min(num_slots, max(1, 2 * tokens // TILE))
 
 
-def fits(plan: Plan, shape: Shape) -> bool:
+def extent(plan: Plan) -> Extent:
+    """Measure a plan."""
+    tiles = int((-(-plan.lengths[plan.num_decodes :] // TILE)).sum())
+    return Extent(plan.num_tokens, len(plan.slots), tiles)
+
+
+def fits(size: Extent, shape: Shape) -> bool:
     """Say whether a plan can be packed into a shape; entries of the block table that do not fit are sent ahead."""
     if shape.is_decode:
-        return plan.num_decodes == len(plan.slots) <= shape.rows
-    tiles = int((-(-plan.lengths[plan.num_decodes :] // TILE)).sum())
-    return plan.num_tokens <= shape.tokens and len(plan.slots) <= shape.rows and tiles <= shape.tiles
+        return not size.tiles and size.rows <= shape.rows
+    return size.tokens <= shape.tokens and size.rows <= shape.rows and size.tiles <= shape.tiles
 
 
 def fields(shape: Shape) -> dict[str, tuple[int, tuple[int, ...]]]:

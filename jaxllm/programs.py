@@ -108,10 +108,10 @@ class Programs:
         A cheaper one that is not ready yet is compiled next.
         """
         self._last_step = time.monotonic()
-        is_decode = plan.num_decodes == len(plan.slots)
+        size = batch.extent(plan)
         is_wanted = True
-        for key in self._by_cost[is_decode]:
-            if VARIANTS.index(key.variant) < VARIANTS.index(variant) or not batch.fits(plan, key.shape):
+        for key in self._by_cost[not size.tiles]:
+            if not batch.fits(size, key.shape) or VARIANTS.index(key.variant) < VARIANTS.index(variant):
                 continue
             if key in self._ready:
                 return key

@@ -76,8 +76,9 @@ def simulate(machine: Machine, rate: float, count: int, decode: Sequence[Shape],
         if arrived > first:
             state = scheduler.add(state, limits, requests[first:arrived])
         state, plan = scheduler.plan(state, limits, now)
-        is_decode = plan.num_decodes == len(plan.slots)
-        shape = next(shape for shape in (decode if is_decode else ragged) if batch.fits(plan, shape))
+        size = batch.extent(plan)
+        is_decode = not size.tiles
+        shape = next(shape for shape in (decode if is_decode else ragged) if batch.fits(size, shape))
         at = 0 if is_decode else 2
         totals[at : at + 2] += plan.num_tokens, shape.tokens
         now += machine.step + machine.row * shape.tokens
