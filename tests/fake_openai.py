@@ -55,6 +55,8 @@ class FakeOpenAI:
         if body["model"] == "refusing":
             error = {"message": f"request {len(self.bodies)} is\nnot wanted", "type": "bad"}
             return JSONResponse({"error": error}, status_code=400)
+        if body["model"] == "strict" and "ignore_eos" in body:
+            return JSONResponse({"detail": "Unexpected fields in the request: {'ignore_eos'}"}, status_code=422)
         if body["model"] == "broken":
             return PlainTextResponse("<h1>oops</h1>", status_code=502)
         return StreamingResponse(self._events(body, "messages" in body), media_type="text/event-stream")

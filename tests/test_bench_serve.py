@@ -150,7 +150,8 @@ def test_a_whole_run(server: FakeOpenAI, tmp_path: Path, capsys: pytest.CaptureF
     assert result["timeline"]["running"][0] == 3.0 and result["timeline"]["generated_tokens"][0] == 0.0
     assert result["environment"]["cpus"] >= 1
     assert any("prompt tokens" in warning for warning in result["warnings"]), "the fake counts 7 of each"
-    bodies = server.bodies
+    first, *bodies = server.bodies
+    assert first["max_tokens"] == 1 and first["ignore_eos"] is True, "whether the server knows the field"
     assert len(bodies) == 1 + 2 + 12, "a test request, warm-ups, and those that are measured"
     assert all(body["ignore_eos"] is True and body["max_tokens"] == 4 for body in bodies)
     prompts = [body["prompt"] for body in bodies]
@@ -176,6 +177,16 @@ def test_failures_are_shown_by_kind_and_results_appended(
     assert (refused["completed"], refused["failed"], refused["error_kinds"][0]["count"]) == (0, 3, 3)
     assert (short["completed"], short["request_rate"], short["mean_ttft_ms"] > 0) == (3, "inf", True)
     assert short["total_output_tokens"] > 0 and "ttfts" not in short and "timeline" not in short
+
+
+def test_a_server_that_refuses_ignore_eos_is_asked_without(
+    server: FakeOpenAI, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ("--base-url", server.url, "--model", "strict", "--num-prompts", "2", "--output-len", "3")
+    assert bench(*own) == 0
+    assert "warning: this server refuses ignore_eos" in capsys.readouterr().err
+    assert bench(*own, "--ignore-eos") == 1, "asked for, it is not left out"
+    assert "2 failed: HTTP 422: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

@@ -79,6 +79,11 @@ def check_answers(target: Target, job: Job) -> None:
         raise EngineError(f"a test request failed: {outcome.error}")
 
 
+def refuses(target: Target, field: str) -> bool:
+    """Whether the server refuses requests for one of their fields, by its name; one request for a token tells."""
+    return field in asyncio.run(send_one(target, Job("The", 1, 1))).error
+
+
 def find_tokenizer(asked: str | None, model: str, root: str) -> tuple[Tokenizer, str]:
     """Load the tokenizer that was asked for, or the model's; return it, and what it was loaded from.
 

@@ -56,6 +56,10 @@ def run(options: dict[str, Any]) -> int:
         name, root = discovery.wait_for(lambda: discovery.find_model(target), patience)
         target = replace(target, model=name)
     tokenizer, tokenizer_id = discovery.find_tokenizer(options["tokenizer"], target.model, root)
+    # Nobody asked for it: a server that knows no such field can be measured without.
+    is_strict = flags.adds_ignore_eos(options, dataset.dataset_name) and discovery.refuses(target, "ignore_eos")
+    if is_strict:
+        target = replace(target, fields={name: value for name, value in target.fields.items() if name != "ignore_eos"})
     warmups, jobs = _jobs(options, dataset, tokenizer)
     if patience:
         discovery.wait_for(lambda: discovery.check_answers(target, (warmups or jobs)[0]), patience)
@@ -78,11 +82,13 @@ def run(options: dict[str, Any]) -> int:
         serve.doubts(
             measurement.outcomes,
             result["client"],
-            ignores_eos=flags.ignores_eos(options, dataset.dataset_name),
+            ignores_eos="ignore_eos" in target.fields,
             compares_prompts=target.backend != "openai-chat",  # a chat's template adds tokens
             num_counted=num_counted,
         )
     )
+    if is_strict:
+        result["warnings"].append("this server refuses ignore_eos: its answers may be shorter than what was asked for")
     if has_timeline and measurement.timeline is None:
         result["warnings"].append("no timeline: the server shows no metrics of jaxllm or vLLM (--metrics-url)")
     _tell(options, result, measurement)

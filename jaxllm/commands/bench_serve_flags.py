@@ -99,6 +99,11 @@ def fields_of(options: Mapping[str, Any], ignores_eos: bool) -> dict[str, Any]:
     return fields
 
 
+def adds_ignore_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
+    """Whether requests over HTTP say so without having been told to."""
+    return options["ignore_eos"] is None and options["backend"] != "grpc" and ignores_eos(options, dataset_name)
+
+
 def ignores_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
     """Whether answers go on after the model's end: by default where their lengths are drawn."""
     return dataset_name in ("random", "prefix_repetition") if options["ignore_eos"] is None else options["ignore_eos"]
