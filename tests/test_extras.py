@@ -12,6 +12,7 @@ import pytest
 from jaxllm import UserError
 from jaxllm.processors import load_processors
 from jaxllm.sampling import Extras, Sampled, SamplingState, Variant, pack_row, sample, unpack_rows
+from jaxllm.step import patch_extras
 from jaxllm.types import MAX_BAD_WORD_TOKENS, SamplingParams
 from jaxllm.vocabulary import Vocabulary
 
@@ -167,6 +168,19 @@ def test_reported_ids_have_their_raw_logprobs() -> None:
     assert sampled.reported is not None
     for row, own in enumerate(ids):
         np.testing.assert_allclose(sampled.reported[row, : len(own)], log_softmax(logits[row])[own], atol=1e-5)
+
+
+def test_extras_are_written_into_their_slots_alone() -> None:
+    slots = 6
+    before = np.random.default_rng(47).integers(-9, 9, (slots, LAYOUT.width)).astype(np.int32)
+    asked = {4: SamplingParams(logit_bias={7: 1.5}), 1: SamplingParams(allowed_token_ids=list(range(V)))}
+    new = {slot: LAYOUT.pack(params, ()) for slot, params in asked.items()}
+    changes = np.full((5, 1 + LAYOUT.width), slots, np.int32)  # what is not used has slot S
+    for change, (slot, packed) in zip(changes, new.items(), strict=False):
+        change[:] = [slot, *packed]
+    after = np.asarray(jax.jit(patch_extras)(before, changes))
+    for slot in range(slots):
+        np.testing.assert_array_equal(after[slot], new.get(slot, before[slot]))
 
 
 # Registration

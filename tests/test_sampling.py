@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -14,11 +13,7 @@ import pytest
 from jaxllm.errors import EngineError
 from jaxllm.sampling import (
     ROW_WIDTH,
-    Extras,
-    Sampled,
-    SamplingState,
     Variant,
-    biased,
     initial,
     kept_tokens,
     needs,
@@ -28,61 +23,13 @@ from jaxllm.sampling import (
     sample,
     unpack_rows,
 )
-from jaxllm.step import patch_extras
-from jaxllm.types import MAX_BIASED_TOKENS, MAX_MASKED_STOP_IDS, SamplingParams
+from jaxllm.types import MAX_MASKED_STOP_IDS, SamplingParams
 from jaxllm.vocabulary import Vocabulary
+from tests.draws import HISTORY, MANY, WHOLE, V, draw, naive_penalized, random_logits, rows_of
 
-V = 24
-HISTORY = 8
-MANY = 20_000  # draws for a distribution
 WITH_FILTERS = (Variant.FILTERED, Variant.FULL)
-EXTRAS = Extras(V)
-BadWords = Sequence[Sequence[int]]
 
-WHOLE = Vocabulary(V)
-
-jitted = jax.jit(partial(sample, vocabulary=WHOLE), static_argnames=("variant", "num_logprobs"))
 jitted_kept = jax.jit(partial(kept_tokens, vocabulary=WHOLE))
-
-
-def rows_of(
-    params: list[SamplingParams], prompt_length: int = 3, stop_ids: tuple[int, ...] = (), vocab_size: int = V
-) -> SamplingState:
-    packed = [pack_row(each, each.seed or 0, prompt_length, stop_ids, vocab_size) for each in params]
-    return unpack_rows(jnp.asarray(np.stack(packed)))
-
-
-def padded(rows: np.ndarray | jax.Array, count: int) -> np.ndarray:
-    """Repeat the last row: few shapes, few compilations, and rows that must not matter."""
-    rows = np.asarray(rows)
-    return np.concatenate([rows, np.repeat(rows[-1:], count - len(rows), axis=0)])
-
-
-def draw(
-    logits: np.ndarray,
-    rows: SamplingState,
-    variant: Variant,
-    positions: np.ndarray | None = None,
-    history: np.ndarray | None = None,
-    batch: int | None = None,
-    extras: np.ndarray | None = None,
-) -> Sampled:
-    """Sample in a batch of 1,024 rows, or of MANY, or of `batch`, and return the rows asked for."""
-    count = len(logits)
-    batch = batch or (1024 if count <= 1024 else MANY)
-    positions = np.full(count, 6, np.int32) if positions is None else positions
-    history = np.zeros((count, HISTORY), np.int32) if history is None else history
-    # Of a row's extras only what the row counts is its own.
-    extras = np.full((count, EXTRAS.width), 1, np.int32) if extras is None else extras
-    logits, rows, positions, history, extras = jax.tree.map(
-        lambda each: padded(each, batch), (logits, rows, positions, history, extras)
-    )
-    sampled = jitted(logits, rows, positions, history, EXTRAS.unpack(extras), variant=variant, num_logprobs=5)
-    return jax.tree.map(lambda each: np.asarray(each)[:count], sampled)
-
-
-def random_logits(num_rows: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(0.0, 2.0, (num_rows, V)).astype(np.float32)
 
 
 # Packing
@@ -301,17 +248,6 @@ def test_no_branch_is_left_in_the_program():
 # Penalties and stop ids
 
 
-def naive_penalized(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
-    result = logits.astype(np.float64).copy()
-    for token in range(len(result)):
-        if token in prompt or token in output:
-            factor = params.repetition_penalty
-            result[token] = result[token] / factor if result[token] > 0 else result[token] * factor
-        result[token] -= params.frequency_penalty * output.count(token)
-        result[token] -= params.presence_penalty * (token in output)
-    return result
-
-
 PENALTIES = [
     SamplingParams(repetition_penalty=1.5),
     SamplingParams(repetition_penalty=0.5),
@@ -373,121 +309,6 @@ def test_absurd_penalties_do_not_overflow(temperature: float, penalty: float):
     assert sampled.is_finite.all() and 1 not in sampled.tokens
     if temperature < 1.0:
         assert sampled.tokens[0] in ({3, 5} if penalty < 1.0 else set(range(7, V, 2)))
-
-
-# Bias
-
-
-def packed_extras(
-    params: list[SamplingParams], garbage: int = 0, layout: Extras = EXTRAS, bad_words: Sequence[BadWords] = ()
-) -> np.ndarray:
-    """As the device has them: behind what is each row's own is what a former request left."""
-    own = np.full((len(params), layout.width), garbage, np.int32)
-    (bias_at, bias_shape), (words_at, words_shape) = layout.fields["bias"], layout.fields["bad_words"]
-    for row, each in enumerate(params):
-        words = bad_words[row] if bad_words else ()
-        packed = layout.pack(each, words)
-        if packed is not None:
-            own[row] = packed
-            for at, shape, used in (
-                (bias_at, bias_shape, len(each.logit_bias or ())),
-                (words_at, words_shape, sum(map(len, words))),
-            ):
-                own[row, at : at + int(np.prod(shape))].reshape(shape)[:, used:] = garbage
-    return own
-
-
-def packed_biases(params: list[SamplingParams], garbage: int = 0, layout: Extras = EXTRAS) -> np.ndarray:
-    return np.asarray(layout.unpack(packed_extras(params, garbage, layout))["bias"])
-
-
-@pytest.mark.parametrize("garbage", [0, 1, V - 1, V, -1, 2**31 - 1, -(2**31), int(np.float32("nan").view(np.int32))])
-def test_a_bias_is_added_to_its_tokens_alone(garbage: int):
-    random = np.random.default_rng(41)
-    params = [SamplingParams(logit_bias=dict(zip(*each, strict=True))) for each in (
-        (random.permutation(V)[:count].tolist(), random.uniform(-100, 100, count).tolist()) for count in range(V + 1)
-    )]  # fmt: skip
-    logits = random_logits(len(params), 42)
-    expected = logits.copy()
-    for row, each in enumerate(params):
-        for token, value in (each.logit_bias or {}).items():
-            expected[row, token] += np.float32(value)
-    result = np.asarray(
-        jax.jit(partial(biased, vocabulary=WHOLE))(logits, rows_of(params), packed_biases(params, garbage))
-    )
-    np.testing.assert_array_equal(result, expected)
-
-
-def test_a_bias_has_room_for_the_most_entries():
-    vocabulary = MAX_BIASED_TOKENS + 7
-    params = SamplingParams(logit_bias={token: token / 10 for token in range(MAX_BIASED_TOKENS)})
-    rows = rows_of([params], vocab_size=vocabulary)
-    run = jax.jit(partial(biased, vocabulary=Vocabulary(vocabulary)))
-    result = run(np.zeros((1, vocabulary), np.float32), rows, packed_biases([params], layout=Extras(vocabulary)))
-    expected = [token / 10 for token in range(MAX_BIASED_TOKENS)] + [0.0] * 7
-    np.testing.assert_allclose(result, [np.minimum(expected, 100.0)], rtol=1e-6)
-
-
-def test_a_bias_of_100_picks_and_of_minus_100_bans():
-    logits = random_logits(V, 43)
-    best = logits.argmax(-1)
-    wanted = [SamplingParams(temperature=0, logit_bias={token: 100}) for token in range(V)]
-    sampled = draw(logits, rows_of(wanted), Variant.FULL, extras=packed_extras(wanted))
-    assert sampled.tokens.tolist() == list(range(V))
-    banned = [SamplingParams(temperature=0, logit_bias={str(token): -100}) for token in best]
-    sampled = draw(logits, rows_of(banned), Variant.FULL, extras=packed_extras(banned))
-    assert sampled.tokens.tolist() == np.argsort(logits, axis=-1)[:, -2].tolist()
-
-
-def test_a_recycled_slot_does_not_see_the_former_bias():
-    logits = random_logits(V, 44)
-    former = packed_extras([SamplingParams(logit_bias={token: 100, 3: 50}) for token in range(V)])
-    rows = rows_of([SamplingParams(temperature=0)] * V)  # its row alone is written when a slot changes hands
-    assert draw(logits, rows, Variant.FULL, extras=former).tokens.tolist() == logits.argmax(-1).tolist()
-
-
-def test_extras_are_written_into_their_slots_alone():
-    slots = 6
-    before = np.random.default_rng(47).integers(-9, 9, (slots, EXTRAS.width)).astype(np.int32)
-    asked = {4: SamplingParams(logit_bias={7: 1.5}), 1: SamplingParams(allowed_token_ids=list(range(V)))}
-    new = {slot: EXTRAS.pack(params, ()) for slot, params in asked.items()}
-    changes = np.full((5, 1 + EXTRAS.width), slots, np.int32)  # what is not used has slot S
-    for change, (slot, packed) in zip(changes, new.items(), strict=False):
-        change[:] = [slot, *packed]
-    after = np.asarray(jax.jit(patch_extras)(before, changes))
-    for slot in range(slots):
-        np.testing.assert_array_equal(after[slot], new.get(slot, before[slot]))
-
-
-def test_a_bias_comes_before_penalties_and_leaves_the_raw_logprobs():
-    count = 60
-    random = np.random.default_rng(45)
-    arguments = {"temperature": 0, "logprobs": 5, "repetition_penalty": 1.7, "presence_penalty": 0.5}
-    params = [
-        SamplingParams(
-            **arguments, logit_bias={int(token): float(random.normal(0, 4)) for token in random.integers(0, V, 8)}
-        )
-        for _ in range(count)
-    ]
-    logits = random_logits(count, 46)
-    history = random.integers(0, V, (count, HISTORY)).astype(np.int32)
-    rows, extras = rows_of(params), packed_extras(params, 3)
-    sampled = draw(logits, rows, Variant.FULL, history=history, extras=extras)
-    raw = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
-    for row, each in enumerate(params):
-        expected = logits[row].astype(np.float64)
-        for token, value in (each.logit_bias or {}).items():
-            expected[token] += value
-        expected = naive_penalized(expected, each, history[row, :3].tolist(), history[row, 3:6].tolist())
-        assert sampled.tokens[row] == expected.argmax()
-        np.testing.assert_allclose(sampled.logprob[row], raw[row, expected.argmax()], atol=1e-5)
-        np.testing.assert_allclose(sampled.top_logprobs[row], np.sort(raw[row])[::-1][:5], atol=1e-5)
-
-
-def test_a_bias_does_not_free_what_min_tokens_holds_back():
-    params = SamplingParams(temperature=0, min_tokens=9, logit_bias={2: 100})
-    sampled = draw(random_logits(3), rows_of([params] * 3, 3, (2,)), Variant.FULL, extras=packed_extras([params] * 3))
-    assert 2 not in sampled.tokens
 
 
 # The distribution
