@@ -118,24 +118,24 @@ def test_the_commands(run_jaxllm: Run, tmp_path: Path) -> None:
 
 
 class FakeNetwork:
-    """Notes what `generate` is asked, and answers with tokens of that length."""
+    """Notes what `generate` is asked, and answers with tokens of that length, less what is `missing`."""
 
-    def __init__(self) -> None:
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
         self.asked: list[dict[str, Any]] = []
         self.missing = 0
+
+    def generate(self, **asked: Any) -> Any:
+        self.asked.append(asked)
+        rows, width = asked["input_ids"].shape
+        num_tokens = width + asked["max_new_tokens"] - self.missing
+        return self._torch.zeros((rows * asked["num_return_sequences"], num_tokens))
 
 
 def test_transformers_gets_the_same_prompts_padded_in_batches() -> None:
     torch = pytest.importorskip("torch", reason="make parity has it")
     model = huggingface.HuggingFace.__new__(huggingface.HuggingFace)
-    network = FakeNetwork()
-
-    def generate(**asked: Any) -> Any:
-        network.asked.append(asked)
-        rows, width = asked["input_ids"].shape
-        return torch.zeros((rows * asked["num_return_sequences"], width + asked["max_new_tokens"] - network.missing))
-
-    network.generate = generate  # type: ignore[attr-defined]
+    network = FakeNetwork(torch)
     model._torch, model._network, model.device, model.max_model_len = torch, network, "cpu", 9
     served = model.run(JOBS, n=2, max_batch_size=2)
     assert served.output_tokens == 20 and len(network.asked) == 2
