@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 
 from jaxllm import cli
-from jaxllm.bench.clients import send_one
+from jaxllm.bench.clients import ClientProcess, Share, send_one
 from jaxllm.bench.openai_client import request_body
 from jaxllm.bench.outcome import Outcome
 from jaxllm.bench.target import Target
 from jaxllm.bench.workload import Job
 from jaxllm.commands import bench_serve_flags
 from jaxllm.embedded import MODEL_DIR
+from jaxllm.errors import EngineError
 from tests.fake_openai import WORD, FakeOpenAI
 from tests.serving_process import ROOT
 
@@ -214,6 +215,14 @@ def test_an_interrupt_reports_what_has_finished(server: FakeOpenAI, tmp_path: Pa
 def test_warmups_that_fail_end_it(server: FakeOpenAI, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--base-url", server.url, "--model", "broken", "--num-prompts", "1", "--num-warmups", "2") == 1
     assert capsys.readouterr().err == "jaxllm: error: 2 warm-up requests failed: HTTP 502: <h1>oops</h1>\n"
+
+
+def test_a_process_that_ends_before_the_run_is_told(server: FakeOpenAI, capfd: pytest.CaptureFixture[str]) -> None:
+    process = ClientProcess(Share(target(server, "plain"), (), (), max_concurrency=-1))  # no semaphore can be that
+    with pytest.raises(EngineError, match="a client process ended before the run; what it said is above"):
+        process.wait_ready()
+    process.close()
+    assert "ValueError: Semaphore initial value must be >= 0" in capfd.readouterr().err
 
 
 def test_a_server_that_lists_no_model_or_has_no_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol, Self
 from jaxllm.bench.outcome import Outcome
 from jaxllm.bench.target import Target
 from jaxllm.bench.workload import Job
-from jaxllm.errors import UserError
+from jaxllm.errors import EngineError, UserError
 
 HEAD_START = 0.05  # seconds between the word "go" and the run's start, for it to reach every process
 LIMIT = 0.7  # of a core: above it a process' own delays can show in the latencies
@@ -80,6 +80,13 @@ class ClientProcess:
         self._process = context.Process(target=_run, args=(own, share), daemon=True)
         self._process.start()
         own.close()
+
+    def wait_ready(self) -> Ready:
+        """Wait until it can start; EngineError if it ends before."""
+        try:
+            return self.connection.recv()
+        except EOFError:
+            raise EngineError("a client process ended before the run; what it said is above.") from None
 
     def start(self, at: float) -> None:
         """Let it send, from a moment of the shared clock on."""

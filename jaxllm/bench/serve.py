@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxllm.bench.clients import HEAD_START, LIMIT, ClientProcess, Cost, Ready, deal
+from jaxllm.bench.clients import HEAD_START, LIMIT, ClientProcess, Cost, deal
 from jaxllm.bench.environment import usable_cpus
 from jaxllm.bench.outcome import Outcome
 from jaxllm.bench.polling import Poller
@@ -155,13 +155,9 @@ def _processes(shares: Sequence[Any]) -> Iterator[list[ClientProcess]]:
 
 def _check_ready(processes: Sequence[ClientProcess]) -> None:
     for process in processes:
-        try:
-            ready = process.connection.recv()
-        except EOFError:
-            raise EngineError("a client process ended before the run; what it said is above.") from None
-        assert isinstance(ready, Ready)
-        if ready.failures:
-            raise EngineError(f"{len(ready.failures)} warm-up requests failed: {ready.failures[0]}")
+        failures = process.wait_ready().failures
+        if failures:
+            raise EngineError(f"{len(failures)} warm-up requests failed: {failures[0]}")
 
 
 def _collect(processes: Sequence[ClientProcess], measurement: Measurement, bar: Any) -> None:
