@@ -351,8 +351,9 @@ class AsyncLLM:
         return is_through and self._failure is None
 
     async def wait_dead(self) -> BaseException:
-        """Wait until the engine dies, and return of what."""
-        assert self._death is not None, "the engine was not started"
+        """Wait until the engine dies, and return of what; UnavailableError if it was never started."""
+        if self._death is None:
+            raise UnavailableError("The engine was not started.")
         return await asyncio.shield(self._death)
 
     async def close(self, timeout: float = 30.0) -> bool:

@@ -528,6 +528,16 @@ def test_a_drain_without_time_tells_every_stream(fragile: AsyncLLM, run: Run) ->
     run(check())
 
 
+def test_nobody_waits_for_an_engine_that_was_never_started(run: Run) -> None:
+    async def check() -> None:
+        engine = AsyncLLM(**SETTINGS)
+        with pytest.raises(UnavailableError, match="not started"):
+            await engine.wait_dead()
+        assert await engine.close()
+
+    run(check())
+
+
 def test_a_model_that_cannot_be_loaded_is_told_to_whoever_starts(run: Run) -> None:
     async def check() -> None:
         engine = AsyncLLM("/nowhere/at/all")
