@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, engine_config
-from jaxllm.commands.bench_results import add_output, check_context, check_output, natural, positive, write
+from jaxllm.commands.arguments import Subparsers
+from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
+from jaxllm.commands.bench_results import natural, positive, write
 from jaxllm.commands.session import open_llm
-from jaxllm.flags import add_engine_flags
 
-DEFAULTS = {"EngineConfig.precompile": "all"}  # steps of programs that are too large would be explained otherwise
+# Steps of programs that are too large would be explained otherwise.
+ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}
 
 
 def add(benchmarks: Subparsers) -> None:
@@ -29,17 +30,12 @@ def add(benchmarks: Subparsers) -> None:
     ):
         parser.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--profile", metavar="DIR", help="keep the trace here, for ui.perfetto.dev")
-    add_model(parser)
-    add_output(parser, has_plot=False)
-    add_engine_flags(parser.add_argument_group("engine"))
-    parser.set_defaults(run=run)
+    add_engine(parser, run, has_plot=False)
 
 
 def run(options: dict[str, Any]) -> int:
     """Trace, explain and show."""
-    options = {**DEFAULTS, **options}
-    config = engine_config(options)
-    check_output(options)
+    options, config = read_engine(options, ENGINE_DEFAULTS)
     from jaxllm.bench.explain import report
     from jaxllm.bench.traced import batch, trace
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, engine_config
-from jaxllm.commands.bench_results import add_output, check_context, check_output, natural, positive, write
+from jaxllm.commands.arguments import Subparsers
+from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
+from jaxllm.commands.bench_results import natural, positive, write
 from jaxllm.commands.bench_trace import add_trace, check_trace, traced
 from jaxllm.commands.session import open_llm
-from jaxllm.flags import add_engine_flags
 
 # What is measured is a batch, neither programs that are being compiled nor prompts that are cached.
 ENGINE_DEFAULTS = {"EngineConfig.precompile": "all", "EngineConfig.enable_prefix_caching": False}
@@ -37,17 +37,12 @@ def add(benchmarks: Subparsers) -> None:
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the prompts (default: 0)")
     parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
     add_trace(parser)
-    add_model(parser)
-    add_output(parser)
-    add_engine_flags(parser.add_argument_group("engine"))
-    parser.set_defaults(run=run)
+    add_engine(parser, run)
 
 
 def run(options: dict[str, Any]) -> int:
     """Measure and show, in vLLM's words."""
-    options = {**ENGINE_DEFAULTS, **options}
-    config = engine_config(options)
-    check_output(options)
+    options, config = read_engine(options, ENGINE_DEFAULTS)
     check_trace(options)
     check_context(config, options["input_len"], options["output_len"])
     from jaxllm.bench import latency

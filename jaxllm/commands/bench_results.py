@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 
 
@@ -48,18 +47,6 @@ def write(options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
 
         plot(result, options["plot"])
         print(f"{options['plot']} has the picture.")
-
-
-def check_context(config: EngineConfig, input_len: int, output_len: int) -> None:
-    """Refuse a request that the model cannot hold, before its weights are read and its programs compiled."""
-    from jaxllm.setup import prepare
-
-    longest = prepare(config, needs_weights=False).max_model_len
-    if input_len + output_len > longest:
-        raise UserError(
-            f"a prompt of {input_len} tokens with an output of {output_len} is longer than the model's context of "
-            f"{longest}; lower --input-len or --output-len."
-        )
 
 
 def positive(text: str) -> int:

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.commands.arguments import Subparsers, Usage, add_model, engine_config
-from jaxllm.commands.bench_results import add_output, check_context, check_output, natural, positive, write
+from jaxllm.commands.arguments import Subparsers, Usage
+from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
+from jaxllm.commands.bench_results import natural, positive, write
 from jaxllm.commands.bench_trace import add_trace, check_trace, traced
 from jaxllm.commands.bench_workload import add_dataset_flags, dataset_options
 from jaxllm.commands.session import open_llm
 from jaxllm.config import EngineConfig
-from jaxllm.flags import add_engine_flags, flag_of, given
+from jaxllm.flags import flag_of, given
 
 if TYPE_CHECKING:
     from jaxllm.bench.throughput import Served
@@ -40,20 +41,15 @@ def add(benchmarks: Subparsers) -> None:
     parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
     parser.add_argument("--hf-max-batch-size", type=positive, metavar="N", help="prompts in a batch of --backend hf")
     add_trace(parser)
-    add_model(parser)
-    add_output(parser)
     add_dataset_flags(parser.add_argument_group("dataset"))
-    add_engine_flags(parser.add_argument_group("engine"))
-    parser.set_defaults(run=run)
+    add_engine(parser, run)
 
 
 def run(options: dict[str, Any]) -> int:
     """Measure and show, in vLLM's words."""
     _check_backend(options)
     check_trace(options)
-    options = {**ENGINE_DEFAULTS, **options}
-    config = engine_config(options)
-    check_output(options)
+    options, config = read_engine(options, ENGINE_DEFAULTS)
     path = options.get("dataset_path")
     dataset = dataset_options(options, dataset_name="random" if path is None else "sharegpt")
     if "dataset_name" not in options and path is None:
@@ -76,10 +72,7 @@ def run(options: dict[str, Any]) -> int:
     print(text)
     if served.num_compiled:
         print(f"jaxllm: {served.num_compiled} programs were compiled meanwhile, in the time above.", file=sys.stderr)
-    write(
-        options,
-        {"model_id": config.model, "dataset_name": dataset.dataset_name, "n": options["n"], **figures, **explained},
-    )
+    write(options, {"model_id": config.model, "dataset_name": dataset.dataset_name, "n": options["n"], **figures})
     return 0
 
 

@@ -1,0 +1,41 @@
+"""What benchmarks of an engine share: its flags, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxllm.commands.arguments import add_model, engine_config
+from jaxllm.commands.bench_results import add_output, check_output
+from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
+from jaxllm.flags import add_engine_flags
+
+
+def add_engine(parser: argparse.ArgumentParser, run: Callable[[dict[str, Any]], int], has_plot: bool = True) -> None:
+    """Add the flags of the model, of the result's files and of the engine, and what runs the benchmark."""
+    add_model(parser)
+    add_output(parser, has_plot)
+    add_engine_flags(parser.add_argument_group("engine"))
+    parser.set_defaults(run=run)
+
+
+def read_engine(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], EngineConfig]:
+    """Return the options, with `defaults` where no flag was given, and the engine's settings; refuse what is wrong."""
+    options = {**defaults, **options}
+    config = engine_config(options)
+    check_output(options)
+    return options, config
+
+
+def check_context(config: EngineConfig, input_len: int, output_len: int) -> None:
+    """Refuse a request that the model cannot hold, before its weights are read and its programs compiled."""
+    from jaxllm.setup import prepare
+
+    longest = prepare(config, needs_weights=False).max_model_len
+    if input_len + output_len > longest:
+        raise UserError(
+            f"a prompt of {input_len} tokens with an output of {output_len} is longer than the model's context of "
+            f"{longest}; lower --input-len or --output-len."
+        )
