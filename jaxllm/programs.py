@@ -236,7 +236,8 @@ def _step_back() -> None:
     """Let whoever serves go first: this thread, and those in which XLA's CPU back end runs LLVM.
 
     LLVM's threads are made once for a process, by its first compilation, and do two thirds of the work; the niceness of
-    a thread that asks them to compile is not theirs.
+    a thread that asks them to compile is not theirs. They stay back, since to raise a thread takes privileges: a later
+    engine of the process starts more slowly where other programs keep all cores busy (DECISIONS.md, 40).
     """
     if sys.platform != "linux":
         return
