@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxllm import LLM, SamplingParams, UserError
 from jaxllm.bench.explain import DEVICE, explain, parts_of, programs_in, read_trace, report
 from jaxllm.profiling import Profile, profiled
 
+SPANS = {"plan", "pack", "dispatch", "wait", "commit", "output"}  # of a step
 STORIES = str(Path(__file__).parent / "golden" / "stories260K")
 PROMPTS = ["Once upon a time", "Tom had a dog"]
 
@@ -40,7 +41,7 @@ def test_a_trace_holds_the_hosts_spans_and_the_models_parts(
     events = read_trace(path)
     count = Counter(event["name"] for event in events)
     assert count["step"] == 5  # of more than ten
-    assert {"plan", "pack", "dispatch", "wait", "commit", "output"} <= set(count)
+    assert set(count) >= SPANS
     names = programs_in(events)
     assert names <= {"ragged_64_full", "decode_8_full", "patch", "patch_extras"} and "decode_8_full" in names
 
@@ -61,6 +62,19 @@ def test_a_trace_holds_the_hosts_spans_and_the_models_parts(
     assert explanation.unknown_ms == 0.0  # every operation is found in its program
     assert explain(events, {}).unknown_ms == pytest.approx(sum(explanation.device_ms.values()))
     assert "matmul" in report(explanation)
+
+
+def test_generate_writes_a_trace(run_jaxllm: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    code, out, err = run_jaxllm(
+        "generate", PROMPTS[0], "--max-tokens", "12", "--ignore-eos", "--profile-steps", "3",
+        "--profile", str(tmp_path), "--model", STORIES, "--precompile", "covering", "--max-num-seqs", "8",
+        "--max-num-batched-tokens", "64",
+    )  # fmt: skip
+    (path,) = tmp_path.glob("plugins/profile/*/perfetto_trace.json.gz")
+    assert code == 0 and out and f"trace: {path} (open it at" in err
+    events = read_trace(path)
+    count = Counter(event["name"] for event in events)
+    assert count["step"] == 3 and set(count) >= SPANS and "decode_8_full" in programs_in(events)
 
 
 def test_one_trace_at_a_time_and_none_without_steps(llm: LLM, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from jaxllm import AsyncClient, Client, cli
+from jaxllm.bench.explain import programs_in, read_trace
 from jaxllm.v1 import inference_pb2, inference_pb2_grpc
 from tests.serving_process import QUICK, ServingProcess
 
@@ -31,8 +32,9 @@ SAMPLED = {"temperature": 0.9, "seed": 5, "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServingProcess]:
-    with ServingProcess(*QUICK, "--max-queued-requests", "1000") as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingProcess]:
+    traces = str(tmp_path_factory.mktemp("traces"))
+    with ServingProcess(*QUICK, "--max-queued-requests", "1000", "--profile", traces, "--profile-steps", "4") as server:
         yield server
 
 
@@ -49,6 +51,13 @@ def client(server: ServingProcess) -> Iterator[Client]:
 
 def ids_of(text: str, openai: OpenAI) -> list[int]:
     return openai.post("/../tokenize", body={"prompt": text, "add_special_tokens": False}, cast_to=object)["tokens"]  # type: ignore[index]
+
+
+def test_the_first_steps_are_traced(server: ServingProcess, client: Client) -> None:
+    client.generate(PROMPT, max_tokens=32, ignore_eos=True)
+    events = read_trace(Path(server.wait_for(r"trace: (\S+)")))
+    assert sum(event["name"] == "step" for event in events) == 4
+    assert {"plan", "dispatch", "wait", "commit"} <= {event["name"] for event in events} and programs_in(events)
 
 
 def test_every_path_gives_the_same_tokens(server: ServingProcess, openai: OpenAI, client: Client) -> None:
