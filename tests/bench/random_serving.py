@@ -164,9 +164,13 @@ def main() -> None:
     print(
         f"{options.model}, {options.dtype}, {budget} tokens a step; {REQUESTS} requests, medians of {options.rounds}:"
     )
+    behind = []
     for name in shares:
         share, tail = statistics.median(shares[name]), statistics.median(tails[name])
+        if share < SHARE or tail > TAIL:
+            behind.append(name)
         print(f"  {name:26} {share:6.1%} of the ideal (aim {SHARE:.0%}), p99 gap {tail:.1f} medians (aim {TAIL})")
+    assert not behind, f"behind the aims: {', '.join(behind)}"
 
 
 if __name__ == "__main__":
