@@ -42,7 +42,7 @@ def test_every_implementation_of_every_operation(run_jaxllm: Run, tmp_path: Path
     assert all(sum(word in line for line in out.splitlines()) == 2 for word in ("paged_decode", "paged_prefill"))
 
 
-def test_the_reference_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_is_attention() -> None:
     """The inputs are such that the result is the mean of values, written out: queries of zeros see all alike."""
     (case,) = kernels.make_cases("float32", [(2, 5)], [])
     q, keys, values, tables, lengths = case.arrays

@@ -49,7 +49,7 @@ def test_a_page_is_an_svg_without_scripts_or_links(tmp_path: Path) -> None:
     assert not re.findall(r'(?:src|href)="(?!#)', page)
     ElementTree.fromstring(page[page.index("<svg") : page.index("</html>")])
     for said in ("Time to first token", "Inter-token latency", "tokens a second", "KV blocks in use", "median 150"):
-        assert f"<!-- {said}" in page or said in page, said
+        assert said in page, said
     assert page.count("<!-- a program compiled -->") == 3  # once in each panel of the timeline
 
 

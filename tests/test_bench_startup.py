@@ -15,9 +15,7 @@ from jaxllm.phases import Phase, Phases, describe
 
 STORIES = str(Path(__file__).parent / "golden" / "stories260K")
 SMALL = {"model": STORIES, "precompile": "covering", "max_num_seqs": 8, "max_num_batched_tokens": 64}
-FLAGS = [
-    *("--model", STORIES, "--precompile", "covering", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
-]
+FLAGS = ("--model", STORIES, "--precompile", "covering", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
 
 
 def start(kind: startup.Kind, first: float, everything: float | None = None) -> startup.Start:

@@ -74,12 +74,12 @@ def compare(
         raise UserError(f"confidence must be between 0 and 1, got {confidence!r}.", "confidence")
     sides = [[_leaves(result) for result in side] for side in (a, b)]
     everyone = [leaves for side in sides for leaves in side]
-    names = [
-        name
+    directions: dict[str, Direction] = {
+        name: better
         for name in everyone[0]
-        if direction(name) is not None and all(_is_number(leaves.get(name)) for leaves in everyone)
-    ]
-    if not names:
+        if (better := direction(name)) is not None and all(_is_number(leaves.get(name)) for leaves in everyone)
+    }
+    if not directions:
         raise UserError("the results have no figure in common: are they of the same benchmark?")
     details = [
         {kind: _sorted(groups) for kind, groups in read_samples(side[0]).items()} if len(side) == 1 else {}
@@ -89,7 +89,7 @@ def compare(
     # One drawing of requests for all figures of a side.
     drawn = [_draw(kinds, resamples, random) for kinds in details]
     comparisons = []
-    for name in names:
+    for name, better in directions.items():
         values = [np.array([float(leaves[name]) for leaves in side]) for side in sides]
         interval, reason = None, "no interval: one value a side"
         if min(len(a), len(b)) > 1:
@@ -100,8 +100,6 @@ def compare(
                 for kinds, weights, value in zip(details, drawn, values, strict=True)
             ]
             interval, reason = _bootstrap(replicas[0], replicas[1], confidence)
-        better = direction(name)
-        assert better is not None
         comparisons.append(Comparison(name, _mean(values[0]), _mean(values[1]), better, interval, reason))
     return comparisons
 

@@ -291,7 +291,7 @@ def _timed_trace(options: DatasetOptions, writer: _Writer) -> list[Job]:
         ids = [token for block in blocks for token in block][:num_in]
         ids += writer.draw(num_in - len(ids))
         num_shared = (num_in - 1) // size * size
-        jobs.append(writer.from_tokens(ids[:num_shared], ids[num_shared:], int(num_out), when - start))
+        jobs.append(writer.from_tokens(ids[:num_shared], ids[num_shared:], num_out, when - start))
     if not jobs:
         raise UserError(f"{path}: it holds no request.")
     return jobs

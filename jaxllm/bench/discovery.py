@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from jaxllm.bench.clients import send_one
 from jaxllm.bench.sse import shorten
@@ -108,5 +108,5 @@ def find_tokenizer(asked: str | None, model: str, root: str) -> tuple[Tokenizer,
 
 def metrics_fetcher(url: str, target: Target) -> Callable[[], str]:
     """Return what gets a server's metrics."""
-    headers: dict[str, Any] = {} if target.is_grpc else dict(target.headers)
+    headers = {} if target.is_grpc else target.headers
     return lambda: fetch(url, headers, target.is_insecure)

@@ -113,7 +113,7 @@ def explain(events: Sequence[Mapping[str, Any]], programs: Mapping[str, str]) ->
         raise ValueError("the trace holds no step")
     begin, end = steps[0]["ts"], max(event["ts"] + event["dur"] for event in steps)
     parts = {f"jit_{name}": parts_of(text) for name, text in programs.items()}
-    on_host, on_device, unknown, runs = [], defaultdict(list), [], {}
+    on_host, on_device, runs = [], defaultdict(list), {}
     for event in events:
         start, stop = max(begin, event["ts"]), min(end, event["ts"] + event["dur"])
         arguments = event.get("args", {})

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from jaxllm.errors import EngineError
 
 Kind = Literal["cold", "warm"]
+WIDTH = 50  # of the report
 # What a fresh process runs. Its clock is the wall's, the parent's too; it ends without waiting for what compiles.
 _CHILD = """
 import json, os, sys, time
@@ -128,10 +129,10 @@ def report(starts: list[Start]) -> str:
         "first_token_s": "First token (s):",
         "all_programs_s": "All programs (s):",
     }
-    lines = ["{s:{c}^{n}}".format(s=" Startup Benchmark Result ", n=50, c="=")]
+    lines = [" Startup Benchmark Result ".center(WIDTH, "=")]
     for kind in dict.fromkeys(start.kind for start in starts):
         own = [start for start in starts if start.kind == kind]
-        lines.append("{s:{c}^{n}}".format(s=f"{kind.capitalize()} start, median of {len(own)}", n=50, c="-"))
+        lines.append(f"{kind.capitalize()} start, median of {len(own)}".center(WIDTH, "-"))
         for name, label in names.items():
             if f"{kind}_{name}" in figures:
                 lines.append(f"{label:<40} {figures[f'{kind}_{name}']:<10.2f}")
@@ -139,4 +140,4 @@ def report(starts: list[Start]) -> str:
         for phase in own[-1].phases:
             seconds = f"({phase['seconds']:.2f})" if phase["is_beside"] else f"{phase['seconds']:.2f} "
             lines.append(f"  {phase['name']:<12} {seconds:>8} {phase['cause']}".rstrip())
-    return "\n".join([*lines, "=" * 50])
+    return "\n".join([*lines, "=" * WIDTH])
