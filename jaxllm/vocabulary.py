@@ -20,6 +20,7 @@ from jaxllm.types import INT32_MAX
 _WORD_BITS = 12  # of a fixed-point number's three words, of which an unsigned integer of 32 bits holds the sum
 _MOST_TOKENS = (1 << 32 - _WORD_BITS) - 1
 _MASS_BITS = 30  # what the masses of a row add up to, at most
+_COLUMNS = 128  # whose maximum `_argmax` takes together; 32 to 512 are as good where they divide the vocabulary
 _BITS_A_ROUND = 4  # that a search settles among several shards: 8 all-reduces of 15 numbers a row, not 32 of one
 
 
@@ -107,7 +108,7 @@ class Vocabulary:
 
         On the same way, says which rows `is_finite` (bool[R]) on every shard.
         """
-        column = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        column = _argmax(scores)
         if self.shards == 1:
             return column, is_finite
         best = jnp.take_along_axis(scores, column[:, None], axis=-1)[:, 0]
@@ -177,6 +178,20 @@ class Vocabulary:
         # A loop would take the step out of its CUDA graph. On a CPU it compiles in a fifth of the time, and is skipped
         # when no row asks for it. Decided when lowering: the program holds one of the two.
         return _signed(lax.platform_dependent(cpu=search_with_loop, default=search_unrolled))
+
+
+def _argmax(scores: jax.Array) -> jax.Array:
+    """Find the column of each row's largest score, f32[R, Vx] to i32[R], the lowest among equals.
+
+    XLA:CPU takes 20 ms for the indices of [64, 152000] and 0.4 ms for the maxima: so first maxima of a few columns
+    each, 0.8 ms in all.
+    """
+    rows, width = scores.shape
+    padded = jnp.pad(scores, ((0, 0), (0, -width % _COLUMNS)), constant_values=-jnp.inf)
+    parts = padded.reshape(rows, -1, _COLUMNS)
+    best = jnp.argmax(jnp.max(parts, axis=-1), axis=-1).astype(jnp.int32)
+    own = jnp.take_along_axis(parts, best[:, None, None], axis=1)[:, 0]  # [R, _COLUMNS]
+    return best * _COLUMNS + jnp.argmax(own, axis=-1).astype(jnp.int32)
 
 
 def ordered(values: jax.Array) -> jax.Array:

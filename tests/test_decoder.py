@@ -82,7 +82,7 @@ def test_activations():
     np.testing.assert_allclose(layers.softcap(jnp.asarray(x), 2.0), 2 * np.tanh(x / 2), atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("rows", [1, 2, 5, 64, 65])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_linear_accumulates_in_float32(rows, dtype):
     rng = np.random.default_rng(2)
@@ -100,6 +100,14 @@ def test_one_row_does_not_convert_a_bfloat16_weight():
     row = jax.ShapeDtypeStruct((1, 2048), jnp.bfloat16)
     temporary = jax.jit(layers.linear).lower(row, weight).compile().memory_analysis().temp_size_in_bytes
     assert temporary < 512 * 2048 / 4
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_a_product_of_few_float32_rows_is_the_other_way_round(rows: int):
+    """The weight is the first factor, in its own layout; XLA's simplifier would swap the two back."""
+    weight, x = (jax.ShapeDtypeStruct((size, 2048), jnp.float32) for size in (512, rows))
+    text = jax.jit(layers.linear).lower(x, weight).compile().as_text()
+    assert f"f32[512,{rows}]" in text
 
 
 @pytest.mark.parametrize(

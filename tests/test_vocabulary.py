@@ -156,6 +156,17 @@ def test_what_is_not_finite_on_one_shard_is_known_on_all(variant: Variant):
     assert ((tokens >= 0) & (tokens < 97)).all()
 
 
+@pytest.mark.parametrize("width", [1, 5, 127, 128, 129, 1000, 4096])
+def test_the_largest_score_is_the_first_among_equals(width: int):
+    """In both of its stages equals give the lower id, and a row that is -inf everywhere an id that exists."""
+    random = np.random.default_rng(width)
+    scores = random.integers(0, 40, (64, width)).astype(np.float32)  # ties in most rows
+    scores[::3] = random.standard_normal((len(scores[::3]), width))
+    scores[1], scores[2] = -np.inf, 7.0
+    tokens, is_finite = jax.jit(Vocabulary(width).argmax)(scores, np.ones(64, np.bool_))
+    assert tokens.tolist() == scores.argmax(-1).tolist() and is_finite.all()
+
+
 def test_ids_are_local_where_they_are_and_dropped_elsewhere():
     def columns(_: jax.Array) -> jax.Array:
         return Vocabulary(6, AXIS).local(jnp.array([0, 1, 2, 3, 4, 5, 6, 7, 8, -1, 2**31 - 1], jnp.int32), 2)[None]
