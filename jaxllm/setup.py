@@ -29,6 +29,7 @@ from jaxllm.model.families import Family, read_spec
 from jaxllm.model.spec import Spec
 from jaxllm.processors import processor_name
 from jaxllm.sampling import Extras
+from jaxllm.vocabulary import MOST_TOKENS
 
 GPU_SHARE = 0.97  # of what is left: the rest is for programs' code and for the tuning of those compiled later
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: a laptop has other work to do …
@@ -90,6 +91,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     spec, family = read_spec(checkpoint, config.max_model_len)
     devices = choose_devices(config)
     platform = devices[0].platform
+    if spec.vocab_size > MOST_TOKENS:
+        raise UserError(f"config.json: vocab_size must be at most {MOST_TOKENS}, got {spec.vocab_size}.", "vocab_size")
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise UserError(
             f"max_model_len ({config.max_model_len}) is greater than what the model was made for "

@@ -18,7 +18,7 @@ from jax import lax
 from jaxllm.types import INT32_MAX
 
 _WORD_BITS = 12  # of a fixed-point number's three words, of which an unsigned integer of 32 bits holds the sum
-_MOST_TOKENS = (1 << 32 - _WORD_BITS) - 1
+MOST_TOKENS = (1 << 32 - _WORD_BITS) - 1  # sums over a larger vocabulary would overflow
 _MASS_BITS = 30  # what the masses of a row add up to, at most
 _COLUMNS = 128  # whose maximum `_argmax` takes together; 32 to 512 are as good where they divide the vocabulary
 _BITS_A_ROUND = 4  # that a search settles among several shards: 8 all-reduces of 15 numbers a row, not 32 of one
@@ -32,7 +32,7 @@ class Vocabulary:
     axis: str | None = None
 
     def __post_init__(self) -> None:
-        assert self.size <= _MOST_TOKENS, "sums over a larger vocabulary would overflow"
+        assert self.size <= MOST_TOKENS, "setup refuses a larger vocabulary"
 
     @property
     def shards(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +18,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
 from jaxllm.sampling import Extras, SamplingState, Variant, all_logprobs, logprobs_of, pack_row, sample, unpack_rows
+from jaxllm.setup import prepare
 from jaxllm.sharding import AXIS, make_mesh
 from jaxllm.types import MAX_REPORTED_TOKENS, SamplingParams
-from jaxllm.vocabulary import Vocabulary, from_words, masses, words
+from jaxllm.vocabulary import MOST_TOKENS, Vocabulary, from_words, masses, words
+from tests.checkpoints import CONFIG
 
 ROWS = 48
 HISTORY = 20
@@ -272,3 +278,12 @@ def test_log_probabilities_of_given_tokens():
     run = partial(all_logprobs, vocabulary=Vocabulary(1024, AXIS))
     run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
     np.testing.assert_allclose(run(logits), exact, atol=2e-6)
+
+
+def test_a_vocabulary_whose_sums_would_overflow_is_refused_before_anything_is_loaded(tmp_path: Path):
+    config, file = EngineConfig(model=str(tmp_path)), tmp_path / "config.json"
+    file.write_text(json.dumps({**CONFIG, "vocab_size": MOST_TOKENS}))
+    assert prepare(config).spec.vocab_size == MOST_TOKENS
+    file.write_text(json.dumps({**CONFIG, "vocab_size": MOST_TOKENS + 1}))
+    with pytest.raises(UserError, match="vocab_size must be at most 1048575, got 1048576"):
+        prepare(config)
