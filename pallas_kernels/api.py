@@ -15,10 +15,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels import xla, xla_gather
+from pallas_kernels import xla, xla_gather, xla_lanes
 
 _IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Array]]] = {
-    "paged_decode": {"xla": xla.paged_decode, "xla_gather": xla_gather.paged_decode},
+    "paged_decode": {
+        "xla": xla.paged_decode,
+        "xla_lanes": xla_lanes.paged_decode,
+        "xla_gather": xla_gather.paged_decode,
+    },
     "paged_prefill": {"xla": xla.paged_prefill, "xla_gather": xla_gather.paged_prefill},
 }
 
@@ -37,6 +41,8 @@ def resolve(operation: str, platform: str) -> str:
     """Name the best implementation of `operation` on `platform` ("cpu", "gpu", ...)."""
     if operation not in _IMPLEMENTATIONS:
         raise ValueError(f"{operation!r} is not one of {', '.join(_IMPLEMENTATIONS)}")
+    if operation == "paged_decode" and platform == "cpu":
+        return "xla_lanes"
     # The page loop stops at the longest sequence. On a GPU its `while` leaves the CUDA graph, but gathering whole
     # tables instead takes memory for rows × context: 128 GiB for an 8B model at 256 × 131,072 (DECISIONS 12).
     return "xla"

@@ -7,16 +7,18 @@ Letters: B rows, T flat tokens, Y tiles, G query heads per key-value head, S key
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import Array, lax
 
 # Keys per turn. On two cores, 16 sequences of 1,024 tokens, 14 query and 2 key-value heads of 64: 4.2 ms with 64 keys,
 # 6.0 with 32, 5.2 with 128; blocks kept apart as [B, n, K, P, C] instead of joined to [B, K, S, C]: 19 ms. A prefill
 # of 512 tokens is as fast with 64 as with 256.
-_KEYS = 64
+KEYS = 64
 
 # Below every score, and finite: the difference of two of these is 0, of two infinities NaN.
-_LOWEST = -1e30
+LOWEST = -1e30
 
 
 def paged_decode(
@@ -88,6 +90,51 @@ def paged_prefill(
     return out[: q.shape[0]]
 
 
+class Mixed(NamedTuple):
+    """What queries have seen so far: [B, K, R, V], and [B, K, R] twice."""
+
+    values: Array  # weighted, relative to `highest`
+    highest: Array  # of the scores
+    total: Array  # of the weights, relative to `highest`
+
+
+def gathered(cache: Array, blocks: Array) -> Array:
+    """Take blocks [B, n] of a cache [N, K, P, C] and join each row's: [B, K, S, C]."""
+    rows, count = blocks.shape
+    _, kv_heads, block_tokens, size = cache.shape
+    return cache[blocks].swapaxes(1, 2).reshape(rows, kv_heads, count * block_tokens, size)
+
+
+def mix_in(
+    before: Mixed,
+    q: Array,
+    k: Array,
+    v: Array,
+    is_seen: Array,
+    is_written: Array,
+    scale: float,
+    softcap: float | None,
+) -> Mixed:
+    """Let q [B, K, R, C] see S more keys, [B, K, S, C], and values, [B, K, S, V]: those that `is_seen` [B, R, S].
+
+    Places that are not `is_written` [B, S] may hold NaN; nobody must see them.
+    """
+    is_seen = is_seen[:, None]  # [B, 1, R, S]
+    scores = jnp.einsum("bkrc,bksc->bkrs", q, k, preferred_element_type=jnp.float32) * scale
+    if softcap is not None:
+        scores = jnp.tanh(scores / softcap) * softcap
+    scores = jnp.where(is_seen, scores, LOWEST)
+    highest = jnp.maximum(before.highest, jnp.max(scores, axis=-1))  # [B, K, R]
+    shrink = jnp.exp(before.highest - highest)
+    weights = jnp.where(is_seen, jnp.exp(scores - highest[..., None]), 0.0)
+    # A weight of zero does not silence a NaN, so unwritten places must not reach the product.
+    v = jnp.where(is_written[:, None, :, None], v, 0)
+    added = jnp.einsum("bkrs,bksc->bkrc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return Mixed(
+        before.values * shrink[..., None] + added, highest, before.total * shrink + jnp.sum(weights, axis=-1)
+    )
+
+
 def _attend(
     q: Array,
     k_cache: Array,
@@ -103,11 +150,11 @@ def _attend(
 ) -> Array:
     """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): [B, K, R, V] in float32.
 
-    `sinks` [K, R]. The keys are visited `_KEYS` at a time, from the first that any query sees to the last.
+    `sinks` [K, R]. The keys are visited `KEYS` at a time, from the first that any query sees to the last.
     """
     rows, kv_heads, queries, size = q.shape
     block_tokens = k_cache.shape[2]
-    blocks = max(1, _KEYS // block_tokens)
+    blocks = max(1, KEYS // block_tokens)
     stride = blocks * block_tokens  # S
     turns = -(-tables.shape[1] // blocks)
     tables = jnp.pad(tables, ((0, 0), (0, turns * blocks - tables.shape[1])))
@@ -118,36 +165,23 @@ def _attend(
         nearest = jnp.min(jnp.where(places >= 0, places, turns * stride))
         first = jnp.clip(nearest - window + 1, 0, turns * stride) // stride
 
-    def visit(turn: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        mixed, highest, total = carry
+    def visit(turn: Array, carry: Mixed) -> Mixed:
         chosen = lax.dynamic_slice(tables, (0, turn * blocks), (rows, blocks))
-        k = k_cache[chosen].swapaxes(1, 2).reshape(rows, kv_heads, stride, size)  # [B, K, S, C]
-        if v_cache is None:
-            v = k[..., :value_size]
-        else:
-            v = v_cache[chosen].swapaxes(1, 2).reshape(rows, kv_heads, stride, -1)
         key_places = turn * stride + jnp.arange(stride, dtype=jnp.int32)  # [S]
         is_seen = key_places <= places[:, :, None]  # [B, R, S]
         if window is not None:
             is_seen &= key_places > places[:, :, None] - window
-        is_seen = is_seen[:, None]  # [B, 1, R, S]
-        scores = jnp.einsum("bkrc,bksc->bkrs", q, k, preferred_element_type=jnp.float32) * scale
-        if softcap is not None:
-            scores = jnp.tanh(scores / softcap) * softcap
-        scores = jnp.where(is_seen, scores, _LOWEST)
-        higher = jnp.maximum(highest, jnp.max(scores, axis=-1))  # [B, K, R]
-        shrink = jnp.exp(highest - higher)
-        weights = jnp.where(is_seen, jnp.exp(scores - higher[..., None]), 0.0)
-        # A weight of zero does not silence a NaN, so unwritten places must not reach the product.
-        v = jnp.where((key_places <= furthest[:, None])[:, None, :, None], v, 0)
-        added = jnp.einsum("bkrs,bksc->bkrc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return mixed * shrink[..., None] + added, higher, total * shrink + jnp.sum(weights, axis=-1)
+        is_written = key_places <= furthest[:, None]  # [B, S]
+        k = gathered(k_cache, chosen)
+        v = k[..., :value_size] if v_cache is None else gathered(v_cache, chosen)
+        return mix_in(carry, q, k, v, is_seen, is_written, scale, softcap)
 
     shape = (rows, kv_heads, queries)
     if sinks is None:
-        highest, total = jnp.full(shape, _LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)
+        highest, total = jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)
     else:
         highest, total = jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape, jnp.float32)
     values = v_cache.shape[3] if v_cache is not None else value_size
-    mixed, _, total = lax.fori_loop(first, last, visit, (jnp.zeros((*shape, values), jnp.float32), highest, total))
-    return mixed / jnp.where(total > 0, total, 1.0)[..., None]
+    nothing = Mixed(jnp.zeros((*shape, values), jnp.float32), highest, total)
+    mixed = lax.fori_loop(first, last, visit, nothing)
+    return mixed.values / jnp.where(mixed.total > 0, mixed.total, 1.0)[..., None]

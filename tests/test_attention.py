@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels.xla_lanes import deal
 
 IMPLEMENTATIONS = ("xla", "xla_gather")
+OF_DECODE = (*IMPLEMENTATIONS, "xla_lanes")
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Pool:
         return out
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", OF_DECODE)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode_matches_the_naive_loop(case, implementation):
     size = case.block_tokens
@@ -132,6 +134,36 @@ def test_decode_matches_the_naive_loop(case, implementation):
             expected[row] = pool.attend(q[row], blocks, length - 1, sinks)
     assert not out[0].any()
     np.testing.assert_allclose(out, expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_many_rows_take_turns_in_lanes(case):
+    """Lanes that end at different times, of rows without tokens, of one and of several chunks of keys."""
+    pool = Pool(case, num_blocks=37 * (200 // case.block_tokens + 1))
+    lengths = [0, 1, 200, 64, 65, *pool.rng.integers(0, 140, 32).tolist()]
+    sequences = [pool.add(length) for length in lengths]
+    tables = pool.tables(sequences, width=max(map(len, sequences)) + 1)
+    q, sinks = pool.queries(len(lengths)), pool.sinks()
+    decode = jax.jit(partial(pallas_kernels.paged_decode, **case.options, implementation="xla_lanes"))
+    out = np.asarray(decode(q, *pool.caches, tables, np.asarray(lengths, np.int32), sinks=sinks))
+    expected = np.zeros((*q.shape[:2], case.value_size or case.head_size))
+    for row, (blocks, length) in enumerate(zip(sequences, lengths, strict=True)):
+        if length:
+            expected[row] = pool.attend(q[row], blocks, length - 1, sinks)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=3e-6)
+
+    # A row's bits do not depend on how long its neighbours are, which decides who shares a lane with whom.
+    short = np.where(np.arange(len(lengths)) < 5, lengths, np.minimum(lengths, 3)).astype(np.int32)
+    again = np.asarray(decode(q, *pool.caches, tables, short, sinks=sinks))
+    np.testing.assert_array_equal(again[:5], out[:5])
+
+
+def test_the_lanes_end_at_about_the_same_time():
+    turns = np.random.default_rng(0).integers(0, 40, 61)
+    order, ends = map(np.asarray, deal(jnp.asarray(turns)))
+    assert sorted(order.ravel().tolist()) == [*range(61), 61, 61, 61]
+    assert ends[-1].sum() == turns.sum() and ends[-1].max() <= 1.1 * turns.sum() / ends.shape[1]
+    np.testing.assert_array_equal(np.diff(ends, axis=0, prepend=0), np.append(turns, 0)[order])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -202,11 +234,11 @@ def test_unnamed_implementation_is_the_platforms_best():
     arguments, options = tuple(map(jnp.asarray, host)), case.options
     expected = pallas_kernels.paged_decode(*arguments, implementation="xla", **options)
     np.testing.assert_array_equal(pallas_kernels.paged_decode(*arguments, **options), expected)
-    assert pallas_kernels.resolve("paged_decode", "cpu") == "xla"
+    assert pallas_kernels.resolve("paged_decode", "cpu") == "xla_lanes"
     assert pallas_kernels.resolve("paged_prefill", "gpu") == "xla"
     with pytest.raises(ValueError, match="paged_decode, paged_prefill"):
         pallas_kernels.resolve("paged_encode", "cpu")
-    with pytest.raises(ValueError, match="no implementation 'triton'; it has xla, xla_gather"):
+    with pytest.raises(ValueError, match="no implementation 'triton'; it has xla, xla_lanes, xla_gather"):
         pallas_kernels.paged_decode(*arguments, implementation="triton", **options)
     with pytest.raises(ValueError, match="queries of 3 heads of 16 do not fit a cache of 2 heads of 16"):
         pallas_kernels.paged_decode(jnp.zeros((1, 3, 16)), *arguments[1:], **options)

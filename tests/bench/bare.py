@@ -65,17 +65,15 @@ def replay(engine: LLMEngine, steps: Sequence[Packed]) -> float:
     return time.perf_counter() - began
 
 
-def compile_greedy(engine: LLMEngine, decode: Sequence[int], ragged: Sequence[int] = ()) -> None:
-    """Compile the greedy programs of so many rows and tokens, and wait for them."""
+def compile_greedy(engine: LLMEngine, decode: Sequence[int] | None = None, ragged: Sequence[int] | None = None) -> None:
+    """Compile the greedy programs of so many rows and of so many tokens (None: of all there are), and wait for them."""
     programs = engine.runner.programs
-    programs.begin(
-        [
-            key
-            for key in programs.rest
-            if key.variant is Variant.GREEDY and key.shape.tokens in (decode if key.shape.is_decode else ragged)
-        ],
-        2,
-    )
+
+    def is_wanted(key: Key) -> bool:
+        sizes = decode if key.shape.is_decode else ragged
+        return key.variant is Variant.GREEDY and (sizes is None or key.shape.tokens in sizes)
+
+    programs.begin([key for key in programs.rest if is_wanted(key)], 2)
     programs.wait()
 
 
@@ -97,7 +95,7 @@ def measure(model: str, dtype: str, rows: int, new: int, rounds: int, promised: 
     settings: dict[str, Any] = {"max_model_len": 512, "num_kv_blocks": 64 * 32, "enable_prefix_caching": False}
     folder = shapes.folder_of(model, dtype)
     with LLM(str(folder), dtype=dtype, max_num_seqs=rows, precompile="covering", **settings) as llm:
-        compile_greedy(llm.engine, [rows, 2])
+        compile_greedy(llm.engine, [rows, 2], [])
         with packed_steps() as steps:
             generate(llm, rows, PROMPT, new)
         decodes = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == rows]

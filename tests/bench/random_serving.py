@@ -18,7 +18,7 @@ import numpy as np
 from jaxllm import LLM, SamplingParams
 from jaxllm.types import RequestOutputKind
 from tests.bench import shapes
-from tests.bench.bare import packed_steps, replay
+from tests.bench.bare import compile_greedy, packed_steps, replay
 from tests.bench.sides import generate, prompts_of
 
 REQUESTS, ROWS, LOAD = 64, 64, 0.8
@@ -143,8 +143,9 @@ def main() -> None:
     settings: dict[str, Any] = {"max_num_batched_tokens": options.max_num_batched_tokens, "max_model_len": 768}
     folder = str(shapes.folder_of(options.model, options.dtype))
     with LLM(
-        folder, dtype=options.dtype, max_num_seqs=ROWS, precompile="all", num_kv_blocks=ROWS * 48, **settings
+        folder, dtype=options.dtype, max_num_seqs=ROWS, precompile="covering", num_kv_blocks=ROWS * 48, **settings
     ) as llm:
+        compile_greedy(llm.engine)
         budget = llm.engine.runner.setup.max_num_batched_tokens
         llm.reset_prefix_cache()
         serve(llm, jobs_of(0, np.inf))
