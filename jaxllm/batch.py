@@ -49,11 +49,11 @@ class Extent(NamedTuple):
 
 
 def decode_shapes(num_slots: int, smallest: int = 1) -> list[Shape]:
-    """List the decode programs: 1, 2, 3, 4, 6, 8, 12, 16, …: steps of a half, up to all slots.
+    """List the decode programs: 1, 2, 4, 8, 12, 16, 24, 32, then steps of a quarter, up to all slots.
 
     Both tables are as coarse as they can be with less than 12 % of padding (tests/bench/padding.py, DECISIONS).
     """
-    rows = sorted({max(smallest, size) for size in _sizes(1, num_slots, {1: 2})})
+    rows = sorted({max(smallest, size) for size in _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})})
     return [Shape(tokens=size, rows=size, tiles=0, entries=size, sampling_fields=0) for size in rows]
 
 

@@ -65,8 +65,8 @@ def measure_costs(llm: LLM, budget: int) -> Costs:
     decode = {}
     for rows in (1, 2, 4, 8, 16, 32, 64):
         with packed_steps() as steps:
-            generate(llm, rows, 256, 12)
-        wanted = [step for step in steps if step.key.shape.is_decode and step.key.shape.rows == rows]
+            generate(llm, rows, 256, 12 + rows * 256 // budget)  # until the last prompt is in, the first go on
+        wanted = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == rows]
         decode[rows] = statistics.median(replay(llm.engine, wanted) / len(wanted) for _ in range(3))
     with packed_steps() as steps:
         generate(llm, 4, 512, 1)
