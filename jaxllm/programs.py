@@ -33,9 +33,8 @@ from jaxllm.state import Plan
 
 VARIANTS = tuple(Variant)
 STACK_BYTES = 64 << 20  # of a compiling thread; deep models overflow the usual 8 MiB (reference/peers.md §2)
-BACKGROUND_NICENESS = 19  # 1.5 % of a core that serving uses as well, and all of what it leaves
 _STARTING = threading.Lock()
-PAUSE = 14  # seconds without tracing after each second of it, while steps run
+PAUSE = 14  # seconds of rest after a program for each second that tracing it took, while steps run
 IDLE_SECONDS = 0.1  # without a step, after which nobody is disturbed
 
 
@@ -76,7 +75,7 @@ class Programs:
         }
         self._lower = lower
         self._tracing = threading.Lock()
-        self._traced_until = self._traced_for = 0.0  # the end and the length of the last tracing
+        self._traced_for = self._compiled_until = 0.0  # the last tracing's length, the last compilation's end
         self._last_step = 0.0  # when a plan last asked for a program
         self._is_closed = threading.Event()
         self._metrics = metrics
@@ -178,6 +177,7 @@ class Programs:
                 self._metrics.programs_failed += 1
                 warnings.warn(f"program {key} could not be compiled: {failure}", stacklevel=1)
                 continue
+            self._compiled_until = time.monotonic()
             with self._lock:
                 self._metrics.programs_compiled += 1
                 self._metrics.compile_seconds += time.perf_counter() - start
@@ -187,17 +187,19 @@ class Programs:
                 _give_back()
 
     def _trace(self, key: Key, in_background: bool) -> Any:
-        """Trace a program: in the background with pauses, for it is Python, and so is what runs steps."""
+        """Trace a program: in the background after a rest, for tracing is Python, and so is what runs steps.
+
+        Compiling is not, but shares caches and, where two processors are one core's threads, the core.
+        """
         with self._tracing:  # threads that traced at once would only take turns
             if in_background:
-                rested = self._traced_until + PAUSE * self._traced_for
+                rested = self._compiled_until + PAUSE * self._traced_for
                 while time.monotonic() < min(rested, self._last_step + IDLE_SECONDS):
                     if self._is_closed.wait(IDLE_SECONDS):
                         break
             start = time.monotonic()
             lowered = self._lower(key)
-            self._traced_until = time.monotonic()
-            self._traced_for = self._traced_until - start
+            self._traced_for = time.monotonic() - start
             self._metrics.trace_seconds += self._traced_for
         return lowered
 
@@ -235,17 +237,20 @@ def _behind(call: Callable[[], Any]) -> Any:
 def _step_back() -> None:
     """Let whoever serves go first: this thread, and those in which XLA's CPU back end runs LLVM.
 
-    LLVM's threads are made once for a process, by its first compilation, and do two thirds of the work; the niceness of
-    a thread that asks them to compile is not theirs. They stay back, since to raise a thread takes privileges: a later
-    engine of the process starts more slowly where other programs keep all cores busy (DECISIONS.md, 40).
+    LLVM's threads are made once for a process, by its first compilation, and do two thirds of the work; the priority of
+    a thread that asks them to compile is not theirs. They stay back, since to raise a thread may take privileges: a
+    later engine of the process starts more slowly where other programs keep all cores busy (DECISIONS.md, 40).
     """
     if sys.platform != "linux":
         return
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)  # of this thread alone
+    threads = [threading.get_native_id()]
     for thread in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
             if (thread / "comm").read_text().startswith("llvm-worker"):
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), BACKGROUND_NICENESS)
+                threads.append(int(thread.name))
+    for thread in threads:
+        with suppress(ProcessLookupError, PermissionError):  # a sandbox may forbid it; serving is slower then
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _give_back() -> None:

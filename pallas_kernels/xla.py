@@ -130,9 +130,7 @@ def mix_in(
     # A weight of zero does not silence a NaN, so unwritten places must not reach the product.
     v = jnp.where(is_written[:, None, :, None], v, 0)
     added = jnp.einsum("bkrs,bksc->bkrc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return Mixed(
-        before.values * shrink[..., None] + added, highest, before.total * shrink + jnp.sum(weights, axis=-1)
-    )
+    return Mixed(before.values * shrink[..., None] + added, highest, before.total * shrink + jnp.sum(weights, axis=-1))
 
 
 def _attend(
@@ -152,7 +150,7 @@ def _attend(
 
     `sinks` [K, R]. The keys are visited `KEYS` at a time, from the first that any query sees to the last.
     """
-    rows, kv_heads, queries, size = q.shape
+    rows, kv_heads, queries, _ = q.shape
     block_tokens = k_cache.shape[2]
     blocks = max(1, KEYS // block_tokens)
     stride = blocks * block_tokens  # S

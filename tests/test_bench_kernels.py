@@ -39,7 +39,8 @@ def test_every_implementation_of_every_operation(run_jaxllm: Run, tmp_path: Path
     assert result["max_difference"]["paged_decode_tiny_2x20_xla"] == 0
     name = "paged_decode_tiny_2x20_xla_gather"
     assert result[f"median_{name}_us"] == np.median(result["samples"][f"{name}_us"])
-    assert all(sum(word in line for line in out.splitlines()) == 2 for word in ("paged_decode", "paged_prefill"))
+    for operation in pallas_kernels.operations():
+        assert sum(operation in line for line in out.splitlines()) == len(pallas_kernels.implementations(operation))
 
 
 def test_the_reference_is_attention() -> None:
@@ -60,15 +61,15 @@ def test_one_that_is_wrong_or_slow_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     def call(implementation: str, *arrays: Any) -> Any:
         return case.call("xla", *arrays) + (0.5 if implementation == "xla_gather" else 0)
 
-    seconds = iter([1.0, *[2.0, 4.0, 8.0] * 3])  # the sum and both implementations, in turns
+    seconds = iter([1.0, *[2.0, 4.0, 4.0, 8.0] * 3])  # the sum and all implementations, in turns
     monkeypatch.setattr(kernels, "_seconds", lambda *_: next(seconds))
     rounds: list[None] = []
     measured, reads = kernels.measure([case._replace(call=call)], 3, lambda: rounds.append(None))
-    assert [one.implementation for one in measured] == ["xla", "xla_gather"] and len(rounds) == 3
-    assert [one.max_difference for one in measured] == pytest.approx([0, 0.5], abs=1e-6)
+    assert [one.implementation for one in measured] == ["xla", "xla_lanes", "xla_gather"] and len(rounds) == 3
+    assert [one.max_difference for one in measured] == pytest.approx([0, 0, 0.5], abs=1e-6)
     assert reads.tolist() == [kernels.READ_BYTES / 2] * 3
     share = case.num_bytes / 4 / (kernels.READ_BYTES / 2)
-    assert [one.bandwidth_share for one in measured] == pytest.approx([share, share / 2])
+    assert [one.bandwidth_share for one in measured] == pytest.approx([share, share, share / 2])
 
 
 @pytest.mark.parametrize("wrong", [("--decode", "16"), ("--decode", "0x4"), ("--dtype", "int8"), ("--num-iters", "0")])

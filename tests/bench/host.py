@@ -30,7 +30,7 @@ def main() -> None:
 
     with LLM(max_num_seqs=ROWS, num_kv_blocks=ROWS * 16, precompile="covering", enable_prefix_caching=False) as llm:
         engine = llm.engine
-        params = SamplingParams(temperature=0.0, max_tokens=STEPS + 32, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=STEPS + 200, ignore_eos=True)
         for number in range(ROWS):
             engine.add_request(str(number), [3 + number] * 16, params)
         while engine.load().waiting or engine.num_rows < ROWS:

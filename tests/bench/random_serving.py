@@ -21,7 +21,7 @@ from tests.bench import shapes
 from tests.bench.bare import compile_greedy, packed_steps, replay
 from tests.bench.sides import generate, prompts_of
 
-REQUESTS, ROWS, LOAD = 64, 64, 0.8
+LOAD = 0.8
 SHARE, TAIL = 0.85, 3.0  # of the ideal's tokens a second, at least; of the median gap between tokens, at most
 
 
@@ -52,31 +52,35 @@ class Run(NamedTuple):
         return float(np.percentile(self.gaps, 99) / np.median(self.gaps))
 
 
-def jobs_of(seed: int, rate: float) -> list[Job]:
+def jobs_of(count: int, seed: int, rate: float) -> list[Job]:
     """Draw jobs that arrive `rate` a second, or all at once."""
     random = np.random.default_rng(seed)
-    arrivals = np.zeros(REQUESTS) if rate == np.inf else np.cumsum(random.exponential(1 / rate, REQUESTS))
-    prompts, news = random.integers(16, 513, REQUESTS), random.integers(16, 257, REQUESTS)
+    arrivals = np.zeros(count) if rate == np.inf else np.cumsum(random.exponential(1 / rate, count))
+    prompts, news = random.integers(16, 513, count), random.integers(16, 257, count)
     return [Job(*job) for job in zip(arrivals.tolist(), prompts.tolist(), news.tolist(), strict=True)]
 
 
 def measure_costs(llm: LLM, budget: int) -> Costs:
     """Measure the programs alone: decode steps of several sizes, and prompts that fill whole steps."""
     decode = {}
-    for rows in (1, 2, 4, 8, 16, 32, 64):
+    slots = llm.engine.runner.geometry.num_slots
+    for rows in sorted({min(rows, slots) for rows in (1, 2, 4, 8, 16, 32, 64)}):
         with packed_steps() as steps:
             generate(llm, rows, 256, 12 + rows * 256 // budget)  # until the last prompt is in, the first go on
         wanted = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == rows]
         decode[rows] = statistics.median(replay(llm.engine, wanted) / len(wanted) for _ in range(3))
     with packed_steps() as steps:
-        generate(llm, 4, 512, 1)
+        generate(llm, 4 + budget // 512, 512, 1)
     wanted = [step for step in steps if step.plan.num_tokens == budget]
     times = [replay(llm.engine, wanted) / len(wanted) / budget for _ in range(3)]
     return Costs(decode, statistics.median(times))
 
 
 def ideal(jobs: Sequence[Job], costs: Costs, budget: int) -> float:
-    """Return the seconds that the ideal schedule takes: first come, first served, steps of `budget` tokens at most."""
+    """Return the seconds that the ideal schedule takes: first come, first served, steps of `budget` tokens at most.
+
+    There are as many slots as jobs.
+    """
     rows, seconds = zip(*costs.decode.items(), strict=True)
     now, waiting = 0.0, list(jobs)
     prompts: list[list[int]] = []  # tokens of the prompt that are left, tokens to make
@@ -91,7 +95,7 @@ def ideal(jobs: Sequence[Job], costs: Costs, budget: int) -> float:
         left = budget - len(running)
         now += float(np.interp(len(running), rows, seconds)) if running else 0.0
         running = [tokens - 1 for tokens in running if tokens > 1]
-        while prompts and left and len(running) < ROWS:
+        while prompts and left:
             taken = min(left, prompts[0][0])
             now += taken * costs.token
             left -= taken
@@ -137,34 +141,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="stories42M", choices=("embedded", *shapes.SHAPES))
     parser.add_argument("--dtype", default="float32", choices=shapes.DTYPES)
+    parser.add_argument("--requests", type=int, default=64, help="and slots")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-num-batched-tokens", type=int, help="default: the engine's")
     options = parser.parse_args()
+    count = options.requests
     settings: dict[str, Any] = {"max_num_batched_tokens": options.max_num_batched_tokens, "max_model_len": 768}
+    settings |= {"max_num_seqs": count, "num_kv_blocks": count * 48}
     folder = str(shapes.folder_of(options.model, options.dtype))
-    with LLM(
-        folder, dtype=options.dtype, max_num_seqs=ROWS, precompile="covering", num_kv_blocks=ROWS * 48, **settings
-    ) as llm:
+    with LLM(folder, dtype=options.dtype, precompile="covering", **settings) as llm:
         compile_greedy(llm.engine)
         budget = llm.engine.runner.setup.max_num_batched_tokens
         llm.reset_prefix_cache()
-        serve(llm, jobs_of(0, np.inf))
+        serve(llm, jobs_of(count, 0, np.inf))
         shares: dict[str, list[float]] = {"all at once": [], "Poisson, 80 % of capacity": []}
         tails: dict[str, list[float]] = {name: [] for name in shares}
         for number in range(options.rounds):
             costs = measure_costs(llm, budget)
             rate = np.inf
             for name in shares:
-                jobs = jobs_of(1 + number, rate)
+                jobs = jobs_of(count, 1 + number, rate)
                 llm.reset_prefix_cache()
                 run, least = serve(llm, jobs), ideal(jobs, costs, budget)
-                rate = LOAD * REQUESTS / ideal(jobs_of(1 + number, np.inf), costs, budget)
+                rate = LOAD * count / ideal(jobs_of(count, 1 + number, np.inf), costs, budget)
                 shares[name].append(least / run.seconds)
                 tails[name].append(run.tail)
                 print(f"{name}: {run.seconds:.1f} s, ideal {least:.1f} s, p99 gap {run.tail:.1f} medians", flush=True)
-    print(
-        f"{options.model}, {options.dtype}, {budget} tokens a step; {REQUESTS} requests, medians of {options.rounds}:"
-    )
+    print(f"{options.model}, {options.dtype}, {budget} tokens a step; {count} requests, medians of {options.rounds}:")
     behind = []
     for name in shares:
         share, tail = statistics.median(shares[name]), statistics.median(tails[name])

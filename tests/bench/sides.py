@@ -85,6 +85,7 @@ def open_jaxllm(folder: str, dtype: str, settings: dict[str, Any]) -> Generate:
     from tests.bench.bare import compile_greedy
 
     given = {"max_model_len": 1024, "max_num_seqs": 16, "num_kv_blocks": 256, "enable_prefix_caching": False}
+    given["max_num_batched_tokens"] = TOKENS[-1]  # nobody waits for single tokens here
     llm = LLM(folder, dtype=dtype, precompile="covering", **given | settings)
     compile_greedy(llm.engine, ROWS, TOKENS)
     return functools.partial(generate, llm)
