@@ -47,9 +47,9 @@ def compare(folder: Path, dtype: str, python: str, rounds: int) -> dict[str, flo
         for number in range(rounds + 1):
             for side in (ours, theirs):
                 found = {
-                    "decode, 1 row": side.decode(1, 128, 17),
+                    "decode, 1 row": side.decode(1, 32, 33),
                     "prefill of 512": side.run(1, 512, 1),
-                    "decode, 16 rows": side.decode(16, 128, 9),
+                    "decode, 16 rows": side.decode(16, 32, 33),
                     "16 requests": side.run(16, 128, 32),
                 }
                 if number:  # the first round warms up
