@@ -44,7 +44,10 @@ def compare(folder: Path, dtype: str, python: str, rounds: int) -> dict[str, flo
     reached = {}
     with Side("jaxllm", folder, dtype) as ours, Side("transformers", folder, dtype, python) as theirs:
         taken: dict[str, dict[str, list[float]]] = {side.name: {} for side in (ours, theirs)}
-        for number in range(rounds + 1):
+        for side in (ours, theirs):
+            for rows in (1, 16):
+                side.run(rows, 32, 4)  # warms up
+        for _ in range(rounds):
             for side in (ours, theirs):
                 found = {
                     "decode, 1 row": side.decode(1, 32, 33),
@@ -52,9 +55,8 @@ def compare(folder: Path, dtype: str, python: str, rounds: int) -> dict[str, flo
                     "decode, 16 rows": side.decode(16, 32, 33),
                     "16 requests": side.run(16, 128, 32),
                 }
-                if number:  # the first round warms up
-                    for name, seconds in found.items():
-                        taken[side.name].setdefault(name, []).append(seconds)
+                for name, seconds in found.items():
+                    taken[side.name].setdefault(name, []).append(seconds)
                 print(".", end="", file=sys.stderr, flush=True)
         print(f"\n{folder.name}: {'jaxllm':>12} {'transformers':>14} {'times':>7} {'aim':>6}")
         for name in taken[ours.name]:
