@@ -1,8 +1,6 @@
 """`python -m jaxllm`: the command line, see cli.py."""
 
-import sys
-
-from jaxllm.cli import main
+from jaxllm.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

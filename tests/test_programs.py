@@ -17,10 +17,13 @@ from jax._src import test_util as jtu
 
 from jaxllm import LLM, SamplingParams, cache, memory
 from jaxllm.batch import coarser, decode_shapes, ragged_shapes
+from jaxllm.config import EngineConfig
+from jaxllm.embedded import MODEL_DIR
 from jaxllm.metrics import Metrics
 from jaxllm.programs import Key, Programs
 from jaxllm.runner import Runner
 from jaxllm.sampling import Variant
+from jaxllm.setup import prepare
 from jaxllm.state import Plan
 from tests.bench import padding
 
@@ -124,6 +127,12 @@ def test_tables_of_sizes() -> None:
     large = [shape.tokens for shape in ragged_shapes(8192, 256, 16, 40)]
     assert large[:9] == [16, 32, 64, 96, 128, 160, 192, 224, 256] and large[-5:] == [2048, 3072, 4096, 6144, 8192]
     assert [shape.tokens for shape in coarser(ragged_shapes(100, 8, 16, 40))] == [16, 32, 64, 100]
+
+
+@pytest.mark.parametrize(("slots", "tokens"), [(None, 192), (64, 192), (256, 512)])
+def test_half_of_a_step_at_least_is_left_for_prompts(slots: int | None, tokens: int) -> None:
+    config = EngineConfig(model=str(MODEL_DIR), device="cpu", max_num_seqs=slots)
+    assert prepare(config, needs_weights=False).max_num_batched_tokens == tokens
 
 
 def test_the_tables_keep_padding_low() -> None:
