@@ -48,17 +48,14 @@ def lookup(table: Array | Int8[Array], rows: Array, dtype: DTypeLike) -> Array:
 
 
 def _sums(x: Array, weight: Array) -> Array:
-    on_cpu = _product
-    if x.dtype != jnp.float32:
-        if x.shape[0] == 1:
-            # XLA:CPU turns a one-row product with 8 or 16-bit weights into a conversion of the whole weight, 6 to 12
-            # times slower than the same product with two rows (reference/kernels.md §6).
-            on_cpu = _first_of_two_rows
-    elif 2 <= x.shape[0] <= _FEW_ROWS:
-        on_cpu = _turned
-    if on_cpu is _product:
-        return _product(x, weight)
-    return lax.platform_dependent(x, weight, cpu=on_cpu, default=_product)
+    rows, is_wide = x.shape[0], x.dtype == jnp.float32
+    if rows == 1 and not is_wide:
+        # XLA:CPU turns a one-row product with 8 or 16-bit weights into a conversion of the whole weight, 6 to 12 times
+        # slower than the same product with two rows (reference/kernels.md §6).
+        return lax.platform_dependent(x, weight, cpu=_first_of_two_rows, default=_product)
+    if 2 <= rows <= _FEW_ROWS and is_wide:
+        return lax.platform_dependent(x, weight, cpu=_turned, default=_product)
+    return _product(x, weight)
 
 
 def _product(x: Array, weight: Array) -> Array:
