@@ -98,6 +98,14 @@ class Mixed(NamedTuple):
     total: Array  # of the weights, relative to `highest`
 
 
+def unseen(shape: tuple[int, int, int], value_size: int | None, sinks: Array | None) -> Mixed:
+    """Return what queries [B, K, R] have seen before the first key: nothing, or their `sinks` [K, R]."""
+    values = jnp.zeros((*shape, value_size), jnp.float32)
+    if sinks is None:
+        return Mixed(values, jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32))
+    return Mixed(values, jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape, jnp.float32))
+
+
 def gathered(cache: Array, blocks: Array) -> Array:
     """Take blocks [B, n] of a cache [N, K, P, C] and join each row's: [B, K, S, C]."""
     rows, count = blocks.shape
@@ -174,12 +182,6 @@ def _attend(
         v = k[..., :value_size] if v_cache is None else gathered(v_cache, chosen)
         return mix_in(carry, q, k, v, is_seen, is_written, scale, softcap)
 
-    shape = (rows, kv_heads, queries)
-    if sinks is None:
-        highest, total = jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)
-    else:
-        highest, total = jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape, jnp.float32)
-    values = v_cache.shape[3] if v_cache is not None else value_size
-    nothing = Mixed(jnp.zeros((*shape, values), jnp.float32), highest, total)
+    nothing = unseen((rows, kv_heads, queries), value_size if v_cache is None else v_cache.shape[3], sinks)
     mixed = lax.fori_loop(first, last, visit, nothing)
     return mixed.values / jnp.where(mixed.total > 0, mixed.total, 1.0)[..., None]

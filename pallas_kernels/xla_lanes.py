@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import xla
-from pallas_kernels.xla import KEYS, LOWEST, Mixed, gathered, mix_in
+from pallas_kernels.xla import KEYS, Mixed, gathered, mix_in, unseen
 
 # Float32, 8 heads of 64 with keys of their own, 64 rows, on two Zen 5 cores: 4.4 ms with 16 lanes, 5.3 with 4 and 8.3
 # with 32, where the turns of all rows at once take 12.0; rows that are equally long take 4.2 ms and 5.2.
@@ -47,13 +47,8 @@ def paged_decode(
     order, ends = deal(-(-lengths // stride) - firsts)
     grouped = q.reshape(rows, kv_heads, group, size)
     lanes = jnp.arange(_LANES, dtype=jnp.int32)
-    shape = (_LANES, kv_heads, group)
-    highest, total = jnp.full(shape, LOWEST, jnp.float32), jnp.zeros(shape, jnp.float32)
-    if sinks is not None:
-        highest = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, group), shape)
-        total = jnp.ones(shape, jnp.float32)
-    values = v_cache.shape[3] if v_cache is not None else value_size
-    nothing = Mixed(jnp.zeros((*shape, values), jnp.float32), highest, total)
+    logits = None if sinks is None else sinks.reshape(kv_heads, group)
+    nothing = unseen((_LANES, kv_heads, group), value_size if v_cache is None else v_cache.shape[3], logits)
 
     def visit(turn: Array, carry: tuple[Mixed, Array]) -> tuple[Mixed, Array]:
         mixed, out = carry
@@ -79,7 +74,7 @@ def paged_decode(
         # Written in every turn, the last of which counts: to ask which lanes end here would cost more.
         return mixed, out.at[row].set(mixed.values / mixed.total[..., None], mode="drop")
 
-    out = jnp.zeros((rows, *shape[1:], values), jnp.float32)
+    out = jnp.zeros((rows, *nothing.values.shape[1:]), jnp.float32)
     _, out = lax.fori_loop(0, jnp.max(ends[-1]), visit, (nothing, out))
     return out.reshape(rows, heads, -1).astype(q.dtype)
 
