@@ -403,6 +403,7 @@ def test_traces_go_on(run: Any) -> None:
             await stub.Generate(ask(), metadata=(("traceparent", parent),))
             own.serving.script = lambda call: failing(errors.UnavailableError("no."))
             await error_of(drained(stub.StreamGenerate(ask())))
+            await own.handled(2)  # a client may know of the end before the server's handler is through
             first, second = own.tracer.spans
             assert (first.traceparent, first.name, first.error) == (parent, f"{INFERENCE}/Generate", None)
             assert second.traceparent is None and isinstance(second.error, errors.UnavailableError)
