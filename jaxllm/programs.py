@@ -1,9 +1,9 @@
 """The compiled programs: which there are, which are ready, and the threads that compile them.
 
 An engine serves as soon as its *covering* programs exist: one decode and one ragged program, the largest of each with
-the widest sampling, which between them can run any plan. The others follow in the background, those that plans asked
-for first; until then a plan runs in the smallest ready program that holds it. Knows shapes, and what traces a program;
-knows no weights and no state.
+the widest sampling, which between them can run any plan. Of the others those follow, in the background, that plans ask
+for; until then a plan runs in the smallest ready program that holds it. Knows shapes, and what traces a program; knows
+no weights and no state.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ class Programs:
         self._ready: dict[Key, Any] = {}
         self._lock = threading.Lock()
         self._queue: list[Key] = []
+        self._wanted: set[Key] = set()  # all that was ever asked for
+        self._followers = self._max_followers = 0  # threads that compile what plans ask for
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
@@ -98,13 +100,13 @@ class Programs:
 
     @property
     def num_all(self) -> int:
-        """Programs there will be in the end."""
+        """Programs there can be."""
         return len(self.covering) + len(self.rest)
 
     def choose(self, plan: Plan, variant: Variant) -> Key:
         """Name the cheapest ready program that holds the plan and samples as widely as `variant`.
 
-        A cheaper one that is not ready yet is compiled next.
+        A cheaper one that is not ready yet is wanted from now on.
         """
         self._last_step = time.monotonic()
         size = batch.extent(plan)
@@ -115,20 +117,40 @@ class Programs:
             if key in self._ready:
                 return key
             if is_wanted:
-                self._want(key)
+                self.want(key)
                 is_wanted = False
         raise AssertionError(f"no program holds {len(plan.slots)} rows of {plan.num_tokens} tokens")
 
-    def begin(self, keys: Sequence[Key], num_threads: int, in_background: bool = False) -> None:
-        """Start to compile `keys`; `wait` ends it. In the background means: in the time that serving leaves."""
+    def begin(self, keys: Sequence[Key], num_threads: int) -> None:
+        """Start to compile `keys`; `wait` ends it."""
         if not self._threads:
             # A thread must not be inside XLA while the interpreter goes down: it aborts the process. The method is held
             # weakly, so that an engine nobody refers to any more can go.
             atexit.register(_join, weakref.WeakMethod(self.join))
         with self._lock:
             self._queue += keys
-        for number in range(min(num_threads, len(keys))):
-            self._threads.append(_start(lambda: self._work(in_background), f"jaxllm-compile-{number}"))
+            self._wanted.update(keys)
+        for _ in range(min(num_threads, len(keys))):
+            self._start(in_background=False)
+
+    def follow(self, num_threads: int) -> None:
+        """From now on compile what is wanted, in the time that serving leaves, in so many threads at once.
+
+        Not the others: each keeps 20 to 90 MiB of a deep model's host for XLA's copy of it (DECISIONS.md, 58).
+        """
+        self._max_followers = num_threads
+
+    def want(self, key: Key) -> None:
+        """Have a program compiled next, where programs follow; once, even if it cannot be compiled."""
+        with self._lock:
+            if not self._max_followers or key in self._wanted or self._is_closed.is_set():
+                return
+            self._wanted.add(key)
+            self._queue.insert(0, key)
+            if self._followers == self._max_followers:
+                return
+            self._followers += 1
+        self._start(in_background=True)
 
     def wait(self, progress: bool = False) -> None:
         """Wait until every program that was asked for is compiled; the first failure is raised here."""
@@ -152,17 +174,15 @@ class Programs:
         for thread in self._threads:
             thread.join()
 
-    def _want(self, key: Key) -> None:
-        """Move a program to the head of the queue, if it is there at all."""
-        with self._lock:
-            if key in self._queue[1:]:
-                self._queue.remove(key)
-                self._queue.insert(0, key)
+    def _start(self, in_background: bool) -> None:
+        thread = _start(lambda: self._work(in_background), "jaxllm-compile")
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def _work(self, in_background: bool) -> None:
         while True:
             with self._lock:
                 if not self._queue:
+                    self._followers -= in_background
                     return
                 key = self._queue.pop(0)
             start = time.perf_counter()

@@ -123,7 +123,7 @@ class Runner:
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, self._listener)
         if config.precompile == "background":
-            self.programs.begin(self.programs.rest, max(1, (os.cpu_count() or 2) // 2), in_background=True)
+            self.programs.follow(max(1, (os.cpu_count() or 2) // 2))
         elif config.precompile == "all":
             with phases.phase("all programs") as causes:
                 self.programs.begin(self.programs.rest, os.cpu_count() or 2)

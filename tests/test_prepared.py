@@ -25,8 +25,7 @@ import jax
 seen = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: seen.update([event]))
 from jaxllm import LLM, SamplingParams
-llm = LLM(sys.argv[1], tokenizer=sys.argv[2], compilation_cache_dir=sys.argv[3])
-llm.engine.runner.programs.wait()
+llm = LLM(sys.argv[1], tokenizer=sys.argv[2], compilation_cache_dir=sys.argv[3], precompile="all")
 params = SamplingParams(max_tokens=3, frequency_penalty=0.1, logit_bias={7: 1.0})
 llm.generate([[5, 6, 7] * 9, [8]], [params, SamplingParams(temperature=0, max_tokens=9)], use_tqdm=False)
 runner = llm.engine.runner

@@ -141,7 +141,7 @@ def test_the_tables_keep_padding_low() -> None:
     assert 0.02 < padding.waste(totals) < padding.PROMISED
 
 
-def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_comes_next() -> None:
+def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_follows() -> None:
     compiled: list[str] = []
     go_on = threading.Event()
 
@@ -158,15 +158,46 @@ def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_comes_
     programs.begin(programs.covering, 1)
     programs.wait()
     assert compiled == ["ragged[64].full", "decode[8].full"]
-    programs.begin(programs.rest, 1, in_background=True)
     ones = np.ones(3, np.int32)
     plan = Plan(0.0, 3, ones, ones.astype(np.int64), ones, ones, ones > 0, np.zeros((0, 3), np.int32))
-    assert str(programs.choose(plan, Variant.FILTERED)) == "decode[8].full"
+    assert str(programs.choose(plan, Variant.GREEDY)) == "decode[8].full"
+    programs.wait()
+    assert len(compiled) == 2, "nothing follows before it may"
+    programs.follow(1)
+    first = programs.rest[0]
+    programs.want(first)
+    for _ in range(3):
+        assert str(programs.choose(plan, Variant.FILTERED)) == "decode[8].full"
     go_on.set()
     programs.wait()
-    assert "decode[4].filtered" in compiled[2:4], "what a plan missed is compiled next"
+    assert sorted(compiled[2:]) == sorted(["decode[4].filtered", str(first)]), "what was wanted, once, and nothing else"
     assert str(programs.choose(plan, Variant.FILTERED)) == "decode[4].filtered"
-    assert len(programs) == programs.num_all == len(set(compiled))
+    assert str(programs.choose(plan, Variant.GREEDY)) == "decode[4].filtered"
+    programs.wait()
+    assert compiled[4:] == ["decode[4].greedy"], "a thread that had nothing left begins again"
+
+
+def test_a_program_that_cannot_be_compiled_is_tried_once_while_others_serve() -> None:
+    tried: list[str] = []
+
+    def lower(key: Key) -> SimpleNamespace:
+        tried.append(str(key))
+        if key.variant is Variant.GREEDY:
+            raise RuntimeError("too large")
+        return SimpleNamespace(compile=lambda: str(key))
+
+    metrics = Metrics()
+    programs = Programs(decode_shapes(8), ragged_shapes(64, 8, 16, 40), lower, metrics)
+    programs.begin(programs.covering, 1)
+    programs.wait()
+    programs.follow(2)
+    ones = np.ones(3, np.int32)
+    plan = Plan(0.0, 3, ones, ones.astype(np.int64), ones, ones, ones > 0, np.zeros((0, 3), np.int32))
+    with pytest.warns(UserWarning, match="too large"):
+        for _ in range(3):
+            assert str(programs.choose(plan, Variant.GREEDY)) == "decode[8].full"
+            programs.wait()
+    assert tried[2:] == ["decode[4].greedy"] and metrics.programs_failed == 1
 
 
 def test_a_failure_to_compile_is_not_hidden() -> None:

@@ -39,7 +39,10 @@ while not llm.engine.step():
 first = time.time()
 complete = None
 if waits_for_all:
-    llm.engine.runner.programs.wait()
+    programs = llm.engine.runner.programs
+    for key in programs.rest:
+        programs.want(key)
+    programs.wait()
     complete = time.time() - begun
 sys.stdout.write(json.dumps({
     "import_s": imported - begun,

@@ -80,10 +80,16 @@ def measure_steps(rounds: int) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
         count = 0
 
-        def steps(seconds: float) -> list[float]:
+        waiting = list(programs.rest)
+
+        def steps(seconds: float, compiles: bool = False) -> list[float]:
             nonlocal count
             times, end = [], time.perf_counter() + seconds
+            ready = 0
             while time.perf_counter() < end:
+                if compiles and len(programs) != ready:
+                    ready = len(programs)
+                    programs.want(waiting.pop(0))
                 if not engine.has_unfinished_requests():
                     for _ in range(ROWS):
                         engine.add_request(str(count), [5] * PROMPT, params)
@@ -95,15 +101,12 @@ def measure_steps(rounds: int) -> float:
             return times
 
         steps(3.0)
-        waiting = list(programs.rest)
+        programs.follow(max(1, (os.cpu_count() or 2) // 2))
         quiet: list[float] = []
         busy: list[float] = []
         for _ in range(rounds):
             quiet += steps(ROUND_SECONDS)
-            programs.begin(waiting, max(1, (os.cpu_count() or 2) // 2), in_background=True)
-            busy += steps(ROUND_SECONDS)
-            waiting = list(programs._queue)
-            programs._queue.clear()
+            busy += steps(ROUND_SECONDS, compiles=True)
             programs.wait()
         compiled = engine.metrics.programs_compiled - len(programs.covering)
         ratio = statistics.mean(busy) / statistics.mean(quiet)
