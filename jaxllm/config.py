@@ -37,7 +37,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens, prompt and output together; default: the model's
     block_size: int = 16  # tokens per KV block
     enable_prefix_caching: bool = True
-    max_num_batched_tokens: int | None = None  # tokens a step; default 192 on a CPU, 8192 on a GPU, or 2 × slots
+    max_num_batched_tokens: int | None = None  # tokens a step; default 160 on a CPU, 8192 on a GPU, or 2 × slots
     max_num_seqs: int | None = None  # requests that run at once; default 64 on a CPU, 256 on a GPU
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.92  # share of the device's memory for weights, programs and KV blocks

@@ -26,7 +26,7 @@ _ENGINE_HELP = {
     "max_model_len": "tokens of prompt and output together, as 4096, 4k or auto (default: the model's, or what fits)",
     "block_size": "tokens per KV block",
     "enable_prefix_caching": "reuse the KV blocks of prompts that begin alike",
-    "max_num_batched_tokens": "tokens a step (default: 192 on a CPU, 8192 on a GPU, and twice --max-num-seqs at least)",
+    "max_num_batched_tokens": "tokens a step (default: 160 on a CPU, 8192 on a GPU, and twice --max-num-seqs at least)",
     "max_num_seqs": "requests that run at once (default: 64 on a CPU, 256 on a GPU)",
     "tensor_parallel_size": "devices that share the model",
     "gpu_memory_utilization": "share of a GPU's memory to use",

@@ -110,7 +110,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     recorded = prepared.read(config.cache_dir(), spec)
     slots = config.max_num_seqs or recorded.get("max_num_seqs")
     tokens = config.max_num_batched_tokens or recorded.get("max_num_batched_tokens")
-    tokens = tokens or max(192 if is_cpu else 8192, 2 * (slots or 0))  # half of a step at least is left for prompts
+    tokens = tokens or max(160 if is_cpu else 8192, 2 * (slots or 0))  # half of a step at least is left for prompts
     return Setup(
         folder=folder,
         spec=spec,

@@ -129,7 +129,7 @@ def test_tables_of_sizes() -> None:
     assert [shape.tokens for shape in coarser(ragged_shapes(100, 8, 16, 40))] == [16, 32, 64, 100]
 
 
-@pytest.mark.parametrize(("slots", "tokens"), [(None, 192), (64, 192), (256, 512)])
+@pytest.mark.parametrize(("slots", "tokens"), [(None, 160), (64, 160), (256, 512)])
 def test_half_of_a_step_at_least_is_left_for_prompts(slots: int | None, tokens: int) -> None:
     config = EngineConfig(model=str(MODEL_DIR), device="cpu", max_num_seqs=slots)
     assert prepare(config, needs_weights=False).max_num_batched_tokens == tokens

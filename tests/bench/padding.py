@@ -37,7 +37,7 @@ class Machine:
 
 MACHINES = {
     # A model of 0.5B on a laptop's cores; of 8B on a GPU.
-    "cpu": Machine(64, 192, 0.060, 0.004, (0.05, 0.1, 0.2, 0.4, 0.8, 2.0)),
+    "cpu": Machine(64, 160, 0.060, 0.004, (0.05, 0.1, 0.2, 0.4, 0.8, 2.0)),
     "gpu": Machine(256, 8192, 0.006, 0.00004, (0.5, 2, 8, 24, 48, 96)),
 }
 

@@ -60,7 +60,7 @@ def main() -> None:
         for is_on in (True, False)
     }
     for llm in engines.values():
-        compile_greedy(llm.engine, [16], [16, 32, 64, 192])
+        compile_greedy(llm.engine, [16], [16, 32, 64, 160])
         without_repeats(llm, 0)
     prompts = shared_prompts(options.requests)
     # Without the cache every request costs the same: a fifth of them tell it.
