@@ -22,8 +22,8 @@ class Measurement(NamedTuple):
     short: Sequence[str] | None = ()  # None: left out of the short version
 
 
-def _bench(module: str, *short: str) -> Measurement:
-    return Measurement(["-m", f"tests.bench.{module}"], short)
+def _bench(module: str, *flags: str, is_long: bool = False) -> Measurement:
+    return Measurement(["-m", f"tests.bench.{module}"], None if is_long else flags)
 
 
 FRONT_ENDS = "tests.bench.serving --model qwen2.5-0.5b --streams 64 --tokens 16 --precompile covering --limit 0.15"
@@ -36,14 +36,14 @@ MEASUREMENTS = {
     "start": Measurement(
         ["-m", "jaxllm", "bench", "startup", "--limit-cold", "15", "--limit-warm", "5"], ["--num-iters", "1"]
     ),
-    "overlap": _bench("overlap", "--rounds", "3"),
-    "bare": _bench("bare", "--rounds", "3"),
-    "quantized": _bench("quantized", "--rounds", "2"),
-    "prefix_cache": _bench("prefix_cache", "--rounds", "3"),
-    "random_serving": _bench("random_serving", "--requests", "24", "--rounds", "1"),
-    "front_ends": Measurement(["-m", *FRONT_ENDS.split()], ["--tokens", "8", "--rounds", "1"]),
+    "overlap": _bench("overlap", is_long=True),
+    "bare": _bench("bare", "--rounds", "2"),
+    "quantized": _bench("quantized", "--rounds", "1"),
+    "prefix_cache": _bench("prefix_cache", "--requests", "130", "--rounds", "3"),
+    "random_serving": _bench("random_serving", "--requests", "16", "--rounds", "1"),
+    "front_ends": Measurement(["-m", *FRONT_ENDS.split()], ["--prompt", "4", "--tokens", "4", "--rounds", "1"]),
     "serving": Measurement(["-m", "tests.bench.serving"], None),  # two engines that compile all their programs
-    "compiling": _bench("compiling", "--rounds", "1"),
+    "compiling": _bench("compiling", is_long=True),
     "against_transformers": _bench("against_transformers", "--dtype", "float32", "--rounds", "1"),
 }
 

@@ -22,11 +22,14 @@ from jaxllm.programs import Key
 from jaxllm.sampling import Variant
 from jaxllm.state import Plan
 from tests.bench import shapes
-from tests.bench.sides import generate
+from tests.bench.sides import GEOMETRY, generate
 
 PROMPT = 16
-# Model, rows, tokens, and the share of the bare speed that is promised.
-CASES = (("qwen2.5-0.5b", 1, 24, 0.95), ("qwen2.5-0.5b", 16, 24, 0.95), ("embedded", 64, 64, 0.70))
+# Of a model: how the engine differs from the other benchmarks', tokens, and what is promised by the number of rows.
+CASES: dict[str, tuple[dict[str, int], int, dict[int, float]]] = {
+    "qwen2.5-0.5b": ({}, 16, {1: 0.95, 16: 0.95}),
+    "embedded": ({"max_num_seqs": 64, "num_kv_blocks": 2048, "max_model_len": 512}, 64, {64: 0.70}),
+}
 
 
 class Packed(NamedTuple):
@@ -82,36 +85,35 @@ def main() -> None:
     parser.add_argument("--dtype", choices=shapes.DTYPES, default="float32")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    reached = [
-        (measure(model, options.dtype, rows, new, options.rounds, promised) / promised, model, rows)
-        for model, rows, new, promised in CASES
-    ]
-    excess, model, rows = min(reached)
-    assert excess >= 1.0, f"{model} at {rows} rows stays behind what is promised"
+    behind = []
+    for model, (sizes, new, promised) in CASES.items():
+        folder = str(shapes.folder_of(model, options.dtype))
+        with LLM(folder, dtype=options.dtype, precompile="covering", **GEOMETRY | sizes) as llm:
+            compile_greedy(llm.engine, [2, *promised], [])
+            for rows, share in promised.items():
+                alone, step = measure(llm, rows, new, options.rounds)
+                print(
+                    f"{model}, {options.dtype}, {rows:2} rows: a bare step {alone * 1e3:6.2f} ms, the engine's "
+                    f"{step * 1e3:6.2f} ms: {alone / step:.1%} of the bare speed (aim {share:.0%})",
+                    flush=True,
+                )
+                if alone / step < share:
+                    behind.append(f"{model} at {rows} rows")
+    assert not behind, f"behind what is promised: {', '.join(behind)}"
 
 
-def measure(model: str, dtype: str, rows: int, new: int, rounds: int, promised: float) -> float:
-    """Return the engine's decode speed as a share of the bare loop's."""
-    settings: dict[str, Any] = {"max_model_len": 512, "num_kv_blocks": 64 * 32, "enable_prefix_caching": False}
-    folder = shapes.folder_of(model, dtype)
-    with LLM(str(folder), dtype=dtype, max_num_seqs=rows, precompile="covering", **settings) as llm:
-        compile_greedy(llm.engine, [rows, 2], [])
-        with packed_steps() as steps:
-            generate(llm, rows, PROMPT, new)
-        decodes = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == rows]
-        bare: list[float] = []
-        engine: list[float] = []
-        for _ in range(rounds):
-            bare.append(replay(llm.engine, decodes) / len(decodes))
-            first = generate(llm, rows, PROMPT, 1)
-            engine.append((generate(llm, rows, PROMPT, new) - first) / (new - 1))
-    alone, step = statistics.median(bare), statistics.median(engine)
-    print(
-        f"{model}, {dtype}, {rows:2} rows: a bare step {alone * 1e3:6.2f} ms, the engine's {step * 1e3:6.2f} ms: "
-        f"{alone / step:.1%} of the bare speed (aim {promised:.0%})",
-        flush=True,
-    )
-    return alone / step
+def measure(llm: LLM, rows: int, new: int, rounds: int) -> tuple[float, float]:
+    """Return the seconds of a decode step of so many rows, in the bare loop and in the engine."""
+    with packed_steps() as steps:
+        generate(llm, rows, PROMPT, new)
+    decodes = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == rows]
+    bare: list[float] = []
+    engine: list[float] = []
+    for _ in range(rounds):
+        bare.append(replay(llm.engine, decodes) / len(decodes))
+        first = generate(llm, rows, PROMPT, 1)
+        engine.append((generate(llm, rows, PROMPT, new) - first) / (new - 1))
+    return statistics.median(bare), statistics.median(engine)
 
 
 if __name__ == "__main__":

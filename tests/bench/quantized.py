@@ -14,18 +14,16 @@ from jaxllm import LLM
 from jaxllm.model import weights
 from tests.bench import shapes
 from tests.bench.bare import compile_greedy
-from tests.bench.sides import generate
+from tests.bench.sides import GEOMETRY, generate
 
-ROWS, PROMPT, NEW = 16, 16, 12
+ROWS, PROMPT, NEW = GEOMETRY["max_num_seqs"], 16, 12
 PROMISED = {1: 1.3, 16: 1.2}  # times as fast as bfloat16, by rows
 
 
 def make(**settings: Any) -> LLM:
     """Start an engine that has the programs of 1 and 16 greedy rows, and few others."""
     folder = str(shapes.folder_of("qwen2.5-0.5b", "bfloat16"))
-    budget = ROWS * PROMPT
-    sizes: dict[str, Any] = {"max_model_len": 256, "num_kv_blocks": 64, "max_num_batched_tokens": budget}
-    llm = LLM(folder, precompile="covering", max_num_seqs=ROWS, enable_prefix_caching=False, **sizes, **settings)
+    llm = LLM(folder, precompile="covering", **GEOMETRY, **settings)
     compile_greedy(llm.engine, [1, 2, ROWS], [])  # what prompts take is subtracted
     return llm
 

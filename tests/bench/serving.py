@@ -26,8 +26,8 @@ from tests.serving_process import ROOT, ServingProcess
 OFFLINE = """
 import sys, time
 from jaxllm import LLM, SamplingParams
-model, streams, tokens, precompile = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-prompts = [[3 + number % 200] * 16 for number in range(streams)]
+model, streams, prompt, tokens, precompile = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+prompts = [[3 + number % 200] * prompt for number in range(streams)]
 params = [SamplingParams(seed=number, max_tokens=tokens, ignore_eos=True) for number in range(streams)]
 with LLM(model, precompile=precompile) as llm:
     print("ready", flush=True)
@@ -39,13 +39,13 @@ with LLM(model, precompile=precompile) as llm:
 """
 
 
-async def over_grpc(target: str, streams: int, tokens: int) -> int:
+async def over_grpc(target: str, streams: int, prompt: int, tokens: int) -> int:
     async with grpc.aio.insecure_channel(target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
         async def one(number: int) -> int:
             request = inference_pb2.GenerateRequest(
-                token_ids={"ids": [3 + number % 200] * 16},
+                token_ids={"ids": [3 + number % 200] * prompt},
                 sampling={"seed": number},
                 stop={"max_tokens": tokens, "ignore_eos": True},
                 output={"token_ids": True},
@@ -60,14 +60,14 @@ async def over_grpc(target: str, streams: int, tokens: int) -> int:
     return sum(counts)
 
 
-async def over_http(url: str, streams: int, tokens: int) -> int:
+async def over_http(url: str, streams: int, prompt: int, tokens: int) -> int:
     """Bare sockets: an HTTP library for Python costs as much of the shared cores as the server that it asks."""
     host, _, port = url.removeprefix("http://").partition(":")
 
     async def one(number: int) -> int:
         body = json.dumps(
             {
-                "prompt": [3 + number % 200] * 16,
+                "prompt": [3 + number % 200] * prompt,
                 "seed": number,
                 "max_tokens": tokens,
                 "ignore_eos": True,
@@ -94,12 +94,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="embedded", choices=("embedded", *shapes.SHAPES))
     parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--prompt", type=int, default=16, help="tokens")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--limit", type=float, default=0.35, help="the share that the front ends may cost")
     parser.add_argument("--precompile", default="all", choices=("covering", "all"))
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    model, size = str(shapes.folder_of(options.model, "float32")), (options.streams, options.tokens)
+    model, size = str(shapes.folder_of(options.model, "float32")), (options.streams, options.prompt, options.tokens)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}"}
     offline = subprocess.Popen(
         [sys.executable, "-c", OFFLINE, model, *map(str, size), options.precompile],

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 ROWS, TOKENS = (1, 2, 16), (16, 128, 512)  # sizes of the programs that jobs run in
+# Of the engines that are compared, the same for all benchmarks of a model, so that they share its compiled programs.
+GEOMETRY: dict[str, Any] = {
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "num_kv_blocks": 256,
+    "max_num_batched_tokens": TOKENS[-1],  # nobody waits for single tokens here
+    "enable_prefix_caching": False,
+}
 Generate = Callable[[int, int, int], float]  # of rows, tokens of a prompt, tokens to make: the seconds it took
 
 
@@ -84,9 +92,7 @@ def open_jaxllm(folder: str, dtype: str, settings: dict[str, Any]) -> Generate:
     from jaxllm import LLM
     from tests.bench.bare import compile_greedy
 
-    given = {"max_model_len": 1024, "max_num_seqs": 16, "num_kv_blocks": 256, "enable_prefix_caching": False}
-    given["max_num_batched_tokens"] = TOKENS[-1]  # nobody waits for single tokens here
-    llm = LLM(folder, dtype=dtype, precompile="covering", **given | settings)
+    llm = LLM(folder, dtype=dtype, precompile="covering", **GEOMETRY | settings)
     compile_greedy(llm.engine, ROWS, TOKENS)
     return functools.partial(generate, llm)
 
