@@ -49,6 +49,7 @@ class EngineConfig:
     max_logprobs: int = 20  # the most log-probabilities a request may ask for; -1: no bound
     # Functions, or "package.module:function", that requests may name in extra_args, see `processors.load_processors`.
     logits_processors: Sequence[Callable[..., Any] | str] = ()
+    kernels: Sequence[str] = ()  # "operation=implementation" where the best that can do it is not wanted, see setup.py
     load_format: LoadFormat = "auto"  # "dummy": random weights of the model's shapes, for measuring
     precompile: Precompile = "background"  # which programs are compiled before the engine is ready, see runner.py
     compilation_cache_dir: str | None = None  # default: $JAXLLM_CACHE_DIR or the user's cache folder
@@ -66,10 +67,11 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "async_scheduling", "enable_kv_cache_events"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}.", name)
-        processors = self.logits_processors
-        if isinstance(processors, str) or not isinstance(processors, Sequence):
-            raise UserError(f"logits_processors must be a list, got {processors!r:.80}.", "logits_processors")
-        object.__setattr__(self, "logits_processors", tuple(processors))
+        for name in ("logits_processors", "kernels"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise UserError(f"{name} must be a list, got {value!r:.80}.", name)
+            object.__setattr__(self, name, tuple(value))
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise UserError(f"gpu_memory_utilization must be in (0, 1], got {share!r}.", "gpu_memory_utilization")

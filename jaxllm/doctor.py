@@ -194,7 +194,13 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
             plan.num_blocks,
             kind if plan.num_blocks == setup.prepared.get("num_kv_blocks") else _blocks_reason(config, setup),
         ),
-        **{f"kernel {name}": (choice, f"best on {setup.platform}") for name, choice in setup.kernels.items()},
+        **{
+            f"kernel {name}": (
+                choice.name,
+                "asked for" if f"{name}={choice.name}" in config.kernels else f"best on {setup.platform}",
+            )
+            for name, choice in setup.kernels.items()
+        },
     }
     shared = {
         "free_bytes": plan.device.free,

@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jax.extend.random import threefry_2x32
 
+import pallas_kernels
 from jaxllm.errors import EngineError
 from jaxllm.types import (
     INT32_MAX,
@@ -31,7 +31,9 @@ from jaxllm.types import (
     MAX_REPORTED_TOKENS,
     SamplingParams,
 )
-from jaxllm.vocabulary import Vocabulary, from_words, masses, ordered, words
+from jaxllm.vocabulary import Vocabulary
+from pallas_kernels import Choice
+from pallas_kernels.xla_sampling import from_words, gumbel, masses, ordered, words
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _INTEGERS = (
@@ -262,6 +264,7 @@ def sample(
     num_logprobs: int,
     vocabulary: Vocabulary,
     processors: Sequence[Processor] = (),
+    kernel: Choice | None = None,
 ) -> Sampled:
     """Choose one token per row; the same ones, bit by bit, over how many shards the logits ever lie.
 
@@ -280,11 +283,12 @@ def sample(
         num_logprobs: static; likeliest tokens reported per row, at most V. Without effect before FILTERED.
         vocabulary: static; its size, and the axis that divides it.
         processors: static; the engine's, in the order of their bits in `rows.processors`.
+        kernel: static; chooses instead of what follows the stop ids, for all variants alike, so that a request gets the
+            same tokens in each; last bits may make them others than those of several shards. None and "xla" are the
+            reductions of vocabulary.py, and all that several shards can do.
     """
     is_finite = vocabulary.is_finite(logits)
     logits = vocabulary.without_padding(logits)
-    if variant is Variant.GREEDY:
-        return Sampled(*vocabulary.argmax(logits, is_finite))
     adjusted = logits
     if variant is Variant.FULL:
         assert history is not None and extras is not None, "this variant reads both"
@@ -294,19 +298,14 @@ def sample(
         adjusted = vocabulary.without_padding(adjusted)  # what was infinite may be just large now
         adjusted = without_bad_words(adjusted, rows, positions, history, extras["bad_words"], vocabulary)
         adjusted = restricted(adjusted, rows, extras["allowed"], vocabulary)
-    if variant is not Variant.RANDOM:
+    if variant in (Variant.FILTERED, Variant.FULL):
         adjusted = _held_back(adjusted, rows, positions, vocabulary)
     if variant is Variant.FULL:
         # A processor may return NaN, and a request may forbid every token that there is.
         is_finite &= jnp.isfinite(vocabulary.maximum(adjusted)[:, 0])
-    is_random = (rows.temperature > 0.0)[:, None]
-    scaled = adjusted / jnp.where(is_random, rows.temperature[:, None], 1.0)
-    noise = _noise(rows.key, positions, vocabulary.ids(logits.shape[-1]))
-    scores = jnp.where(is_random, scaled + noise, adjusted)
-    if variant is not Variant.RANDOM:
-        scores = jnp.where(kept_tokens(scaled, rows, vocabulary), scores, -jnp.inf)
-    tokens, is_finite = vocabulary.argmax(scores, is_finite)
-    if variant is Variant.RANDOM:
+    choose = _chosen if kernel is None or kernel.name == "xla" else partial(_chosen_by_kernel, kernel)
+    tokens, is_finite = choose(adjusted, is_finite, rows, positions, variant, vocabulary)
+    if variant in (Variant.GREEDY, Variant.RANDOM):
         return Sampled(tokens, is_finite)
     asked = None if extras is None else extras["reported"]
     return Sampled(tokens, is_finite, *logprobs_of(logits, tokens, asked, num_logprobs, vocabulary))
@@ -337,26 +336,6 @@ def all_logprobs(logits: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     largest = vocabulary.maximum(logits)
     total = from_words(vocabulary.total(words(jnp.exp(logits - largest))))
     return logits - (largest + jnp.log(total))
-
-
-def _noise(keys: jax.Array, positions: jax.Array, ids: jax.Array) -> jax.Array:
-    """Draw f32[R, Vx] of standard Gumbel noise, each number from its row's key and position and its token's id alone.
-
-    They are what `jax.random.gumbel(fold_in(key, position), (V,))` has at those ids: its bits come from counters, so a
-    shard can make its own (jax_threefry_partitionable, the default since jax 0.5).
-    """
-    counters = jnp.stack([jnp.zeros_like(ids), ids]).astype(jnp.uint32)  # [2, Vx], high and low words
-    tiny = jnp.finfo(jnp.float32).tiny
-
-    def row(key: jax.Array, position: jax.Array) -> jax.Array:
-        # The generator is named: jax_default_prng_impl must not change a request's tokens.
-        at_position = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
-        high, low = threefry_2x32(jax.random.key_data(at_position), counters)
-        mantissa = (high ^ low) >> 9
-        uniform = lax.bitcast_convert_type(mantissa | jnp.uint32(0x3F800000), jnp.float32) - 1.0  # [0, 1)
-        return -jnp.log(-jnp.log(jnp.maximum(uniform, tiny)))
-
-    return jax.vmap(row)(keys, positions)
 
 
 def biased(logits: jax.Array, rows: SamplingState, bias: jax.Array, vocabulary: Vocabulary) -> jax.Array:
@@ -458,6 +437,53 @@ def _held_back(logits: jax.Array, rows: SamplingState, positions: jax.Array, voc
     column = vocabulary.local(ids, logits.shape[-1])
     row = jnp.arange(logits.shape[0])[:, None]
     return logits.at[row, column].set(-jnp.inf, mode="drop")
+
+
+def _chosen(
+    logits: jax.Array,
+    is_finite: jax.Array,
+    rows: SamplingState,
+    positions: jax.Array,
+    variant: Variant,
+    vocabulary: Vocabulary,
+) -> tuple[jax.Array, jax.Array]:
+    """Choose tokens, i32[R], and say which rows `is_finite` on all shards; `logits` are f32[R, Vx] without padding."""
+    if variant is Variant.GREEDY:
+        return vocabulary.argmax(logits, is_finite)
+    is_random = (rows.temperature > 0.0)[:, None]
+    scaled = logits / jnp.where(is_random, rows.temperature[:, None], 1.0)
+    noise = gumbel(rows.key, positions, vocabulary.ids(logits.shape[-1]))
+    scores = jnp.where(is_random, scaled + noise, logits)
+    if variant is not Variant.RANDOM:
+        scores = jnp.where(kept_tokens(scaled, rows, vocabulary), scores, -jnp.inf)
+    return vocabulary.argmax(scores, is_finite)
+
+
+def _chosen_by_kernel(
+    kernel: Choice,
+    logits: jax.Array,
+    is_finite: jax.Array,
+    rows: SamplingState,
+    positions: jax.Array,
+    variant: Variant,
+    vocabulary: Vocabulary,
+) -> tuple[jax.Array, jax.Array]:
+    """Do what `_chosen` does on one shard."""
+    assert vocabulary.shards == 1, "setup chooses no kernel for several shards"
+    has_noise = variant is not Variant.GREEDY
+    has_filters = variant in (Variant.FILTERED, Variant.FULL)
+    tokens, is_all_finite = pallas_kernels.sample(
+        logits,
+        rows.temperature if has_noise else None,
+        rows.key if has_noise else None,
+        positions if has_noise else None,
+        rows.top_k if has_filters else None,
+        rows.top_p if has_filters else None,
+        rows.min_p if has_filters else None,
+        implementation=kernel,
+    )
+    # Where tokens were banned, infinity stands for that; elsewhere the kernel has looked, and nothing else need to.
+    return tokens, is_finite if has_filters else is_all_finite
 
 
 def kept_tokens(scaled: jax.Array, rows: SamplingState, vocabulary: Vocabulary) -> jax.Array:

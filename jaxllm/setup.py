@@ -26,11 +26,13 @@ from jaxllm.errors import UserError
 from jaxllm.memory import MemoryPlan
 from jaxllm.model import weights
 from jaxllm.model.families import Family, read_spec
-from jaxllm.model.spec import Spec
+from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.processors import processor_name
 from jaxllm.sampling import Extras
 from jaxllm.vocabulary import MOST_TOKENS
+from pallas_kernels import Choice, Site
 
+OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample")  # that a step does
 GPU_SHARE = 0.97  # of what is left: the rest is for programs' code and for the tuning of those compiled later
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: a laptop has other work to do …
 CPU_CEILING = 2 << 30  # … and two gigabytes hold 87,000 tokens of a 0.5B model in float32
@@ -50,7 +52,7 @@ class Setup:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    kernels: dict[str, str]
+    kernels: Mapping[str, Choice]  # by operation
     prepared: Mapping[str, Any]  # what `jaxllm compile` wrote down beside the programs, {} if it made none
 
 
@@ -84,6 +86,37 @@ def choose_dtype(config: EngineConfig, checkpoint: dict[str, Any], platform: str
     return jnp.dtype(jnp.bfloat16 if stored == "float32" else stored)
 
 
+def choose_kernels(config: EngineConfig, spec: Spec, device: jax.Device, dtype: jnp.dtype) -> dict[str, Choice]:  # pyright: ignore[reportInvalidTypeForm]
+    """Choose an implementation of each operation of a step: the one that was asked for, or the best there is.
+
+    What is asked for and cannot be done here is a UserError; nothing takes its place.
+    """
+    heads, kv_heads = heads_per_shard(spec, config.tensor_parallel_size)
+    site = Site(
+        platform=device.platform,
+        capability=pallas_kernels.capability_of(device),
+        dtype=dtype.name,
+        cache_dtype=dtype.name,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=spec.head_size if spec.latent is None else spec.latent.rank + spec.latent.rope_size,
+        value_size=spec.latent.rank if spec.latent else None,
+        block_tokens=config.block_size,
+        shards=config.tensor_parallel_size,
+    )
+    asked = {}
+    for text in config.kernels:
+        operation, is_named, name = str(text).partition("=")
+        if not is_named or operation not in OPERATIONS:
+            known = ", ".join(OPERATIONS)
+            raise UserError(f"kernels: {text!r} is not operation=implementation; operations are {known}.", "kernels")
+        asked[operation] = name
+    try:
+        return {operation: pallas_kernels.resolve(operation, site, asked.get(operation)) for operation in OPERATIONS}
+    except ValueError as error:
+        raise UserError(f"kernels: {error}.", "kernels") from error
+
+
 def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     """Choose everything that can be chosen without loading weights; `jaxllm doctor` prints it."""
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
@@ -107,6 +140,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             "quantization",
         )
     is_cpu = platform == "cpu"
+    dtype = choose_dtype(config, checkpoint, platform)
     recorded = prepared.read(config.cache_dir(), spec)
     slots = config.max_num_seqs or recorded.get("max_num_seqs")
     tokens = config.max_num_batched_tokens or recorded.get("max_num_batched_tokens")
@@ -119,11 +153,11 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | weights.read_generation_config(folder),
         platform=platform,
         devices=devices,
-        dtype=choose_dtype(config, checkpoint, platform),
+        dtype=dtype,
         max_model_len=config.max_model_len or recorded.get("max_model_len") or spec.max_position,
         max_num_seqs=slots or min(64 if is_cpu else 256, tokens),
         max_num_batched_tokens=tokens,
-        kernels={name: pallas_kernels.resolve(name, platform) for name in ("paged_decode", "paged_prefill")},
+        kernels=choose_kernels(config, spec, devices[0], dtype),
         prepared=recorded,
     )
 
@@ -202,7 +236,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "device": setup.devices[0].device_kind,
         "num_devices": len(setup.devices),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "kernels": setup.kernels,
+        "kernels": {operation: chosen.name for operation, chosen in setup.kernels.items()},
         "dtype": setup.dtype.name,
         "quantization": config.quantization,
         "tensor_parallel_size": shards,

@@ -9,7 +9,7 @@ of one shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,11 +24,12 @@ from jaxllm import batch, sampling
 from jaxllm.batch import Shape
 from jaxllm.cache import DeviceState, Geometry
 from jaxllm.model import decoder
-from jaxllm.model.decoder import Params
+from jaxllm.model.decoder import Heads, Params
 from jaxllm.model.spec import Spec
 from jaxllm.sampling import Extras, Processor, Sampled, Variant
 from jaxllm.sharding import AXIS
 from jaxllm.vocabulary import Vocabulary
+from pallas_kernels import Choice
 
 Leaves = tuple[jax.Array, ...]
 MOST_LOGPROBS = 20  # likeliest tokens that a step reports; who asks for more gets them out of whole rows
@@ -81,7 +82,7 @@ def build(
     mesh: Mesh,
     params: Params[jax.ShapeDtypeStruct],
     state: DeviceState[jax.ShapeDtypeStruct],
-    kernels: dict[str, str],
+    kernels: Mapping[str, Choice],
 ) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
     """Return the step of one program as a function of flat tuples: (weights, state, buffer) -> (state, results).
 
@@ -110,6 +111,18 @@ def build(
         out_specs=(state_specs, PartitionSpec()),
         check_vma=False,  # kernels called by shard_map know nothing of varying axes (reference/kernels.md §3)
     )
+
+
+def compiler_options(platform: str) -> dict[str, str]:
+    """Return the options of XLA's compiler that steps are compiled with, beside its defaults.
+
+    On a GPU, sums over devices go into the CUDA graph too: without that a decode step over four devices is as many
+    graphs as there are sums, 65 for 32 layers. The list is XLA's own with COLLECTIVES at its end.
+    """
+    if platform != "gpu":
+        return {}
+    kinds = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"
+    return {"xla_gpu_enable_command_buffer": kinds}
 
 
 def program_name(shape: Shape, variant: Variant) -> str:
@@ -222,7 +235,7 @@ def _step(
     num_logprobs: int,
     extras: Extras,
     processors: Sequence[Processor],
-    kernels: dict[str, str],
+    kernels: Mapping[str, Choice],
     params: Params[jax.Array],
     state: DeviceState[jax.Array],
     buffer: jax.Array,
@@ -266,7 +279,9 @@ def _step(
             history = known.at[row_slot].get(mode="clip")
             own = extras.unpack(state.extras.at[row_slot].get(mode="clip"))
         vocabulary = Vocabulary(spec.vocab_size, AXIS)
-        sampled = sampling.sample(logits, here, ends, history, own, variant, num_logprobs, vocabulary, processors)
+        sampled = sampling.sample(
+            logits, here, ends, history, own, variant, num_logprobs, vocabulary, processors, kernels["sample"]
+        )
         known = known.at[jnp.where(samples, row_slot, geometry.num_slots), ends].set(sampled.tokens, mode="drop")
     return DeviceState(
         kv=tuple(kv), tables=tables, tokens=known, sampling=rows, extras=state.extras, hidden=kept
@@ -277,7 +292,7 @@ def _attention(
     spec: Spec,
     geometry: Geometry,
     shape: Shape,
-    kernels: dict[str, str],
+    kernels: Mapping[str, Choice],
     kv: list[tuple[jax.Array, jax.Array | None]],
     tables: jax.Array,
     field: dict[str, jax.Array],
@@ -299,11 +314,19 @@ def _attention(
         lengths = jnp.where(jnp.arange(shape.rows) < field["num_decodes"], lengths, 0)
         tile_tables = tables.at[field["tile_slot"]].get(mode="clip")  # [Y, M]
 
-    def attend(
-        layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, window: int | None, sinks: jax.Array | None
-    ) -> jax.Array:
+    def attend(layer: int, heads: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
         with named_scope("cache_write"):
-            keys, values = kv[layer] = pallas_kernels.write_kv(*kv[layer], k, v, stored_in, offsets)
+            written = pallas_kernels.write_kv(
+                heads.qkv,
+                *kv[layer],
+                stored_in,
+                offsets,
+                turn=heads.turn,
+                is_interleaved=heads.is_interleaved,
+                implementation=kernels["write_kv"],
+            )
+        q, keys, values = written.q, written.k_cache, written.v_cache
+        kv[layer] = keys, values
         options: dict[str, Any] = {
             "scale": spec.attention_scale,
             "window": window,

@@ -15,11 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllm.types import INT32_MAX
+from pallas_kernels.xla_sampling import MOST_TOKENS
 
-_WORD_BITS = 12  # of a fixed-point number's three words, of which an unsigned integer of 32 bits holds the sum
-MOST_TOKENS = (1 << 32 - _WORD_BITS) - 1  # sums over a larger vocabulary would overflow
-_MASS_BITS = 30  # what the masses of a row add up to, at most
 _COLUMNS = 128  # whose maximum `_argmax` takes together; 32 to 512 are as good where they divide the vocabulary
 _BITS_A_ROUND = 4  # that a search settles among several shards: 8 all-reduces of 15 numbers a row, not 32 of one
 
@@ -192,45 +189,6 @@ def _argmax(scores: jax.Array) -> jax.Array:
     best = jnp.argmax(jnp.max(parts, axis=-1), axis=-1).astype(jnp.int32)
     own = jnp.take_along_axis(parts, best[:, None, None], axis=1)[:, 0]  # [R, _COLUMNS]
     return best * _COLUMNS + jnp.argmax(own, axis=-1).astype(jnp.int32)
-
-
-def ordered(values: jax.Array) -> jax.Array:
-    """Map floats to int32 in the same order, equal floats to equal integers."""
-    bits = lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.int32)  # -0.0 equals 0.0
-    return jnp.where(bits < 0, bits ^ INT32_MAX, bits)  # a negative float's magnitude grows downwards
-
-
-def words(weights: jax.Array) -> jax.Array:
-    """Add up this shard's weights, f32[R, Vx] in [0, 1], to 36 bits behind the point: three words, u32[R, 3].
-
-    A `total` of words over shards is exact; `from_words` makes a float of it.
-    """
-    parts = []
-    for _ in range(3):
-        weights = weights * float(1 << _WORD_BITS)
-        whole = jnp.floor(weights)
-        parts.append(whole.astype(jnp.uint32))
-        weights = weights - whole
-    # One pass for three sums: three of them take 29 ms at [16, 152000] on two CPU cores, this 4.2, one of floats 2.3.
-    zero = jnp.uint32(0)
-    sums = lax.reduce(tuple(parts), (zero,) * 3, lambda left, right: tuple(map(jnp.add, left, right)), (1,))
-    return jnp.stack(sums, axis=-1)
-
-
-def from_words(totals: jax.Array) -> jax.Array:
-    """Return the number that `words` stand for, u32[R, 3] to f32[R, 1]."""
-    high, middle, low = (totals[:, at : at + 1].astype(jnp.float32) for at in range(3))
-    return (high + (middle + low * 2.0**-_WORD_BITS) * 2.0**-_WORD_BITS) * 2.0**-_WORD_BITS
-
-
-def masses(weights: jax.Array, total: jax.Array) -> jax.Array:
-    """Scale weights, f32[R, Vx] in [0, 1], to int32[R, Vx] whose sums stay below 2**31; `total` f32[R, 1] is theirs.
-
-    The scale is a power of two, so that the masses of a row add up to 2**29 at least. Each is off by half of one.
-    """
-    exponent = (lax.bitcast_convert_type(total, jnp.int32) >> 23) - 127  # total < 2**(exponent + 1)
-    scale = lax.bitcast_convert_type((127 + _MASS_BITS - 1 - exponent) << 23, jnp.float32)
-    return (weights * scale + 0.5).astype(jnp.int32)
 
 
 def _signed(ranks: jax.Array) -> jax.Array:

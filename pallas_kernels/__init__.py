@@ -1,9 +1,27 @@
-"""Kernels for serving language models: paged attention and the writing of its cache.
+"""Kernels for serving language models: paged attention, the writing of its cache, and the choice of tokens.
 
 Imports jax and numpy, never jaxllm. Every operation takes `implementation`; None picks the best one for the platform
-that the program is compiled for, and `resolve` says which one that is.
+that the program is compiled for. An engine asks `resolve` once, and names what that says from then on.
 """
 
-from pallas_kernels.api import implementations, operations, paged_decode, paged_prefill, resolve, write_kv
+from pallas_kernels.api import Written, copy_blocks, paged_decode, paged_prefill, sample, write_kv
+from pallas_kernels.choice import Choice, Site, capability_of, implementations, operations, refusal, resolve
+from pallas_kernels.xla_cache import quantize, rotate
 
-__all__ = ["implementations", "operations", "paged_decode", "paged_prefill", "resolve", "write_kv"]
+__all__ = [
+    "Choice",
+    "Site",
+    "Written",
+    "capability_of",
+    "copy_blocks",
+    "implementations",
+    "operations",
+    "paged_decode",
+    "paged_prefill",
+    "quantize",
+    "refusal",
+    "resolve",
+    "rotate",
+    "sample",
+    "write_kv",
+]

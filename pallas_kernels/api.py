@@ -1,83 +1,98 @@
-"""The public operations on a paged key-value cache: what they mean, and which implementation runs.
+"""The public operations: what they mean, and which implementation runs.
 
 A layer's cache is two arrays [N, K, P, C]: N blocks in the pool, K key-value heads, P tokens per block, C head size (V
 that of the values). Where each value is the beginning of its key, as in latent attention, there is one array only.
 Layout, writing and attention are owned together here. Scores, softmax and accumulation are float32.
+
+A cache of int8 or of 8-bit floats has scales beside it, [N, K, P] float32: a stored vector stands for itself times its
+scale. Others have none.
+
+Apart from those, `sample` chooses tokens from logits. R rows of a batch, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Num, UInt
 
-from pallas_kernels import xla, xla_gather, xla_lanes
+from pallas_kernels import choice
+from pallas_kernels.choice import Choice, Site, capability_of
+from pallas_kernels.xla_sampling import MOST_TOKENS
 
-_IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Array]]] = {
-    "paged_decode": {
-        "xla": xla.paged_decode,
-        "xla_lanes": xla_lanes.paged_decode,
-        "xla_gather": xla_gather.paged_decode,
-    },
-    "paged_prefill": {"xla": xla.paged_prefill, "xla_gather": xla_gather.paged_prefill},
-}
+SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")  # types of caches with scales
 
 
-def operations() -> tuple[str, ...]:
-    """Name the operations that take an `implementation`."""
-    return tuple(_IMPLEMENTATIONS)
+class Written(NamedTuple):
+    """What `write_kv` returns: queries that are rotated, and the caches with what is new."""
 
-
-def implementations(operation: str) -> tuple[str, ...]:
-    """Name the implementations of an operation."""
-    return tuple(_IMPLEMENTATIONS[operation])
-
-
-def resolve(operation: str, platform: str) -> str:
-    """Name the best implementation of `operation` on `platform` ("cpu", "gpu", ...)."""
-    if operation not in _IMPLEMENTATIONS:
-        raise ValueError(f"{operation!r} is not one of {', '.join(_IMPLEMENTATIONS)}")
-    if operation == "paged_decode" and platform == "cpu":
-        return "xla_lanes"
-    # The page loop stops at the longest sequence. On a GPU its `while` leaves the CUDA graph, but gathering whole
-    # tables instead takes memory for rows × context: 128 GiB for an 8B model at 256 × 131,072 (DECISIONS 12).
-    return "xla"
+    q: Float[Array, "T H C"]
+    k_cache: Num[Array, "N K P C"]
+    v_cache: Num[Array, "N K P C"] | None
+    k_scales: Float[Array, "N K P"] | None
+    v_scales: Float[Array, "N K P"] | None
 
 
 def write_kv(
-    k_cache: Float[Array, "N K P C"],
-    v_cache: Float[Array, "N K P V"] | None,
-    k: Float[Array, "T K C"],
-    v: Float[Array, "T K V"] | None,
+    qkv: Float[Array, "T A C"],
+    k_cache: Num[Array, "N K P C"],
+    v_cache: Num[Array, "N K P C"] | None,
     blocks: Int[Array, " T"],
     offsets: Int[Array, " T"],
-) -> tuple[Float[Array, "N K P C"], Float[Array, "N K P V"] | None]:
-    """Store k and v [T, K, C] at (blocks [T], offsets [T]) of the caches [N, K, P, C]; in place when those are donated.
+    *,
+    turn: tuple[Float[Array, "T F"], Float[Array, "T F"]] | None = None,
+    is_interleaved: bool = False,
+    k_scales: Float[Array, "N K P"] | None = None,
+    v_scales: Float[Array, "N K P"] | None = None,
+    implementation: str | Choice | None = None,
+) -> Written:
+    """Rotate queries and keys, store keys and values at (blocks [T], offsets [T]), in place where caches are donated.
 
-    `v_cache` and `v` are None where there are no values of their own.
+    `qkv` [T, A, C] holds each token's heads: those of queries, K of keys, K of values (none without a `v_cache`).
+    `turn` are cosine and sine of the angles of F pairs, float32, the same for all heads: coordinates i and F + i of the
+    first 2 F make a pair, or 2 i and 2 i + 1 where `is_interleaved`, of which the first ones come first in the result;
+    None: nothing is rotated. Rotated in float32, rounded to the type of `qkv`, then to the cache's.
 
     A token whose block is N or more is not stored. No block or offset may be negative: JAX counts those from the end.
     No two tokens may name the same place, not even one that is not stored.
     """
+    _check_scales(k_cache, v_cache, k_scales, v_scales)
+    heads = qkv.shape[1] - k_cache.shape[1] * (1 if v_cache is None else 2)
+    if heads < 0 or qkv.shape[2] != k_cache.shape[3] or (v_cache is not None and v_cache.shape != k_cache.shape):
+        caches = [cache.shape for cache in (k_cache, v_cache) if cache is not None]
+        raise ValueError(f"heads {qkv.shape[1:]} do not fit caches {caches}")
+    if turn is not None and 2 * turn[0].shape[1] > qkv.shape[2]:
+        raise ValueError(f"{turn[0].shape[1]} pairs do not fit heads of {qkv.shape[2]}")
+    cosine, sine = turn or (None, None)
+    arrays = (qkv, k_cache, v_cache, blocks, offsets, cosine, sine, k_scales, v_scales)
+    site = _site(qkv, k_cache, heads, None)
+    return Written(*_dispatch("write_kv", implementation, site, {"is_interleaved": is_interleaved}, arrays))
 
-    def store(cache: Array, new: Array) -> Array:
-        return cache.at[blocks, :, offsets].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
 
-    if v_cache is None or v is None:
-        if v_cache is not v:
-            raise ValueError("a cache of values and new values go together, or there are neither")
-        return store(k_cache, k), None
-    return store(k_cache, k), store(v_cache, v)
+def copy_blocks(
+    k_cache: Num[Array, "N K P C"],
+    v_cache: Num[Array, "N K P V"] | None,
+    sources: Int[Array, " X"],
+    targets: Int[Array, " X"],
+    *,
+    implementation: str | Choice | None = None,
+) -> tuple[Num[Array, "N K P C"], Num[Array, "N K P V"] | None]:
+    """Copy blocks `sources` [X] of the caches to `targets` [X] (copy on write), in place where caches are donated.
+
+    A target of N or more is not written. No two targets may be equal, and no target may be another's source.
+    """
+    site = _site(k_cache, k_cache, k_cache.shape[1], None)
+    return _dispatch("copy_blocks", implementation, site, {}, (k_cache, v_cache, sources, targets))
 
 
 def paged_decode(
     q: Float[Array, "B H C"],
-    k_cache: Float[Array, "N K P C"],
-    v_cache: Float[Array, "N K P V"] | None,
+    k_cache: Num[Array, "N K P C"],
+    v_cache: Num[Array, "N K P V"] | None,
     tables: Int[Array, "B M"],
     lengths: Int[Array, " B"],
     *,
@@ -86,7 +101,9 @@ def paged_decode(
     softcap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     value_size: int | None = None,
-    implementation: str | None = None,
+    k_scales: Float[Array, "N K P"] | None = None,
+    v_scales: Float[Array, "N K P"] | None = None,
+    implementation: str | Choice | None = None,
 ) -> Float[Array, "B H V"]:
     """Attend with one query per sequence, q [B, H, C], over its cached keys: [B, H, V] in q's type.
 
@@ -95,17 +112,21 @@ def paged_decode(
     Table entries behind the length may be any block; what lies there, NaN included, is not seen.
     `scale` multiplies the scores, then `softcap` bounds them; `sinks` [H] are logits that take part in the softmax
     and carry no value (gpt-oss). Without a `v_cache`, a value is the first `value_size` coordinates of its key (and the
-    two are not given both: a ValueError). `implementation` None picks by platform; an unknown name is a ValueError.
+    two are not given both: a ValueError). `implementation` None picks by platform; an unknown name is a ValueError, and
+    so is one that cannot do this here.
     """
     _check_heads(q, k_cache, v_cache, value_size)
+    _check_scales(k_cache, v_cache, k_scales, v_scales)
     static = {"scale": scale, "window": window, "softcap": softcap, "value_size": value_size}
-    return _dispatch("paged_decode", implementation, static, (q, k_cache, v_cache, tables, lengths, sinks))
+    site = _site(q, k_cache, q.shape[1], value_size)
+    arrays = (q, k_cache, v_cache, tables, lengths, sinks, k_scales, v_scales)
+    return _dispatch("paged_decode", implementation, site, static, arrays)
 
 
 def paged_prefill(
     q: Float[Array, "T H C"],
-    k_cache: Float[Array, "N K P C"],
-    v_cache: Float[Array, "N K P V"] | None,
+    k_cache: Num[Array, "N K P C"],
+    v_cache: Num[Array, "N K P V"] | None,
     tables: Int[Array, "Y M"],
     tile_start: Int[Array, " Y"],
     tile_length: Int[Array, " Y"],
@@ -117,7 +138,9 @@ def paged_prefill(
     softcap: float | None = None,
     sinks: Float[Array, " H"] | None = None,
     value_size: int | None = None,
-    implementation: str | None = None,
+    k_scales: Float[Array, "N K P"] | None = None,
+    v_scales: Float[Array, "N K P"] | None = None,
+    implementation: str | Choice | None = None,
 ) -> Float[Array, "T H V"]:
     """Attend with a ragged run of queries, q [T, H, C], over cached keys, causally: [T, H, V] in q's type.
 
@@ -127,26 +150,75 @@ def paged_prefill(
     queries in no tile give zeros. Otherwise as `paged_decode`.
     """
     _check_heads(q, k_cache, v_cache, value_size)
+    _check_scales(k_cache, v_cache, k_scales, v_scales)
     static = {"tile": tile, "scale": scale, "window": window, "softcap": softcap, "value_size": value_size}
-    arrays = (q, k_cache, v_cache, tables, tile_start, tile_length, tile_position, sinks)
-    return _dispatch("paged_prefill", implementation, static, arrays)
+    site = _site(q, k_cache, q.shape[1], value_size)
+    arrays = (q, k_cache, v_cache, tables, tile_start, tile_length, tile_position, sinks, k_scales, v_scales)
+    return _dispatch("paged_prefill", implementation, site, static, arrays)
+
+
+def sample(
+    logits: Float[Array, "R V"],
+    temperature: Float[Array, " R"] | None = None,
+    keys: UInt[Array, "R 2"] | None = None,
+    positions: Int[Array, " R"] | None = None,
+    top_k: Int[Array, " R"] | None = None,
+    top_p: Float[Array, " R"] | None = None,
+    min_p: Float[Array, " R"] | None = None,
+    *,
+    implementation: str | Choice | None = None,
+) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
+    """Choose a token for each row of `logits`, float32, and say which rows hold neither infinity nor NaN.
+
+    A row of temperature 0, and each where there is none, gets its likeliest token, the lowest id among equals. Another
+    gets the largest sum of its logit over the temperature and Gumbel noise, which draws from the softmax. The noise of
+    a token is a function of the row's key (of threefry2x32), its position and the token's id.
+
+    Before that, filters one after another leave the tokens whose probability is at least `min_p` times the largest (0:
+    off), the `top_k` largest (0, or V and more: off), and of those left the largest that together have `top_p` of what
+    they all have (1: off); tokens equal to the last one left are left too. None is off for all rows.
+
+    A token that is impossible has minus infinity. Where there is NaN or infinity, any token may come out.
+    Implementations may differ where two sums, or a sum and a limit, differ in the last bits of float32.
+    """
+    if logits.dtype != jnp.float32:
+        raise ValueError(f"logits must be float32, not {logits.dtype}")
+    if logits.shape[1] > MOST_TOKENS:
+        raise ValueError(f"a vocabulary has at most {MOST_TOKENS} tokens, not {logits.shape[1]}")
+    filters = (top_k, top_p, min_p)
+    is_random = temperature is not None
+    if (keys is not None, positions is not None) != (is_random, is_random):
+        raise ValueError("give temperature, keys and positions together")
+    if not is_random and any(one is not None for one in filters):
+        raise ValueError("filters change nothing without a temperature")
+    return _dispatch("sample", implementation, Site(""), {}, (logits, temperature, keys, positions, *filters))
 
 
 def _dispatch(
-    operation: str, implementation: str | None, static: dict[str, Any], arrays: tuple[Array | None, ...]
-) -> Array:
-    known = _IMPLEMENTATIONS[operation]
+    operation: str,
+    implementation: str | Choice | None,
+    site: Site,
+    static: dict[str, Any],
+    arrays: tuple[Array | None, ...],
+) -> Any:
     arrays = jax.tree.map(jnp.asarray, arrays)
-    if implementation is None:
-        # The default backend may not be where this program will run; the lowering knows, and keeps one branch.
-        return lax.platform_dependent(
-            *arrays,
-            cpu=lambda *operands: known[resolve(operation, "cpu")](*operands, **static),
-            default=lambda *operands: known[resolve(operation, "gpu")](*operands, **static),
-        )
-    if implementation not in known:
-        raise ValueError(f"{operation} has no implementation {implementation!r}; it has {', '.join(known)}")
-    return known[implementation](*arrays, **static)
+    if implementation is not None:
+        chosen = implementation
+        if isinstance(chosen, str):
+            chosen = choice.resolve(operation, _here(site), chosen)
+        return _run(operation, chosen, static, arrays)
+    # The default backend may not be where this program will run; the lowering knows, and keeps one branch.
+    return lax.platform_dependent(
+        *arrays,
+        cpu=lambda *operands: _run(operation, choice.resolve(operation, _on(site, "cpu")), static, operands),
+        default=lambda *operands: _run(operation, choice.resolve(operation, _here(site)), static, operands),
+    )
+
+
+def _run(operation: str, chosen: Choice, static: dict[str, Any], arrays: tuple[Array | None, ...]) -> Any:
+    own = getattr(choice.module(operation, chosen.name), operation)
+    device = {"capability": chosen.capability} if chosen.name == "triton" else {}
+    return own(*arrays, **static, **device)
 
 
 def _check_heads(q: Array, k_cache: Array, v_cache: Array | None, value_size: int | None) -> None:
@@ -159,5 +231,35 @@ def _check_heads(q: Array, k_cache: Array, v_cache: Array | None, value_size: in
             f"queries of {q.shape[1]} heads of {q.shape[2]} do not fit a cache of {k_cache.shape[1]} heads "
             f"of {k_cache.shape[3]}"
         )
-    if not jnp.issubdtype(k_cache.dtype, jnp.floating):
-        raise ValueError(f"the cache must hold floats, not {k_cache.dtype}")
+
+
+def _check_scales(k_cache: Array, v_cache: Array | None, k_scales: Array | None, v_scales: Array | None) -> None:
+    is_scaled = str(k_cache.dtype) in SCALED
+    if not is_scaled and not jnp.issubdtype(k_cache.dtype, jnp.floating):
+        raise ValueError(f"the cache must hold floats or be one of {', '.join(SCALED)}, not {k_cache.dtype}")
+    if (k_scales is not None) != is_scaled or (v_scales is not None) != (is_scaled and v_cache is not None):
+        raise ValueError(f"a cache has scales where it is one of {', '.join(SCALED)}; this is {k_cache.dtype}")
+
+
+def _site(q: Array, k_cache: Array, heads: int, value_size: int | None) -> Site:
+    """Describe arrays; where they are is not known yet."""
+    return Site(
+        platform="",
+        dtype=str(q.dtype),
+        cache_dtype=str(k_cache.dtype),
+        heads=heads,
+        kv_heads=k_cache.shape[1],
+        head_size=k_cache.shape[3],
+        value_size=value_size,
+        block_tokens=k_cache.shape[2],
+    )
+
+
+def _here(site: Site) -> Site:
+    """Put a site on this process's first device."""
+    device = jax.devices()[0]
+    return _on(site, device.platform, capability_of(device))
+
+
+def _on(site: Site, platform: str, capability: int | None = None) -> Site:
+    return dataclasses.replace(site, platform=platform, capability=capability)

@@ -28,6 +28,8 @@ def paged_decode(
     tables: Array,
     lengths: Array,
     sinks: Array | None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
     *,
     scale: float,
     window: int | None,
@@ -42,7 +44,7 @@ def paged_decode(
     places = jnp.broadcast_to((lengths - 1)[:, None], (rows, group))  # [B, G]
     logits = None if sinks is None else sinks.reshape(kv_heads, group)
     options = {"scale": scale, "window": window, "softcap": softcap, "value_size": value_size}
-    mixed = _attend(grouped, k_cache, v_cache, tables, places, logits, **options)
+    mixed = _attend(grouped, k_cache, v_cache, tables, places, logits, k_scales, v_scales, **options)
     return mixed.reshape(rows, heads, -1).astype(q.dtype)
 
 
@@ -55,6 +57,8 @@ def paged_prefill(
     tile_length: Array,
     tile_position: Array,
     sinks: Array | None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
     *,
     tile: int,
     scale: float,
@@ -80,7 +84,7 @@ def paged_prefill(
         is_real = steps < tile_length[y]  # [tile]
         places = jnp.tile(jnp.where(is_real, tile_position[y] + steps, -1), group)[None]  # [1, G · tile]
         table = lax.dynamic_slice(tables, (y, 0), (1, tables.shape[1]))
-        mixed = _attend(queries, k_cache, v_cache, table, places, logits, **options)
+        mixed = _attend(queries, k_cache, v_cache, table, places, logits, k_scales, v_scales, **options)
         mixed = mixed.reshape(kv_heads, group, tile, -1).transpose(2, 0, 1, 3).reshape(returned)
         before = lax.dynamic_slice(out, start, returned)
         return lax.dynamic_update_slice(out, jnp.where(is_real[:, None, None], mixed.astype(out.dtype), before), start)
@@ -106,11 +110,14 @@ def unseen(shape: tuple[int, int, int], value_size: int | None, sinks: Array | N
     return Mixed(values, jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape, jnp.float32))
 
 
-def gathered(cache: Array, blocks: Array) -> Array:
-    """Take blocks [B, n] of a cache [N, K, P, C] and join each row's: [B, K, S, C]."""
+def gathered(cache: Array, blocks: Array, scales: Array | None = None) -> Array:
+    """Take blocks [B, n] of a cache [N, K, P, C] and join each row's: [B, K, S, C]; in float32 where it has scales."""
     rows, count = blocks.shape
     _, kv_heads, block_tokens, size = cache.shape
-    return cache[blocks].swapaxes(1, 2).reshape(rows, kv_heads, count * block_tokens, size)
+    found = cache[blocks]
+    if scales is not None:
+        found = found.astype(jnp.float32) * scales[blocks][..., None]
+    return found.swapaxes(1, 2).reshape(rows, kv_heads, count * block_tokens, size)
 
 
 def mix_in(
@@ -148,6 +155,8 @@ def _attend(
     tables: Array,
     places: Array,
     sinks: Array | None,
+    k_scales: Array | None,
+    v_scales: Array | None,
     *,
     scale: float,
     window: int | None,
@@ -178,8 +187,8 @@ def _attend(
         if window is not None:
             is_seen &= key_places > places[:, :, None] - window
         is_written = key_places <= furthest[:, None]  # [B, S]
-        k = gathered(k_cache, chosen)
-        v = k[..., :value_size] if v_cache is None else gathered(v_cache, chosen)
+        k = gathered(k_cache, chosen, k_scales)
+        v = k[..., :value_size] if v_cache is None else gathered(v_cache, chosen, v_scales)
         return mix_in(carry, q, k, v, is_seen, is_written, scale, softcap)
 
     nothing = unseen((rows, kv_heads, queries), value_size if v_cache is None else v_cache.shape[3], sinks)

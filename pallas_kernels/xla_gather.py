@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-_LOWEST = -1e30
+from pallas_kernels.xla import LOWEST, gathered
 
 
 def paged_decode(
@@ -19,6 +19,8 @@ def paged_decode(
     tables: Array,
     lengths: Array,
     sinks: Array | None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
     *,
     scale: float,
     window: int | None,
@@ -27,7 +29,8 @@ def paged_decode(
 ) -> Array:
     """See `pallas_kernels.paged_decode`."""
     places = (lengths - 1)[:, None]  # [B, 1]
-    return _attend(q[:, None], k_cache, v_cache, tables, places, sinks, scale, window, softcap, value_size)[:, 0]
+    options = (sinks, k_scales, v_scales, scale, window, softcap, value_size)
+    return _attend(q[:, None], k_cache, v_cache, tables, places, *options)[:, 0]
 
 
 def paged_prefill(
@@ -39,6 +42,8 @@ def paged_prefill(
     tile_length: Array,
     tile_position: Array,
     sinks: Array | None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
     *,
     tile: int,
     scale: float,
@@ -56,7 +61,7 @@ def paged_prefill(
     def attend_tile(one: tuple[Array, Array, Array]) -> Array:
         row, table, place = one
         queries = q.at[row].get(mode="clip")[None]  # [1, tile, H, C]
-        options = (sinks, scale, window, softcap, value_size)
+        options = (sinks, k_scales, v_scales, scale, window, softcap, value_size)
         return _attend(queries, k_cache, v_cache, table[None], place[None], *options)[0]
 
     mixed = lax.map(attend_tile, (rows, tables, places))  # [Y, tile, H, V]
@@ -71,6 +76,8 @@ def _attend(
     tables: Array,
     places: Array,
     sinks: Array | None,
+    k_scales: Array | None,
+    v_scales: Array | None,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -79,11 +86,8 @@ def _attend(
     """Attend with q [B, R, H, C] at positions `places` [B, R] (negative: none): [B, R, H, V] in q's type."""
     rows, queries, heads, size = q.shape
     kv_heads = k_cache.shape[1]
-    keys = k_cache[tables].swapaxes(1, 2).reshape(rows, kv_heads, -1, size)  # [B, K, S, C]
-    if v_cache is None:
-        values = keys[..., :value_size]
-    else:
-        values = v_cache[tables].swapaxes(1, 2).reshape(rows, kv_heads, keys.shape[2], -1)
+    keys = gathered(k_cache, tables, k_scales)  # [B, K, S, C]
+    values = keys[..., :value_size] if v_cache is None else gathered(v_cache, tables, v_scales)
     grouped = q.reshape(rows, queries, kv_heads, heads // kv_heads, size)
     key_places = jnp.arange(keys.shape[2], dtype=jnp.int32)  # [S]
     is_seen = key_places <= places[:, :, None]  # [B, R, S]
@@ -93,7 +97,7 @@ def _attend(
     scores = jnp.einsum("brkgc,bksc->bkgrs", grouped, keys, preferred_element_type=jnp.float32) * scale
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
-    scores = jnp.where(is_seen, scores, _LOWEST)
+    scores = jnp.where(is_seen, scores, LOWEST)
     highest = jnp.max(scores, axis=-1, keepdims=True)  # [B, K, G, R, 1]
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(kv_heads, heads // kv_heads, 1, 1)

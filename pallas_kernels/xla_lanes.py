@@ -26,6 +26,8 @@ def paged_decode(
     tables: Array,
     lengths: Array,
     sinks: Array | None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
     *,
     scale: float,
     window: int | None,
@@ -36,7 +38,7 @@ def paged_decode(
     rows, heads, size = q.shape
     if rows <= _LANES:
         options = {"scale": scale, "window": window, "softcap": softcap, "value_size": value_size}
-        return xla.paged_decode(q, k_cache, v_cache, tables, lengths, sinks, **options)
+        return xla.paged_decode(q, k_cache, v_cache, tables, lengths, sinks, k_scales, v_scales, **options)
     kv_heads, block_tokens = k_cache.shape[1:3]
     group = heads // kv_heads
     blocks = max(1, KEYS // block_tokens)
@@ -68,8 +70,8 @@ def paged_decode(
             jnp.where(is_next, nothing.total, mixed.total),
         )
         chosen = tables[own, jnp.clip(chunk, 0, width - 1)]  # [W, n]
-        k = gathered(k_cache, chosen)
-        v = k[..., :value_size] if v_cache is None else gathered(v_cache, chosen)
+        k = gathered(k_cache, chosen, k_scales)
+        v = k[..., :value_size] if v_cache is None else gathered(v_cache, chosen, v_scales)
         mixed = mix_in(mixed, grouped[own], k, v, is_seen[:, None], is_written, scale, softcap)
         # Written in every turn, the last of which counts: to ask which lanes end here would cost more.
         return mixed, out.at[row].set(mixed.values / mixed.total[..., None], mode="drop")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels import Site
+from pallas_kernels.api import SCALED
 from pallas_kernels.xla_lanes import deal
 
 IMPLEMENTATIONS = ("xla", "xla_gather")
@@ -48,6 +51,9 @@ CASES = [
     Case(64, 16, 3, 7, window=100, softcap=1.0, has_sinks=True),
     Case(16, 40, 1, 6, value_size=24),
     Case(4, 24, 2, 3, window=9, has_sinks=True, value_size=24),
+    Case(8, 64, 1, 16),
+    Case(32, 96, 2, 3, window=33),
+    Case(128, 256, 1, 2, softcap=3.0),
 ]
 
 
@@ -234,11 +240,13 @@ def test_unnamed_implementation_is_the_platforms_best():
     arguments, options = tuple(map(jnp.asarray, host)), case.options
     expected = pallas_kernels.paged_decode(*arguments, implementation="xla", **options)
     np.testing.assert_array_equal(pallas_kernels.paged_decode(*arguments, **options), expected)
-    assert pallas_kernels.resolve("paged_decode", "cpu") == "xla_lanes"
-    assert pallas_kernels.resolve("paged_prefill", "gpu") == "xla"
+    assert pallas_kernels.resolve("paged_decode", Site("cpu")).name == "xla_lanes"
+    assert pallas_kernels.resolve("paged_prefill", Site("gpu", 70)).name == "xla"
     with pytest.raises(ValueError, match="paged_decode, paged_prefill"):
-        pallas_kernels.resolve("paged_encode", "cpu")
-    with pytest.raises(ValueError, match="no implementation 'triton'; it has xla, xla_lanes, xla_gather"):
+        pallas_kernels.resolve("paged_encode", Site("cpu"))
+    with pytest.raises(ValueError, match="no implementation 'cuda'; it has xla, xla_lanes, xla_gather"):
+        pallas_kernels.paged_decode(*arguments, implementation="cuda", **options)
+    with pytest.raises(ValueError, match=r"paged_decode=triton: (the package triton|Triton kernels run on NVIDIA)"):
         pallas_kernels.paged_decode(*arguments, implementation="triton", **options)
     with pytest.raises(ValueError, match="queries of 3 heads of 16 do not fit a cache of 2 heads of 16"):
         pallas_kernels.paged_decode(jnp.zeros((1, 3, 16)), *arguments[1:], **options)
@@ -251,27 +259,82 @@ def test_unnamed_implementation_is_the_platforms_best():
 def test_write_kv_stores_each_token_in_its_place_and_drops_padding():
     rng = np.random.default_rng(3)
     k_cache, v_cache = rng.standard_normal((2, 5, 3, 4, 8)).astype(ml_dtypes.bfloat16)
-    k, v = rng.standard_normal((2, 6, 3, 8)).astype(np.float32)
+    qkv = rng.standard_normal((6, 8, 8)).astype(np.float32)  # heads: 2 of queries, 3 of keys, 3 of values
     blocks, offsets = np.asarray([4, 0, 4, 5, 2, 6], np.int32), np.asarray([3, 0, 1, 1, 2, 0], np.int32)
-    stored = pallas_kernels.write_kv(*map(jnp.asarray, (k_cache, v_cache, k, v, blocks, offsets)))
-    for cache, new in ((k_cache, k), (v_cache, v)):
+    arrays = tuple(map(jnp.asarray, (qkv, k_cache, v_cache, blocks, offsets)))
+    stored = pallas_kernels.write_kv(*arrays)
+    np.testing.assert_array_equal(stored.q, qkv[:, :2])
+    for cache, new in ((k_cache, qkv[:, 2:5]), (v_cache, qkv[:, 5:])):
         for token in (0, 1, 2, 4):
             cache[blocks[token], :, offsets[token]] = new[token]
-    new_k, new_v, *places = map(jnp.asarray, (k, v, blocks, offsets))
-    alone = pallas_kernels.write_kv(stored[0], None, new_k, None, *places)
-    np.testing.assert_array_equal(np.asarray(alone[0]), k_cache)
-    assert alone[1] is None
-    with pytest.raises(ValueError, match="go together"):
-        pallas_kernels.write_kv(stored[0], None, new_k, new_v, *places)
-    for got, expected in zip(stored, (k_cache, v_cache), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), expected)
+    np.testing.assert_array_equal(np.asarray(stored.k_cache), k_cache)
+    np.testing.assert_array_equal(np.asarray(stored.v_cache), v_cache)
+    alone = pallas_kernels.write_kv(arrays[0][:, :5], stored.k_cache, None, *arrays[3:])
+    np.testing.assert_array_equal(np.asarray(alone.k_cache), k_cache)
+    assert alone.v_cache is None
+    with pytest.raises(ValueError, match="do not fit caches"):
+        pallas_kernels.write_kv(arrays[0][:, :5], *arrays[1:])
+    with pytest.raises(ValueError, match="5 pairs do not fit heads of 8"):
+        pallas_kernels.write_kv(*arrays, turn=(jnp.zeros((6, 5)), jnp.zeros((6, 5))))
+
+
+WRITES = [  # tokens, query heads, key-value heads, head size, pairs, neighbours, whether there are values
+    (1, 4, 2, 16, 8, False, True),
+    (5, 7, 1, 64, 16, True, True),
+    (3, 2, 2, 24, 12, False, True),
+    (9, 4, 1, 40, 10, True, True),
+    (6, 3, 1, 24, 0, False, False),
+    (1030, 1, 1, 16, 4, False, True),
+]
+
+
+def check_write_beside_the_reference(
+    write: tuple[int, int, int, int, int, bool, bool], dtype: str, implementation: str | pallas_kernels.Choice
+) -> None:
+    """Let `write_kv` store one of `WRITES` in caches of `dtype`; expect what plain JAX makes of it.
+
+    Queries are float32, or of a 16-bit cache's type. The last of several tokens names a block that is not there.
+    """
+    tokens, heads, kv_heads, size, pairs, is_interleaved, has_values = write
+    rng = np.random.default_rng(0)
+    num_blocks, block_tokens = 300, 4
+    shape = (num_blocks, kv_heads, block_tokens, size)
+    places = rng.permutation(num_blocks * block_tokens)[:tokens]
+    blocks, offsets = (places // block_tokens).astype(np.int32), (places % block_tokens).astype(np.int32)
+    if tokens > 1:
+        blocks[-1] = num_blocks  # not stored
+    k_cache, v_cache = jnp.asarray(rng.integers(-9, 9, (2, *shape))).astype(dtype)
+    scales = jnp.asarray(rng.random((2, *shape[:3])), jnp.float32)
+    own = dtype if dtype in ("float16", "bfloat16") else "float32"
+    qkv = jnp.asarray(rng.standard_normal((tokens, heads + kv_heads * (1 + has_values), size)), own)
+    angles = jnp.asarray(rng.standard_normal((tokens, pairs)) * 9, jnp.float32)
+    options: dict[str, Any] = {"turn": (jnp.cos(angles), jnp.sin(angles)) if pairs else None}
+    if dtype in SCALED:
+        options |= {"k_scales": scales[0], "v_scales": scales[1] if has_values else None}
+    arrays = (qkv, k_cache, v_cache if has_values else None, jnp.asarray(blocks), jnp.asarray(offsets))
+    expected, got = (
+        jax.jit(partial(pallas_kernels.write_kv, is_interleaved=is_interleaved, implementation=one))(*arrays, **options)
+        for one in ("xla", implementation)
+    )
+    for name, one, other in zip(expected._fields, expected, got, strict=True):
+        assert (one is None) == (other is None), name
+        if one is None or other is None:
+            continue
+        assert one.dtype == other.dtype, name
+        # What is rounded may be rounded the other way: an integer by 1, a small float by its last bit.
+        is_wide = one.dtype == jnp.float32
+        atol = 1.0 if one.dtype == jnp.int8 else 1e-6
+        rtol = 0.0 if is_wide or one.dtype == jnp.int8 else float(jnp.finfo(one.dtype).eps)
+        np.testing.assert_allclose(np.float32(other), np.float32(one), rtol=rtol, atol=atol, err_msg=name)
+        if not is_wide:
+            assert np.mean(np.asarray(one) != np.asarray(other)) < 0.01, name
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, _BFLOAT16])
 def test_write_kv_is_in_place_when_the_caches_are_donated(dtype):
     cache = jax.ShapeDtypeStruct((256, 2, 16, 64), dtype)
-    new, place = jax.ShapeDtypeStruct((4, 2, 64), dtype), jax.ShapeDtypeStruct((4,), jnp.int32)
-    write = jax.jit(pallas_kernels.write_kv, donate_argnums=(0, 1))
-    memory = write.lower(cache, cache, new, new, place, place).compile().memory_analysis()
+    new, place = jax.ShapeDtypeStruct((4, 6, 64), dtype), jax.ShapeDtypeStruct((4,), jnp.int32)
+    write = jax.jit(pallas_kernels.write_kv, donate_argnums=(1, 2))
+    memory = write.lower(new, cache, cache, place, place).compile().memory_analysis()
     assert memory.alias_size_in_bytes == 2 * np.prod(cache.shape) * np.dtype(dtype).itemsize
     assert memory.temp_size_in_bytes < 64 * 1024

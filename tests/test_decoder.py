@@ -16,6 +16,7 @@ from jaxllm import sharding
 from jaxllm.model import decoder, layers, weights
 from jaxllm.model.families import read_spec
 from jaxllm.model.spec import BandScaling, LinearScaling, Rope, Spec
+from pallas_kernels import rotate
 from tests.checkpoints import CONFIG, write_checkpoint
 from tests.parity.driver import generate
 
@@ -33,7 +34,7 @@ def test_rotation_turns_each_pair_by_position_times_frequency():
     rope = Rope(8, theta=100.0)
     x = np.random.default_rng(0).standard_normal((5, 3, 8)).astype(np.float32)
     positions = np.asarray([0, 1, 7, 30, 2000])
-    turned = np.asarray(layers.rotate(jnp.asarray(x), layers.rotation(rope, jnp.asarray(positions)), rope))
+    turned = np.asarray(rotate(jnp.asarray(x), *layers.rotation(rope, jnp.asarray(positions)), False))
     angles = positions[:, None, None] * 100.0 ** (-np.arange(4) / 4)
     expected = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
     np.testing.assert_allclose(turned[..., :4] + 1j * turned[..., 4:], expected, atol=2e-4)
@@ -151,7 +152,7 @@ def test_two_all_reduces_a_layer_and_one_for_the_embedding(shards, expected):
     params = weights.abstract(spec, mesh, "float32")
 
     def hidden(params, tokens, positions):
-        return decoder.forward(spec, params, tokens, positions, lambda layer, q, *_: q)
+        return decoder.forward(spec, params, tokens, positions, lambda _, heads, *__: heads.qkv[:, : 8 // shards])
 
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
     whole = PartitionSpec()
@@ -165,8 +166,9 @@ def test_layers_see_their_own_window_and_number():
     params = weights.load_random(spec, sharding.make_mesh(jax.devices(), 1), "bfloat16")
     calls = []
 
-    def attend(layer, q, k, v, window, sinks):
+    def attend(layer, heads, window, sinks):
         assert sinks is None
+        q, k, v = heads.apart(4)
         calls.append((layer, q.shape, k.shape, v.shape, q.dtype, window))
         return q
 

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from jaxllm.errors import UserError
 from jaxllm.model import layers
 from jaxllm.model.families import read_spec
 from jaxllm.model.spec import BandScaling, LinearScaling, PairScaling, Rope, Spec, YarnScaling
+from pallas_kernels import rotate
 
 # In the form of the hub; keys that all share, or that have no effect, are left out.
 _SIZES: dict[str, Any] = {
@@ -205,7 +207,7 @@ def test_scores_depend_on_the_distance_and_the_rest_of_a_head_stays(size, is_int
     q, k = np.random.default_rng(0).standard_normal((2, 1, 2, 8)).astype(np.float32)
 
     def turned(x: np.ndarray, position: int) -> np.ndarray:
-        return np.asarray(layers.rotate(x, layers.rotation(rope, np.asarray([position])), rope))
+        return np.asarray(rotate(jnp.asarray(x), *layers.rotation(rope, np.asarray([position])), is_interleaved))
 
     near, far = (np.sum(turned(q, 5 + shift) * turned(k, 2 + shift), -1) for shift in (0, 90))
     np.testing.assert_allclose(near, far, atol=1e-4)

@@ -207,7 +207,8 @@ def test_one_all_reduce_after_the_experts():
         rank = spec.latent.rank if spec.latent else None
 
         def hidden(params, tokens, spec=spec, rank=rank):
-            return decoder.forward(spec, params, tokens, tokens, lambda layer, q, *_: q[..., :rank])
+            count = spec.num_heads // 2
+            return decoder.forward(spec, params, tokens, tokens, lambda _, heads, *__: heads.qkv[:, :count, :rank])
 
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
         whole = PartitionSpec()

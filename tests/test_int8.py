@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-import pallas_kernels
 from jaxllm import LLM, SamplingParams, batch, cache, cli, sharding, step
 from jaxllm.config import EngineConfig
 from jaxllm.convert import convert
@@ -27,8 +26,9 @@ from jaxllm.model.families import read_spec
 from jaxllm.model.int8 import Int8
 from jaxllm.prepared import difference
 from jaxllm.sampling import Extras, Variant
-from jaxllm.setup import describe_programs, free_bytes, plan_memory, prepare
+from jaxllm.setup import OPERATIONS, describe_programs, free_bytes, plan_memory, prepare
 from jaxllm.tokenizer import load_tokenizer
+from pallas_kernels import Choice
 from tests.checkpoints import CONFIG, random_tensors, write_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -157,7 +157,8 @@ def _logits(params: Any, folder: Path, shards: int, tokens: np.ndarray, position
     sequence = np.cumsum(positions == 0)
     is_seen = (sequence[:, None] == sequence) & (positions[:, None] >= positions)
 
-    def attend(layer, q, k, v, window, sinks):
+    def attend(layer, heads, window, sinks):
+        q, k, v = heads.apart(spec.num_heads // shards)
         k, v = (jnp.repeat(heads, q.shape[1] // k.shape[1], axis=1) for heads in (k, v))
         scores = jnp.einsum("thc,uhc->htu", q, k) * spec.attention_scale
         return jnp.einsum("htu,uhc->thc", jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf)), v)
@@ -230,7 +231,7 @@ def test_no_step_converts_a_weight(rows):
     extras = Extras(spec.vocab_size)
     state = cache.abstract(spec, geometry, 16, extras, mesh, jnp.dtype(jnp.float32))
     (shape,) = (shape for shape in batch.decode_shapes(16) if shape.rows == rows)
-    kernels = {name: pallas_kernels.resolve(name, "cpu") for name in ("paged_decode", "paged_prefill")}
+    kernels = {operation: Choice("xla") for operation in OPERATIONS}
     run = step.build(spec, geometry, shape, Variant.GREEDY, 0, extras, (), mesh, params, state, kernels)
     buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=sharding.replicated(mesh))
     leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))

@@ -24,7 +24,8 @@ from jaxllm.sampling import Extras, SamplingState, Variant, all_logprobs, logpro
 from jaxllm.setup import prepare
 from jaxllm.sharding import AXIS, make_mesh
 from jaxllm.types import MAX_REPORTED_TOKENS, SamplingParams
-from jaxllm.vocabulary import MOST_TOKENS, Vocabulary, from_words, masses, words
+from jaxllm.vocabulary import MOST_TOKENS, Vocabulary
+from pallas_kernels.xla_sampling import from_words, masses, words
 from tests.checkpoints import CONFIG
 
 ROWS = 48

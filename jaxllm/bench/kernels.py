@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
+from pallas_kernels import Site
 
 REFERENCE = "xla"
 BLOCK, TILE = 16, 16
@@ -60,7 +61,7 @@ def measure(cases: Sequence[Case], num_rounds: int, advance: Callable[[], object
     read = jax.jit(lambda array: array.sum(axis=1))
     measured, reads = [], []
     for case in cases:
-        names = pallas_kernels.implementations(case.operation)
+        names = _able(case)
         calls = {name: jax.jit(partial(case.call, name)) for name in names}
         outputs = {name: np.asarray(call(*case.arrays), np.float32) for name, call in calls.items()}
         _seconds(read, source)
@@ -97,6 +98,23 @@ def report(measured: Sequence[Measured], reads: np.ndarray) -> tuple[str, dict[s
             f"{one.bandwidth_share:8.1%} {one.max_difference:11.2g}"
         )
     return "\n".join(lines), figures
+
+
+def _able(case: Case) -> list[str]:
+    """Name the implementations that can do a case on this process's device."""
+    device, (q, cache) = jax.devices()[0], case.arrays[:2]
+    site = Site(
+        platform=device.platform,
+        capability=pallas_kernels.capability_of(device),
+        dtype=str(q.dtype),
+        cache_dtype=str(cache.dtype),
+        heads=q.shape[1],
+        kv_heads=cache.shape[1],
+        head_size=q.shape[2],
+        block_tokens=cache.shape[2],
+    )
+    known = pallas_kernels.implementations(case.operation)
+    return [name for name in known if pallas_kernels.refusal(case.operation, name, site) is None]
 
 
 def _seconds(call: Callable[..., Any], *arrays: jax.Array) -> float:

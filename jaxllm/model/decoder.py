@@ -9,7 +9,7 @@ size, F feed-forward width, V vocabulary (Vx on one shard, with its padding).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import flax.struct
 import jax.numpy as jnp
@@ -19,22 +19,37 @@ from jaxtyping import Float, Int
 from jaxllm.model import experts, latent, layers
 from jaxllm.model.declaration import Part, Weight
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
+from pallas_kernels import rotate
 
 Leaf = TypeVar("Leaf")
 Arrays = dict[str, Any]  # by name, inside or outside a layer: an Array each, or an Int8
 
 
+class Heads(NamedTuple):
+    """The heads that a layer attends with, queries and keys not rotated yet, so that one kernel can do that as well."""
+
+    qkv: Array  # [T, Hx + 2 Kx, C], of queries, keys and values; with latent attention there are no values
+    turn: tuple[Array, Array] | None  # cosine and sine of each token's rotation, [T, size / 2]; None: none is wanted
+    is_interleaved: bool  # neighbours make a pair
+
+    def apart(self, num_heads: int) -> tuple[Array, Array, Array]:
+        """Rotate; return the queries of so many heads, the keys and the values, for an attention without a cache."""
+        kv_heads = (self.qkv.shape[1] - num_heads) // 2
+        q, k, v = jnp.split(self.qkv, (num_heads, num_heads + kv_heads), axis=1)
+        if self.turn is not None:
+            q, k = (rotate(one, *self.turn, self.is_interleaved) for one in (q, k))
+        return q, k, v
+
+
 @runtime_checkable
 class Attend(Protocol):
-    """What `forward` calls in each layer: store k and v, then attend with q over everything stored so far."""
+    """What `forward` calls in each layer: rotate, store keys and values, attend over everything stored so far."""
 
-    def __call__(
-        self, layer: int, q: Array, k: Array, v: Array | None, window: int | None, sinks: Array | None
-    ) -> Array:
-        """Take q [T, Hx, C], k and v [T, Kx, C] and sinks [Hx]; return [T, Hx, C].
+    def __call__(self, layer: int, heads: Heads, window: int | None, sinks: Array | None) -> Array:
+        """Take a layer's heads and sinks [Hx]; return [T, Hx, C].
 
-        With latent attention there is no v: the values are the first coordinates of the keys, as many as the latent's
-        rank, and so many are returned per head.
+        With latent attention the values are the first coordinates of the keys, as many as the latent's rank, and so
+        many are returned per head.
         """
         ...
 
@@ -227,7 +242,8 @@ def _mixer(
     rope = spec.ropes[layer]
     assert rope is not None
     q, k = latent.project(spec.latent, weights, x, turns[rope], rope)
-    mixed = attend(layer, q, k, None, spec.windows[layer], None).astype(x.dtype)
+    heads = Heads(jnp.concatenate([q, k], axis=1), None, False)
+    mixed = attend(layer, heads, spec.windows[layer], None).astype(x.dtype)
     return _row_parallel(latent.expand(spec.latent, weights, mixed), weights, "out", axis)
 
 
@@ -243,13 +259,12 @@ def _attention(
     heads, kv_heads = heads_per_shard(spec, lax.axis_size(axis))
     fused = layers.linear(x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
     fused = fused.reshape(x.shape[0], heads + 2 * kv_heads, spec.head_size)  # [T, Hx + 2 Kx, C]
-    q, k, v = jnp.split(fused, (heads, heads + kv_heads), axis=1)
     if spec.qk_norm is not None:
-        q, k = _qk_norm(spec, weights, q, k, axis)
+        q, k, v = jnp.split(fused, (heads, heads + kv_heads), axis=1)
+        fused = jnp.concatenate([*_qk_norm(spec, weights, q, k, axis), v], axis=1)
     rope = spec.ropes[layer]
-    if rope is not None:
-        q, k = (layers.rotate(heads, turns[rope], rope) for heads in (q, k))
-    mixed = attend(layer, q, k, v, spec.windows[layer], weights.get("sinks")).astype(x.dtype)  # [T, Hx, C]
+    own = Heads(fused, None, False) if rope is None else Heads(fused, turns[rope], rope.is_interleaved)
+    mixed = attend(layer, own, spec.windows[layer], weights.get("sinks")).astype(x.dtype)  # [T, Hx, C]
     return _row_parallel(mixed.reshape(x.shape[0], heads * spec.head_size), weights, "out", axis)
 
 

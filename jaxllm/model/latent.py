@@ -16,6 +16,7 @@ from jax import Array
 from jaxllm.model import layers
 from jaxllm.model.declaration import Comb, Part, Weight
 from jaxllm.model.spec import Latent, Rope, Spec
+from pallas_kernels import rotate
 
 _NORM_EPS = 1e-6  # of the latents' norms, whatever the model's own is (modeling_deepseek.py)
 
@@ -53,7 +54,7 @@ def project(
     """
     short = layers.linear(x, weights["latent"]).astype(x.dtype)  # [T, K + R]
     values = layers.norm(short[:, : latent.rank], weights["latent_norm"], None, "rms", _NORM_EPS)
-    turned = layers.rotate(short[:, None, latent.rank :], turn, rope)  # [T, 1, R]
+    turned = rotate(short[:, None, latent.rank :], *turn, rope.is_interleaved)  # [T, 1, R]
     key = jnp.concatenate([values[:, None], turned], axis=-1)
 
     if latent.q_rank is not None:
@@ -63,7 +64,7 @@ def project(
     q = q.reshape(len(x), -1, latent.plain_size + latent.rope_size)  # [T, H, N + R]
     matrix = weights["key"].reshape(-1, latent.plain_size, latent.rank)  # [H, N, K]
     absorbed = jnp.einsum("thn,hnk->thk", q[..., : latent.plain_size], matrix, preferred_element_type=jnp.float32)
-    turned = layers.rotate(q[..., latent.plain_size :], turn, rope)
+    turned = rotate(q[..., latent.plain_size :], *turn, rope.is_interleaved)
     return jnp.concatenate([absorbed.astype(x.dtype), turned], axis=-1), key
 
 

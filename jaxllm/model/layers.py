@@ -147,22 +147,6 @@ def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.nda
 
 
 def rotation(rope: Rope, positions: Array) -> tuple[Array, Array]:
-    """Compute cosine and sine, each [T, 1, size / 2] float32, of every token's rotation."""
-    angles = positions.astype(jnp.float32)[:, None, None] * inverse_frequencies(rope)  # [T, 1, size / 2]
+    """Compute cosine and sine, each [T, size / 2] float32, of every token's rotation."""
+    angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope)  # [T, size / 2]
     return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
-
-
-def rotate(x: Array, turn: tuple[Array, Array], rope: Rope) -> Array:
-    """Rotate the first coordinates of each head of `x` [T, H, C], all of them or as many as `rope` says.
-
-    Where its pairs are neighbours, the first of all pairs come first in the result: queries and keys are permuted
-    alike, which their products do not see.
-    """
-    cosine, sine = turn
-    wide = x[..., : rope.size].astype(jnp.float32)
-    if rope.is_interleaved:
-        first, second = wide[..., 0::2], wide[..., 1::2]  # [T, H, size / 2] each
-    else:
-        first, second = jnp.split(wide, 2, axis=-1)
-    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), x[..., rope.size :]], axis=-1)

@@ -53,6 +53,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+SHAPES["llama-3.1-8b"] = SHAPES["llama-3.2-1b"] | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "tie_word_embeddings": False,
+}
 # Of llama2.c: large enough that the device decides, small enough for minutes on a laptop.
 SHAPES["stories42M"] = SHAPES["llama-3.2-1b"] | {
     "hidden_size": 512,

@@ -75,9 +75,11 @@ class Driver:
             "implementation": self._implementation,
         }
 
-        def attend(layer, q, k, v, window, sinks):
+        def attend(layer, heads, window, sinks):
             layer_options = options | {"window": window, "sinks": sinks}
-            caches[layer] = pallas_kernels.write_kv(*caches[layer], k, v, blocks, offsets)
+            turning = {"turn": heads.turn, "is_interleaved": heads.is_interleaved}
+            q, *written = pallas_kernels.write_kv(heads.qkv, *caches[layer], blocks, offsets, **turning)
+            caches[layer] = tuple(written[:2])
             if len(tokens) == 1:
                 return pallas_kernels.paged_decode(q, *caches[layer], self._table[None], positions + 1, **layer_options)
             start = jnp.arange(0, len(tokens), TILE, dtype=jnp.int32)

@@ -1,0 +1,111 @@
+"""Which implementation of an operation runs where: what each can do, and which one is taken when nobody names one.
+
+Decided once per engine, before anything is compiled. Knows no kernel: their modules are imported when they are chosen,
+so that who has no GPU needs no Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+# The module of each operation's implementations, the reference first. A module has a function named after the
+# operation and, unless it can do everything, `refusal(operation, site)`.
+MODULES: dict[str, dict[str, str]] = {
+    "write_kv": {"xla": "xla_cache", "pallas": "pallas_cache", "triton": "triton_cache"},
+    "copy_blocks": {"xla": "xla_cache", "triton": "triton_cache"},
+    "paged_decode": {
+        "xla": "xla",
+        "xla_lanes": "xla_lanes",
+        "xla_gather": "xla_gather",
+        "pallas": "pallas_decode",
+        "triton": "triton_attention",
+    },
+    "paged_prefill": {"xla": "xla", "xla_gather": "xla_gather", "triton": "triton_attention"},
+    "sample": {"xla": "xla_sampling", "triton": "triton_sampling"},
+}
+# By platform, the best first; the reference, which can do everything, stands behind them all.
+PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
+    "cpu": {"paged_decode": ("xla_lanes",)},
+    "gpu": {operation: ("triton",) for operation in MODULES},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where an operation will run, and on what; sizes are those of one shard."""
+
+    platform: str  # as JAX names it: "cpu", "gpu"
+    capability: int | None = None  # of an NVIDIA GPU: 90 for 9.0
+    dtype: str = "float32"  # of queries, and of keys and values before they are stored
+    cache_dtype: str = "float32"
+    heads: int = 1  # of queries
+    kv_heads: int = 1
+    head_size: int = 64
+    value_size: int | None = None  # of values that are the beginning of their keys; None where they are their own
+    block_tokens: int = 16
+    shards: int = 1  # devices that a model is divided among, its vocabulary included
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An implementation that was chosen, with what it must know of the device that it will be compiled for."""
+
+    name: str
+    capability: int | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def capability_of(device: Any) -> int | None:
+    """Return the compute capability of a JAX device, 90 for 9.0; None where it has none."""
+    text = getattr(device, "compute_capability", None)
+    return int(str(text).replace(".", "")) if text else None
+
+
+def operations() -> tuple[str, ...]:
+    """Name the operations that take an `implementation`."""
+    return tuple(MODULES)
+
+
+def implementations(operation: str) -> tuple[str, ...]:
+    """Name the implementations of an operation, the reference first; an unknown operation is a ValueError."""
+    if operation not in MODULES:
+        raise ValueError(f"{operation!r} is not one of {', '.join(MODULES)}")
+    return tuple(MODULES[operation])
+
+
+def module(operation: str, name: str) -> ModuleType:
+    """Import the module that has an implementation; an unknown name is a ValueError."""
+    known = implementations(operation)
+    if name not in known:
+        raise ValueError(f"{operation} has no implementation {name!r}; it has {', '.join(known)}")
+    return importlib.import_module(f"pallas_kernels.{MODULES[operation][name]}")
+
+
+def refusal(operation: str, name: str, site: Site) -> str | None:
+    """Say why an implementation cannot do an operation there; None where it can."""
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    own = module(operation, name)
+    return own.refusal(operation, site) if hasattr(own, "refusal") else None
+
+
+def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
+    """Choose the implementation of an operation: the one that is named, or the best that can do it there.
+
+    One that is named and cannot do it is a ValueError that says why; nothing takes its place.
+    """
+    if name is not None:
+        reason = refusal(operation, name, site)
+        if reason is not None:
+            raise ValueError(f"{operation}={name}: {reason}")
+        return Choice(name, site.capability)
+    reference = implementations(operation)[0]
+    preferred = PREFERRED.get(site.platform, {}).get(operation, ())
+    able = (one for one in preferred if refusal(operation, one, site) is None)
+    return Choice(next(able, reference), site.capability)

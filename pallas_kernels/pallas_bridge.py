@@ -1,0 +1,77 @@
+"""Calls kernels that are written in Pallas: compiled on a GPU, interpreted as JAX operations on a CPU.
+
+A kernel gets whole arrays and takes from them what its place in the grid needs; nothing is cut into blocks for it,
+because where a block of the cache lies is known only when the tables are read. Knows no kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pallas_triton
+
+from pallas_kernels.choice import Site
+
+# Parameters of this type choose the back end; the one that is taken without them changes between releases of JAX
+# (reference/kernels.md §1).
+_COMPILED = pallas_triton.CompilerParams(num_warps=4, num_stages=2)
+
+
+def refusal(site: Site, sizes: Mapping[str, int]) -> str | None:
+    """Say why a kernel whose arrays have such sizes cannot run there; None where it can.
+
+    A CPU interprets any. The back end for GPUs is deprecated since JAX 0.11, and JAX warns of that itself.
+    """
+    if site.platform == "cpu":
+        return None
+    if site.platform != "gpu":
+        return "Pallas kernels run on a CPU, interpreted, and on NVIDIA GPUs"
+    if site.capability is None or site.capability < 80:
+        return "Pallas' Triton back end needs an NVIDIA GPU of compute capability 8.0"
+    if site.cache_dtype == "float8_e4m3fn" and site.capability < 89:
+        return f"Pallas' Triton back end needs compute capability 8.9 for a cache of {site.cache_dtype}"
+    for name, size in sizes.items():
+        if size & (size - 1) != 0:
+            return f"Pallas' Triton back end, deprecated since JAX 0.11, needs powers of two; {name} is {size}"
+    return None
+
+
+def call(
+    kernel: Callable[..., None],
+    arrays: Sequence[Array | None],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    aliases: Mapping[int, int] | None = None,
+) -> tuple[Array, ...]:
+    """Run a kernel once for each place of `grid` and return its `outputs`.
+
+    The kernel's parameters are references to `arrays` (None for one that is None), then to the outputs that have no
+    buffer yet. `aliases` says which array, by its place in `arrays`, becomes which output: the kernel writes to that
+    array's reference, in place where the caller's array is donated or not used again.
+    """
+    aliases = dict(aliases or {})
+    places = [place for place, array in enumerate(arrays) if array is not None]
+    given = [array for array in arrays if array is not None]
+
+    def body(*references: jax.Ref) -> None:
+        inputs, results = references[: len(given)], references[len(given) :]
+        parameters: list[jax.Ref | None] = [None] * len(arrays)
+        for place, reference in zip(places, inputs, strict=True):
+            parameters[place] = results[aliases[place]] if place in aliases else reference
+        fresh = [result for output, result in enumerate(results) if output not in aliases.values()]
+        kernel(*parameters, *fresh)
+
+    build = functools.partial(
+        pl.pallas_call,
+        body,
+        out_shape=tuple(outputs),
+        grid=grid,
+        input_output_aliases={places.index(place): output for place, output in aliases.items()},
+        compiler_params=_COMPILED,
+    )
+    # The default backend may not be where this program will run; the lowering knows, and keeps one branch.
+    return lax.platform_dependent(*given, cpu=build(interpret=True), default=build(interpret=False))

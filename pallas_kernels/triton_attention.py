@@ -1,0 +1,411 @@
+"""Paged attention for NVIDIA GPUs, in Triton's language: one kernel for decoding and for tiles of prompts.
+
+A decode row is a tile of one query whose context is divided among programs, so that a few long sequences fill the
+device; the pieces are brought together by a second kernel, which has nothing to do for rows that one program has done.
+Queries of the heads that share keys stand below one another in a tile, so that the tensor cores see whole matrices.
+Online softmax with base 2 (Milakov & Gimelshein 2018; Dao 2023, arXiv:2307.08691); scores and sums are float32.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels import triton_bridge, tuning
+from pallas_kernels.choice import Site
+from pallas_kernels.triton_bridge import call
+
+LOG2_E = math.log2(math.e)
+_LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of these is 0, of two infinities NaN
+_SMALLEST = 16  # rows and coordinates of a matrix that tensor cores multiply
+
+
+def refusal(operation: str, site: Site) -> str | None:
+    """Say why this cannot attend there; None where it can."""
+    if site.head_size > 256:
+        return f"heads of {site.head_size} do not fit; up to 256 do"
+    return triton_bridge.refusal(site)
+
+
+@triton.jit
+def _visit(
+    carry_values,
+    carry_highest,
+    carry_total,
+    queries,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    table,
+    head,
+    at,
+    end,
+    place,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    CP: tl.constexpr,
+    VP: tl.constexpr,
+    P: tl.constexpr,
+    BN: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Let queries [BM, CP] at places [BM] see the keys from `at` to `at + BN`; those below `end` where MASKED."""
+    keys = at + tl.arange(0, BN)
+    coordinates = tl.arange(0, CP)
+    values_at = tl.arange(0, VP)
+    is_there = keys < end
+    if MASKED:
+        blocks = tl.load(table + keys // P, mask=is_there, other=0)
+    else:
+        blocks = tl.load(table + keys // P)
+    slots = (blocks.to(tl.int64) * K + head) * P + keys % P
+    k_at = k_cache + slots[None, :] * C + coordinates[:, None]
+    v_at = (k_cache + slots[:, None] * C if v_cache is None else v_cache + slots[:, None] * V) + values_at[None, :]
+    # What nobody wrote may be NaN, and a weight of zero does not silence that: it is not loaded.
+    if MASKED:
+        k = tl.load(k_at, mask=is_there[None, :] & (coordinates < C)[:, None], other=0.0)
+    elif C != CP:
+        k = tl.load(k_at, mask=(coordinates < C)[:, None], other=0.0)
+    else:
+        k = tl.load(k_at)
+    scores = tl.dot(queries, k.to(queries.dtype), input_precision="ieee") * SCALE
+    if k_scales is not None:
+        scores *= tl.load(k_scales + slots, mask=is_there, other=0.0)[None, :]
+    if SOFTCAP is not None:
+        # tanh(x) is 2 sigmoid(2 x) - 1. SCALE has log2(e) in it.
+        scores = (2 * tl.sigmoid(scores * (2 / (SOFTCAP * 1.4426950408889634))) - 1) * (SOFTCAP * 1.4426950408889634)
+    if MASKED:
+        is_seen = is_there[None, :] & (keys[None, :] <= place[:, None])
+        if WINDOW is not None:
+            is_seen = is_seen & (keys[None, :] > place[:, None] - WINDOW)
+        scores = tl.where(is_seen, scores, _LOWEST)
+    highest = tl.maximum(carry_highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - highest[:, None])
+    if MASKED:
+        weights = tl.where(is_seen, weights, 0.0)
+    shrink = tl.exp2(carry_highest - highest)
+    total = carry_total * shrink + tl.sum(weights, 1)
+    if MASKED:
+        v = tl.load(v_at, mask=is_there[:, None] & (values_at < V)[None, :], other=0.0)
+    elif V != VP:
+        v = tl.load(v_at, mask=(values_at < V)[None, :], other=0.0)
+    else:
+        v = tl.load(v_at)
+    if v_scales is not None:
+        weights *= tl.load(v_scales + slots, mask=is_there, other=0.0)[None, :]
+    values = carry_values * shrink[:, None] + tl.dot(
+        weights.to(queries.dtype), v.to(queries.dtype), input_precision="ieee"
+    )
+    return values, highest, total
+
+
+@triton.jit
+def _pieces(first, last, BN: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
+    """Divide the keys from `first` to `last` among at most SPLITS programs: how many get some, and how many each."""
+    wanted = tl.minimum(tl.maximum(tl.cdiv(last - first, LEAST), 1), SPLITS)
+    each = tl.maximum(tl.cdiv(tl.cdiv(last - first, wanted), BN), 1) * BN
+    return tl.maximum(tl.cdiv(last - first, each), 1), each
+
+
+@triton.jit
+def _first_key(place, BN: tl.constexpr, WINDOW: tl.constexpr):
+    """Return where to begin for a query at `place`: at 0, or at the window's first key, rounded down."""
+    if WINDOW is None:
+        return 0
+    else:
+        return tl.maximum(place - WINDOW + 1, 0) // BN * BN
+
+
+@triton.jit
+def attend(
+    q,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    tables,
+    lengths,
+    starts,
+    positions,
+    sinks,
+    out,
+    parts,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    CP: tl.constexpr,
+    VP: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DECODES: tl.constexpr,
+):
+    """Attend with BM rows of one tile and one key-value head; grid (tiles, key-value heads x row blocks, SPLITS).
+
+    DECODES: tile b is the one query b, and `lengths` counts its keys; `starts` and `positions` are None.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1) % K
+    first_row = tl.program_id(1) // K * BM
+    split = tl.program_id(2)
+    G: tl.constexpr = H // K
+    if DECODES:
+        start = tile
+        position = tl.load(lengths + tile) - 1
+        count = tl.minimum(position + 1, 1)
+    else:
+        start = tl.load(starts + tile)
+        position = tl.load(positions + tile)
+        count = tl.load(lengths + tile)
+    rows = first_row + tl.arange(0, BM)
+    tokens = rows // G
+    is_row = tokens < count
+    coordinates = tl.arange(0, CP)
+    values_at = tl.arange(0, VP)
+    own = (start + tokens) * H + head * G + rows % G  # which head of which token
+    out_at = out + own[:, None] * V + values_at[None, :]
+    if first_row < count * G:
+        place = position + tokens
+        last = position + tl.minimum(count, (first_row + BM - 1) // G + 1)
+        first = _first_key(position + first_row // G, BN, WINDOW)
+        pieces, each = _pieces(first, last, BN, SPLITS, LEAST)
+        if split < pieces:
+            begin = first + split * each
+            end = tl.minimum(last, begin + each)
+            mask = is_row[:, None] & (coordinates < C)[None, :]
+            queries = tl.load(q + own[:, None] * C + coordinates[None, :], mask=mask, other=0.0)
+            values = tl.zeros((BM, VP), tl.float32)
+            highest = tl.full((BM,), _LOWEST, tl.float32)
+            total = tl.zeros((BM,), tl.float32)
+            if sinks is not None:
+                if pieces == 1:  # else they are added where the pieces are brought together
+                    highest = tl.load(sinks + head * G + rows % G).to(tl.float32) * 1.4426950408889634
+                    total = tl.full((BM,), 1.0, tl.float32)
+            if WINDOW is None:  # keys that all rows see need no mask
+                whole = begin + tl.maximum(tl.minimum(end, position + first_row // G + 1) - begin, 0) // BN * BN
+            else:
+                whole = begin
+            for at in range(begin, whole, BN):
+                values, highest, total = _visit(
+                    values, highest, total, queries, k_cache, v_cache, k_scales, v_scales, tables + tile * M, head, at,
+                    end, place, K, C, V, CP, VP, P, BN, SCALE, WINDOW, SOFTCAP, False,
+                )  # fmt: skip
+            for at in range(whole, end, BN):
+                values, highest, total = _visit(
+                    values, highest, total, queries, k_cache, v_cache, k_scales, v_scales, tables + tile * M, head, at,
+                    end, place, K, C, V, CP, VP, P, BN, SCALE, WINDOW, SOFTCAP, True,
+                )  # fmt: skip
+            is_stored = is_row[:, None] & (values_at < V)[None, :]
+            if pieces == 1:
+                result = values / tl.where(total > 0, total, 1.0)[:, None]
+                tl.store(out_at, result.to(out.dtype.element_ty), mask=is_stored)
+            if SPLITS > 1:
+                if pieces > 1:
+                    # Each piece is V values, the highest score and the sum of weights of one head.
+                    part = (own * SPLITS + split) * (V + 2)
+                    tl.store(parts + part[:, None] + values_at[None, :], values, mask=is_stored)
+                    tl.store(parts + part + V, highest, mask=is_row)
+                    tl.store(parts + part + V + 1, total, mask=is_row)
+    elif DECODES:
+        if split == 0:
+            is_stored = (rows < G)[:, None] & (values_at < V)[None, :]
+            tl.store(out_at, tl.zeros((BM, VP), out.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit
+def combine(
+    parts,
+    lengths,
+    sinks,
+    out,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    VP: tl.constexpr,
+    BN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Bring the pieces of a decode row's head together; grid (rows, heads). Rows of one piece are left alone."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    last = tl.load(lengths + row)
+    pieces, _ = _pieces(_first_key(last - 1, BN, WINDOW), last, BN, SPLITS, LEAST)
+    if pieces > 1:
+        splits = tl.arange(0, SPLITS)
+        values_at = tl.arange(0, VP)
+        is_there = splits < pieces
+        part = ((row * H + head) * SPLITS + splits) * (V + 2)
+        highests = tl.load(parts + part + V, mask=is_there, other=_LOWEST)
+        totals = tl.load(parts + part + V + 1, mask=is_there, other=0.0)
+        highest = tl.max(highests, 0)
+        total = 0.0
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            highest = tl.maximum(highest, sink)
+            total = tl.exp2(sink - highest)
+        weights = tl.where(is_there, tl.exp2(highests - highest), 0.0)
+        total += tl.sum(weights * totals, 0)
+        mask = is_there[:, None] & (values_at < V)[None, :]
+        values = tl.load(parts + part[:, None] + values_at[None, :], mask=mask, other=0.0)
+        result = tl.sum(values * weights[:, None], 0) / total
+        tl.store(out + (row * H + head) * V + values_at, result.to(out.dtype.element_ty), mask=values_at < V)
+
+
+def paged_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array | None,
+    tables: Array,
+    lengths: Array,
+    sinks: Array | None,
+    k_scales: Array | None,
+    v_scales: Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    value_size: int | None,
+    capability: int | None,
+) -> Array:
+    """See `pallas_kernels.paged_decode`."""
+    rows, heads, _ = q.shape
+    kv_heads = k_cache.shape[1]
+    context = tables.shape[1] * k_cache.shape[2]
+    chosen = tuning.of_decode(capability, rows, kv_heads, q.shape[2], str(k_cache.dtype), context)
+    width = value_size if v_cache is None else v_cache.shape[3]
+    assert width is not None
+    v_scales = k_scales if v_cache is None else v_scales  # a value is the beginning of its key
+    outputs = [jax.ShapeDtypeStruct((rows, heads, width), q.dtype)]
+    constants = _constants(q, k_cache, tables, width, scale, window, softcap)
+    if chosen.splits > 1:
+        outputs.append(jax.ShapeDtypeStruct((rows, heads, chosen.splits, width + 2), jnp.float32))
+    else:
+        constants["parts"] = None
+    division: dict[str, Any] = {"BN": chosen.keys, "SPLITS": chosen.splits, "LEAST": chosen.least_keys}
+    out, *parts = call(
+        attend,
+        (q, k_cache, v_cache, k_scales, v_scales, tables, lengths, None, None, sinks),
+        outputs,
+        (rows, kv_heads, chosen.splits),
+        chosen.tuning,
+        capability,
+        **constants,
+        **division,
+        BM=_padded(heads // kv_heads),
+        DECODES=True,
+    )
+    if chosen.splits == 1:
+        return out
+    (out,) = call(
+        combine,
+        (parts[0], lengths, sinks, out),
+        outputs[:1],
+        (rows, heads),
+        tuning.COMBINE,
+        capability,
+        aliases={3: 0},
+        H=heads,
+        V=width,
+        VP=constants["VP"],
+        WINDOW=window,
+        **division,
+    )
+    return out
+
+
+def paged_prefill(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array | None,
+    tables: Array,
+    tile_start: Array,
+    tile_length: Array,
+    tile_position: Array,
+    sinks: Array | None,
+    k_scales: Array | None,
+    v_scales: Array | None,
+    *,
+    tile: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    value_size: int | None,
+    capability: int | None,
+) -> Array:
+    """See `pallas_kernels.paged_prefill`."""
+    heads, kv_heads = q.shape[1], k_cache.shape[1]
+    rows = tile * (heads // kv_heads)
+    chosen = tuning.of_prefill(capability, rows, q.shape[2], str(k_cache.dtype))
+    width = value_size if v_cache is None else v_cache.shape[3]
+    assert width is not None
+    v_scales = k_scales if v_cache is None else v_scales  # a value is the beginning of its key
+    shape = (q.shape[0], heads, width)
+    blocks = -(-rows // chosen.rows)
+    untouched = jnp.zeros(shape, q.dtype)  # what queries in no tile give
+    (out,) = call(
+        attend,
+        (q, k_cache, v_cache, k_scales, v_scales, tables, tile_length, tile_start, tile_position, sinks, untouched),
+        [jax.ShapeDtypeStruct(shape, q.dtype)],
+        (len(tile_start), kv_heads * blocks, 1),
+        chosen.tuning,
+        capability,
+        aliases={10: 0},
+        parts=None,
+        **_constants(q, k_cache, tables, width, scale, window, softcap),
+        BM=chosen.rows,
+        BN=chosen.keys,
+        SPLITS=1,
+        LEAST=chosen.keys,
+        DECODES=False,
+    )
+    return out
+
+
+def _constants(
+    q: Array,
+    k_cache: Array,
+    tables: Array,
+    width: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> dict[str, Any]:
+    size = q.shape[2]
+    return {
+        "H": q.shape[1],
+        "K": k_cache.shape[1],
+        "C": size,
+        "V": width,
+        "CP": _padded(size),
+        "VP": _padded(width),
+        "P": k_cache.shape[2],
+        "M": tables.shape[1],
+        "SCALE": scale * LOG2_E,
+        "WINDOW": window,
+        "SOFTCAP": softcap,
+    }
+
+
+def _padded(size: int) -> int:
+    return max(_SMALLEST, triton.next_power_of_2(size))

@@ -1,0 +1,203 @@
+"""Calls Triton kernels from traced JAX code, with public `jax.ffi` alone and whatever Triton from 3.6 on is installed.
+
+jax-triton 0.3 emits a custom call of the old kind, which XLA keeps out of CUDA graphs, and 0.4 wants Triton 3.7
+(reference/kernels.md §1); so the call is made here. A kernel is compiled to PTX when it is traced, for the capability
+that is named and not for the GPU at hand, so that a machine without one can do it. Only the payload's classes are not
+public JAX: `jaxlib.gpu_triton`.
+
+With TRITON_INTERPRET=1 kernels run on the host, in Triton's interpreter, which is for tests: float32 and float16 only.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import triton
+from jax import Array
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pallas_kernels.choice import Site
+from pallas_kernels.tuning import Tuning
+
+# What the PTX says it is written for: newer ones are refused by the assembler of CUDA 13.0.
+_PTX_VERSION = 87
+_ALIGNED = 16  # bytes: every buffer of XLA is, and loads of 16 bytes need it
+_TYPES = {
+    "bool": "i1",
+    "int8": "i8",
+    "uint8": "u8",
+    "int32": "i32",
+    "uint32": "u32",
+    "int64": "i64",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+}
+
+
+def refusal(site: Site) -> str | None:
+    """Say what no kernel of this package can do on a device."""
+    if knobs.runtime.interpret and site.platform == "cpu":
+        return None
+    if site.platform != "gpu" or site.capability is None:
+        return "Triton kernels run on NVIDIA GPUs"
+    has = f"this GPU has {site.capability // 10}.{site.capability % 10}"
+    if site.capability < 80:
+        return f"it needs compute capability 8.0, {has}"
+    if site.dtype not in ("bfloat16", "float16", "float32"):
+        return f"queries of {site.dtype} are not supported"
+    if site.cache_dtype == "float8_e4m3fn" and site.capability < 89:
+        return f"a cache of {site.cache_dtype} needs compute capability 8.9, {has}"
+    if site.cache_dtype != site.dtype and site.cache_dtype not in ("int8", "float8_e4m3fn", "float8_e5m2"):
+        return f"a cache of {site.cache_dtype} does not go with queries of {site.dtype}"
+    return None
+
+
+def call(
+    kernel: Any,
+    arrays: Sequence[Array | None],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    tuning: Tuning,
+    capability: int | None,
+    aliases: Mapping[int, int] | None = None,
+    **constants: Any,
+) -> tuple[Array, ...]:
+    """Run a Triton kernel over `grid` and return its `outputs`.
+
+    The kernel's parameters are `arrays`, then the outputs that have no buffer yet, then `constants` by name. An array
+    that is None is a constant None. `aliases` says which array (by its place in `arrays`) becomes which output: those
+    outputs come last, and are changed in place where the caller's array is donated or not used again.
+    """
+    aliases = dict(aliases or {})
+    fresh = [number for number in range(len(outputs)) if number not in aliases.values()]
+    if fresh != list(range(len(fresh))):
+        raise ValueError("outputs that take an array's place come last")
+    names = kernel.arg_names
+    new_outputs = [outputs[number] for number in fresh]
+    parameters = [*arrays, *new_outputs]
+    given = [array for array in arrays if array is not None]
+    places = {place: sum(one is not None for one in arrays[:place]) for place in aliases}
+    renamed = {places[place]: output for place, output in aliases.items()}
+    if knobs.runtime.interpret:
+        return _interpreted(kernel, arrays, outputs, grid, aliases, constants)
+    if capability is None:
+        raise ValueError(f"{kernel.__name__} is compiled for a GPU, and it is not said for which")
+    types = [None if one is None else "*" + _TYPES[str(np.dtype(one.dtype))] for one in parameters]
+    signature = {name: kind for name, kind in zip(names, types, strict=False) if kind is not None}
+    fixed = constants | {name: None for name, one in zip(names, parameters, strict=False) if one is None}
+    compiled = compile_kernel(kernel, tuple(signature.items()), tuple(fixed.items()), tuning, capability)
+    payload = _payload(kernel.__name__, compiled, len(signature), grid, tuning, capability)
+    run = jax.ffi.ffi_call("triton_kernel_call_ffi", tuple(outputs), input_output_aliases=renamed)
+    return tuple(run(*given, opaque=payload))
+
+
+@functools.cache
+def compile_kernel(
+    kernel: Any,
+    signature: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    tuning: Tuning,
+    capability: int,
+) -> Any:
+    """Compile a kernel for a GPU that need not be there: Triton's CompiledKernel, with its PTX and machine code.
+
+    `signature` gives the Triton type of each parameter that is an array; all others are `constants`.
+    """
+    types = dict(signature)
+    pointers = [place for place, name in enumerate(kernel.arg_names) if name in types]
+    source = ASTSource(
+        kernel,
+        signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
+        constexprs=dict(constants),
+        attrs={(place,): [["tt.divisibility", _ALIGNED]] for place in pointers},
+    )
+    options = {"num_warps": tuning.warps, "num_stages": tuning.stages, "ptx_version": _PTX_VERSION}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _payload(name: str, compiled: Any, arrays: int, grid: tuple[int, ...], tuning: Tuning, capability: int) -> bytes:
+    from jaxlib import gpu_triton
+
+    metadata = compiled.metadata
+    kernel = gpu_triton.TritonKernel(
+        metadata.name, tuning.warps, 1, metadata.shared, compiled.asm["ptx"], "", capability
+    )
+    parameters = [gpu_triton.create_array_parameter(0, _ALIGNED)] * arrays
+    launch = gpu_triton.TritonKernelCall(kernel, *grid, *(1,) * (3 - len(grid)), parameters)
+    return zlib.compress(launch.to_proto(name, b""))
+
+
+def _interpreted(
+    kernel: Any,
+    arrays: Sequence[Array | None],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    aliases: Mapping[int, int],
+    constants: Mapping[str, Any],
+) -> tuple[Array, ...]:
+    given = [place for place, array in enumerate(arrays) if array is not None]
+
+    def run(*values: Array) -> tuple[np.ndarray, ...]:
+        hosts: list[_Tensor | None] = [None] * len(arrays)
+        for place, value in zip(given, values, strict=True):
+            hosts[place] = _Tensor(np.array(value))
+        fresh = [_Tensor(_unwritten(one)) for number, one in enumerate(outputs) if number not in aliases.values()]
+        kernel[grid](*hosts, *fresh, **constants)
+        results = fresh + [hosts[place] for place, _ in sorted(aliases.items(), key=lambda pair: pair[1])]
+        return tuple(one.array for one in results if one is not None)
+
+    return tuple(jax.pure_callback(run, tuple(outputs), *(arrays[place] for place in given)))
+
+
+def _unwritten(like: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Make an array of what no kernel should leave: NaN, or the smallest integer."""
+    if jax.numpy.issubdtype(like.dtype, np.floating):
+        return np.full(like.shape, np.nan, like.dtype)
+    return np.full(like.shape, np.iinfo(like.dtype).min, like.dtype)
+
+
+class _Tensor:
+    """What Triton's interpreter calls of a torch tensor, over a NumPy array that it changes in place."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = np.ascontiguousarray(array)
+        self.dtype = str(self.array.dtype)
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> _Tensor:
+        return self
+
+    def cpu(self) -> _Tensor:
+        return self
+
+    def new_empty(self, *_: Any, device: Any = None) -> _Tensor:
+        return self
+
+    def set_(self, *_: Any) -> _Tensor:
+        return self
+
+    def copy_(self, _: Any) -> None:
+        pass
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self.array.itemsize for step in self.array.strides)

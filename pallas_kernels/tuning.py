@@ -1,0 +1,102 @@
+"""How the Triton kernels are divided and compiled, by device and shape: read from tuning.json.
+
+The table is data. `python -m pallas_kernels.tune` measures on a GPU and writes it; rows that nobody has measured say so
+and are what compiles well: no register spilled, on Hopper wgmma for prompts (tests/gpu/test_compiled.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PATH = Path(__file__).with_name("tuning.json")
+PROCESSORS = {80: 108, 90: 132, 100: 148}  # multiprocessors of A100, H100 and H200, B200
+
+
+class Tuning(NamedTuple):
+    """How a kernel is compiled: threads in groups of 32, and loads that are under way at once."""
+
+    warps: int
+    stages: int
+
+
+class Decode(NamedTuple):
+    """Of `paged_decode`: keys that are visited at once, and among how many programs a row's context is divided."""
+
+    keys: int
+    splits: int  # at most; a power of two
+    least_keys: int  # that a program is worth
+    tuning: Tuning
+
+
+class Prefill(NamedTuple):
+    """Of `paged_prefill`: rows (query heads of tokens) of a program, and keys that are visited at once."""
+
+    rows: int
+    keys: int
+    tuning: Tuning
+
+
+COMBINE = Tuning(2, 1)
+COPY, COPIED = Tuning(4, 1), 2048  # numbers of a block that a program copies
+LEAST_KEYS, MOST_SPLITS = 256, 32
+# Of `sample`, which nobody has measured: columns of a program, and of a group whose largest logit is remembered.
+SURVEY, SURVEYED, GROUPED = Tuning(4, 1), 2048, 64
+# One program does a row with filters, so it is large: columns visited at once, and of those listed with 16 bounds.
+FINISH, FINISH_FILTERED, VISITED, SEARCHED = Tuning(1, 1), Tuning(16, 1), 4096, 1024
+
+
+def generation(capability: int | None) -> int:
+    """Return the capability of the table that stands for a GPU: 80, 90 or 100. In Triton's interpreter it is None."""
+    return max(one for one in PROCESSORS if one <= max(capability or 0, min(PROCESSORS)))
+
+
+def of_decode(
+    capability: int | None, rows: int, kv_heads: int, head_size: int, cache_dtype: str, context: int
+) -> Decode:
+    """Choose for `rows` sequences of at most `context` tokens."""
+    found = _find("paged_decode", capability, head_size, cache_dtype)
+    programs = 2 * PROCESSORS[generation(capability)]
+    splits = 1
+    while splits < MOST_SPLITS and rows * kv_heads * splits < programs and splits * LEAST_KEYS < context:
+        splits *= 2
+    return Decode(found["keys"], splits, LEAST_KEYS, Tuning(found["warps"], found["stages"]))
+
+
+def of_prefill(capability: int | None, rows: int, head_size: int, cache_dtype: str) -> Prefill:
+    """Choose for tiles of so many rows."""
+    found = _find("paged_prefill", capability, head_size, cache_dtype)
+    size = found["rows"]
+    while size >= 2 * rows and size > 16:
+        size //= 2
+    return Prefill(size, found["keys"], Tuning(found["warps"] if size == found["rows"] else 4, found["stages"]))
+
+
+def write_tokens(tokens: int) -> int:
+    """Return how many tokens one program of `write_kv` takes."""
+    return 1 if tokens < 1024 else 8
+
+
+def write(block: int) -> Tuning:
+    """Choose for `write_kv` with so many tokens in a program."""
+    return Tuning(1 if block == 1 else 4, 1)
+
+
+def _find(operation: str, capability: int | None, head_size: int, cache_dtype: str) -> dict[str, Any]:
+    """Find the row of the smallest heads that are large enough."""
+    bits = 32 if cache_dtype == "float32" else 16 if cache_dtype in ("bfloat16", "float16") else 8
+    wanted = operation, generation(capability), bits
+    fitting = [
+        row
+        for row in table()
+        if (row["operation"], row["capability"], row["cache_bits"]) == wanted and row["head_size"] >= head_size
+    ]
+    return min(fitting, key=lambda row: row["head_size"])
+
+
+@functools.cache
+def table() -> list[dict[str, Any]]:
+    """Read the table."""
+    return json.loads(PATH.read_text())
