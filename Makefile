@@ -2,13 +2,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARITY_VENV ?= .venv-parity
+GPU_VENV ?= .venv-gpu
+# The versions that GPU programs are compiled with need Python 3.12.
+GPU_PYTHON ?= $(shell for each in $(PYTHON) python3.13 python3.12 $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python; do \
+	"$$each" -c "import sys; assert sys.version_info >= (3, 12)" 2> /dev/null && echo "$$each" && break; done)
 # Plain path entries: with setuptools' import hook the clone's folder would hide the package from a script beside it.
 EDITABLE = --config-settings editable_mode=compat
 SERVER_PATH = import pathlib, sysconfig; \
 	pathlib.Path(sysconfig.get_path("purelib"), "jaxllm-server.pth").write_text("$(CURDIR)/server\n")
 PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: run test test-slow check format parity golden proto interop bench notebooks train-embedded clean
+.PHONY: run test test-slow check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -33,6 +37,10 @@ parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
 	$(PARITY_VENV)/bin/python -m pytest tests/parity -m parity -n 2
 	$(PARITY_VENV)/bin/python -m pytest tests/test_stubs.py tests/test_grpc_messages.py tests/test_grpc_transport.py tests/client
 
+gpu-aot: $(GPU_VENV)/.gpu  ## compile kernels and steps for NVIDIA GPUs where there is none, and run kernels interpreted
+	TRITON_INTERPRET=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_interpreted*.py -n 2 -W ignore
+	$(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py -n 2 --dist loadfile
+
 golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again
 	$(PARITY_VENV)/bin/python -m tests.parity.make_golden
 
@@ -46,6 +54,11 @@ interop: $(VENV)/.dev tests/interop/node_modules  ## a client in another languag
 bench: $(VENV)/.dev  ## the figures that are promised, measured here; BENCHMARKS.md has more rounds of each
 	$(VENV)/bin/python -m tests.bench
 
+# A GPU machine brings its own jax, torch and triton: nothing is installed there. DRY=1 is a CPU with tiny shapes.
+gpu-check: $(if $(DRY),$(VENV)/.dev)  ## correctness and speed on one NVIDIA GPU, in nine minutes; ONLY=, MINUTES=
+	$(if $(DRY),$(VENV)/bin/python,$(PYTHON)) -m tests.gpu_check $(if $(DRY),--dry) \
+		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
+
 notebooks: $(VENV)/.dev  ## run the notebooks and write their outputs into them
 	$(VENV)/bin/python -m tests.notebooks
 
@@ -54,7 +67,7 @@ train-embedded: $(VENV)/.dev  ## train the embedded model again: about half an h
 	$(VENV)/bin/python -m jaxllm.embedded.evaluate
 
 clean:
-	rm -rf $(VENV) $(PARITY_VENV) .cache build *.egg-info
+	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) .cache build *.egg-info
 
 tests/interop/node_modules: tests/interop/package-lock.json
 	cd tests/interop && npm ci --no-audit --no-fund --ignore-scripts --silent
@@ -73,6 +86,12 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet $(EDITABLE) -e ".[dev,proto]"
 	$(VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@ $(VENV)/.run
+
+$(GPU_VENV)/.gpu: pyproject.toml tests/gpu/requirements.txt
+	@test -n "$(GPU_PYTHON)" || { echo "gpu-aot needs Python 3.12: make gpu-aot GPU_PYTHON=/path/to/python3.12"; exit 1; }
+	$(GPU_PYTHON) -m venv $(GPU_VENV)
+	$(PIP_QUIET) $(GPU_VENV)/bin/python -m pip install --quiet $(EDITABLE) -r tests/gpu/requirements.txt -e .
+	touch $@
 
 # torch comes first and pinned: anything that only asks for "torch" would bring gigabytes of CUDA.
 $(PARITY_VENV)/.parity: pyproject.toml

@@ -1,0 +1,174 @@
+"""Compiles the engine's steps for an NVIDIA H200 on a machine that has none, and reads what XLA made of them.
+
+XLA's GPU compiler needs a description of the device (h200_target.txtpb), the CUDA plugin's wheels and an assembler, and
+no driver (reference/kernels.md §2). Nothing runs, and nothing is tuned: products are the compiler's own first choice,
+so what is asserted of a program is its structure.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+import pallas_kernels
+from jaxllm import batch, cache, sharding, step
+from jaxllm.batch import Shape
+from jaxllm.cache import Geometry
+from jaxllm.model import weights
+from jaxllm.model.families import read_spec
+from jaxllm.model.spec import Spec, heads_per_shard
+from jaxllm.sampling import ROW_WIDTH, Extras, Variant
+from jaxllm.setup import OPERATIONS
+from pallas_kernels import Choice, Site
+
+TARGET = Path(__file__).with_name("h200_target.txtpb")
+CAPABILITY = 90
+# A GPU's tuner decides whether a product is split over what it sums; without one it would be split by a rule of thumb.
+FIXED = {"xla_gpu_experimental_force_split_k": 1}
+_LAUNCHED = "kCustomKernel kKernel kCustomCall kCublasLtMatmul kGemm kCopy kMemset32BitValue kMemzero".split()
+
+
+@dataclass(frozen=True)
+class Program:
+    """What XLA made of a step."""
+
+    thunks: Counter[str]  # by kind, those inside command buffers as well
+    outside: Counter[str]  # of command buffers, and those themselves
+    text: str  # the optimized HLO
+    temporary_bytes: int
+    aliased_bytes: int  # outputs that are inputs
+    cache_bytes: int  # of one device
+    block_shape: tuple[int, ...]  # of a layer's keys on one device, [N, K, P, C]
+
+    @property
+    def kernels(self) -> int:
+        """What is launched, in a graph or outside."""
+        return sum(self.thunks[kind] for kind in _LAUNCHED)
+
+    @property
+    def all_reduces(self) -> int:
+        """Sums over devices."""
+        return self.thunks["kAllReduce"]
+
+    def violations(self, decodes: bool, temporary_bytes: int, kernels: float | None = None) -> list[str]:
+        """Say what of the program is not as it should be; `kernels` are the most that it may launch."""
+        found = []
+        if decodes and self.outside != Counter(kCommandBuffer=1):
+            found.append(f"a decode step is one CUDA graph and nothing else, this is {dict(self.outside)}")
+        sizes = ",".join(map(str, self.block_shape))
+        copies = len(re.findall(rf"= \w+\[{sizes}\]\S* (?:copy|copy-start)\(", self.text))
+        if copies:
+            found.append(f"{copies} copies of a layer's keys or values, [{sizes}]")
+        if self.aliased_bytes < self.cache_bytes:
+            found.append(f"{self.aliased_bytes} bytes are changed in place, and the cache has {self.cache_bytes}")
+        if self.temporary_bytes > temporary_bytes:
+            found.append(f"{self.temporary_bytes} bytes of temporary memory, more than {temporary_bytes}")
+        if kernels is not None and self.kernels > kernels:
+            found.append(f"{self.kernels} kernels, more than {kernels}")
+        return found
+
+
+@functools.cache
+def mesh(devices: int = 1) -> Mesh:
+    """Describe so many H200."""
+    described = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}"
+    )
+    return topologies.make_mesh(described, (devices,), (sharding.AXIS,))
+
+
+def kernels_of(spec: Spec, devices: int, dtype: str, asked: Mapping[str, str] | None = None) -> dict[str, Choice]:
+    """Choose kernels as an engine on H200 does; `asked` are names by operation."""
+    heads, kv_heads = heads_per_shard(spec, devices)
+    site = Site("gpu", CAPABILITY, dtype, dtype, heads, kv_heads, spec.head_size, shards=devices)
+    return {
+        operation: pallas_kernels.resolve(operation, site, (asked or {}).get(operation)) for operation in OPERATIONS
+    }
+
+
+def compile_step(
+    config: Mapping[str, Any],
+    *,
+    rows: int | None = None,
+    tokens: int | None = None,
+    devices: int = 1,
+    variant: Variant = Variant.GREEDY,
+    dtype: str = "bfloat16",
+    kernels: Mapping[str, str] | None = None,
+    context: int = 4096,
+    donates: bool = True,
+    flags: Mapping[str, Any] | None = None,
+) -> Program:
+    """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model that config.json describes."""
+    spec, _ = read_spec(dict(config))
+    slots = 64
+    geometry = Geometry(num_slots=slots, num_blocks=8192, block_size=16, max_model_len=context)
+    shapes = batch.decode_shapes(slots, 2) if rows else batch.ragged_shapes(8192, slots, geometry.block_size, ROW_WIDTH)
+    (shape,) = (one for one in shapes if one.tokens == (rows or tokens))
+    return compile_shape(spec, geometry, shape, devices, variant, dtype, kernels, donates, flags)
+
+
+def compile_shape(
+    spec: Spec,
+    geometry: Geometry,
+    shape: Shape,
+    devices: int,
+    variant: Variant,
+    dtype: str,
+    kernels: Mapping[str, str] | None,
+    donates: bool,
+    flags: Mapping[str, Any] | None,
+) -> Program:
+    """Compile one program."""
+    over = mesh(devices)
+    params = weights.abstract(spec, over, dtype)
+    extras = Extras(spec.vocab_size)
+    state = cache.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype))
+    chosen = kernels_of(spec, devices, dtype, kernels)
+    run = step.build(spec, geometry, shape, variant, 0, extras, (), over, params, state, chosen)
+    buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=sharding.replicated(over))
+    leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))
+    lowered = jax.jit(run, donate_argnums=(1,) if donates else ()).lower(*leaves, buffer)
+    keys = state.kv[0][0].shape
+    own = (keys[0], keys[1] // devices, *keys[2:])
+    return read(lowered, weights.num_bytes(state.kv) // devices, own, flags)
+
+
+def read(
+    lowered: Any, cache_bytes: int, block_shape: tuple[int, ...], flags: Mapping[str, Any] | None = None
+) -> Program:
+    """Compile what was lowered, and read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            "xla_dump_to": folder,
+            "xla_dump_hlo_as_text": True,
+            **step.compiler_options("gpu"),
+            **FIXED,
+            **(flags or {}),
+        }
+        compiled = lowered.compile(compiler_options=options)
+        found = sorted(Path(folder).glob("*thunk_sequence*.txt"))
+        final = [path for path in found if "after_thunk_passes" in path.name] or found
+        lines = final[-1].read_text().splitlines()
+    kinds = [(line[:1].isspace(), re.sub(r"^[\s\d:]*", "", line).split()[0]) for line in lines if line.strip()]
+    memory = compiled.memory_analysis()
+    return Program(
+        thunks=Counter(kind for _, kind in kinds),
+        outside=Counter(kind for is_inside, kind in kinds if not is_inside),
+        text=compiled.as_text(),
+        temporary_bytes=memory.temp_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes,
+        cache_bytes=cache_bytes,
+        block_shape=block_shape,
+    )

@@ -1,0 +1,21 @@
+"""Lets XLA's GPU compiler run where there is no GPU and no CUDA: with the assembler that comes with Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault(
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1"
+)  # the plugin's versions of CUDA's libraries: none is there
+
+_triton = importlib.util.find_spec("triton")
+if _triton is not None and _triton.origin is not None:
+    _nvidia = Path(_triton.origin).parent / "backends" / "nvidia"
+    _toolkit = Path(tempfile.mkdtemp(prefix="jaxllm-cuda-"))
+    (_toolkit / "nvvm" / "libdevice").mkdir(parents=True)
+    (_toolkit / "bin").symlink_to(_nvidia / "bin")
+    (_toolkit / "nvvm" / "libdevice" / "libdevice.10.bc").symlink_to(_nvidia / "lib" / "libdevice.10.bc")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={_toolkit}"

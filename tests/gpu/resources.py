@@ -1,0 +1,150 @@
+"""What the Triton kernels take of a GPU, compiled where there is none: `python -m tests.gpu.resources [--write]`.
+
+Registers of a thread, bytes that spill out of them, shared memory of a program, and whether Hopper's wgmma is used.
+resources.json holds what was found with the versions that `make gpu-aot` installs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+from tqdm import tqdm
+
+import pallas_kernels
+from pallas_kernels import Choice, triton_bridge
+
+TABLE = Path(__file__).with_name("resources.json")
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+CAPABILITIES = (80, 90, 100)
+HEADS = {"0.5B": (14, 2, 64), "8B": (32, 8, 128), "9B": (16, 8, 256)}  # of Qwen2.5-0.5B, Llama 3 8B, Gemma 2 9B
+VOCABULARIES = (32000, 152064)  # of Llama 2 and Qwen2.5 7B
+BLOCKS, BLOCK_TOKENS, CONTEXT, TILE = 512, 16, 256, 32  # CONTEXT in blocks
+
+Resources = dict[str, int | bool]
+
+
+def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Name what is compiled: a function of (implementation, *arrays), and the shapes of the arrays."""
+    found = {}
+    for model, (heads, kv_heads, size) in HEADS.items():
+        for dtype, cached in (("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn")):
+            kind = f"{model}, {cached} cache"
+            cache = jax.ShapeDtypeStruct((BLOCKS, kv_heads, BLOCK_TOKENS, size), cached)
+            scales = None if cached == dtype else jax.ShapeDtypeStruct(cache.shape[:3], jnp.float32)
+            for rows in (1, 64):
+                arrays = (_array((rows, heads, size), dtype), cache, cache, _ints(rows, CONTEXT), _ints(rows), scales)
+                found[f"paged_decode of {rows} rows, {kind}"] = (partial(_decode, size), arrays)
+            tiles = tuple(_ints(64) for _ in range(3))
+            arrays = (_array((2048, heads, size), dtype), cache, cache, _ints(64, CONTEXT), *tiles, scales)
+            found[f"paged_prefill, {kind}"] = (partial(_prefill, size), arrays)
+            for tokens in (64, 2048):
+                qkv, turn = _array((tokens, heads + 2 * kv_heads, size), dtype), _array((tokens, size // 2), "float32")
+                arrays = (qkv, cache, cache, _ints(tokens), _ints(tokens), turn, scales)
+                found[f"write_kv of {tokens} tokens, {kind}"] = (_write, arrays)
+    for size in VOCABULARIES:
+        for rows in (1, 64):
+            logits, row = _array((rows, size), "float32"), _array((rows,), "float32")
+            kinds = {"greedy": (), "random": (row, _array((rows, 2), "uint32"), _ints(rows))}
+            kinds["filtered"] = (*kinds["random"], _ints(rows), row, row)
+            for kind, own in kinds.items():
+                found[f"sample of {rows} rows of {size}, {kind}"] = (_sample, (logits, *own))
+    return found
+
+
+def measure(call: Any, arrays: tuple[Any, ...], capability: int) -> dict[str, Resources]:
+    """Compile what a call needs; return the resources of each kernel by its name."""
+    compiled: dict[str, Resources] = {}
+    compile_kernel = triton_bridge.compile_kernel
+
+    def noting(kernel: Any, *given: Any) -> Any:
+        result = compile_kernel(kernel, *given)
+        compiled[kernel.__name__] = read(result)
+        return result
+
+    triton_bridge.compile_kernel = noting
+    try:
+        jax.eval_shape(partial(call, Choice("triton", capability)), *arrays)
+    finally:
+        triton_bridge.compile_kernel = compile_kernel
+    return compiled
+
+
+def read(compiled: Any) -> Resources:
+    """Read the resources of a compiled kernel out of its machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", text)[-1]) for name in ("REG", "STACK"))
+    has_wgmma = "wgmma.mma_async" in compiled.asm["ptx"]
+    return {"registers": registers, "stack": stack, "shared": compiled.metadata.shared, "wgmma": has_wgmma}
+
+
+def everything() -> dict[str, Resources]:
+    """Compile all kernels for all devices."""
+    found = {}
+    for name, (call, arrays) in tqdm(calls().items(), desc="compiled", disable=not sys.stderr.isatty()):
+        for capability in CAPABILITIES:
+            if capability < 89 and "float8_e4m3fn" in name:
+                continue  # refused there
+            for kernel, resources in measure(call, arrays, capability).items():
+                found[f"sm_{capability} {kernel}: {name}"] = resources
+    return found
+
+
+def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _decode(size: int, implementation: Choice, *arrays: Any) -> Any:
+    *given, scales = arrays
+    options = {"scale": size**-0.5, "k_scales": scales, "v_scales": scales}
+    return pallas_kernels.paged_decode(*given, **options, implementation=implementation)
+
+
+def _prefill(size: int, implementation: Choice, *arrays: Any) -> Any:
+    *given, scales = arrays
+    options = {"tile": TILE, "scale": size**-0.5, "k_scales": scales, "v_scales": scales}
+    return pallas_kernels.paged_prefill(*given, **options, implementation=implementation)
+
+
+def _write(implementation: Choice, *arrays: Any) -> Any:
+    *given, turn, scales = arrays
+    options = {"turn": (turn, turn), "k_scales": scales, "v_scales": scales}
+    return pallas_kernels.write_kv(*given, **options, implementation=implementation)
+
+
+def _sample(implementation: Choice, *arrays: Any) -> Any:
+    return pallas_kernels.sample(*arrays, implementation=implementation)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
+    options = parser.parse_args()
+    found = everything()
+    lines = [f"  {json.dumps(name)}: {json.dumps(resources)}" for name, resources in found.items()]
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    if options.write:
+        TABLE.write_text(text)
+    else:
+        sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

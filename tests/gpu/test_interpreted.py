@@ -1,0 +1,105 @@
+"""The Triton kernels in Triton's interpreter, in float32, beside the naive loop: the list of shapes of test_attention.
+
+Needs Triton and TRITON_INTERPRET=1, as `make gpu-aot` sets it: that is read when a kernel is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from jaxllm import LLM, SamplingParams
+from jaxllm.setup import OPERATIONS
+from pallas_kernels import Choice, tuning
+from tests import test_attention
+from tests.test_attention import CASES, WRITES
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+TRITON = Choice("triton", 90)
+STORIES = str(Path(__file__).parents[1] / "golden" / "stories260K")
+
+
+@pytest.mark.parametrize("least_keys", [tuning.LEAST_KEYS, 16])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decode(case, least_keys, monkeypatch):
+    """With a context that one program does, and with one that is divided among several."""
+    monkeypatch.setattr(tuning, "LEAST_KEYS", least_keys)
+    test_attention.test_decode_matches_the_naive_loop(case, TRITON)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_prefill(case):
+    test_attention.test_ragged_prefill_matches_the_naive_loop(case, TRITON)
+
+
+def test_long_contexts_are_divided_into_pieces_that_one_kernel_brings_together():
+    chosen = tuning.of_decode(90, rows=1, kv_heads=2, head_size=64, cache_dtype="bfloat16", context=8192)
+    assert chosen.splits == 32
+    assert tuning.of_decode(90, 64, 8, 64, "bfloat16", 8192).splits == 1, "enough rows fill the device"
+    assert tuning.of_decode(90, 1, 2, 64, "bfloat16", 200).splits == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("write", WRITES, ids=str)
+def test_write_kv_is_what_the_reference_is(write, dtype):
+    test_attention.check_write_beside_the_reference(write, dtype, TRITON)
+
+
+def test_blocks_are_copied():
+    rng = np.random.default_rng(0)
+    k_cache, v_cache = jnp.asarray(rng.standard_normal((2, 9, 2, 4, 24)), jnp.float32)
+    places = jnp.asarray([1, 4, 7], jnp.int32), jnp.asarray([0, 9, 2], jnp.int32)
+    for caches in ((k_cache, v_cache), (k_cache, None)):
+        expected = pallas_kernels.copy_blocks(*caches, *places, implementation="xla")
+        got = pallas_kernels.copy_blocks(*caches, *places, implementation=TRITON)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+        np.testing.assert_array_equal(np.asarray(got[0])[[0, 2]], np.asarray(k_cache)[[1, 7]])
+
+
+@pytest.mark.parametrize("case", CASES[2:9], ids=str)
+def test_caches_with_scales(case):
+    """What is stored with scales and attended to is what the reference makes of it, and near the exact one.
+
+    Of 8-bit integers: Triton's interpreter knows no floats of 8 bits, which are compiled in test_compiled.py alone.
+    """
+    pool = test_attention.Pool(case, num_blocks=200 // case.block_tokens + 8)
+    sequences = [pool.add(length) for length in (1, 40, 99)]
+    tables, q, sinks = pool.tables(sequences, max(map(len, sequences)) + 1), pool.queries(3), pool.sinks()
+    exact = (jnp.asarray(np.nan_to_num(cache)) for cache in (pool.k, pool.v))
+    (k, k_scales), (v, v_scales) = (pallas_kernels.quantize(cache, jnp.dtype(jnp.int8)) for cache in exact)
+    own = {"sinks": None if sinks is None else jnp.asarray(sinks), "k_scales": k_scales, "v_scales": v_scales}
+    if case.value_size is not None:
+        v, own = None, own | {"v_scales": None}
+    arrays = (q, k, v, tables, np.asarray([1, 40, 99], np.int32))
+    options = {**case.options, **own}
+    decode = partial(pallas_kernels.paged_decode, *jax.tree.map(jnp.asarray, arrays), **options)
+    expected = np.asarray(decode(implementation="xla"))
+    np.testing.assert_allclose(np.asarray(decode(implementation="xla_gather")), expected, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(np.asarray(decode(implementation=TRITON)), expected, rtol=0, atol=3e-6)
+    naive = pool.attend(q[2], sequences[2], 98, sinks)
+    np.testing.assert_allclose(expected[2], naive, rtol=0, atol=0.05)
+
+
+def test_an_engine_with_these_kernels_says_the_same():
+    """Chunks of prompts, decoding, blocks that are used again: the whole step, through what a GPU would run."""
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "precompile": "covering"}
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
+    prompts = ["Once upon a time there was a little dog", "Tim"]
+    said = []
+    for kernels in ([], [f"{operation}=triton" for operation in OPERATIONS]):
+        with LLM(STORIES, kernels=kernels, num_kv_blocks=9, **settings) as llm:
+            said.append(llm.generate(prompts, params, use_tqdm=False))
+    for one, other in zip(*said, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        found = ([next(iter(each.values())).logprob for each in output.outputs[0].logprobs] for output in (one, other))
+        np.testing.assert_allclose(*found, rtol=0, atol=1e-5)

@@ -1,0 +1,78 @@
+"""The Triton kernels that choose tokens, in Triton's interpreter, beside the reference that sorts."""
+
+from __future__ import annotations
+
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import Choice, Site
+from tests.test_sample_kernel import FILTERS, Rows, random_rows
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+TRITON = Choice("triton", 90)
+
+
+def assert_like_the_reference(rows: Rows, filters: tuple[str, ...]) -> np.ndarray:
+    tokens, is_finite = (np.asarray(each) for each in rows.sample(filters, TRITON))
+    expected, are_finite = (np.asarray(each) for each in rows.sample(filters, "xla"))
+    np.testing.assert_array_equal(is_finite, are_finite)
+    means = ~np.isnan(rows.logits).any(-1) & ~np.isposinf(rows.logits).any(-1)
+    np.testing.assert_array_equal(tokens[means], expected[means])
+    assert ((tokens >= 0) & (tokens < rows.logits.shape[1])).all()
+    return tokens
+
+
+@pytest.mark.parametrize(("count", "size"), [(9, 5), (1, 128), (9, 1000), (5, 4099)])
+@pytest.mark.parametrize("kind", ["spread", "tied", "flat", "huge", "banned", "broken"])
+def test_tokens_are_those_of_the_reference(count: int, size: int, kind: str):
+    for number, filters in enumerate([None, *FILTERS]):
+        rows = random_rows(count, size, kind, 100 * size + number)
+        if filters is None:
+            rows.temperature = None
+        tokens = assert_like_the_reference(rows, filters or ())
+        if size >= 1000 and kind in ("spread", "tied", "huge", "banned"):
+            assert len(set(tokens.tolist())) > 1
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    together = random_rows(9, 4099, "spread", 5)
+    tokens = np.asarray(together.sample(FILTERS[-1], TRITON)[0])
+    for row in (0, 4, 8):
+        alone = together.at(slice(row, row + 1))
+        assert np.asarray(alone.sample(FILTERS[-1], TRITON)[0]) == tokens[row : row + 1]
+
+
+def test_large_vocabularies_are_searched_in_several_visits():
+    """Flat enough that top_p leaves thousands, of which none may be lost between visits."""
+    rows = random_rows(4, 30_000, "spread", 8)
+    rows.logits *= 0.2
+    rows.temperature = np.ones(4, np.float32)
+    rows.top_k[:] = 0, 20_000, 20_000, 0
+    rows.top_p[:] = 0.9, 0.9, 1.0, 0.9999
+    rows.min_p[:] = 0, 0, 0, 0.1
+    assert_like_the_reference(rows, FILTERS[-1])
+
+
+def test_a_vocabulary_on_several_devices_is_refused():
+    assert pallas_kernels.resolve("sample", Site("gpu", 90)).name == "triton"
+    assert pallas_kernels.resolve("sample", Site("gpu", 90, shards=2)).name == "xla"
+    with pytest.raises(ValueError, match="sample=triton: the vocabulary is divided among 2 devices"):
+        pallas_kernels.resolve("sample", Site("gpu", 90, shards=2), "triton")
+
+
+def test_noise_is_that_of_the_reference():
+    """Keys and positions of all 32 bits: of equal logits the largest noise decides."""
+    rng = np.random.default_rng(0)
+    keys = rng.integers(0, 2**32, (9, 2), dtype=np.uint32)
+    keys[0], keys[1] = 2**32 - 1, 0
+    positions = rng.integers(0, 2**31 - 1, 9).astype(np.int32)
+    arrays = (jnp.zeros((9, 3000)), jnp.ones(9), jnp.asarray(keys), jnp.asarray(positions))
+    found, expected = (pallas_kernels.sample(*arrays, implementation=one)[0] for one in (TRITON, "xla"))
+    np.testing.assert_array_equal(found, expected)
