@@ -1,0 +1,159 @@
+"""How long an operation takes on a device, and inputs that a cache of the device cannot hold.
+
+An operation is repeated inside one program, each turn waiting for the one before it, so that dispatching is paid once
+and taken off. Knows the operations of `pallas_kernels`; knows no engine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels import api
+from pallas_kernels.api import SCALED
+from pallas_kernels.choice import Choice
+
+BLOCK, TILE = 16, 32  # tokens of a block, queries of a tile, as an engine has them
+POOL_BYTES = 256 << 20  # at the least: several times what an H200's cache holds
+ROUNDS = 5
+_NEVER = 12345.0  # no result begins with it, which XLA does not know
+
+# Does one turn: from its number and the arrays to a result, and the arrays of the next turn.
+Step = Callable[[Array, Any], tuple[Array, Any]]
+
+
+class Case(NamedTuple):
+    """An operation on arrays, and what it must do at the least."""
+
+    step: Callable[[str | Choice | None], Step]  # with an implementation
+    arrays: Any
+    num_bytes: int  # read or written
+    flops: int
+
+
+def seconds(step: Step, arrays: Any, turns: int, rounds: int = ROUNDS) -> float:
+    """Return the seconds of one turn, the median of rounds of `turns`; `arrays` are given up."""
+
+    def turn(number: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        late, arrays = carry
+        result, arrays = step(number + late, arrays)
+        return (result.ravel()[0] == _NEVER).astype(jnp.int32), arrays
+
+    def repeat(arrays: Any) -> tuple[Array, Any]:
+        return lax.fori_loop(0, turns, turn, (jnp.int32(0), arrays))
+
+    run = jax.jit(repeat, donate_argnums=0)
+    nothing = jax.jit(lambda late: late + 1)
+    late, arrays = jax.block_until_ready(run(arrays))
+    jax.block_until_ready(nothing(late))
+    taken, idle = [], []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        late, arrays = jax.block_until_ready(run(arrays))
+        between = time.perf_counter()
+        jax.block_until_ready(nothing(late))
+        taken.append(between - began)
+        idle.append(time.perf_counter() - between)
+    return max(statistics.median(taken) - statistics.median(idle), 1e-9) / turns
+
+
+def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> Array:
+    """Make an array on the device, without another of its size beside it: numbers between -1.7 and 1.7 (int8: 127).
+
+    Hardly two are alike: zeros would be faster than what is served.
+    """
+    size = 127.0 if jnp.dtype(dtype) == jnp.int8 else 1.7
+
+    def make() -> Array:
+        rest = int(np.prod(shape[1:]))
+        rows, columns = (lax.broadcasted_iota(jnp.float32, (shape[0], rest), axis) for axis in (0, 1))
+        wave = jnp.sin(rows * 0.618 + columns * (1.37 + rows % 7 * 0.11) + seed) * size
+        return wave.astype(dtype).reshape(shape)
+
+    return jax.jit(make)()
+
+
+def decode(
+    heads: tuple[int, int, int],
+    rows: int,
+    context: int,
+    dtype: str = "bfloat16",
+    cache_dtype: str | None = None,
+    pool_bytes: int = POOL_BYTES,
+) -> Case:
+    """Make one query for each of `rows` sequences; `heads` are query heads, key-value heads and their size.
+
+    Each turn reads other blocks, so that none finds what it needs in a cache of the device.
+    """
+    num_heads, kv_heads, size = heads
+    cache_dtype = cache_dtype or dtype
+    need = rows * -(-context // BLOCK)
+    block_bytes = 2 * kv_heads * BLOCK * (size * jnp.dtype(cache_dtype).itemsize + 4 * (cache_dtype in SCALED))
+    copies = max(1, -(-pool_bytes // (need * block_bytes)))
+    k, v, k_scales, v_scales = _cache(copies * need, kv_heads, size, cache_dtype)
+    tables = jnp.asarray(np.random.default_rng(0).permutation(need).reshape(rows, -1), jnp.int32)
+    q = noise((rows, num_heads, size), dtype, 3)
+    lengths = jnp.full(rows, context, jnp.int32)
+
+    def step(implementation: str | Choice | None) -> Step:
+        def attend(turn: Array, arrays: Any) -> tuple[Array, Any]:
+            q, k, v, tables, lengths, k_scales, v_scales = arrays
+            options = {"scale": size**-0.5, "k_scales": k_scales, "v_scales": v_scales}
+            moved = tables + turn % copies * need
+            out = api.paged_decode(q, k, v, moved, lengths, **options, implementation=implementation)
+            return out, arrays
+
+        return attend
+
+    num_bytes = rows * context * block_bytes // BLOCK + 2 * q.nbytes
+    flops = 4 * rows * context * num_heads * size
+    return Case(step, (q, k, v, tables, lengths, k_scales, v_scales), num_bytes, flops)
+
+
+def prefill(
+    heads: tuple[int, int, int], rows: int, length: int, dtype: str = "bfloat16", cache_dtype: str | None = None
+) -> Case:
+    """Make `rows` whole prompts of `length` tokens."""
+    num_heads, kv_heads, size = heads
+    cache_dtype = cache_dtype or dtype
+    blocks, tiles = -(-length // BLOCK), -(-length // TILE)
+    k, v, k_scales, v_scales = _cache(rows * blocks, kv_heads, size, cache_dtype)
+    tables = np.random.default_rng(0).permutation(rows * blocks).reshape(rows, blocks)
+    position = np.tile(np.arange(tiles) * TILE, rows)
+    start = np.repeat(np.arange(rows) * length, tiles) + position
+    count = np.minimum(TILE, length - position)
+    places = [jnp.asarray(one, jnp.int32) for one in (np.repeat(tables, tiles, axis=0), start, count, position)]
+    q = noise((rows * length, num_heads, size), dtype, 3)
+
+    def step(implementation: str | Choice | None) -> Step:
+        def attend(turn: Array, arrays: Any) -> tuple[Array, Any]:
+            q, k, v, tables, start, count, position, k_scales, v_scales = arrays
+            options = {"tile": TILE, "scale": size**-0.5, "k_scales": k_scales, "v_scales": v_scales}
+            start = start + turn // (1 << 20)  # moves nothing: it only waits for the turn before
+            out = api.paged_prefill(q, k, v, tables, start, count, position, **options, implementation=implementation)
+            return out, arrays
+
+        return attend
+
+    scored = length * (length + 1) // 2  # pairs of a query and a key, of each prompt and head
+    num_bytes = sum(one.nbytes for one in (k, v, k_scales, v_scales) if one is not None) + 2 * q.nbytes
+    flops = 4 * rows * scored * num_heads * size
+    return Case(step, (q, k, v, *places, k_scales, v_scales), num_bytes, flops)
+
+
+def _cache(blocks: int, kv_heads: int, size: int, dtype: str) -> tuple[Array, Array, Array | None, Array | None]:
+    shape = (blocks, kv_heads, BLOCK, size)
+    k, v = noise(shape, dtype, 1), noise(shape, dtype, 2)
+    if dtype not in SCALED:
+        return k, v, None, None
+    # Scales that bring what is stored to about 1.
+    scale = 1 / 64 if dtype == "int8" else 1.0
+    k_scales, v_scales = (jnp.abs(noise(shape[:3], "float32", seed)) * scale for seed in (4, 5))
+    return k, v, k_scales, v_scales

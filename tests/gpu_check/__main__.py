@@ -1,0 +1,103 @@
+"""Runs the parts one behind the other, writes what is known after each, and says what failed.
+
+`python -m tests.gpu_check [--dry] [--minutes 9] [--only NAME ...] [--out benchmarks/gpu]`. The exit status is 1 where
+something is wrong, or a part that looks for that did not come to its end; 2 where there is no GPU. A target that is
+not reached is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.gpu_check import report
+from tests.gpu_check.parts import PARTS
+
+ROOT = Path(__file__).parents[2]
+END = 5  # seconds in which a part that was told to end is gone
+Start = Callable[[str, Path, float, bool], int]
+
+
+def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> int:
+    """Run what is asked for; `start` runs a part, in a process of its own where none is given."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_check", description=__doc__)
+    parser.add_argument("--dry", action="store_true", help="every part on a CPU, with tiny shapes")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together (default: 9)")
+    parser.add_argument("--only", nargs="+", choices=[name for name in PARTS if name != "machine"], metavar="NAME")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/gpu; dry: a new one)")
+    options = parser.parse_args(arguments)
+    out = options.out or (Path(tempfile.mkdtemp(prefix="gpu-check-")) if options.dry else ROOT / "benchmarks" / "gpu")
+    names = [name for name in PARTS if name == "machine" or options.only is None or name in options.only]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        parts: dict[str, Any] = {}
+        for place, name in enumerate(names):
+            left = 60 * options.minutes - (time.monotonic() - began) - END
+            seconds = left * PARTS[name].share / sum(PARTS[other].share for other in names[place:])
+            parts[name] = _part(start or launch, name, Path(folder), seconds, options.dry)
+            if name == "machine" and not parts[name]["measured"]:
+                print("there is nothing to check: " + "; ".join(parts[name]["failures"] + parts[name]["skipped"]))
+                return 2
+            path = report.write(parts, out, options.dry)
+    print(f"\n{report.summary(parts)}\n{path}")
+    return 1 if any(part["failures"] for part in parts.values()) else 0
+
+
+def launch(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
+    """Run a part in a process of its own, which is ended where it takes longer; return its exit status."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu_check.child", name, str(folder), f"{seconds:.0f}"]
+    paths = [str(ROOT), str(ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        [*command, *["--dry"] * is_dry],
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,  # torch's compilers too
+    )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # whom it has left behind
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+
+def _part(start: Start, name: str, folder: Path, seconds: float, is_dry: bool) -> dict[str, Any]:
+    """Run a part and return its notes, whatever became of it."""
+    print(f"\n== {name}: up to {seconds:.0f} s", flush=True)
+    status = start(name, folder, seconds, is_dry)
+    path = folder / f"{name}.json"
+    empty: dict[str, Any] = {
+        "measured": [],
+        "failures": [],
+        "skipped": [],
+        "targets": [],
+        "answers": [],
+        "seconds": 0.0,
+    }
+    notes: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty | {"status": "not finished"}
+    if status == 0 and notes["status"] == "done":
+        return notes
+    notes["status"] = f"out of time after {seconds:.0f} s" if status == 124 else f"ended with status {status}"
+    notes["failures" if PARTS[name].is_correctness else "skipped"].append(
+        f"the rest of {name}: it was {notes['status']}"
+    )
+    print(f"[{name}] {notes['status']}", flush=True)
+    return notes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

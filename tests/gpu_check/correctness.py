@@ -1,0 +1,301 @@
+"""Every implementation of every operation, in every type, beside the reference in float32 on the same rounded inputs.
+
+What nobody stored is NaN, so whatever reads another place shows it. Vectors of one head are compared by the length of
+their difference: an error in a single row must not drown among thousands that are right.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from pallas_kernels import Choice
+from pallas_kernels.api import SCALED
+from tests.gpu_check.check import Check
+from tests.gpu_check.sites import choices, full_precision, is_interpreted, site_of
+
+TILE = 32
+TOLERANCES = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}  # of a vector's length
+TYPES = (  # of queries, of the cache
+    ("bfloat16", "bfloat16"),
+    ("float16", "float16"),
+    ("float32", "float32"),
+    ("bfloat16", "int8"),
+    ("bfloat16", "float8_e4m3fn"),
+    ("float16", "int8"),
+)
+EDGE_TYPES = (TYPES[0], TYPES[2], TYPES[3])
+Distance = Callable[[Choice], float]  # of an implementation from the reference
+
+
+class Shape(NamedTuple):
+    """Heads, and what else attention is told."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    size: int
+    block_tokens: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    value_size: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return what both ways of attention are told."""
+        scale = self.size**-0.5
+        return {"scale": scale, "window": self.window, "softcap": self.softcap, "value_size": self.value_size}
+
+
+EDGES = (
+    Shape("blocks of 1", 2, 2, 16, 1),
+    Shape("blocks of 2, window", 4, 1, 16, 2, window=5),
+    Shape("softcap", 8, 2, 16, softcap=2.0),
+    Shape("window, sinks", 4, 1, 128, window=17, has_sinks=True),
+    Shape("blocks of 64, sinks", 1, 1, 64, 64, has_sinks=True),
+    Shape("everything", 21, 3, 16, 64, window=100, softcap=1.0, has_sinks=True),
+    Shape("heads of 40, latent", 6, 1, 40, value_size=24),
+    Shape("heads of 80", 8, 8, 80),
+)
+MODELS = (
+    Shape("Qwen2.5-0.5B", 14, 2, 64),
+    Shape("Llama-3.1-8B", 32, 8, 128),
+    Shape("Gemma-2-9B", 16, 8, 256, window=4096, softcap=50.0),
+    Shape("gpt-oss", 64, 8, 64, window=128, has_sinks=True),
+    Shape("DeepSeek-V2", 16, 1, 576, value_size=512),
+)
+DRY = (((EDGES[2],), (TYPES[2],)), ((EDGES[6],), (TYPES[5],)))
+LENGTHS, DRY_LENGTHS = (0, 1, 16, 17, 150, 1030, 4100), (0, 1, 17, 90)  # the longest is divided among programs
+CHUNKS, DRY_CHUNKS = ((0, 40), (100, 1), (7, 130), (1000, 33)), ((0, 5), (20, 40))  # positions and queries
+
+
+def run(check: Check) -> None:
+    refused: set[str] = set()
+    # Most of the time goes into compiling, which threads share; the interpreter of Triton takes one.
+    with full_precision(), ThreadPoolExecutor(1 if is_interpreted() else os.cpu_count()) as threads:
+        futures = [
+            (threads.submit(_compare, *one, check.is_dry), f"{one[0]}, {one[1].name}, {one[2]}, cache of {one[3]}")
+            for one in _cases(check.is_dry)
+        ]
+        for future, what in futures:
+            with check.guarded(what, is_wrong=True):
+                try:
+                    rows, reasons = future.result(max(check.left - 3, 0))
+                except TimeoutError:
+                    check.fail(f"{what}, and what comes behind it, was not compared in time: give it more minutes")
+                    break
+                refused |= reasons
+                for row in rows:
+                    _note(check, row)
+        threads.shutdown(wait=False, cancel_futures=True)
+    for line in sorted(refused):
+        check.skip(line)
+
+
+def _cases(is_dry: bool) -> Iterator[tuple[str, Shape, str, str]]:
+    """Give operation, shape and types; what is served most comes first, should time run out."""
+    for shapes, types in DRY if is_dry else ((MODELS, TYPES), (EDGES, EDGE_TYPES)):
+        for dtype, cache_dtype in types:
+            for shape in shapes:
+                for operation in OPERATIONS:
+                    yield operation, shape, dtype, cache_dtype
+
+
+def _compare(
+    operation: str, shape: Shape, dtype: str, cache_dtype: str, is_dry: bool
+) -> tuple[list[dict[str, Any]], set[str]]:
+    """Run every implementation that can; return a row for each, and why others cannot."""
+    rows, reasons = [], set()
+    distance: Distance | None = None
+    site = site_of(dtype, cache_dtype, (shape.heads, shape.kv_heads, shape.size), shape.value_size)
+    for name, chosen in choices(operation, site):
+        if isinstance(chosen, str):
+            reasons.add(f"{operation}={name}: {chosen}")
+            continue
+        row = {"operation": operation, "by": name, "dtype": dtype, "cache": cache_dtype, "shape": shape.name}
+        try:
+            distance = distance or OPERATIONS[operation](shape, dtype, cache_dtype, is_dry)
+            rows.append(row | {"worst": distance(chosen)})
+        except Exception as error:  # the others are to be tried all the same
+            rows.append(row | {"error": f"{type(error).__name__}: {error!s:.300}"})
+    return rows, reasons
+
+
+def _note(check: Check, row: dict[str, Any]) -> None:
+    what = "{operation}={by}, {shape}, {dtype}, cache of {cache}".format(**row)
+    if "error" in row:
+        check.fail(f"{what}: {row['error']}")
+        return
+    limit = TOLERANCES[row["dtype"]]
+    check.measure(**row, limit=limit)
+    if not row["worst"] <= limit:  # NaN is not
+        check.fail(f"{what}: a vector is {row['worst']:.2g} of its length off, more than {limit:g}")
+
+
+def _decode(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distance:
+    pool = _Pool(shape, DRY_LENGTHS if is_dry else LENGTHS, dtype, cache_dtype)
+    q = pool.normal((len(pool.lengths), shape.heads, shape.size), dtype)
+    arrays = (pool.tables, jnp.asarray(pool.lengths, jnp.int32))
+
+    def attend(q: jax.Array, implementation: str | Choice, cache: dict[str, Any], *arrays: jax.Array) -> jax.Array:
+        k, v, options = _parts(cache)
+        return pallas_kernels.paged_decode(q, k, v, *arrays, **shape.options, **options, implementation=implementation)
+
+    return _against(attend, q, pool, arrays)
+
+
+def _prefill(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distance:
+    chunks = DRY_CHUNKS if is_dry else CHUNKS
+    pool = _Pool(shape, [position + count for position, count in chunks], dtype, cache_dtype)
+    tiles, first = [], 0
+    for row, (position, count) in enumerate(chunks):
+        for inside in range(0, count, TILE):
+            tiles.append((row, first + inside, min(TILE, count - inside), position + inside))
+        first += count + 3  # queries in no tile
+    tiles.append((0, 0, 0, 0))  # padding
+    rows, *places = np.asarray(tiles, np.int32).T
+    q = pool.normal((first, shape.heads, shape.size), dtype)
+    arrays = (pool.tables[rows], *map(jnp.asarray, places))
+
+    def attend(q: jax.Array, implementation: str | Choice, cache: dict[str, Any], *arrays: jax.Array) -> jax.Array:
+        k, v, options = _parts(cache)
+        options |= {"tile": TILE, **shape.options}
+        return pallas_kernels.paged_prefill(q, k, v, *arrays, **options, implementation=implementation)
+
+    return _against(attend, q, pool, arrays)
+
+
+def _write(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distance:
+    """Compare queries and all that is stored with the reference in the same type: both round alike, but for halves."""
+    pool = _Pool(shape, (40,), dtype, cache_dtype)
+    tokens = 9 if is_dry else 1030
+    num_blocks, size = tokens // shape.block_tokens + 3, shape.block_tokens
+    places = pool.random.permutation(num_blocks * size)[:tokens]
+    blocks, offsets = (places // size).astype(np.int32), (places % size).astype(np.int32)
+    blocks[-1] = num_blocks  # not stored
+    has_values = shape.value_size is None
+    qkv = pool.normal((tokens, shape.heads + shape.kv_heads * (1 + has_values), shape.size), dtype)
+    angles = pool.random.standard_normal((tokens, shape.size // 2)) * 9
+    turn = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
+    cache = jnp.zeros((num_blocks, shape.kv_heads, size, shape.size), cache_dtype)
+    scales = jnp.ones(cache.shape[:3], jnp.float32) if cache_dtype in SCALED else None
+
+    def write(implementation: str | Choice) -> Any:
+        options = {"turn": turn, "k_scales": scales, "v_scales": scales if has_values else None}
+        arrays = (qkv, cache, cache if has_values else None, jnp.asarray(blocks), jnp.asarray(offsets))
+        run = jax.jit(partial(pallas_kernels.write_kv, **options, implementation=implementation))
+        return run(*arrays)
+
+    wanted = write("xla")
+
+    def distance(chosen: Choice) -> float:
+        found = write(chosen)
+        worst = _distance(found.q, wanted.q)
+        for one, other, one_scales, other_scales in (
+            (found.k_cache, wanted.k_cache, found.k_scales, wanted.k_scales),
+            (found.v_cache, wanted.v_cache, found.v_scales, wanted.v_scales),
+        ):
+            if one is not None:
+                worst = max(worst, _distance(_whole(one, one_scales), _whole(other, other_scales)))
+        return worst
+
+    return distance
+
+
+def _copy(shape: Shape, _dtype: str, cache_dtype: str, _is_dry: bool) -> Distance:
+    random = np.random.default_rng(0)
+    numbers = random.standard_normal((9, shape.kv_heads, shape.block_tokens, shape.size)) * 9
+    k = jnp.asarray(numbers, jnp.float32).astype(cache_dtype)
+    v = None if shape.value_size else k[::-1]
+    places = jnp.asarray([1, 4, 7], jnp.int32), jnp.asarray([0, 9, 2], jnp.int32)
+
+    def distance(chosen: Choice) -> float:
+        found = jax.jit(partial(pallas_kernels.copy_blocks, implementation=chosen))(k, v, *places)
+        for one, before in zip(found, (k, v), strict=True):
+            if before is not None:
+                wanted = np.array(before.astype(jnp.float32))
+                wanted[[0, 2]] = wanted[[1, 7]]
+                if not np.array_equal(np.asarray(one.astype(jnp.float32)), wanted):
+                    return float("inf")
+        return 0.0
+
+    return distance
+
+
+OPERATIONS: dict[str, Callable[[Shape, str, str, bool], Distance]] = {
+    "paged_decode": _decode,
+    "paged_prefill": _prefill,
+    "write_kv": _write,
+    "copy_blocks": _copy,
+}
+
+
+class _Pool:
+    """A cache that holds sequences of such lengths in blocks of random order, and NaN elsewhere."""
+
+    def __init__(self, shape: Shape, lengths: Any, dtype: str, cache_dtype: str) -> None:
+        self.random, self.lengths, size = np.random.default_rng(1), lengths, shape.block_tokens
+        self.sinks = self.normal((shape.heads,), "float32") if shape.has_sinks else None
+        counts = [-(-length // size) for length in lengths]
+        order = self.random.permutation(sum(counts) + 5)
+        width = max(counts) + 2
+        tables = self.random.integers(0, len(order), (len(lengths), width))  # behind a sequence: any block
+        is_stored = np.zeros((len(order), size), bool)
+        first = 0
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            tables[row, :count] = order[first : first + count]
+            first += count
+            at = np.arange(length)
+            is_stored[tables[row, at // size], at % size] = True
+        self.tables = jnp.asarray(tables, jnp.int32)
+        mask = jnp.asarray(is_stored)[:, None, :, None]
+        self.cache: dict[str, Any] = {}
+        for name in ("k", "v") if shape.value_size is None else ("k",):
+            numbers = self.normal((len(order), shape.kv_heads, size, shape.size), "float32")
+            if cache_dtype in SCALED:
+                self.cache[name], scales = pallas_kernels.quantize(numbers, jnp.dtype(cache_dtype))
+                self.cache[f"{name}_scales"] = jnp.where(mask[..., 0], scales, jnp.nan)
+            else:
+                self.cache[name] = jnp.where(mask, numbers.astype(cache_dtype), jnp.nan)
+
+    def normal(self, shape: tuple[int, ...], dtype: str) -> jax.Array:
+        return jnp.asarray(self.random.standard_normal(shape, np.float32)).astype(dtype)
+
+
+def _parts(cache: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    options = {name: cache.get(name) for name in ("k_scales", "v_scales", "sinks")}
+    return cache["k"], cache.get("v"), options
+
+
+def _against(attend: Any, q: jax.Array, pool: _Pool, arrays: tuple[jax.Array, ...]) -> Distance:
+    """Compare with the reference, which gets the same numbers in float32."""
+    cache = {name: one for name, one in (pool.cache | {"sinks": pool.sinks}).items() if one is not None}
+    exact = {
+        name: one.astype(jnp.float32) if one.dtype in (jnp.bfloat16, jnp.float16) else one
+        for name, one in cache.items()
+    }
+    run = jax.jit(attend, static_argnums=1)
+    wanted = run(q.astype(jnp.float32), "xla", exact, *arrays)
+    return lambda chosen: _distance(run(q, chosen, cache, *arrays), wanted)
+
+
+def _whole(cache: jax.Array, scales: jax.Array | None) -> jax.Array:
+    wide = cache.astype(jnp.float32)
+    return wide if scales is None else wide * scales[..., None]
+
+
+def _distance(found: Any, wanted: Any) -> float:
+    """Return the largest length of a difference of two vectors, as a share of what the vector should be; NaN if any."""
+    one, other = (np.asarray(array.astype(jnp.float32), np.float64) for array in (found, wanted))
+    off = np.linalg.norm(one - other, axis=-1)
+    lengths = np.linalg.norm(other, axis=-1)
+    return float(np.max(off / np.where(lengths > 0, lengths, 1e-6)))

@@ -1,0 +1,79 @@
+"""Folders of models with random weights, or with none for engines that make their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.bench import shapes
+
+LLAMA_8B: dict[str, Any] = shapes.SHAPES["llama-3.2-1b"] | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": shapes.SHAPES["qwen2.5-0.5b"],
+    "Llama-3.1-8B": LLAMA_8B,
+}
+_TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
+_TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def tiny(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config of the same family that a CPU runs in no time."""
+    return config | _TINY | _TINY_HEADS
+
+
+def write_config(config: dict[str, Any], folder: Path, dtype: str) -> Path:
+    """Write all of a model's folder but the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = config | {"torch_dtype": dtype, "bos_token_id": None, "eos_token_id": None}
+    (folder / "config.json").write_text(json.dumps(stored))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    shapes.tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_weights(config: dict[str, Any], folder: Path, dtype: str) -> None:
+    """Write random weights beside a config: large enough that logits differ, biases and norms that count."""
+    from safetensors.numpy import save_file
+
+    random = np.random.default_rng(0)
+    tensors = {}
+    for name, dims in weights_of(config):
+        tensor = random.standard_normal(dims, np.float32)
+        if len(dims) == 2:
+            tensor *= dims[1] ** -0.5 * (3 if "embed" in name or "lm_head" in name else 1)
+        else:
+            tensor = 0.2 * tensor + (0.0 if name.endswith("bias") else 1.0)
+        tensors[name] = tensor.astype(shapes.DTYPES[dtype])
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def weights_of(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """Name every tensor of a checkpoint, that of the last layer too where it is its own."""
+    found = shapes.weights_of(config)
+    if not config["tie_word_embeddings"]:
+        found.append(("lm_head.weight", (config["vocab_size"], config["hidden_size"])))
+    return found
+
+
+def read_bytes(config: dict[str, Any], itemsize: int) -> int:
+    """Return the bytes of weights that a step reads: all, but of embeddings that are no last layer a few rows."""
+    is_tied = config["tie_word_embeddings"]
+    named = (dims for name, dims in weights_of(config) if is_tied or "embed" not in name)
+    return itemsize * sum(int(np.prod(dims)) for dims in named)
+
+
+def kv_bytes(config: dict[str, Any], itemsize: int) -> int:
+    """Return the bytes of keys and values of one token, all layers together."""
+    size = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return 2 * itemsize * config["num_hidden_layers"] * config["num_key_value_heads"] * size
