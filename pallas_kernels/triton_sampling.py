@@ -367,7 +367,7 @@ def sample(
     top_p: Array | None,
     min_p: Array | None,
     *,
-    capability: int,
+    capability: int | None,
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.sample`."""
     rows, size = logits.shape
