@@ -197,7 +197,9 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
         **{
             f"kernel {name}": (
                 choice.name,
-                "asked for" if f"{name}={choice.name}" in config.kernels else f"best on {setup.platform}",
+                "asked for"
+                if f"{name}={choice.name}" in config.kernels
+                else choice.reason or f"best on {setup.platform}",
             )
             for name, choice in setup.kernels.items()
         },

@@ -83,6 +83,7 @@ class Programs:
         self._lock = threading.Lock()
         self._queue: list[Key] = []
         self._wanted: set[Key] = set()  # all that was ever asked for
+        self._failed: set[Key] = set()
         self._followers = self._max_followers = 0  # threads that compile what plans ask for
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
@@ -116,7 +117,7 @@ class Programs:
                 continue
             if key in self._ready:
                 return key
-            if is_wanted:
+            if is_wanted and key not in self._failed:
                 self.want(key)
                 is_wanted = False
         raise AssertionError(f"no program holds {len(plan.slots)} rows of {plan.num_tokens} tokens")
@@ -150,7 +151,12 @@ class Programs:
             if self._followers == self._max_followers:
                 return
             self._followers += 1
-        self._start(in_background=True)
+        try:
+            self._start(in_background=True)
+        except RuntimeError as failure:  # no thread is to be had: steps go on in the programs that there are
+            with self._lock:
+                self._followers -= 1
+            warnings.warn(f"nothing can be compiled: {failure}", stacklevel=1)
 
     def wait(self, progress: bool = False) -> None:
         """Wait until every program that was asked for is compiled; the first failure is raised here."""
@@ -175,8 +181,9 @@ class Programs:
             thread.join()
 
     def _start(self, in_background: bool) -> None:
-        thread = _start(lambda: self._work(in_background), "jaxllm-compile")
-        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        with self._lock:  # which the thread needs first: nobody can miss it who joins
+            thread = _start(lambda: self._work(in_background), "jaxllm-compile")
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def _work(self, in_background: bool) -> None:
         while True:
@@ -188,12 +195,15 @@ class Programs:
             start = time.perf_counter()
             try:
                 lowered = self._trace(key, in_background)
+                if lowered is None:
+                    continue  # closed meanwhile: the queue is empty
                 program = _behind(lowered.compile) if in_background else lowered.compile()
             except Exception as failure:
                 if not in_background:
                     self._failure = failure
                     return
                 # Plans that it would have served go on in a larger program.
+                self._failed.add(key)
                 self._metrics.programs_failed += 1
                 warnings.warn(f"program {key} could not be compiled: {failure}", stacklevel=1)
                 continue
@@ -207,7 +217,8 @@ class Programs:
                 _give_back()
 
     def _trace(self, key: Key, in_background: bool) -> Any:
-        """Trace a program: in the background after a rest, for tracing is Python, and so is what runs steps.
+        """Trace a program: in the background after a rest, for tracing is Python, and so is what runs steps; None once
+        nothing is to be compiled any more.
 
         Compiling is not, but shares caches and, where two processors are one core's threads, the core.
         """
@@ -217,6 +228,8 @@ class Programs:
                 while time.monotonic() < min(rested, self._last_step + IDLE_SECONDS):
                     if self._is_closed.wait(IDLE_SECONDS):
                         break
+                if self._is_closed.is_set():
+                    return None
             start = time.monotonic()
             lowered = self._lower(key)
             self._traced_for = time.monotonic() - start
@@ -288,5 +301,5 @@ def _join(join: weakref.WeakMethod[Callable[[], None]]) -> None:
 
 
 def _urgency(key: Key) -> tuple[int, int]:
-    """Order what nobody asked for yet: usual sampling first, then larger ones, which serve more plans."""
+    """Order all that may be compiled: usual sampling first, then larger ones, which serve more plans."""
     return VARIANTS.index(key.variant), -key.shape.tokens

@@ -237,7 +237,10 @@ class Runner:
         start = (
             f"{len(self.programs.covering)} of {self.programs.num_all} programs before the first request; compiled for "
             "this machine, or found in its cache\nkernels: "
-            + ", ".join(f"{operation}={chosen}" for operation, chosen in setup.kernels.items())
+            + ", ".join(
+                f"{operation}={chosen}" + (f" ({chosen.reason})" if chosen.reason else "")
+                for operation, chosen in setup.kernels.items()
+            )
         )
         if progress:
             tqdm.write(f"{text}\n{start}", sys.stderr)

@@ -451,11 +451,12 @@ def _chosen(
     if variant is Variant.GREEDY:
         return vocabulary.argmax(logits, is_finite)
     is_random = (rows.temperature > 0.0)[:, None]
-    scaled = logits / jnp.where(is_random, rows.temperature[:, None], 1.0)
+    divisor = jnp.where(is_random, rows.temperature[:, None], 1.0)
+    scaled = logits / divisor
     noise = gumbel(rows.key, positions, vocabulary.ids(logits.shape[-1]))
     scores = jnp.where(is_random, scaled + noise, logits)
     if variant is not Variant.RANDOM:
-        scores = jnp.where(kept_tokens(scaled, rows, vocabulary), scores, -jnp.inf)
+        scores = jnp.where(kept_tokens(logits, divisor, rows, vocabulary), scores, -jnp.inf)
     return vocabulary.argmax(scores, is_finite)
 
 
@@ -486,15 +487,22 @@ def _chosen_by_kernel(
     return tokens, is_finite if has_filters else is_all_finite
 
 
-def kept_tokens(scaled: jax.Array, rows: SamplingState, vocabulary: Vocabulary) -> jax.Array:
+def kept_tokens(
+    logits: jax.Array, divisor: jax.Array | float, rows: SamplingState, vocabulary: Vocabulary
+) -> jax.Array:
     """Say which tokens min_p, top_k and top_p leave, as bool[R, Vx]; tokens that tie with the last one kept are kept.
+
+    `logits` are f32[R, Vx], and `divisor`, f32[R, 1], is the temperature.
 
     Every filter keeps the tokens from some logit up, so each is a search for that logit and no row is sorted. Measured
     on two shared CPU cores against one sort and a cumulative sum: 2.8 ms for 20 at [64, 2048], 103 ms for 490 at
     [16, 152000].
     """
+    scaled, highest = logits / divisor, vocabulary.maximum(logits)
     order = ordered(scaled)
-    weight = jnp.exp(scaled - vocabulary.maximum(scaled))  # [R, Vx], the likeliest token's is 1
+    # The difference comes first: XLA:CPU may round a quotient otherwise in another fusion, and the likeliest token's
+    # weight would not be 1, or even 0 where logits are large.
+    weight = jnp.exp((logits - highest) / divisor)  # [R, Vx]
     kept = weight >= rows.min_p[:, None]
 
     limits = (rows.top_k > 0) & (rows.top_k < vocabulary.size)  # [R]

@@ -9,6 +9,7 @@ of one shard.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -117,9 +118,10 @@ def compiler_options(platform: str) -> dict[str, str]:
     """Return the options of XLA's compiler that steps are compiled with, beside its defaults.
 
     On a GPU, sums over devices go into the CUDA graph too: without that a decode step over four devices is as many
-    graphs as there are sums, 65 for 32 layers. The list is XLA's own with COLLECTIVES at its end.
+    graphs as there are sums, 65 for 32 layers. The list is XLA's own with COLLECTIVES at its end; who has said in
+    XLA_FLAGS what goes into graphs is not overruled.
     """
-    if platform != "gpu":
+    if platform != "gpu" or "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
         return {}
     kinds = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"
     return {"xla_gpu_enable_command_buffer": kinds}

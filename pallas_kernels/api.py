@@ -57,6 +57,7 @@ def write_kv(
     first 2 F make a pair, or 2 i and 2 i + 1 where `is_interleaved`, of which the first ones come first in the result;
     None: nothing is rotated. Rotated in float32, rounded to the type of `qkv`, then to the cache's.
 
+    What a vector with NaN is stored as, where there are scales, is not said.
     A token whose block is N or more is not stored. No block or offset may be negative: JAX counts those from the end.
     No two tokens may name the same place, not even one that is not stored.
     """
@@ -74,18 +75,19 @@ def write_kv(
 
 
 def copy_blocks(
-    k_cache: Num[Array, "N K P C"],
-    v_cache: Num[Array, "N K P V"] | None,
+    k_cache: Num[Array, "N ..."],
+    v_cache: Num[Array, "N ..."] | None,
     sources: Int[Array, " X"],
     targets: Int[Array, " X"],
     *,
     implementation: str | Choice | None = None,
-) -> tuple[Num[Array, "N K P C"], Num[Array, "N K P V"] | None]:
+) -> tuple[Num[Array, "N ..."], Num[Array, "N ..."] | None]:
     """Copy blocks `sources` [X] of the caches to `targets` [X] (copy on write), in place where caches are donated.
 
-    A target of N or more is not written. No two targets may be equal, and no target may be another's source.
+    Scales are copied as caches are, by a call of their own. A target of N or more is not written. No two targets may be
+    equal, and no target may be another's source.
     """
-    site = _site(k_cache, k_cache, k_cache.shape[1], None)
+    site = Site("", dtype=str(k_cache.dtype), cache_dtype=str(k_cache.dtype))
     return _dispatch("copy_blocks", implementation, site, {}, (k_cache, v_cache, sources, targets))
 
 

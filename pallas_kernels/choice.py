@@ -7,6 +7,7 @@ so that who has no GPU needs no Triton.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,6 +28,7 @@ MODULES: dict[str, dict[str, str]] = {
     "paged_prefill": {"xla": "xla", "xla_gather": "xla_gather", "triton": "triton_attention"},
     "sample": {"xla": "xla_sampling", "triton": "triton_sampling"},
 }
+OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them
 # By platform, the best first; the reference, which can do everything, stands behind them all.
 PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {"paged_decode": ("xla_lanes",)},
@@ -56,6 +58,7 @@ class Choice:
 
     name: str
     capability: int | None = None
+    reason: str = ""  # why it is not the one that would be best
 
     def __str__(self) -> str:
         return self.name
@@ -63,8 +66,8 @@ class Choice:
 
 def capability_of(device: Any) -> int | None:
     """Return the compute capability of a JAX device, 90 for 9.0; None where it has none."""
-    text = getattr(device, "compute_capability", None)
-    return int(str(text).replace(".", "")) if text else None
+    text = str(getattr(device, "compute_capability", None) or "").replace(".", "")
+    return int(text) if text.isdigit() else None
 
 
 def operations() -> tuple[str, ...]:
@@ -89,8 +92,12 @@ def module(operation: str, name: str) -> ModuleType:
 
 def refusal(operation: str, name: str, site: Site) -> str | None:
     """Say why an implementation cannot do an operation there; None where it can."""
-    if name == "triton" and importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
+    if name == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        version = importlib.metadata.version("triton")
+        if tuple(map(int, version.split(".")[:2])) < OLDEST_TRITON:
+            return f"it needs triton {'.'.join(map(str, OLDEST_TRITON))}, here is {version}"
     own = module(operation, name)
     return own.refusal(operation, site) if hasattr(own, "refusal") else None
 
@@ -106,6 +113,10 @@ def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
             raise ValueError(f"{operation}={name}: {reason}")
         return Choice(name, site.capability)
     reference = implementations(operation)[0]
-    preferred = PREFERRED.get(site.platform, {}).get(operation, ())
-    able = (one for one in preferred if refusal(operation, one, site) is None)
-    return Choice(next(able, reference), site.capability)
+    reasons = []
+    for preferred in PREFERRED.get(site.platform, {}).get(operation, ()):
+        reason = refusal(operation, preferred, site)
+        if reason is None:
+            return Choice(preferred, site.capability, "; ".join(reasons))
+        reasons.append(f"not {preferred}: {reason}")
+    return Choice(reference, site.capability, "; ".join(reasons))

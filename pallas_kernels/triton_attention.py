@@ -30,6 +30,8 @@ _SMALLEST = 16  # rows and coordinates of a matrix that tensor cores multiply
 
 def refusal(operation: str, site: Site) -> str | None:
     """Say why this cannot attend there; None where it can."""
+    if site.dtype == "float16" and site.cache_dtype == "float8_e5m2":
+        return "float16 cannot hold weights times the scales of a cache of float8_e5m2"
     if site.head_size > 256:
         return f"heads of {site.head_size} do not fit; up to 256 do"
     return triton_bridge.refusal(site)
@@ -182,7 +184,7 @@ def attend(
     is_row = tokens < count
     coordinates = tl.arange(0, CP)
     values_at = tl.arange(0, VP)
-    own = (start + tokens) * H + head * G + rows % G  # which head of which token
+    own = (start + tokens).to(tl.int64) * H + head * G + rows % G  # which head of which token
     out_at = out + own[:, None] * V + values_at[None, :]
     if first_row < count * G:
         place = position + tokens
@@ -292,7 +294,7 @@ def paged_decode(
     rows, heads, _ = q.shape
     kv_heads = k_cache.shape[1]
     context = tables.shape[1] * k_cache.shape[2]
-    chosen = tuning.of_decode(capability, rows, kv_heads, q.shape[2], str(k_cache.dtype), context)
+    chosen = tuning.of_decode(capability, rows, kv_heads, q.shape[2], str(q.dtype), str(k_cache.dtype), context)
     width = value_size if v_cache is None else v_cache.shape[3]
     assert width is not None
     v_scales = k_scales if v_cache is None else v_scales  # a value is the beginning of its key
@@ -356,7 +358,7 @@ def paged_prefill(
     """See `pallas_kernels.paged_prefill`."""
     heads, kv_heads = q.shape[1], k_cache.shape[1]
     rows = tile * (heads // kv_heads)
-    chosen = tuning.of_prefill(capability, rows, q.shape[2], str(k_cache.dtype))
+    chosen = tuning.of_prefill(capability, rows, q.shape[2], str(q.dtype), str(k_cache.dtype))
     width = value_size if v_cache is None else v_cache.shape[3]
     assert width is not None
     v_scales = k_scales if v_cache is None else v_scales  # a value is the beginning of its key

@@ -8,6 +8,8 @@ as launching its kernels does (reference/kernels.md §4).
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import triton
 import triton.language as tl
@@ -21,6 +23,8 @@ from pallas_kernels.xla_cache import LIMITS
 
 def refusal(operation: str, site: Site) -> str | None:
     """Say why this cannot write there; None where it can."""
+    if operation == "copy_blocks":  # whatever the numbers are
+        site = dataclasses.replace(site, dtype="float32", cache_dtype="float32")
     return triton_bridge.refusal(site)
 
 
@@ -215,10 +219,11 @@ def copy_blocks(
     k_cache: Array, v_cache: Array | None, sources: Array, targets: Array, *, capability: int | None
 ) -> tuple[Array, Array | None]:
     """See `pallas_kernels.copy_blocks`."""
+    if v_cache is not None and (v_cache.shape, v_cache.dtype) != (k_cache.shape, k_cache.dtype):
+        one, other = (copy_blocks(cache, None, sources, targets, capability=capability) for cache in (k_cache, v_cache))
+        return one[0], other[0]
     caches = [one for one in (k_cache, v_cache) if one is not None]
-    size = k_cache[0].size
-    if v_cache is not None and v_cache.shape != k_cache.shape:
-        raise ValueError("keys and values of different sizes are copied by `xla`")
+    size = k_cache.size // k_cache.shape[0]
     copied = call(
         copy,
         (sources, targets, k_cache, v_cache),

@@ -6,8 +6,8 @@ tokens from some logit up, so it is a search for that logit; bounds that are kno
 at, which are listed once, and the noise of those alone is made. Two launches, because a decode step of a small model
 takes as long as launching its kernels does (reference/kernels.md §4).
 
-Integers, and so the order of tokens, counts and the sums of masses, are exactly those of the reference. Logarithms are
-CUDA's own, exponentials the hardware's: their last bits decide only between what is as good as equal.
+Integers, and so the order of tokens, counts and sums, are exact, as in the reference. Logarithms are CUDA's own,
+exponentials, of which masses are made, the hardware's: last bits decide only between what is as good as equal.
 Letters: V vocabulary, G groups of columns whose maximum is known, BN columns visited at once, BL of those listed.
 """
 

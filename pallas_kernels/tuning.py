@@ -1,7 +1,7 @@
 """How the Triton kernels are divided and compiled, by device and shape: read from tuning.json.
 
 The table is data. `python -m pallas_kernels.tune` measures on a GPU and writes it; rows that nobody has measured say so
-and are what compiles well: no register spilled, on Hopper wgmma for prompts (tests/gpu/test_compiled.py).
+and are what compiles well: no register spilled, on Hopper wgmma for prompts, at the shapes of tests/gpu/resources.py.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def generation(capability: int | None) -> int:
 
 
 def of_decode(
-    capability: int | None, rows: int, kv_heads: int, head_size: int, cache_dtype: str, context: int
+    capability: int | None, rows: int, kv_heads: int, head_size: int, dtype: str, cache_dtype: str, context: int
 ) -> Decode:
     """Choose for `rows` sequences of at most `context` tokens."""
-    found = _find("paged_decode", capability, head_size, cache_dtype)
+    found = _find("paged_decode", capability, head_size, dtype, cache_dtype)
     programs = 2 * PROCESSORS[generation(capability)]
     splits = 1
     while splits < MOST_SPLITS and rows * kv_heads * splits < programs and splits * LEAST_KEYS < context:
@@ -65,9 +65,9 @@ def of_decode(
     return Decode(found["keys"], splits, LEAST_KEYS, Tuning(found["warps"], found["stages"]))
 
 
-def of_prefill(capability: int | None, rows: int, head_size: int, cache_dtype: str) -> Prefill:
+def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, cache_dtype: str) -> Prefill:
     """Choose for tiles of so many rows."""
-    found = _find("paged_prefill", capability, head_size, cache_dtype)
+    found = _find("paged_prefill", capability, head_size, dtype, cache_dtype)
     size = found["rows"]
     while size >= 2 * rows and size > 16:
         size //= 2
@@ -84,9 +84,10 @@ def write(block: int) -> Tuning:
     return Tuning(1 if block == 1 else 4, 1)
 
 
-def _find(operation: str, capability: int | None, head_size: int, cache_dtype: str) -> dict[str, Any]:
+def _find(operation: str, capability: int | None, head_size: int, dtype: str, cache_dtype: str) -> dict[str, Any]:
     """Find the row of the smallest heads that are large enough."""
-    bits = 32 if cache_dtype == "float32" else 16 if cache_dtype in ("bfloat16", "float16") else 8
+    # What is multiplied has the queries' type, whatever the cache's is.
+    bits = 32 if dtype == "float32" else 16 if cache_dtype in ("bfloat16", "float16") else 8
     wanted = operation, generation(capability), bits
     fitting = [
         row

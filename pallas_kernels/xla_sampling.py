@@ -32,18 +32,20 @@ def sample(
     if temperature is not None:
         assert keys is not None and positions is not None
         is_random = (temperature > 0.0)[:, None]
-        scaled = logits / jnp.where(is_random, temperature[:, None], 1.0)
+        divisor = jnp.where(is_random, temperature[:, None], 1.0)
+        scaled = logits / divisor
         noise = gumbel(keys, positions, jnp.arange(logits.shape[1], dtype=jnp.int32))
         scores = jnp.where(is_random, scaled + noise, logits)
-        scores = jnp.where(_kept(scaled, top_k, top_p, min_p), scores, -jnp.inf)
+        # The difference comes first, so that the likeliest token's weight is 1 however quotients are rounded.
+        weight = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor)
+        scores = jnp.where(_kept(scaled, weight, top_k, top_p, min_p), scores, -jnp.inf)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32), is_finite
 
 
-def _kept(scaled: Array, top_k: Array | None, top_p: Array | None, min_p: Array | None) -> Array:
-    """Say which tokens min_p, top_k and top_p leave, bool[R, V], one after another."""
+def _kept(scaled: Array, weight: Array, top_k: Array | None, top_p: Array | None, min_p: Array | None) -> Array:
+    """Say which tokens min_p, top_k and top_p leave, bool[R, V], one after another; `weight` as in the softmax."""
     size = scaled.shape[1]
     order = ordered(scaled)
-    weight = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
     kept = jnp.ones_like(scaled, jnp.bool_)
     if min_p is not None:
         kept &= weight >= min_p[:, None]

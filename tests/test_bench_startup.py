@@ -35,7 +35,7 @@ def test_an_engine_tells_its_phases(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 × " not in phases["setup"].cause and "cpu" in phases["setup"].cause
     # Two for steps, two that score, and two that patch, which a process compiles for its first engine of a shape alone.
     numbers = [int(word) for word in phases["compiling"].cause.split() if word.isdigit()]
-    assert sum(numbers) in (4, 6)
+    assert 4 <= sum(numbers) <= 6
     assert phases["other"].seconds >= 0.0
     assert all(name in shown for name in phases) and "ready in" in shown
 

@@ -48,17 +48,23 @@ def test_a_gpu_takes_triton_where_it_can(monkeypatch: pytest.MonkeyPatch) -> Non
         """Stands for the modules of kernels, which need Triton."""
 
         @staticmethod
-        def refusal(_: str, site: Site) -> str | None:
-            return None if site.head_size <= 256 else "heads do not fit"
+        def refusal(operation: str, site: Site) -> str | None:
+            return "heads do not fit" if operation.startswith("paged") and site.head_size > 256 else None
 
     module = choice.module
     monkeypatch.setattr(choice, "module", lambda operation, name: Own if name == "triton" else module(operation, name))
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(choice.importlib.metadata, "version", lambda _: "3.6.0")
     for operation in OPERATIONS:
         assert pallas_kernels.resolve(operation, Site("gpu", 90)) == pallas_kernels.Choice("triton", 90)
-        assert pallas_kernels.resolve(operation, Site("gpu", 90, head_size=576)).name == "xla"
+        long = pallas_kernels.resolve(operation, Site("gpu", 90, head_size=576))
+        assert (long.name, long.reason) == (
+            ("xla", "not triton: heads do not fit") if operation.startswith("paged") else ("triton", "")
+        )
+    monkeypatch.setattr(choice.importlib.metadata, "version", lambda _: "3.5.1")
+    assert pallas_kernels.resolve("sample", Site("gpu", 90)).reason == "not triton: it needs triton 3.6, here is 3.5.1"
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: None)
-    assert pallas_kernels.resolve("sample", Site("gpu", 90)).name == "xla"
+    assert pallas_kernels.resolve("sample", Site("gpu", 90)).reason == "not triton: the package triton is not installed"
 
 
 def test_a_device_tells_its_capability() -> None:
@@ -66,4 +72,6 @@ def test_a_device_tells_its_capability() -> None:
         compute_capability = "9.0"
 
     assert pallas_kernels.capability_of(Device()) == 90
+    Device.compute_capability = "gfx942"
+    assert pallas_kernels.capability_of(Device()) is None
     assert pallas_kernels.capability_of(jax.devices()[0]) is None

@@ -193,7 +193,7 @@ def test_a_scripted_run_is_counted_exactly() -> None:
     assert value("step_seconds_sum") == pytest.approx(0.024)
     assert value("num_requests_running") == 3 and value("num_requests_waiting") == 5
     assert value("kv_cache_usage_perc") == 0.25
-    assert value("programs_ready") == 4 and value("programs_planned") == 9
+    assert value("programs_ready") == 4 and value("programs_possible") == 9
 
 
 def test_a_value_on_a_bound_belongs_to_its_bucket_and_all_values_to_the_last() -> None:

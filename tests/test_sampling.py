@@ -29,7 +29,7 @@ from tests.draws import HISTORY, MANY, WHOLE, V, draw, naive_penalized, random_l
 
 WITH_FILTERS = (Variant.FILTERED, Variant.FULL)
 
-jitted_kept = jax.jit(partial(kept_tokens, vocabulary=WHOLE))
+jitted_kept = jax.jit(lambda logits, rows: kept_tokens(logits, 1.0, rows, WHOLE))
 
 
 # Packing
@@ -225,7 +225,7 @@ def test_top_p_is_exact_over_a_large_vocabulary():
     logits = np.random.default_rng(5).normal(0, 1, (2, 50_000)).astype(np.float32)
     params = [SamplingParams(top_p=0.95), SamplingParams(top_k=1234)]
     kept = np.asarray(
-        jax.jit(kept_tokens, static_argnums=2)(logits, rows_of(params, vocab_size=50_000), Vocabulary(50_000))
+        jax.jit(kept_tokens, static_argnums=3)(logits, 1.0, rows_of(params, vocab_size=50_000), Vocabulary(50_000))
     )
     falling = np.sort(logits[0].astype(np.float64))[::-1]
     share = np.exp(falling).cumsum() / np.exp(falling).sum()

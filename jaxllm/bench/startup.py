@@ -40,10 +40,10 @@ first = time.time()
 complete = None
 if waits_for_all:
     programs = llm.engine.runner.programs
-    for key in programs.rest:
+    for key in reversed(programs.rest):  # the one that is wanted last is the next
         programs.want(key)
     programs.wait()
-    complete = time.time() - begun
+    complete = time.time() - begun if len(programs) == programs.num_all else None
 sys.stdout.write(json.dumps({
     "import_s": imported - begun,
     "ready_s": ready - begun,

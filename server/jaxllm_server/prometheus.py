@@ -287,7 +287,7 @@ class PrometheusObserver(Collector):
             return
         programs = runner.programs
         yield self._gauge("programs_ready", "Programs that can be run.", [({}, len(programs))])
-        yield self._gauge("programs_planned", "Programs there can be.", [({}, programs.num_all)])
+        yield self._gauge("programs_possible", "Programs there can be.", [({}, programs.num_all)])
         memory: list[tuple[Mapping[str, str], float]] = []
         for device in runner.setup.devices:
             stats = device.memory_stats() or {}  # None of a CPU

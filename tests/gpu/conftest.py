@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -12,9 +14,10 @@ os.environ.setdefault(
 )  # the plugin's versions of CUDA's libraries: none is there
 
 _triton = importlib.util.find_spec("triton")
-if _triton is not None and _triton.origin is not None:
+if _triton is not None and _triton.origin is not None and importlib.util.find_spec("jax_cuda13_plugin") is not None:
     _nvidia = Path(_triton.origin).parent / "backends" / "nvidia"
     _toolkit = Path(tempfile.mkdtemp(prefix="jaxllm-cuda-"))
+    atexit.register(shutil.rmtree, _toolkit, ignore_errors=True)
     (_toolkit / "nvvm" / "libdevice").mkdir(parents=True)
     (_toolkit / "bin").symlink_to(_nvidia / "bin")
     (_toolkit / "nvvm" / "libdevice" / "libdevice.10.bc").symlink_to(_nvidia / "lib" / "libdevice.10.bc")

@@ -7,6 +7,7 @@ resources.json holds what was found with the versions that `make gpu-aot` instal
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -27,7 +28,14 @@ from pallas_kernels import Choice, triton_bridge
 TABLE = Path(__file__).with_name("resources.json")
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 CAPABILITIES = (80, 90, 100)
-HEADS = {"0.5B": (14, 2, 64), "8B": (32, 8, 128), "9B": (16, 8, 256)}  # of Qwen2.5-0.5B, Llama 3 8B, Gemma 2 9B
+# Query heads, key-value heads, head size, what else attention does: Qwen2.5-0.5B, Llama 3 8B, Gemma 2 9B, gpt-oss.
+HEADS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "0.5B": (14, 2, 64, {}),
+    "8B": (32, 8, 128, {}),
+    "9B": (16, 8, 256, {"window": 4096, "softcap": 50.0}),
+    "gpt-oss": (64, 8, 64, {"window": 128, "sinks": True}),
+}
+TYPES = (("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32"))
 VOCABULARIES = (32000, 152064)  # of Llama 2 and Qwen2.5 7B
 BLOCKS, BLOCK_TOKENS, CONTEXT, TILE = 512, 16, 256, 32  # CONTEXT in blocks
 
@@ -37,21 +45,27 @@ Resources = dict[str, int | bool]
 def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Name what is compiled: a function of (implementation, *arrays), and the shapes of the arrays."""
     found = {}
-    for model, (heads, kv_heads, size) in HEADS.items():
-        for dtype, cached in (("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn")):
-            kind = f"{model}, {cached} cache"
-            cache = jax.ShapeDtypeStruct((BLOCKS, kv_heads, BLOCK_TOKENS, size), cached)
-            scales = None if cached == dtype else jax.ShapeDtypeStruct(cache.shape[:3], jnp.float32)
-            for rows in (1, 64):
-                arrays = (_array((rows, heads, size), dtype), cache, cache, _ints(rows, CONTEXT), _ints(rows), scales)
-                found[f"paged_decode of {rows} rows, {kind}"] = (partial(_decode, size), arrays)
-            tiles = tuple(_ints(64) for _ in range(3))
-            arrays = (_array((2048, heads, size), dtype), cache, cache, _ints(64, CONTEXT), *tiles, scales)
-            found[f"paged_prefill, {kind}"] = (partial(_prefill, size), arrays)
-            for tokens in (64, 2048):
-                qkv, turn = _array((tokens, heads + 2 * kv_heads, size), dtype), _array((tokens, size // 2), "float32")
-                arrays = (qkv, cache, cache, _ints(tokens), _ints(tokens), turn, scales)
-                found[f"write_kv of {tokens} tokens, {kind}"] = (_write, arrays)
+    for (model, (heads, kv_heads, size, options)), (dtype, cached) in itertools.product(HEADS.items(), TYPES):
+        if model == "gpt-oss" and cached != "bfloat16":
+            continue
+        kind = f"{model}, {cached} cache"
+        cache = _array((BLOCKS, kv_heads, BLOCK_TOKENS, size), cached)
+        scales = None if cached == dtype else _array(cache.shape[:3], "float32")
+        own = (scales, _array((heads,), dtype) if "sinks" in options else None)
+        for rows in (1, 64):
+            arrays = (_array((rows, heads, size), dtype), cache, cache, _ints(rows, CONTEXT), _ints(rows), *own)
+            found[f"paged_decode of {rows} rows, {kind}"] = (partial(_decode, size, options), arrays)
+        tiles = tuple(_ints(64) for _ in range(3))
+        arrays = (_array((2048, heads, size), dtype), cache, cache, _ints(64, CONTEXT), *tiles, *own)
+        found[f"paged_prefill, {kind}"] = (partial(_prefill, size, options), arrays)
+        for tokens in (64, 2048):
+            qkv, turn = _array((tokens, heads + 2 * kv_heads, size), dtype), _array((tokens, size // 2), "float32")
+            arrays = (qkv, cache, cache, _ints(tokens), _ints(tokens), turn, scales)
+            found[f"write_kv of {tokens} tokens, {kind}"] = (partial(_write, False), arrays)
+    qkv, cache = _array((64, 48, 128), "bfloat16"), _array((BLOCKS, 8, BLOCK_TOKENS, 128), "bfloat16")
+    arrays = (qkv, cache, cache, _ints(64), _ints(64), _array((64, 32), "float32"), None)
+    found["write_kv of 64 tokens, neighbours, half of a head"] = (partial(_write, True), arrays)
+    found["copy_blocks"] = (_copy, (cache, cache, _ints(16), _ints(16)))
     for size in VOCABULARIES:
         for rows in (1, 64):
             logits, row = _array((rows, size), "float32"), _array((rows,), "float32")
@@ -111,22 +125,26 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _decode(size: int, implementation: Choice, *arrays: Any) -> Any:
-    *given, scales = arrays
-    options = {"scale": size**-0.5, "k_scales": scales, "v_scales": scales}
-    return pallas_kernels.paged_decode(*given, **options, implementation=implementation)
+def _decode(size: int, options: dict[str, Any], implementation: Choice, *arrays: Any) -> Any:
+    *given, scales, sinks = arrays
+    own = options | {"scale": size**-0.5, "k_scales": scales, "v_scales": scales, "sinks": sinks}
+    return pallas_kernels.paged_decode(*given, **own, implementation=implementation)
 
 
-def _prefill(size: int, implementation: Choice, *arrays: Any) -> Any:
-    *given, scales = arrays
-    options = {"tile": TILE, "scale": size**-0.5, "k_scales": scales, "v_scales": scales}
-    return pallas_kernels.paged_prefill(*given, **options, implementation=implementation)
+def _prefill(size: int, options: dict[str, Any], implementation: Choice, *arrays: Any) -> Any:
+    *given, scales, sinks = arrays
+    own = options | {"scale": size**-0.5, "k_scales": scales, "v_scales": scales, "sinks": sinks, "tile": TILE}
+    return pallas_kernels.paged_prefill(*given, **own, implementation=implementation)
 
 
-def _write(implementation: Choice, *arrays: Any) -> Any:
+def _write(is_interleaved: bool, implementation: Choice, *arrays: Any) -> Any:
     *given, turn, scales = arrays
-    options = {"turn": (turn, turn), "k_scales": scales, "v_scales": scales}
-    return pallas_kernels.write_kv(*given, **options, implementation=implementation)
+    own = {"turn": (turn, turn), "k_scales": scales, "v_scales": scales, "is_interleaved": is_interleaved}
+    return pallas_kernels.write_kv(*given, **own, implementation=implementation)
+
+
+def _copy(implementation: Choice, *arrays: Any) -> Any:
+    return pallas_kernels.copy_blocks(*arrays, implementation=implementation)
 
 
 def _sample(implementation: Choice, *arrays: Any) -> Any:

@@ -43,10 +43,12 @@ def test_prefill(case):
 
 
 def test_long_contexts_are_divided_into_pieces_that_one_kernel_brings_together():
-    chosen = tuning.of_decode(90, rows=1, kv_heads=2, head_size=64, cache_dtype="bfloat16", context=8192)
+    chosen = tuning.of_decode(
+        90, rows=1, kv_heads=2, head_size=64, dtype="bfloat16", cache_dtype="bfloat16", context=8192
+    )
     assert chosen.splits == 32
-    assert tuning.of_decode(90, 64, 8, 64, "bfloat16", 8192).splits == 1, "enough rows fill the device"
-    assert tuning.of_decode(90, 1, 2, 64, "bfloat16", 200).splits == 1
+    assert tuning.of_decode(90, 64, 8, 64, "bfloat16", "bfloat16", 8192).splits == 1, "enough rows fill the device"
+    assert tuning.of_decode(90, 1, 2, 64, "bfloat16", "bfloat16", 200).splits == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
