@@ -31,7 +31,8 @@ def test_prompts_are_multiplied_with_wgmma_on_hopper(found):
     prompts = {
         name: kernel["wgmma"] for name, kernel in found.items() if name.startswith("sm_90 attend: paged_prefill")
     }
-    assert len(prompts) == 9 and all(prompts.values())
+    narrow = [has for name, has in prompts.items() if "float32" not in name]  # there is no wgmma of whole float32
+    assert len(narrow) == 10 and all(narrow)
 
 
 def test_resources_are_those_of_the_table(found):

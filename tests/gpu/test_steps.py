@@ -119,8 +119,8 @@ def test_a_kernel_on_a_sharded_cache_outside_shard_map_is_seen():
 def test_the_program_of_the_engine_is_the_one_that_is_read():
     """What is read here has an attention kernel a layer; were the kernels' names not those, nothing would be shown."""
     program = aot.compile_step(MODELS["qwen2.5-0.5b"], rows=64)
-    assert program.text.count('custom_call_target="triton_kernel_call_ffi"') == 24 * 2 + 2, (
-        "to write and to attend in each layer, to look at the logits and to choose"
+    assert program.text.count('custom_call_target="triton_kernel_call_ffi"') == 24 * 3 + 2, (
+        "in each layer to write, to attend and to combine; to look at the logits and to choose"
     )
     assert program.thunks["kCustomCall"] + program.thunks["kCustomKernel"] > 200
     assert program.outside == Counter(kCommandBuffer=1)
