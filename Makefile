@@ -38,8 +38,8 @@ parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
 	$(PARITY_VENV)/bin/python -m pytest tests/test_stubs.py tests/test_grpc_messages.py tests/test_grpc_transport.py tests/client
 
 gpu-aot: $(GPU_VENV)/.gpu  ## compile kernels and steps for NVIDIA GPUs where there is none, and run kernels interpreted
-	TRITON_INTERPRET=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_interpreted*.py -n 2 -W ignore
-	$(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py -n 2 --dist loadfile
+	GPU_AOT=1 TRITON_INTERPRET=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_interpreted*.py -n 2 -W ignore
+	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py -n 2 --dist loadfile
 
 golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again
 	$(PARITY_VENV)/bin/python -m tests.parity.make_golden

@@ -24,6 +24,7 @@ from pallas_kernels.choice import Site
 from pallas_kernels.triton_bridge import call
 
 LOG2_E = math.log2(math.e)
+_LOG2_E = tl.constexpr(LOG2_E)
 _LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of these is 0, of two infinities NaN
 _SMALLEST = 16  # rows and coordinates of a matrix that tensor cores multiply
 
@@ -88,7 +89,8 @@ def _visit(
         scores *= tl.load(k_scales + slots, mask=is_there, other=0.0)[None, :]
     if SOFTCAP is not None:
         # tanh(x) is 2 sigmoid(2 x) - 1. SCALE has log2(e) in it.
-        scores = (2 * tl.sigmoid(scores * (2 / (SOFTCAP * 1.4426950408889634))) - 1) * (SOFTCAP * 1.4426950408889634)
+        cap: tl.constexpr = SOFTCAP * _LOG2_E
+        scores = (2 * tl.sigmoid(scores * (2 / cap)) - 1) * cap
     if MASKED:
         is_seen = is_there[None, :] & (keys[None, :] <= place[:, None])
         if WINDOW is not None:
@@ -201,7 +203,7 @@ def attend(
             total = tl.zeros((BM,), tl.float32)
             if sinks is not None:
                 if pieces == 1:  # else they are added where the pieces are brought together
-                    highest = tl.load(sinks + head * G + rows % G).to(tl.float32) * 1.4426950408889634
+                    highest = tl.load(sinks + head * G + rows % G).to(tl.float32) * _LOG2_E
                     total = tl.full((BM,), 1.0, tl.float32)
             if WINDOW is None:  # keys that all rows see need no mask
                 whole = begin + tl.maximum(tl.minimum(end, position + first_row // G + 1) - begin, 0) // BN * BN
@@ -263,7 +265,7 @@ def combine(
         highest = tl.max(highests, 0)
         total = 0.0
         if sinks is not None:
-            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+            sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
             highest = tl.maximum(highest, sink)
             total = tl.exp2(sink - highest)
         weights = tl.where(is_there, tl.exp2(highests - highest), 0.0)

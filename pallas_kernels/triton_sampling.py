@@ -45,39 +45,33 @@ def _mixed(x, y, TURN: tl.constexpr):
 
 
 @triton.jit
+def _four(x, y, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, FOURTH: tl.constexpr):
+    """Do four rounds, between two of which the key is added."""
+    x, y = _mixed(x, y, FIRST)
+    x, y = _mixed(x, y, SECOND)
+    x, y = _mixed(x, y, THIRD)
+    return _mixed(x, y, FOURTH)
+
+
+@triton.jit
 def _threefry(key, other, x, y):
     """Encrypt words x and y: threefry2x32 in 20 rounds (Salmon et al. 2011), as JAX has it."""
     last = key ^ other ^ 0x1BD11BDA
     x += key
     y += other
-    x, y = _mixed(x, y, 13)
-    x, y = _mixed(x, y, 15)
-    x, y = _mixed(x, y, 26)
-    x, y = _mixed(x, y, 6)
+    x, y = _four(x, y, 13, 15, 26, 6)
     x += other
     y += last + 1
-    x, y = _mixed(x, y, 17)
-    x, y = _mixed(x, y, 29)
-    x, y = _mixed(x, y, 16)
-    x, y = _mixed(x, y, 24)
+    x, y = _four(x, y, 17, 29, 16, 24)
     x += last
     y += key + 2
-    x, y = _mixed(x, y, 13)
-    x, y = _mixed(x, y, 15)
-    x, y = _mixed(x, y, 26)
-    x, y = _mixed(x, y, 6)
+    x, y = _four(x, y, 13, 15, 26, 6)
     x += key
     y += other + 3
-    x, y = _mixed(x, y, 17)
-    x, y = _mixed(x, y, 29)
-    x, y = _mixed(x, y, 16)
-    x, y = _mixed(x, y, 24)
+    x, y = _four(x, y, 17, 29, 16, 24)
     x += other
     y += last + 4
-    x, y = _mixed(x, y, 13)
-    x, y = _mixed(x, y, 15)
-    x, y = _mixed(x, y, 26)
-    x, y = _mixed(x, y, 6)
+    x, y = _four(x, y, 13, 15, 26, 6)
     return x + last, y + key + 5
 
 
