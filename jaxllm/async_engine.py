@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from jaxllm.config import EngineConfig
+from jaxllm.core import Recorder
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine import Accepted, LLMEngine
 from jaxllm.engine_thread import EngineThread, Listeners
@@ -34,6 +35,7 @@ from jaxllm.errors import (
     UserError,
 )
 from jaxllm.metrics import Load, Metrics, Observer, StepReport
+from jaxllm.parts import Parts
 from jaxllm.prompts import Prompt
 from jaxllm.streams import BlockBatch, BlockLog, Inbox, Stream, StreamTable
 from jaxllm.tokenizer import Tokenizer
@@ -59,6 +61,8 @@ class AsyncLLM:
                 print(output.outputs[0].text, end="")
     """
 
+    thread_type: type[EngineThread] = EngineThread  # a simulation has one of its own, which is no thread
+
     def __init__(
         self,
         model: str | None = None,
@@ -68,15 +72,20 @@ class AsyncLLM:
         max_queued_tokens: int | None = None,  # of their prompts; None: 16 contexts, at least 65,536
         hang_timeout: float = 8.0,  # seconds that a step may take before the engine counts as hung
         observer: Observer | None = None,
+        recorder: Recorder | None = None,
+        parts: Parts | None = None,  # what the engine is made of, its clock too; None: loaded from the model
         **engine_args: Any,
     ) -> None:
         self.config = EngineConfig.from_kwargs(model=str(MODEL_DIR if model is None else model), **engine_args)
         self.observer = observer
+        self._recorder = recorder
         self.metrics = Metrics()
         self.max_queued_requests = max_queued_requests
         self.max_queued_tokens = max_queued_tokens
         self.hang_timeout = hang_timeout
         self._progress = progress
+        self._parts = parts
+        self._clock = time.monotonic if parts is None else parts.clock
         self._engine: LLMEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: EngineThread | None = None
@@ -103,7 +112,16 @@ class AsyncLLM:
                 block_events=self._blocks.append,
                 died=self._died,
             )
-            self._thread = EngineThread(self.config, self._progress, self.metrics, self._inbox, self._loop, listeners)
+            self._thread = self.thread_type(
+                self.config,
+                self._progress,
+                self.metrics,
+                self._recorder,
+                self._inbox,
+                self._loop,
+                listeners,
+                self._parts,
+            )
             self._thread.start()
         await asyncio.shield(self._started)
 
@@ -162,7 +180,7 @@ class AsyncLLM:
         if self._engine is None:
             return "loading"
         since = self._thread.step_since if self._thread is not None else None
-        if since is not None and time.monotonic() - since > self.hang_timeout:
+        if since is not None and self._clock() - since > self.hang_timeout:
             return "hung"
         return "paused" if self._is_paused else "serving"
 
@@ -194,7 +212,7 @@ class AsyncLLM:
         step of the iterator: UserError, OverloadedError where the queue is full, UnavailableError, EngineDeadError.
         `arrival`, of the monotonic clock, is when the request came, if that was before this call.
         """
-        arrival = time.monotonic() if arrival is None else arrival
+        arrival = self._clock() if arrival is None else arrival
         for name, seconds in (("time_limit", time_limit), ("timeout", timeout)):
             is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
             if seconds is not None and not (is_number and 0.0 < seconds <= MAX_SECONDS):
@@ -210,13 +228,13 @@ class AsyncLLM:
         self._check_serving()
         self.check_queue(accepted.params.n, accepted.params.n * len(accepted.prompt_token_ids))
         stream = self._streams.open(accepted.request_id, accepted.params, arrival)
-        self._inbox.add(replace(accepted, request_id=stream.key))
         assert self._loop is not None
         timers = []
         try:
+            self._inbox.add(replace(accepted, request_id=stream.key, name=request_id))
             if timeout is not None:
                 late = DeadlineError(f"The request was not through after {timeout:g} seconds.")
-                timers.append(self._loop.call_later(max(0.0, arrival + timeout - time.monotonic()), stream.fail, late))
+                timers.append(self._loop.call_later(max(0.0, arrival + timeout - self._clock()), stream.fail, late))
             if time_limit is not None:
                 timers.append(self._loop.call_later(time_limit, self._inbox.abort, stream.key, "time_limit"))
             while True:
@@ -238,6 +256,14 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine has died, UnavailableError if it makes no progress or takes no work."""
         self._check_serving()
+
+    def check_room(self) -> None:
+        """Refuse what no request could pass now, as `generate` would; asked before anything of one is read.
+
+        A call that is one too many must cost little, or those that are many times too many leave no time for others.
+        """
+        self._check_serving()
+        self.check_queue(1, 0)
 
     def check_queue(self, num_samples: int, num_tokens: int) -> None:
         """Refuse what would make the queue longer than its bounds, without asking the engine."""
@@ -407,9 +433,11 @@ class AsyncLLM:
 
     def _close(self, stream: Stream) -> None:
         """Forget a stream; a request that has not ended is aborted. Never waits: it runs while a task is cancelled."""
-        if not stream.is_finished:
-            self._inbox.abort(stream.key, "abort")
-        self._streams.close(stream)
+        try:
+            if not stream.is_finished:
+                self._inbox.abort(stream.key, "abort")
+        finally:
+            self._streams.close(stream)
 
     async def _call(self, function: Callable[[LLMEngine], Result]) -> Result:
         """Run a function on the engine's thread between two steps."""
@@ -441,15 +469,20 @@ class AsyncLLM:
 
     def _deliver(self, outputs: list[RequestOutput], report: StepReport | None) -> None:
         """Hand a step's outputs to their readers."""
-        now = time.monotonic()
+        now = self._clock()
         told = []
         for output in outputs:
-            stream = self._streams.of_key(output.request_id)
-            if stream is None:
-                continue  # its reader has gone
-            told.append((stream, stream.put(output, now), output if output.finished else None))
-            if output.finished:
-                self._streams.note_over(stream)
+            key = output.request_id
+            try:
+                stream = self._streams.of_key(key)
+                if stream is None:
+                    continue  # its reader has gone
+                told.append((stream, stream.put(output, now), output if output.finished else None))
+                if output.finished:
+                    self._streams.note_over(stream)
+            except Exception:  # the others of the step are none of its business
+                _log.exception("an output could not be handed over")
+                self._refused(key, "An output of the request was lost; others go on.")
         if self.observer is None:
             return
         try:
@@ -463,12 +496,11 @@ class AsyncLLM:
         except Exception:  # statistics are no reason to fail anybody
             _log.exception("the observer failed")
 
-    def _refused(self, key: str) -> None:
-        """Fail a request that the engine could not take in."""
+    def _refused(self, key: str, why: str = "The engine could not take the request in; others go on.") -> None:
+        """Fail a request that the engine could not take in, or whose output could not be handed over."""
         stream = self._streams.of_key(key)
         if stream is not None:
-            error = RequestFailedError("The engine could not take the request in; others go on.")
-            self._streams.fail(stream, error)
+            self._streams.fail(stream, RequestFailedError(why))
 
     def _died(self, error: BaseException) -> None:
         """Tell everybody that the engine has died."""

@@ -1,8 +1,9 @@
 """What crosses from the scheduler to the device: one packed int32 buffer a step, and the table of its sizes.
 
 A step is one of two kinds. *Decode*: one token per row, all of them on the device already. *Ragged*: a flat run of
-tokens in which decode rows come first and chunks of prompts follow, cut into tiles for attention. Pure; knows plans,
-knows no device. Whoever reads the buffer (step.py) slices it with the same `fields`.
+tokens in which decode rows come first and chunks of prompts follow, cut into tiles for attention; or not cut, and then
+every token attends by itself (`uniform_shape`). Pure; knows plans, knows no device. Whoever reads the buffer (step.py)
+slices it with the same `fields`.
 
 Letters: T flat tokens, R rows, Y tiles, U block-table entries, S slots, P tokens per block, F numbers of a
 sampling row.
@@ -10,8 +11,10 @@ sampling row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,14 +30,14 @@ class Shape:
 
     tokens: int  # T; equal to the rows in a decode program
     rows: int  # R
-    tiles: int  # Y; 0 in a decode program
+    tiles: int  # Y; 0 where every token attends by itself, as in a decode program
     entries: int  # U: changes of the block table that fit into the buffer
     sampling_fields: int  # F; 0 in a decode program, whose rows are on the device
 
     @property
     def is_decode(self) -> bool:
         """Whether every row is one token that was sampled on the device."""
-        return self.tiles == 0
+        return self.sampling_fields == 0
 
     def __str__(self) -> str:
         return f"decode[{self.rows}]" if self.is_decode else f"ragged[{self.tokens}]"
@@ -78,6 +81,21 @@ def ragged_shapes(max_tokens: int, num_slots: int, block_size: int, sampling_fie
     return shapes
 
 
+def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int) -> Shape:
+    """Return the one ragged program of deterministic mode, which holds every plan and has no tiles.
+
+    A product's bits depend on how many rows it has, not on which of them is whose; attention's would depend on where
+    chunks and tiles begin. So with one size, and each token by itself, a token's bits depend on those before it alone.
+    """
+    return Shape(
+        tokens=max_tokens,
+        rows=min(max_tokens, num_slots),
+        tiles=0,
+        entries=2 * num_slots + max_tokens // block_size,
+        sampling_fields=sampling_fields,
+    )
+
+
 def coarser(shapes: Sequence[Shape]) -> list[Shape]:
     """Pick those of a table that suffice for what is rare: powers of two, and the largest."""
     return [shape for shape in shapes if shape is shapes[-1] or shape.tokens & (shape.tokens - 1) == 0]
@@ -100,18 +118,23 @@ def max_chunks(tokens: int, num_slots: int) -> int:
 
 def extent(plan: Plan) -> Extent:
     """Measure a plan."""
+    num_rows = len(plan.slots)
+    if num_rows == plan.num_decodes:
+        return Extent(num_rows, num_rows, 0)
     tiles = int((-(-plan.lengths[plan.num_decodes :] // TILE)).sum())
-    return Extent(plan.num_tokens, len(plan.slots), tiles)
+    return Extent(plan.num_tokens, num_rows, tiles)
 
 
 def fits(size: Extent, shape: Shape) -> bool:
     """Say whether a plan can be packed into a shape; entries of the block table that do not fit are sent ahead."""
     if shape.is_decode:
         return not size.tiles and size.rows <= shape.rows
-    return size.tokens <= shape.tokens and size.rows <= shape.rows and size.tiles <= shape.tiles
+    has_tiles = not shape.tiles or size.tiles <= shape.tiles
+    return size.tokens <= shape.tokens and size.rows <= shape.rows and has_tiles
 
 
-def fields(shape: Shape) -> dict[str, tuple[int, tuple[int, ...]]]:
+@lru_cache(maxsize=1024)
+def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
     """Return where each field lies in the buffer: its offset and its shape."""
     table = {"table": (shape.entries, 3)}
     rows = {"row_slot": (shape.rows,), "row_position": (shape.rows,)}
@@ -136,14 +159,22 @@ def fields(shape: Shape) -> dict[str, tuple[int, tuple[int, ...]]]:
     placed, offset = {}, 0
     for name, size in sizes.items():
         placed[name] = (offset, size)
-        offset += int(np.prod(size))
+        offset += math.prod(size)
     return placed
 
 
+@lru_cache(maxsize=1024)
 def buffer_size(shape: Shape) -> int:
     """Return the number of int32 in the buffer."""
     offset, size = list(fields(shape).values())[-1]
-    return offset + int(np.prod(size))
+    return offset + math.prod(size)
+
+
+def views(buffer: np.ndarray, shape: Shape) -> dict[str, np.ndarray]:
+    """Return the fields of a buffer, which share its memory."""
+    return {
+        name: buffer[offset : offset + math.prod(size)].reshape(size) for name, (offset, size) in fields(shape).items()
+    }
 
 
 def pack(
@@ -159,10 +190,7 @@ def pack(
     that is not used has slot S, which the device drops.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
-    view: Mapping[str, np.ndarray] = {
-        name: buffer[offset : offset + int(np.prod(size))].reshape(size)
-        for name, (offset, size) in fields(shape).items()
-    }
+    view = views(buffer, shape)
     num_rows = len(plan.slots)
     view["row_slot"][:num_rows] = plan.slots
     view["row_slot"][num_rows:] = num_slots
@@ -185,6 +213,8 @@ def pack(
     view["row_last"][:num_rows] = first_tokens + plan.lengths - 1
     view["row_samples"][:num_rows] = plan.samples
     view["sampling"][:num_rows] = sampling[plan.slots]
+    if not shape.tiles:
+        return buffer
 
     rows = slice(plan.num_decodes, num_rows)
     counts = -(-plan.lengths[rows] // TILE)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 NUM_SHARDS = 1024  # of the prefix index: a change copies one small dict, 67 us per 64 changes among 65,000 entries
+MOST_STALE = 1024  # entries of the queue that are not worth sweeping
 
 
 class Cached(NamedTuple):
@@ -199,7 +200,7 @@ class PoolEditor:
             index=self._pool.index if self._index is None else tuple(self._index),
         )
         # A prefix that is hit again and again leaves a stale entry each time; sweep before they outnumber the rest.
-        return _compact(pool) if pool.num_entries > 2 * pool.num_cached + NUM_SHARDS else pool
+        return _compact(pool) if pool.num_entries > 2 * pool.num_cached + MOST_STALE else pool
 
     def _evict(self, count: int) -> list[int]:
         """Take the `count` least recently released cached blocks out of the queue and out of the index."""
@@ -208,7 +209,8 @@ class PoolEditor:
         while len(evicted) < count:
             if self._oldest is None:
                 self._oldest, self._newest = _reversed(self._newest), None
-                assert self._oldest is not None, "num_cached counts blocks that the queue does not hold"
+                if self._oldest is None:
+                    raise RuntimeError("num_cached counts blocks that the queue does not hold")
             entries, rest = self._oldest
             used = 0
             for entry in entries:
@@ -257,15 +259,24 @@ class PoolEditor:
 
 def cached_blocks(pool: Pool) -> list[int]:
     """List the cached blocks, the next one to be evicted first."""
-    return [entry.block for entry in _live_entries(pool)]
+    return [entry.block for entry in cached_entries(pool)]
+
+
+def make_index(entries: Iterable[tuple[bytes, int]]) -> tuple[dict[bytes, int], ...]:
+    """Build the index of a pool from digests and their blocks."""
+    index: tuple[dict[bytes, int], ...] = tuple({} for _ in range(NUM_SHARDS))
+    for digest, block in entries:
+        index[_shard(digest)][digest] = block
+    return index
 
 
 def _compact(pool: Pool) -> Pool:
-    entries = tuple(_live_entries(pool))
+    entries = tuple(cached_entries(pool))
     return pool._replace(num_entries=len(entries), oldest=Chunk(entries, None) if entries else None, newest=None)
 
 
-def _live_entries(pool: Pool) -> Iterator[Cached]:
+def cached_entries(pool: Pool) -> Iterator[Cached]:
+    """Give the entries of the cached blocks, the next one to be evicted first; stale ones are left out."""
     for chunk in (pool.oldest, _reversed(pool.newest)):
         while chunk is not None:
             yield from (entry for entry in chunk.entries if pool.stamps[entry.block] == entry.stamp)

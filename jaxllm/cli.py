@@ -1,4 +1,4 @@
-"""The command line: `jaxllm generate`, `chat`, `serve`, `bench`, `compile`, `convert`, `doctor`.
+"""The command line: `jaxllm generate`, `chat`, `serve`, `bench`, `compile`, `convert`, `doctor`, `replay`.
 
 Finds the command, and tells every mistake and failure in one line; what a command takes and does is in its module of
 `jaxllm.commands`. JAX is imported when a command runs, not for `--help` or for a flag that is wrong.
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from jaxllm import __version__
-from jaxllm.commands import bench, chat, compile, convert, doctor, generate, serve
+from jaxllm.commands import bench, chat, compile, convert, doctor, generate, replay, serve
 from jaxllm.commands.arguments import Usage
 from jaxllm.config import NOT_BUILT
 from jaxllm.errors import EngineError, UserError
@@ -31,6 +31,7 @@ COMMANDS = {
     "compile": compile,
     "convert": convert,
     "doctor": doctor,
+    "replay": replay,
 }
 
 

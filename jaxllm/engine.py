@@ -8,51 +8,46 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import threading
-import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import numpy as np
 
 from jaxllm import detokenizer, sampling, scheduler
 from jaxllm.config import EngineConfig
+from jaxllm.core import Core, Recorder
 from jaxllm.errors import EngineError, RequestIdInUseError, UserError, too_long
 from jaxllm.metrics import Load, Metrics
-from jaxllm.phases import Phases, describe
+from jaxllm.parts import Parts, load_parts
 from jaxllm.profiling import DEFAULT_STEPS, Profile, span
 from jaxllm.prompts import Prompt, read_bad_words, read_prompt
 from jaxllm.repetition import RepetitionDetector
-from jaxllm.runner import Runner, StepInFlight
+from jaxllm.runner import StepInFlight
 from jaxllm.samples import Group, Sample
-from jaxllm.sampling import Variant
-from jaxllm.setup import prepare
-from jaxllm.state import BlockEvent, Events, Plan, Request, initial, take_block_events
-from jaxllm.step import Result, Scored
+from jaxllm.seats import VARIANTS, RequestFault, Seats, blaming
+from jaxllm.state import BlockEvent, Events, Plan, Request
+from jaxllm.step import Result
 from jaxllm.stop_strings import StopMatcher
-from jaxllm.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.types import (
     FinishReason,
     RequestMetrics,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
-    default_sampling_params,
     validate_for_model,
 )
 
 MAX_FAILURES = 3  # steps in a row that may fail before the engine gives up
+MAX_EXHAUSTED = 3  # as often in a row the largest request of a step that has no memory ends instead
 FEW_STREAMS = 32  # running requests up to which every token is handed out by itself …
 # … and from which on so many at once: a message costs 30 to 50 us, whatever it holds.
 MANY_STREAMS_INTERVAL = 8
-VARIANTS = tuple(Variant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +61,7 @@ class Accepted:
     priority: int
     salt: bytes
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences
+    name: str = ""  # the caller's id, where `request_id` is another
 
     def limit(self, max_model_len: int) -> int:
         """Return the most tokens that prompt and output can have together."""
@@ -77,44 +73,40 @@ class Accepted:
 class LLMEngine:
     """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts."""
 
-    def __init__(self, config: EngineConfig, progress: bool = False, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: bool = False,
+        metrics: Metrics | None = None,
+        recorder: Recorder | None = None,
+        parts: Parts | None = None,
+    ) -> None:
         self.config = config
         self.metrics = Metrics() if metrics is None else metrics
         self.num_rows = 0  # requests that took part in the last step
-        # What can be wrong with a model comes before what takes long.
-        phases = Phases()
-        with phases.phase("setup") as causes:
-            setup = prepare(config)
-            causes.append(f"config.json, {len(setup.devices)} × {setup.devices[0].device_kind}")
-        with phases.phase("tokenizer"):
-            self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer or setup.folder)
-        self.generation_config = setup.generation_config
-        self.default_params = default_sampling_params(setup.generation_config)
-        self.eos_ids = _eos_ids(self.tokenizer, setup.generation_config)
-        self.runner = Runner(config, setup, self.metrics, progress, phases=phases)
-        self.vocab_size = setup.spec.vocab_size
-        self.max_model_len = self.runner.geometry.max_model_len
+        parts = load_parts(config, progress, self.metrics) if parts is None else parts
+        self.tokenizer = parts.tokenizer
+        self.generation_config = parts.generation_config
+        self.default_params = parts.default_params
+        self.eos_ids = parts.eos_ids
+        self.runner = parts.runner
+        self.vocab_size = parts.vocab_size
+        self.max_model_len = parts.max_model_len
+        self.start_phases = parts.start_phases
+        self._clock = parts.clock
         self._limits = self.runner.limits
-        self._state = initial(self._limits)
+        self._core = Core(self._limits, recorder)
         self._random = np.random.default_rng(config.seed % 2**64)
         self._groups: dict[str, Group] = {}
         self._samples: dict[int, Sample] = {}
-        self._by_slot: list[Sample | None] = [None] * self._limits.num_slots
-        self._variants = np.zeros(self._limits.num_slots, np.int8)  # index into VARIANTS, by slot
-        self._is_scored = np.zeros(self._limits.num_slots, np.bool_)  # by slot: whether `_scored` may list it
-        self._sampling = np.zeros((self._limits.num_slots, sampling.ROW_WIDTH), np.int32)  # packed rows, by slot
+        self._seats = Seats(self._limits.num_slots, self.runner.num_logprobs)
         self._is_closed = False
         self._num_samples = 0
         self._num_failures = 0
+        self._planned: Plan | None = None  # the step that is being made ready or waited for
         self._depth = 2 if config.async_scheduling else 1
         self._in_flight: deque[tuple[Plan, StepInFlight]] = deque()
         self._profile: Profile | None = None  # a trace that is being made
-        self.start_phases = phases.finished()  # how long the start took, and why
-        text = describe(self.start_phases)
-        if progress:
-            print(text, file=sys.stderr)
-        else:
-            logging.getLogger(__name__).info("%s", text)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
@@ -161,14 +153,15 @@ class LLMEngine:
             group, own = self._make_group(accepted)
             groups[accepted.request_id] = group
             queued += own
-        state = scheduler.add(self._state, self._limits, queued)
         for accepted, group in zip(requests, groups.values(), strict=True):
-            # Drawn last, so that a request that was refused changes nothing for those after it.
-            given = accepted.params.seed
-            seed = int(self._random.integers(2**63)) if given is None else given
+            # Drawn here, so that a request that was refused changes nothing for those after it.
+            seed = accepted.params.seed
+            if seed is None:
+                # One that is drawn tells requests apart that are the same, by who came first.
+                seed = self.config.seed if self.config.deterministic else int(self._random.integers(2**63))
             for sample in group.samples:
                 self._pack(sample, (seed + sample.index) % 2**64, accepted.bad_words)
-        self._state = state
+        self._core.add(queued)
         self._samples.update((sample.id, sample) for group in groups.values() for sample in group.samples)
         self._groups |= groups
 
@@ -179,7 +172,7 @@ class LLMEngine:
 
     def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
         """Drop requests, each for a reason; return what those had that are known."""
-        now = time.monotonic()
+        now = self._clock()
         reasons: dict[str, FinishReason] = dict(requests)
         going: list[tuple[Group, FinishReason]] = [
             (self._groups[name], reason) for name, reason in reasons.items() if name in self._groups
@@ -187,25 +180,26 @@ class LLMEngine:
         samples: list[tuple[Sample, FinishReason]] = [
             (sample, reason) for group, reason in going for sample in group.samples if sample.finish_reason is None
         ]
-        self._state = scheduler.abort(self._state, self._limits, [sample.id for sample, _ in samples])
+        self._core.abort({sample.id: reason for sample, reason in samples})
         for sample, why in samples:
+            if sample.finish_reason is not None:
+                continue  # another of its request's samples has just failed
             try:
                 sample.read(self.tokenizer)
                 sample.flush(self.tokenizer)
-            except Exception:
-                self._fail(sample)
+            except Exception:  # of this request's text: the others are none of its business
+                self._fail(sample.group)
             else:
                 self._end(sample, why, None)
         return [self._finish(group, now) for group, _ in going]
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
         """Return what has entered and left the prefix cache since the last call, if that is recorded."""
-        self._state, events = take_block_events(self._state)
-        return events
+        return self._core.take_block_events()
 
     def load(self) -> Load:
         """Say how busy the engine is; speeds are the caller's to measure."""
-        state, metrics = self._state, self.metrics
+        state, metrics = self._core.state, self.metrics
         return Load(
             running=state.num_running,
             waiting=len(state.waiting),
@@ -248,43 +242,35 @@ class LLMEngine:
             if not self._in_flight:
                 raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
             plan, flight = self._in_flight.popleft()
+            self._planned = plan
             with span("wait"):
                 result = flight.result()
         except Exception as error:
-            self._recover(error)
-            return []
+            return self._recover(error)
         self._num_failures = 0
         with span("commit"):
-            self._state, events = scheduler.commit(self._state, self._limits, plan, result.tokens, result.is_finite)
+            events = self._core.commit(plan, result.tokens, result.is_finite)
         with span("output"):
             return self._take_in(plan, result, events)
 
     def _issue(self) -> tuple[Plan, StepInFlight] | None:
         """Plan a step and give it to the device; None where everything waits for tokens of steps in flight."""
         with span("plan"):
-            self._state, plan = scheduler.plan(self._state, self._limits, time.monotonic())
+            plan = self._planned = self._core.plan(self._clock())
             history, extras = self._admit(plan)
         if not len(plan.slots):
             return None
         with span("pack"):
-            scored = self._scored(plan)
-            variant = VARIANTS[-1] if scored else VARIANTS[int(self._variants[plan.slots].max())]
-            chunks = [
-                np.asarray(self._owner(slot).tokens[start : start + length], np.int32)
-                for slot, start, length in zip(
-                    plan.slots[plan.num_decodes :].tolist(),
-                    plan.starts[plan.num_decodes :].tolist(),
-                    plan.lengths[plan.num_decodes :].tolist(),
-                    strict=True,
-                )
-            ]
-        return plan, self.runner.dispatch(plan, chunks, self._sampling, variant, history, extras, scored)
+            scored = self._seats.scored(plan)
+            variant = VARIANTS[-1] if scored else self._seats.variant(plan)
+            chunks = self._seats.chunks(plan)
+        return plan, self.runner.dispatch(plan, chunks, self._seats.rows, variant, history, extras, scored)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; refused (False) while requests run, because they hold some of them."""
-        if self._state.num_running:
+        if self._core.state.num_running:
             return False
-        self._state = scheduler.reset(self._state, self._limits)
+        self._core.reset()
         return True
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
@@ -299,6 +285,7 @@ class LLMEngine:
         if self._profile is not None:
             self._profile.stop()
         self._in_flight.clear()
+        self._core.close()
         self.runner.close()
 
     def _check_open(self) -> None:
@@ -308,7 +295,7 @@ class LLMEngine:
     def _make_group(self, accepted: Accepted) -> tuple[Group, list[Request]]:
         """Make what the engine and what the scheduler keep of a request."""
         params, ids = accepted.params, accepted.prompt_token_ids
-        metrics = RequestMetrics(time.monotonic())
+        metrics = RequestMetrics(self._clock())
         group = Group(accepted.request_id, accepted.prompt, ids, metrics, params.output_kind)
         group.num_prompt_logprobs = params.prompt_logprobs
         salt: bytes | None = accepted.salt
@@ -325,8 +312,10 @@ class LLMEngine:
             skips = params.prompt_logprobs is not None and index == 0
             if params.skip_reading_prefix_cache is not None:
                 skips |= params.skip_reading_prefix_cache
+            name = accepted.name or accepted.request_id
+            name = f"{name}[{index}]" if params.n > 1 else name
             requests.append(
-                Request(sample.id, sample.tokens, len(ids), limit, stop_ids, accepted.priority, salt, not skips)
+                Request(sample.id, sample.tokens, len(ids), limit, stop_ids, accepted.priority, salt, not skips, name)
             )
         return group, requests
 
@@ -357,11 +346,6 @@ class LLMEngine:
         )
         sample.extras = extras.pack(params, bad_words)
 
-    def _owner(self, slot: int) -> Sample:
-        sample = self._by_slot[slot]
-        assert sample is not None
-        return sample
-
     def _admit(self, plan: Plan) -> tuple[np.ndarray | None, list[tuple[int, np.ndarray]]]:
         """Prepare the slots of newly admitted requests.
 
@@ -371,66 +355,42 @@ class LLMEngine:
         history: list[tuple[int, int, int]] = []
         extras: list[tuple[int, np.ndarray]] = []
         for admission in plan.admitted:
-            slot, sample = admission.slot, self._samples[admission.request.id]
-            group = sample.group
-            self._by_slot[slot] = sample
-            self._variants[slot] = VARIANTS.index(sample.variant)
-            wants_prompt = sample.index == 0 and group.num_prompt_logprobs is not None
-            self._is_scored[slot] = wants_prompt or self._is_whole(sample.params.logprobs)
-            assert sample.row is not None, "a sample is packed before it is queued"
-            self._sampling[slot] = sample.row
-            if group.metrics.first_scheduled_time is None:
-                group.metrics.first_scheduled_time = plan.now
-            if group.num_cached_tokens is None:
-                group.num_cached_tokens = admission.num_cached
-                self.metrics.prompt_tokens += len(group.prompt_token_ids)
-                self.metrics.cached_tokens += admission.num_cached
-            if sample.extras is not None:
-                extras.append((slot, sample.extras))
-            if sampling.reads_history(sample.params):
-                known = sample.tokens[: admission.num_cached]
-                history += [(slot, position, token) for position, token in enumerate(known)]
+            sample = self._samples[admission.request.id]
+            with blaming(sample):
+                self._seats.give(admission.slot, sample)
+                self._note_admitted(sample.group, admission.num_cached, plan.now)
+                if sample.extras is not None:
+                    extras.append((admission.slot, sample.extras))
+                if sampling.reads_history(sample.params):
+                    known = sample.tokens[: admission.num_cached]
+                    history += [(admission.slot, position, token) for position, token in enumerate(known)]
         return np.asarray(history, np.int32) if history else None, extras
 
-    def _scored(self, plan: Plan) -> list[Scored]:
-        """List what of a step is to be scored by itself: tokens of prompts, and rows of more than a step reports."""
-        scored: list[Scored] = []
-        if not self._is_scored[plan.slots].any():
-            return scored
-        offset = 0
-        for slot, start, length, samples in zip(
-            plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist(), strict=True
-        ):
-            sample = self._owner(slot)
-            group, end = sample.group, start + length
-            if sample.index == 0 and group.misses_prompt_logprobs:
-                is_whole = self._is_whole(group.num_prompt_logprobs)
-                scored += [
-                    Scored(
-                        sample.id, position, offset + position - start - 1, group.prompt_token_ids[position], is_whole
-                    )
-                    for position in range(start + 1, min(end + 1, len(group.prompt_token_ids)))
-                ]
-            if samples and self._is_whole(sample.params.logprobs):
-                scored.append(Scored(sample.id, end, offset + length - 1, 0, True))
-            offset += length
-        return scored
-
-    def _is_whole(self, count: int | None) -> bool:
-        """Whether so many log-probabilities are more than a step reports."""
-        return count is not None and not 0 <= count <= self.runner.num_logprobs
+    def _note_admitted(self, group: Group, num_cached: int, now: float) -> None:
+        """Keep when a request was first admitted, and what was cached of it then."""
+        if group.metrics.first_scheduled_time is None:
+            group.metrics.first_scheduled_time = now
+        if group.num_cached_tokens is None:
+            group.num_cached_tokens = num_cached
+            self.metrics.prompt_tokens += len(group.prompt_token_ids)
+            self.metrics.cached_tokens += num_cached
 
     def _take_in(self, plan: Plan, result: Result, events: Events) -> list[RequestOutput]:
         """Turn what a step sampled, and the scheduler took, into text."""
         self.num_rows = len(plan.slots)
-        now = time.monotonic()
+        now = self._clock()
         changed: dict[str, Group] = {}
         self.metrics.generated_tokens += len(events.ids)
         for score in result.scores:
             sample = self._samples.get(score.of.request_id)
-            if sample is not None and score.of.position < len(sample.group.prompt_token_ids):
+            if sample is None or score.of.position >= len(sample.group.prompt_token_ids):
+                continue
+            try:
                 if np.isfinite(score.logprob):
                     sample.group.add_prompt_logprobs(self.tokenizer, score)
+            except Exception:
+                changed[sample.group.request_id] = sample.group
+                self._fail(sample.group)
         for request_id, token, row in zip(
             events.ids.tolist(), events.tokens.tolist(), events.rows.tolist(), strict=True
         ):
@@ -438,22 +398,20 @@ class LLMEngine:
             if sample is None:
                 continue  # it has just failed
             changed[sample.group.request_id] = sample.group
-            if sample.index == 0 and sample.group.misses_prompt_logprobs:  # one was not finite
-                self._fail_group(sample.group)
-                continue
-            sample.tokens.append(token)
-            if sample.group.metrics.first_token_time is None:
-                sample.group.metrics.first_token_time = now
             try:
+                if sample.index == 0 and sample.group.misses_prompt_logprobs:
+                    self._end_group(sample.group, "the logits of the prompt were not finite")
+                    continue
+                if sample.group.metrics.first_token_time is None:
+                    sample.group.metrics.first_token_time = now
                 sample.add_logprobs(self.tokenizer, token, result, row)
                 end = sample.advance(self.tokenizer, token, events.finished.get(request_id))
+                if end is not None:
+                    if request_id not in events.finished:
+                        self._core.abort({request_id: end[0]})
+                    self._end(sample, *end)
             except Exception:  # of this request's text: the others of the step are none of its business
-                self._fail(sample)
-                continue
-            if end is not None:
-                if request_id not in events.finished:
-                    self._state = scheduler.abort(self._state, self._limits, [request_id])
-                self._end(sample, *end)
+                self._fail(sample.group)
         for request_id in events.failed:
             sample = self._samples.get(request_id)
             if sample is None:
@@ -462,55 +420,97 @@ class LLMEngine:
             self._end(sample, "error", "no token could be sampled: the logits were not finite, or all were forbidden")
         return self._outputs(changed.values(), now)
 
-    def _fail(self, sample: Sample) -> None:
-        """End a sample whose text could not be made, while the exception is being handled."""
-        logging.getLogger(__name__).exception("request %s failed", sample.group.request_id)
-        self._state = scheduler.abort(self._state, self._limits, [sample.id])
-        self._end(sample, "error", "its text could not be made")
+    def _fail(self, group: Group) -> None:
+        """End a request for which something could not be done, while the exception is being handled."""
+        logging.getLogger(__name__).exception("request %s failed", group.request_id)
+        self._end_group(group, "the engine could not go on with it")
 
-    def _fail_group(self, group: Group) -> None:
-        """End all samples of a request whose prompt the model cannot score."""
+    def _end_group(self, group: Group, why: str) -> None:
+        """End all samples of a request as failed."""
         samples = [sample for sample in group.samples if sample.finish_reason is None]
-        self._state = scheduler.abort(self._state, self._limits, [sample.id for sample in samples])
+        self._core.abort({sample.id: "error" for sample in samples})
         for sample in samples:
-            self._end(sample, "error", "the logits of the prompt were not finite")
+            self._end(sample, "error", why)
 
     def _end(self, sample: Sample, finish_reason: FinishReason, stop_reason: int | str | None) -> None:
         sample.finish_reason, sample.stop_reason = finish_reason, stop_reason
-        self.metrics.finished[finish_reason] = self.metrics.finished.get(finish_reason, 0) + 1
         del self._samples[sample.id]
 
     def _outputs(self, changed: Iterable[Group], now: float) -> list[RequestOutput]:
         """Make the caller's view of the requests for which one is due; forget the finished ones."""
-        interval = 1 if self._state.num_running <= FEW_STREAMS else MANY_STREAMS_INTERVAL
+        interval = 1 if self._core.state.num_running <= FEW_STREAMS else MANY_STREAMS_INTERVAL
         outputs = []
         for group in changed:
-            if not group.is_due(interval):
-                continue
-            for sample in group.samples:
-                if sample.finish_reason is None and group.kind is not RequestOutputKind.FINAL_ONLY:
-                    try:
-                        sample.read(self.tokenizer)
-                    except Exception:
-                        self._fail(sample)
-            outputs.append(self._finish(group, now) if group.is_finished else group.show())
+            try:
+                output = self._output(group, interval, now)
+            except Exception:
+                self._fail(group)
+                output = self._finish(group, now)
+            if output is not None:
+                outputs.append(output)
         return outputs
+
+    def _output(self, group: Group, interval: int, now: float) -> RequestOutput | None:
+        """Make the view of a request that is due now, if one is."""
+        if not group.is_due(interval):
+            return None
+        if group.is_finished:
+            return self._finish(group, now)
+        for sample in group.samples:
+            if sample.finish_reason is None and group.kind is not RequestOutputKind.FINAL_ONLY:
+                sample.read(self.tokenizer)
+        return group.show()
 
     def _finish(self, group: Group, now: float) -> RequestOutput:
         """Make the last view of a request and forget it."""
         group.metrics.finished_time = now
+        try:
+            output = group.show()
+        except Exception:
+            logging.getLogger(__name__).exception("request %s failed", group.request_id)
+            output = group.show_failure("its output could not be made")
         del self._groups[group.request_id]
-        return group.show()
+        # Counted here and not when a sample ends: what is counted is what was told.
+        for sample in group.samples:
+            self.metrics.note_finished(sample.finish_reason or "error")
+        return output
 
-    def _recover(self, error: Exception) -> None:
-        """After a step that failed: the cache may be gone, so start an empty one and compute running requests again."""
+    def _recover(self, error: Exception) -> list[RequestOutput]:
+        """After a step that failed: the cache may be gone, so start an empty one and compute running requests again.
+
+        The request that was to blame ends. Of a step for which there is no memory, time and again, it is the one with
+        the most tokens: the others may well fit. Returns its last output.
+        """
+        plan, self._planned = self._planned, None
         self._in_flight.clear()
         self.runner.renew()
-        self._state = scheduler.reset(self._state, self._limits)
-        self._num_failures += 1
+        self._core.reset()
         self.metrics.recoveries += 1
-        if self._num_failures >= MAX_FAILURES:
-            raise EngineError(f"{MAX_FAILURES} steps in a row failed; the last one: {error}") from error
+        if isinstance(error, RequestFault):
+            self._fail(error.sample.group)
+            return self._outputs([error.sample.group], self._clock())
+        self._num_failures += 1
+        if self._num_failures % MAX_FAILURES:
+            return []
+        largest = self._largest(plan) if plan is not None and _is_out_of_memory(error) else None
+        if largest is None or self._num_failures >= MAX_EXHAUSTED * MAX_FAILURES:
+            raise EngineError(f"{self._num_failures} steps in a row failed; the last one: {error}") from error
+        self._fail(largest)
+        return self._outputs([largest], self._clock())
+
+    def _largest(self, plan: Plan) -> Group | None:
+        """Find the request that has the most tokens in a step; of equals the last."""
+        rows = zip(plan.lengths.tolist(), range(len(plan.slots)), plan.slots.tolist(), strict=True)
+        for _, _, slot in sorted(rows, reverse=True):
+            sample = self._seats.owner(slot)
+            if sample.id in self._samples:
+                return sample.group
+        return None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether the device, or the host, had no memory for a step. XLA says so in the text of its one exception."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 @contextmanager
@@ -527,14 +527,3 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if noted and callable(handler):
             handler(*noted[0])
-
-
-def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the tokens that end a text: the tokenizer's, and those of the model's generation_config.json."""
-    named = generation_config.get("eos_token_id")
-    ids: set[int] = {named} if isinstance(named, int) else set(named or ())
-    if not all(isinstance(token, int) for token in ids):
-        raise UserError(f"eos_token_id of the model is {named!r}; it must be a token id or a list of them.", "model")
-    if model_tokenizer.eos_token_id is not None:
-        ids.add(model_tokenizer.eos_token_id)
-    return frozenset(ids)

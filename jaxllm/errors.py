@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+MOST_MESSAGE = 1000  # characters that an error says
+
 
 class UserError(ValueError):
-    """The caller's fault: one line that names the thing and says what to do."""
+    """The caller's fault: one line that names the thing and says what to do.
+
+    What a message repeats of the caller's words cannot break the line, reach a terminal or a log as a control
+    character, or make the message long.
+    """
 
     def __init__(self, message: str, parameter: str | None = None, value: object = None) -> None:
-        super().__init__(message)
+        super().__init__(_one_line(message))
         self.parameter = parameter
         self.value = value
 
@@ -100,6 +106,20 @@ def too_long(max_model_len: int, num_prompt: int, num_output: int | None) -> Con
         max_model_len,
         "prompt" if num_output is None or num_prompt >= max_model_len else "max_tokens",
     )
+
+
+def _one_line(message: str) -> str:
+    """Write what cannot be printed as Python writes it, and leave out the middle of what is too long."""
+    message = _shortened(message)
+    if message.isprintable():
+        return message
+    return _shortened("".join(each if each.isprintable() else repr(each)[1:-1] for each in message))
+
+
+def _shortened(message: str) -> str:
+    if len(message) <= MOST_MESSAGE:
+        return message
+    return f"{message[: MOST_MESSAGE // 2]} […] {message[-MOST_MESSAGE // 3 :]}"
 
 
 def _rebuild(cls: type[UserError], message: str, attributes: dict[str, Any]) -> UserError:

@@ -30,6 +30,10 @@ class Metrics:
     recoveries: int = 0  # steps that failed and took the cache with them
     finished: dict[str, int] = field(default_factory=dict)  # samples by finish reason
 
+    def note_finished(self, reason: str, count: int = 1) -> None:
+        """Count samples that have ended, once it is said how."""
+        self.finished[reason] = self.finished.get(reason, 0) + count
+
 
 class Load(NamedTuple):
     """How busy an engine was after its last step."""

@@ -2,8 +2,8 @@
 
 An engine serves as soon as its *covering* programs exist: one decode and one ragged program, the largest of each with
 the widest sampling, which between them can run any plan. Of the others those follow, in the background, that plans ask
-for; until then a plan runs in the smallest ready program that holds it. Knows shapes, and what traces a program; knows
-no weights and no state.
+for; until then a plan runs in the smallest ready program that holds it. In deterministic mode one program runs them
+all. Knows shapes, and what traces a program; knows no weights and no state.
 """
 
 from __future__ import annotations
@@ -63,15 +63,22 @@ class Programs:
         ragged: Sequence[Shape],
         lower: Callable[[Key], Any],
         metrics: Metrics,
+        variants: Sequence[Variant] = VARIANTS,
     ) -> None:
-        self.covering = [Key(ragged[-1], VARIANTS[-1]), Key(decode[-1], VARIANTS[-1])]
-        everything = [Key(shape, variant) for variant in VARIANTS[:-1] for shape in [*ragged, *decode]]
+        """Without `decode` shapes ragged programs run every plan; of `variants`, in order, the last is the widest."""
+        self.covering = [Key(shapes[-1], VARIANTS[-1]) for shapes in (ragged, decode) if shapes]
+        everything = [Key(shape, variant) for variant in variants[:-1] for shape in [*ragged, *decode]]
         # The widest sampling is the rarest: a request with penalties finds a program of twice its size at most.
         everything += [Key(shape, VARIANTS[-1]) for shape in [*batch.coarser(ragged), *batch.coarser(decode)]]
         self.rest = sorted((key for key in everything if key not in self.covering), key=_urgency)
+        # Each with the place of its variant: to look that up took as long as all else in `choose`.
         self._by_cost = {
-            is_decode: sorted((key for key in everything if key.shape.is_decode == is_decode), key=lambda key: key.cost)
-            for is_decode in (True, False)
+            is_decode: [
+                (VARIANTS.index(key.variant), key)
+                for key in sorted(everything, key=lambda key: key.cost)
+                if key.shape in shapes
+            ]
+            for is_decode, shapes in ((True, decode or ragged), (False, ragged))
         }
         self._lower = lower
         self._tracing = threading.Lock()
@@ -100,6 +107,11 @@ class Programs:
             return dict(self._ready)
 
     @property
+    def num_compiling(self) -> int:
+        """Threads that compile in the background now."""
+        return self._followers
+
+    @property
     def num_all(self) -> int:
         """Programs there can be."""
         return len(self.covering) + len(self.rest)
@@ -112,15 +124,16 @@ class Programs:
         self._last_step = time.monotonic()
         size = batch.extent(plan)
         is_wanted = True
-        for key in self._by_cost[not size.tiles]:
-            if not batch.fits(size, key.shape) or VARIANTS.index(key.variant) < VARIANTS.index(variant):
+        least = VARIANTS.index(variant)
+        for width, key in self._by_cost[not size.tiles]:
+            if width < least or not batch.fits(size, key.shape):
                 continue
             if key in self._ready:
                 return key
             if is_wanted and key not in self._failed:
                 self.want(key)
                 is_wanted = False
-        raise AssertionError(f"no program holds {len(plan.slots)} rows of {plan.num_tokens} tokens")
+        raise RuntimeError(f"no program holds {len(plan.slots)} rows of {plan.num_tokens} tokens")
 
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
         """Start to compile `keys`; `wait` ends it."""

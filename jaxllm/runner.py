@@ -32,7 +32,7 @@ from jaxllm.model import decoder, weights
 from jaxllm.phases import Compilations, Phases
 from jaxllm.processors import load_processors
 from jaxllm.profiling import span
-from jaxllm.programs import Key, Programs
+from jaxllm.programs import VARIANTS, Key, Programs
 from jaxllm.sampling import ROW_WIDTH, Variant
 from jaxllm.setup import Setup, describe_memory, describe_programs, extras_of, free_bytes, plan_memory
 from jaxllm.state import Limits, Plan
@@ -80,6 +80,7 @@ class Runner:
         self.setup = setup
         self.metrics = metrics
         self._config = config
+        self._options = step.compiler_options(setup.platform, config.deterministic)
         with phases.phase("plan"):
             self._processors = load_processors(config.logits_processors, setup.spec.vocab_size)
             self.extras = extras_of(config, setup.spec)
@@ -138,7 +139,9 @@ class Runner:
             num_blocks=self.geometry.num_blocks,
             block_size=self.geometry.block_size,
             max_step_tokens=self.setup.max_num_batched_tokens,
-            max_step_chunks=batch.max_chunks(self.setup.max_num_batched_tokens, self.geometry.num_slots),
+            max_step_chunks=self.geometry.num_slots  # where no tile is wasted on a short chunk
+            if self._config.deterministic
+            else batch.max_chunks(self.setup.max_num_batched_tokens, self.geometry.num_slots),
             records_blocks=self._config.enable_kv_cache_events,
         )
 
@@ -221,22 +224,24 @@ class Runner:
         self._state_shapes = cache.abstract(
             setup.spec, geometry, setup.max_num_batched_tokens, self.extras, self._mesh, setup.dtype
         )
-        is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
-        self.programs = Programs(
+        sizes = setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH
+        if self._config.deterministic:
+            self.programs = Programs([], [batch.uniform_shape(*sizes)], self._lower, self.metrics, VARIANTS[-1:])
+        else:
+            is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
             # XLA's CPU back end converts all 8 and 16-bit weights in a one-row product (reference/kernels.md §6), and
             # on a GPU it makes two kernels of one row's norm: 13.6 a layer of the 0.5B shape, 11.8 with two rows.
-            batch.decode_shapes(geometry.num_slots, 1 if setup.platform == "cpu" and not is_narrow else 2),
-            batch.ragged_shapes(setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH),
-            self._lower,
-            self.metrics,
-        )
+            decode = batch.decode_shapes(geometry.num_slots, 1 if setup.platform == "cpu" and not is_narrow else 2)
+            self.programs = Programs(decode, batch.ragged_shapes(*sizes), self._lower, self.metrics)
         text = describe_memory(plan, setup, shards)
         differs = prepared.difference(setup.prepared, describe_programs(self._config, setup, shards, plan))
         if differs:
             _log.warning("not all prepared programs in %s can be used: %s", self._config.cache_dir(), differs)
         start = (
             f"{len(self.programs.covering)} of {self.programs.num_all} programs before the first request; compiled for "
-            "this machine, or found in its cache\nkernels: "
+            "this machine, or found in its cache\n"
+            + (f"deterministic: every step computes {sizes[0]} tokens\n" if self._config.deterministic else "")
+            + "kernels: "
             + ", ".join(
                 f"{operation}={chosen}" + (f" ({chosen.reason})" if chosen.reason else "")
                 for operation, chosen in setup.kernels.items()
@@ -271,7 +276,10 @@ class Runner:
         places = jax.ShapeDtypeStruct((SCORED_ROWS, 2), jnp.int32, sharding=everywhere)
         leaves = tuple(jax.tree.leaves(self._params_shapes))
         self._score_programs = [
-            jax.jit(step.score(self.setup.spec, self.num_logprobs, is_whole, self._mesh, self._params_shapes))
+            jax.jit(
+                step.score(self.setup.spec, self.num_logprobs, is_whole, self._mesh, self._params_shapes),
+                compiler_options=self._options,
+            )
             .lower(leaves, shapes.hidden, places)
             .compile()
             for is_whole in (False, True)
@@ -296,8 +304,7 @@ class Runner:
             (batch.buffer_size(key.shape),), jnp.int32, sharding=sharding.replicated(self._mesh)
         )
         params, state = (tuple(jax.tree.leaves(tree)) for tree in (self._params_shapes, self._state_shapes))
-        options = step.compiler_options(self.setup.platform)
-        return jax.jit(run, donate_argnums=(1,), compiler_options=options).lower(params, state, buffer)
+        return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(params, state, buffer)
 
     def _patch(self, table: np.ndarray, history: np.ndarray | None) -> None:
         """Write block-table entries and tokens into the state before a step."""

@@ -102,7 +102,9 @@ class Sample:
         """Append the text that was held back, now that no token follows."""
         if self.matcher.matched is not None or not self.params.detokenize:
             return
-        self.matcher, delta = match_stops(self.matcher, detokenizer.finish(self.detokenizer, tokenizer))
+        delta = detokenizer.finish(self.detokenizer, tokenizer)
+        if self.num_read > self.params.min_tokens:
+            self.matcher, delta = match_stops(self.matcher, delta)
         if self.matcher.matched is None:
             delta += self.matcher.held
             self.matcher = replace(self.matcher, held="")
@@ -238,6 +240,15 @@ class Group:
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
         )
+
+    def show_failure(self, why: str) -> RequestOutput:
+        """Return the end of a request whose view cannot be made: nothing of what it has."""
+        for sample in self.samples:
+            sample.finish_reason, sample.stop_reason = "error", why
+        ends = [
+            CompletionOutput(sample.index, "", [], finish_reason="error", stop_reason=why) for sample in self.samples
+        ]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, ends, finished=True)
 
 
 def _signed(seed: int) -> int:

@@ -291,7 +291,7 @@ def sample(
     logits = vocabulary.without_padding(logits)
     adjusted = logits
     if variant is Variant.FULL:
-        assert history is not None and extras is not None, "this variant reads both"
+        assert history is not None and extras is not None
         adjusted = biased(adjusted, rows, extras["bias"], vocabulary)
         adjusted = processed(adjusted, rows, positions, extras["arguments"], processors, vocabulary)
         adjusted = penalized(adjusted, rows, positions, history, vocabulary)
@@ -470,7 +470,8 @@ def _chosen_by_kernel(
     vocabulary: Vocabulary,
 ) -> tuple[jax.Array, jax.Array]:
     """Do what `_chosen` does on one shard."""
-    assert vocabulary.shards == 1, "setup chooses no kernel for several shards"
+    if vocabulary.shards != 1:
+        raise ValueError("the kernel that chooses tokens is for one shard; setup chooses it for no more")
     has_noise = variant is not Variant.GREEDY
     has_filters = variant in (Variant.FILTERED, Variant.FULL)
     tokens, is_all_finite = pallas_kernels.sample(

@@ -53,7 +53,7 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
         if before and before.request.salt == request.salt and before.request.tokens == request.tokens:
             digests = before.digests  # the next sample of the same prompt
         else:
-            digests = _digests(request, limits, (), request.num_prompt)
+            digests = digests_of(request, limits, (), request.num_prompt)
         entries.append(Waiting(request, editor.num_added, request.num_prompt, digests))
         editor.num_added += 1
     editor.enqueue(entries)
@@ -115,6 +115,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         starts = np.concatenate([starts, chunks[:, 1]])
         lengths = np.concatenate([lengths, chunks[:, 2]])
         samples = np.concatenate([samples, reaches_end])
+    editor.num_planned += 1
     state = editor.done()
     return state, Plan(
         now=now,
@@ -127,6 +128,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         table=table[0] if len(table) == 1 else np.concatenate([np.zeros((0, 3), np.int32), *table]),
         admitted=tuple(admitted),
         preempted=preempted,
+        number=state.num_planned,
     )
 
 
@@ -170,7 +172,7 @@ def commit(
         for slot in failed_slots:  # whatever made its logits unusable may be in its blocks
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
         _vacate(editor, limits, failed_slots, may_publish=False)
-        _vacate(editor, limits, row_slots[ended].tolist())
+        _vacate(editor, limits, row_slots[ended].tolist(), num_new=1)
     return editor.done(), Events(rows=rows, ids=ids, tokens=sampled, finished=finished, failed=failed)
 
 
@@ -297,21 +299,25 @@ def _requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
     """Queue a running request again with the tokens it has; its slot and blocks are still to be given back."""
     record = editor.owner(slot)
     known = int(editor.read("known")[slot])
-    digests = _digests(record.request, limits, record.digests, known)
+    digests = digests_of(record.request, limits, record.digests, known)
     editor.enqueue([Waiting(record.request, record.order, known, digests)])
 
 
-def _vacate(editor: StateEditor, limits: Limits, slots: Sequence[int], may_publish: bool = True) -> None:
+def _vacate(
+    editor: StateEditor, limits: Limits, slots: Sequence[int], may_publish: bool = True, num_new: int = 0
+) -> None:
     """Empty slots, index the blocks that sampled tokens have filled, and give all blocks back.
 
+    The last `num_new` known tokens are being committed: a step in flight may have written them, but they are not among
+    the request's tokens yet.
     The blocks are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the
     digests cost 2 us a block (62 of them a step at 1,000 running requests).
     """
     for slot in slots:
         record, table = editor.owner(slot), editor.tables[slot]
-        written = min(int(editor.read("issued")[slot]), int(editor.read("known")[slot]))
+        written = min(int(editor.read("issued")[slot]), int(editor.read("known")[slot]) - num_new)
         first = min(len(record.digests), written // limits.block_size)
-        digests = _digests(record.request, limits, record.digests[:first], written)
+        digests = digests_of(record.request, limits, record.digests[:first], written)
         if may_publish:
             editor.describe(record.request, digests, range(first, len(digests)), limits.block_size)
             editor.pool.publish(zip(digests[first:], table[first:], strict=False))
@@ -335,11 +341,13 @@ def _publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, 
     editor.pool.publish(zip(digests[full], table[full], strict=True))
 
 
-def _digests(request: Request, limits: Limits, first: tuple[bytes, ...], num_tokens: int) -> tuple[bytes, ...]:
+def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
     """Continue the digests `first` of leading blocks to all full blocks among the first tokens of a request."""
     if request.salt is None:
         return ()
     size = limits.block_size
+    if request.digests is not None:
+        return tuple(request.digests[: num_tokens // size])
     digests = [*first]
     tokens = request.tokens[len(first) * size : num_tokens // size * size].tobytes()
     for start in range(0, len(tokens), 4 * size):

@@ -83,6 +83,8 @@ def choose_dtype(config: EngineConfig, checkpoint: dict[str, Any], platform: str
     if platform == "cpu":
         return jnp.dtype(jnp.float32)
     stored = checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "bfloat16"
+    if stored not in ("bfloat16", "float16", "float32"):
+        raise UserError(f"config.json: dtype {stored!r:.80} cannot be computed in; set dtype.", "dtype")
     return jnp.dtype(jnp.bfloat16 if stored == "float32" else stored)
 
 
@@ -142,9 +144,9 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     is_cpu = platform == "cpu"
     dtype = choose_dtype(config, checkpoint, platform)
     recorded = prepared.read(config.cache_dir(), spec)
-    slots = config.max_num_seqs or recorded.get("max_num_seqs")
-    tokens = config.max_num_batched_tokens or recorded.get("max_num_batched_tokens")
-    tokens = tokens or max(160 if is_cpu else 8192, 2 * (slots or 0))  # half of a step at least is left for prompts
+    if config.deterministic:
+        _check_deterministic(config, is_cpu)
+    slots, tokens = step_sizes(config, recorded, is_cpu)
     return Setup(
         folder=folder,
         spec=spec,
@@ -155,11 +157,45 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         devices=devices,
         dtype=dtype,
         max_model_len=config.max_model_len or recorded.get("max_model_len") or spec.max_position,
-        max_num_seqs=slots or min(64 if is_cpu else 256, tokens),
+        max_num_seqs=slots,
         max_num_batched_tokens=tokens,
         kernels=choose_kernels(config, spec, devices[0], dtype),
         prepared=recorded,
     )
+
+
+def _check_deterministic(config: EngineConfig, is_cpu: bool) -> None:
+    """Refuse what deterministic mode cannot keep its promise with."""
+    if not is_cpu and config.tensor_parallel_size > 2:
+        # A ring adds up the pieces of an array each in an order of its own; of two numbers there is one sum.
+        raise UserError(
+            f"deterministic mode is not there for {config.tensor_parallel_size} GPUs: among more than two, the order "
+            "of a sum depends on where in the batch a token is. Set tensor_parallel_size to 1 or 2, or leave it out.",
+            "deterministic",
+        )
+    if any(str(text).startswith("paged_prefill") for text in config.kernels):
+        raise UserError(
+            "kernels: paged_prefill does nothing in deterministic mode, where every token attends by paged_decode.",
+            "kernels",
+        )
+
+
+def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool) -> tuple[int, int]:
+    """Return the requests that run at once, and the tokens of a step.
+
+    A deterministic step takes as long for one token as for all that it has room for; so it has room for few, and what
+    was `recorded` for other steps is not taken.
+    """
+    if recorded.get("deterministic", False) != config.deterministic:
+        recorded = {}
+    slots = config.max_num_seqs or recorded.get("max_num_seqs")
+    tokens = config.max_num_batched_tokens or recorded.get("max_num_batched_tokens")
+    if config.deterministic:
+        usual_slots, usual_tokens = (16, 32) if is_cpu else (128, 256)
+    else:
+        usual_slots, usual_tokens = (64, 160) if is_cpu else (256, 8192)
+    tokens = tokens or max(usual_tokens, 2 * (slots or 0))  # half of a step at least is left for prompts
+    return slots or min(usual_slots, tokens), tokens
 
 
 def free_bytes(setup: Setup, shards: int) -> int | None:
@@ -239,6 +275,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "kernels": {operation: chosen.name for operation, chosen in setup.kernels.items()},
         "dtype": setup.dtype.name,
         "quantization": config.quantization,
+        "deterministic": config.deterministic,
         "tensor_parallel_size": shards,
         "block_size": config.block_size,
         "num_kv_blocks": plan.num_blocks,

@@ -40,13 +40,15 @@ class Request:
     """What the scheduler needs to know of a request; never rebuilt."""
 
     id: int
-    tokens: array[int]  # of prompt and output, int32; the engine appends, the scheduler reads only those it calls known
+    tokens: array[int]  # of prompt and output, int32; whoever calls `commit` appends what it returns
     num_prompt: int
     limit: int  # the most tokens it may have, prompt included
     stop_ids: tuple[int, ...] = ()  # a sampled token among these ends it; the usual one first
     priority: int = 0  # lower goes first
     salt: bytes | None = b""  # blocks are shared only between requests of equal salt; None shares nothing
     reads_cache: bool = True  # whether cached blocks stand in for its tokens; its own blocks are cached in any case
+    name: str = ""  # what its caller calls it, for people
+    digests: list[bytes] | None = None  # of its full blocks, where its tokens are not known (replay.py); they grow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +126,7 @@ class State(NamedTuple):
     pool: Pool
     num_added: int = 0
     num_admitted: int = 0
+    num_planned: int = 0
     block_events: tuple[BlockEvent, ...] | None = None  # of the prefix index, until they are taken; None: not recorded
 
     @property
@@ -155,11 +158,13 @@ class Plan(NamedTuple):
     table: np.ndarray  # int32[U, 3]: slot, index in the block table, block
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[int, ...] = ()  # ids
+    number: int = 0  # counts plans
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
-        return int(self.lengths.sum())
+        num_rows = len(self.slots)
+        return num_rows if num_rows == self.num_decodes else int(self.lengths.sum())
 
 
 class Events(NamedTuple):
@@ -221,6 +226,7 @@ class StateEditor:
         self._parts: dict[str, Any] = {}
         self.num_added = state.num_added
         self.num_admitted = state.num_admitted
+        self.num_planned = state.num_planned
         self.waiting = state.waiting
         self._was_cleared = False
         self._described: dict[bytes, Stored] = {}
@@ -261,7 +267,8 @@ class StateEditor:
     def owner(self, slot: int) -> Running:
         """Return the record of a slot that is taken."""
         record = (self._parts.get("running") or self._state.running)[slot]
-        assert record is not None, "a row of the columns and its record belong together"
+        if record is None:
+            raise RuntimeError(f"slot {slot} has a row in the columns and no record")
         return record
 
     def enqueue(self, entries: Sequence[Waiting]) -> None:
@@ -293,7 +300,7 @@ class StateEditor:
             slots = old.slots
             for column in columns.values():
                 column.setflags(write=False)
-            new_slots = slots._replace(**columns)
+            new_slots = Slots(*map(columns.get, Slots._fields, slots))  # a third of what `_replace` takes
         else:
             new_slots = old.slots
         pool = self._parts.get("pool")
@@ -309,6 +316,7 @@ class StateEditor:
             pool=old.pool if pool is None else pool.done(),
             num_added=self.num_added,
             num_admitted=self.num_admitted,
+            num_planned=self.num_planned,
             block_events=events,
         )
 

@@ -114,17 +114,30 @@ def build(
     )
 
 
-def compiler_options(platform: str) -> dict[str, str]:
+def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str, str]:
     """Return the options of XLA's compiler that steps are compiled with, beside its defaults.
 
     On a GPU, sums over devices go into the CUDA graph too: without that a decode step over four devices is as many
     graphs as there are sums, 65 for 32 layers. The list is XLA's own with COLLECTIVES at its end; who has said in
     XLA_FLAGS what goes into graphs is not overruled.
+
+    Deterministic mode needs products in which a row's bits do not depend on which row it is. Libraries do not promise
+    that: a kernel that deals out tiles and depth together ("stream-K") divides the sum of some tiles and not of others.
+    XLA's own Triton products sum each tile from first to last where nothing is split.
     """
-    if platform != "gpu" or "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
+    if platform != "gpu":
         return {}
+    options = {}
+    if is_deterministic:
+        options = {
+            "xla_gpu_triton_gemm_any": "True",
+            "xla_gpu_cublas_fallback": "False",
+            "xla_gpu_experimental_force_split_k": "1",
+        }
+    if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
+        return options
     kinds = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"
-    return {"xla_gpu_enable_command_buffer": kinds}
+    return options | {"xla_gpu_enable_command_buffer": kinds}
 
 
 def program_name(shape: Shape, variant: Variant) -> str:
@@ -306,14 +319,15 @@ def _attention(
     # Padding must not be stored; its places are all different because the scatter is promised unique ones.
     nowhere = geometry.num_blocks + jnp.arange(shape.tokens)
     stored_in = tables.at[slots, positions // size].get(mode="clip")
-    stored_in = jnp.where(slots < geometry.num_slots, stored_in, nowhere)
+    is_real = slots < geometry.num_slots
+    stored_in = jnp.where(is_real, stored_in, nowhere)
     offsets = positions % size
-    row_tables = tables.at[field["row_slot"]].get(mode="clip")  # [R, M]
-    lengths = field["row_position"] + 1
-    if shape.is_decode:
-        lengths = jnp.where(field["row_slot"] < geometry.num_slots, lengths, 0)
-    else:
-        lengths = jnp.where(jnp.arange(shape.rows) < field["num_decodes"], lengths, 0)
+    # Those that attend by themselves: all tokens, or the first R, of which the decode rows do.
+    alone = slice(None) if not shape.tiles else slice(shape.rows)
+    alone_tables = tables.at[slots[alone]].get(mode="clip")  # [T or R, M]
+    lengths = jnp.where(is_real, positions + 1, 0)
+    if shape.tiles:
+        lengths = jnp.where(jnp.arange(shape.rows) < field["num_decodes"], lengths[alone], 0)
         tile_tables = tables.at[field["tile_slot"]].get(mode="clip")  # [Y, M]
 
     def attend(layer: int, heads: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
@@ -338,15 +352,15 @@ def _attention(
         }
         with named_scope("attend"):
             decoded = pallas_kernels.paged_decode(
-                q[: shape.rows],
+                q[alone],
                 keys,
                 values,
-                row_tables,
+                alone_tables,
                 lengths,
                 implementation=kernels["paged_decode"],
                 **options,
             )
-            if shape.is_decode:
+            if not shape.tiles:
                 return decoded
             chunks = pallas_kernels.paged_prefill(
                 q,

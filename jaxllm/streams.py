@@ -194,11 +194,11 @@ class Stream:
             output.metrics.arrival_time = self._arrival
         if any(completion.finish_reason == "error" for completion in output.outputs):
             self._error = RequestFailedError("The request failed inside a step of the engine; others go on.")
-        self.is_finished = output.finished
         if self.params.output_kind is RequestOutputKind.DELTA and self._pending is not None:
             merge(self._pending, output)
         else:
             self._pending = output
+        self.is_finished = output.finished  # only now: a stream that failed before this can still be told so
         self._wake()
         return taken
 
@@ -206,7 +206,7 @@ class Stream:
         """End the stream with an error, unless its last output is there already."""
         if not self.is_finished and self._error is None:
             self._error = error
-            self._wake()
+        self._wake()
 
     async def get(self) -> RequestOutput:
         """Wait for an output and take it."""

@@ -138,13 +138,14 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self, *unbuilt: object) -> None:
-        names = [name for name in type(self).__dataclass_fields__ if name not in {own.name for own in fields(self)}]
+        built = {own.name for own in fields(self)}
+        names = [name for name in type(self).__dataclass_fields__ if name not in built]
         for name, value in zip(names, unbuilt, strict=True):
             default = getattr(type(self), name)
             if type(value) is not type(default) or value != default:
                 shown = f"{name}={value}" if isinstance(value, bool) else name
                 raise UnsupportedError(f"{shown} is not supported by jaxllm yet.", name, value)
-        values = _normalized({own.name: getattr(self, own.name) for own in fields(self)})
+        values = _normalized({name: getattr(self, name) for name in built})
         _check_ranges(values)
         if values["temperature"] < _GREEDY_BELOW:
             values |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}

@@ -90,5 +90,6 @@ def deal(turns: Array) -> tuple[Array, Array]:
     depth = -(-rows // _LANES)
     order = jnp.pad(jnp.argsort(-turns).astype(jnp.int32), (0, depth * _LANES - rows), constant_values=rows)
     order = order.reshape(depth, _LANES)
-    order = order.at[1::2].set(order[1::2, ::-1])
+    # Not `order.at[1::2].set(order[1::2, ::-1])`: XLA:CPU of jax 0.12 does that in place, over what it still reads.
+    order = jnp.where((jnp.arange(depth) % 2 == 1)[:, None], order[:, ::-1], order)
     return order, jnp.cumsum(turns.at[order].get(mode="fill", fill_value=0), axis=0)

@@ -114,17 +114,11 @@ def test_a_product_of_few_float32_rows_is_the_other_way_round(rows: int):
 @pytest.mark.parametrize(
     "case",
     [
-        "gemma2",
-        "gpt2",
-        "phi3",
-        "gpt_neox",
-        "olmo2",
-        "cohere",
-        "stablelm-parallel",
-        "qwen2-moe",
-        "gpt-oss",
-        "deepseek-v2",
-        "deepseek-v3",
+        *("gemma2", "gpt_neox", "qwen2-moe", "gpt-oss", "deepseek-v3"),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("gpt2", "phi3", "olmo2", "cohere", "stablelm-parallel", "deepseek-v2")
+        ),
     ],
 )
 def test_two_devices_compute_what_one_does(case):

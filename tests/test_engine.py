@@ -69,10 +69,10 @@ def test_it_tells_the_story(llm: LLM) -> None:
     ("settings", "copies"),
     [
         ({"enable_prefix_caching": False, "max_num_batched_tokens": 8}, 2),
-        ({"block_size": 1}, 2),
-        ({"max_num_batched_tokens": 512, "max_num_seqs": 64, "block_size": 64}, 16),
         ({"num_kv_blocks": 14}, 2),
-        ({"tensor_parallel_size": 4}, 2),
+        pytest.param({"block_size": 1}, 2, marks=pytest.mark.slow),
+        pytest.param({"max_num_batched_tokens": 512, "max_num_seqs": 64, "block_size": 64}, 16, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 4}, 2, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -121,7 +121,7 @@ def test_steps_in_flight_change_no_token_with_aborts_and_preemption() -> None:
                         outputs.append(output)
                 ended |= {output.request_id: output for output in outputs if output.finished}
             assert engine.metrics.preemptions > 0
-            assert engine._state.pool.num_available == 14 and not engine._samples
+            assert engine._core.state.pool.num_available == 14 and not engine._samples
     assert told[True].keys() == told[False].keys() and len(told[True]) == 40
     for name, output in told[True].items():
         for one, other in zip(output.outputs, told[False][name].outputs, strict=True):
@@ -366,7 +366,7 @@ def test_a_higher_priority_is_served_first() -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
 def test_an_abort_in_any_phase_returns_every_block(llm: LLM, num_steps: int) -> None:
     engine = llm.engine
-    num_blocks = engine._state.pool.num_blocks
+    num_blocks = engine._core.state.pool.num_blocks
     prompts: list[Any] = [[7] * 150, "Tom had", "Lily"]
     for name, prompt in enumerate(prompts):
         engine.add_request(str(name), prompt, SamplingParams(n=2, max_tokens=9))
@@ -376,7 +376,7 @@ def test_an_abort_in_any_phase_returns_every_block(llm: LLM, num_steps: int) -> 
         engine.abort_request(str(name))
         engine.abort_request(str(name))
     assert not engine.has_unfinished_requests() and engine.step() == []
-    assert engine._state.pool.num_available == num_blocks and not engine._samples
+    assert engine._core.state.pool.num_available == num_blocks and not engine._samples
 
 
 def test_a_step_that_takes_the_cache_with_it_costs_no_token(
@@ -441,14 +441,17 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
         assert cured.num_cached_tokens == 0 and cured.outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize(("block_size", "length"), [(16, 480), (1, 480), (2, 100)])
+@pytest.mark.parametrize(
+    ("block_size", "length"),
+    [(2, 100), pytest.param(16, 480, marks=pytest.mark.slow), pytest.param(1, 480, marks=pytest.mark.slow)],
+)
 def test_more_blocks_than_fit_into_a_steps_buffer_are_sent_ahead(block_size: int, length: int) -> None:
     prompts = [[5 + (7 * position + name) % 400 for position in range(length)] for name in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     with make(block_size=block_size, max_num_seqs=4, max_num_batched_tokens=32) as llm:
         chunked = tokens(generate(llm, prompts, params))
         assert tokens(generate(llm, prompts, params)) == chunked, "and from the prefix cache"
-    with make(block_size=64, max_num_batched_tokens=512) as llm:
+    with make() as llm:
         assert tokens(generate(llm, prompts, params)) == chunked
 
 
@@ -510,6 +513,7 @@ def test_step_shows_text_as_it_grows(llm: LLM) -> None:
     assert len(texts) == 20 and all(later.startswith(sooner) for sooner, later in pairwise(texts))
 
 
+@pytest.mark.slow
 def test_bfloat16_and_float16_generate(alone: dict[str, list[int]]) -> None:
     for dtype in ("bfloat16", "float16"):
         with make(dtype=dtype) as llm:

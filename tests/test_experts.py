@@ -149,6 +149,7 @@ def test_the_router_chooses_and_weighs_as_a_loop_does(own):
     assert (differs > 0) == (mixture.groups > 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ROUTED)
 def test_golden_prompts_reach_every_expert(case, monkeypatch):
     """So that no expert's weights could lie in the wrong place unseen."""

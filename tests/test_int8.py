@@ -198,6 +198,7 @@ def test_greedy_tokens_of_held_out_answers():
     assert np.abs(plain - quantized).max() > 1e-3, "nothing was quantized"
 
 
+@pytest.mark.slow
 def test_an_engine_on_two_devices_answers_as_the_quantized_decoder(tmp_path):
     """Whose tokens may differ from those of one device: each rounds its piece of a row by itself."""
     shards = 2

@@ -15,10 +15,10 @@ import pytest
 import pallas_kernels
 from pallas_kernels import Site
 from tests import test_attention
-from tests.test_attention import CASES, WRITES, Case, Pool
+from tests.test_attention import EACH, WRITES, Case, Pool
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EACH)
 def test_decode(case):
     test_attention.test_decode_matches_the_naive_loop(case, "pallas")
 
@@ -28,7 +28,7 @@ def test_decode_in_bfloat16_is_accumulated_in_float32():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("case", CASES[4:], ids=str)
+@pytest.mark.parametrize("case", EACH[4:])
 def test_decode_of_caches_with_scales(case, dtype):
     """Beside the reference; the scale of a place where nothing was stored is NaN."""
     pool, lengths = Pool(case, num_blocks=200 // case.block_tokens + 8), [1, 40, 99]
@@ -68,7 +68,15 @@ def test_decode_reads_no_block_behind_a_sequence():
         np.testing.assert_array_equal(decode(q, pool.k, pool.v, tables, lengths), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bfloat16",
+        "int8",
+        pytest.param("float32", marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("write", WRITES, ids=str)
 def test_write_kv_is_what_the_reference_is(write, dtype):
     test_attention.check_write_beside_the_reference(write, dtype, "pallas")

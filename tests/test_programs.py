@@ -16,7 +16,7 @@ import pytest
 from jax._src import test_util as jtu
 
 from jaxllm import LLM, SamplingParams, cache, memory, programs
-from jaxllm.batch import coarser, decode_shapes, ragged_shapes
+from jaxllm.batch import coarser, decode_shapes, ragged_shapes, uniform_shape
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.metrics import Metrics
@@ -34,7 +34,7 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     model, stories = str(GOLDEN / "llama-3.1"), str(GOLDEN / "stories260K")
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_kv_blocks": 200}
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_kv_blocks": 200}
     with LLM(model, tokenizer=stories, precompile="all", **sizes) as llm:
         yield llm
 
@@ -175,6 +175,24 @@ def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_follow
     assert str(programs.choose(plan, Variant.GREEDY)) == "decode[4].filtered"
     programs.wait()
     assert compiled[4:] == ["decode[4].greedy"], "a thread that had nothing left begins again"
+
+
+def test_one_program_runs_every_plan_where_there_are_no_others() -> None:
+    shape = uniform_shape(32, 8, 16, 40)
+    programs = Programs([], [shape], lambda key: SimpleNamespace(compile=lambda: key), Metrics(), list(Variant)[-1:])
+    programs.begin(programs.covering, 2)
+    programs.wait()
+    programs.follow(2)
+    assert programs.num_all == len(programs) == 1 and not shape.is_decode
+    decode = np.ones(3, np.int32)
+    chunks = np.array([1, 1, 13, 2, 2, 2, 2, 9], np.int32)  # more of them than tiles would hold
+    for lengths, num_decodes in ((decode, 3), (chunks, 2)):
+        ones = np.ones(len(lengths), np.int32)
+        plan = Plan(0.0, num_decodes, ones, ones.astype(np.int64), ones, lengths, ones > 0, np.zeros((0, 3), np.int32))
+        for variant in Variant:
+            assert str(programs.choose(plan, variant)) == "ragged[32].full"
+    programs.wait()
+    assert len(programs) == 1
 
 
 def test_a_program_that_cannot_be_compiled_is_tried_once_while_others_serve() -> None:

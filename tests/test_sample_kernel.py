@@ -94,7 +94,7 @@ def by_engine(rows: Rows, filters: tuple[str, ...], variant: Variant, kernel: Ch
     return engine(size, variant, kernel)(rows.logits, state, rows.positions, history, unpacked)
 
 
-@pytest.mark.parametrize("size", [5, 1000])
+@pytest.mark.parametrize("size", [5, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["spread", "tied", "flat", "huge", "broken"])
 def test_the_reference_chooses_what_the_engine_does(size: int, kind: str):
     for number, filters in enumerate([None, *FILTERS]):

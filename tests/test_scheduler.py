@@ -259,7 +259,7 @@ class Core(RuleBasedStateMachine):
 
 TestCore = Core.TestCase
 TestCore.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

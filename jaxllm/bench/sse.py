@@ -19,11 +19,16 @@ class EventReader:
     """Cuts a stream of bytes into the payloads of its `data:` lines."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []  # of the last line; joined once it ends, or a long one would cost its square
 
     def feed(self, received: bytes) -> list[bytes]:
         """Take bytes; return the payloads that are complete."""
-        *lines, self._rest = (self._rest + received).split(b"\n")
+        head, end, rest = received.rpartition(b"\n")
+        if not end:
+            self._rest.append(received)
+            return []
+        lines = b"".join((*self._rest, head)).split(b"\n")
+        self._rest = [rest]
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 

@@ -150,7 +150,8 @@ async def _one(llm: AsyncLLM, job: Job, n: int, detokenize: bool, bar: tqdm | No
         last = output
     if bar is not None:
         bar.update()
-    assert last is not None, "a request ends with an output or an exception"
+    if last is None:
+        raise RuntimeError("a request ended with neither an output nor an exception")
     return last
 
 

@@ -1,0 +1,340 @@
+"""`jaxllm replay`: run what `jaxllm serve --record` wrote down, look whether the plans are the same, and show them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from argparse import ArgumentTypeError
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.commands.arguments import Subparsers, Usage
+
+if TYPE_CHECKING:
+    from jaxllm.replay import Moment, Replay
+    from jaxllm.state import Request, State
+
+
+def add(commands: Subparsers) -> None:
+    """Describe the command."""
+    parser = commands.add_parser(
+        "replay",
+        help="run a recording of a server's scheduler, without its model",
+        allow_abbrev=False,
+        description="Run what `jaxllm serve --record FILE` wrote down: every request, plan and token, without the "
+        "model or its device. The exit code is 1 if a plan is not the one that the server made.",
+    )
+    parser.add_argument("file", metavar="FILE", help="the recording; its older pieces, FILE.1 and so on, go before it")
+    parser.add_argument("--plans", action="store_true", help="write a line for each plan")
+    parser.add_argument("--at", type=_place, metavar="PLAN", help="show all at this plan, or, as 12.5s, at this time")
+    parser.add_argument("--step", action="store_true", help="go on from there plan by plan; asks what to do")
+    parser.add_argument("--request", metavar="ID", help="tell what happened to one request")
+    parser.add_argument("--json", action="store_true", help="write events as lines of JSON")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=run)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Replay and show; 1 where a plan differs."""
+    if options["step"] and (options["json"] or options["request"]):
+        raise Usage("--step goes with --at alone")
+    from jaxllm.replay import Replay
+
+    replay = Replay(options["file"])
+    difference = None
+    summary = Summary()
+    story = Story(options["request"]) if options["request"] else None
+    wanted: tuple[str, float] | None = options["at"]
+    if options["step"] and wanted is None:
+        wanted = ("plan", 0)
+    for moment in replay.moments():
+        difference = moment.difference or difference
+        summary.take(moment)
+        is_there = wanted is not None and _is_at(wanted, moment)
+        if story is not None:
+            names = story.take(moment)
+            if options["json"] and names:
+                print(json.dumps(to_json(moment, names)))
+        elif options["json"]:
+            if wanted is None or is_there:
+                print(json.dumps(to_json(moment)))
+        elif options["plans"] and moment.plan is not None and moment.events is None:
+            print(plan_line(moment))
+        if is_there:
+            if not options["json"] and story is None:
+                print("\n".join(state_lines(moment)))
+            wanted = _next_place(moment) if options["step"] else None
+            if wanted is None:
+                break
+    if wanted is not None and not options["step"]:
+        raise Usage(f"the recording ends before {wanted[0]} {wanted[1]:g}")
+    if story is not None:
+        if not story.lines:
+            raise Usage(f"no request of the recording is called {options['request']}")
+        if not options["json"]:
+            print("\n".join(story.lines))
+    elif not options["json"] and options["at"] is None and not options["step"]:
+        print("\n".join([*header_lines(replay), *summary.lines()]))
+        if difference is None:
+            print(f"all {summary.num_plans:,} plans were made again, and are the same")
+    if difference is not None:
+        print(difference, file=sys.stderr)
+    return 0 if difference is None else 1
+
+
+def _place(text: str) -> tuple[str, float]:
+    """Read a plan's number, or a time in seconds."""
+    match = re.fullmatch(r"(\d{1,15})|(\d{1,12}(?:\.\d{1,9})?)s", text)
+    if match is None:
+        raise ArgumentTypeError(f"{text!r} is neither a plan's number nor a time as 12.5s")
+    return ("plan", int(match[1])) if match[1] else ("second", float(match[2]))
+
+
+def _is_at(place: tuple[str, float], moment: Moment) -> bool:
+    if moment.plan is None or moment.events is not None:
+        return False
+    return moment.plan.number >= place[1] if place[0] == "plan" else moment.time >= place[1]
+
+
+def _next_place(moment: Moment) -> tuple[str, float] | None:
+    """Ask where to go on: the next plan, another, or nowhere."""
+    assert moment.plan is not None
+    while True:
+        print("enter: next plan, a number or time as 12.5s: go on to it, q: end > ", end="", flush=True)
+        answer = sys.stdin.readline()
+        if not answer or answer.strip() == "q":
+            return None
+        if not answer.strip():
+            return "plan", moment.plan.number + 1
+        try:
+            return _place(answer.strip())
+        except ArgumentTypeError as error:
+            print(error)
+
+
+class Summary:
+    """What a recording holds, in numbers."""
+
+    def __init__(self) -> None:
+        self.num_plans = 0
+        self._first: float | None = None
+        self._last = 0.0
+        self._counts: Counter[str] = Counter()
+        self._most: Counter[str] = Counter()
+
+    def take(self, moment: Moment) -> None:
+        """Count an event."""
+        counts, state = self._counts, moment.state
+        self._first = moment.time if self._first is None else self._first
+        self._last = moment.time
+        counts["requests"] += len(moment.added)
+        counts["aborted"] += len(moment.aborted or ())
+        counts["resets"] += moment.kind.name == "RESET"
+        if moment.events is not None:
+            counts["steps"] += 1
+            counts["tokens sampled"] += len(moment.events.ids)
+            counts["finished"] += len(moment.events.finished)
+        elif moment.plan is not None:
+            self.num_plans += 1
+            counts["tokens computed"] += moment.plan.num_tokens
+            counts["tokens cached"] += sum(one.num_cached for one in moment.plan.admitted)
+            counts["preemptions"] += len(moment.plan.preempted)
+            for name, value in _sizes(state).items():
+                self._most[name] = max(self._most[name], value)
+
+    def lines(self) -> list[str]:
+        """Write it."""
+        seconds = self._last - (self._first or 0.0)
+        told = [f"{value:,} {name}" for name, value in self._counts.items() if value]
+        most = [f"{value:,} {name}" for name, value in self._most.items()]
+        return [f"{seconds:,.3f} s: {', '.join(told)}", f"at most {', '.join(most)}"]
+
+
+class Story:
+    """What happened to one request, or to the samples of one; an id is told by how it begins."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.lines: list[str] = []
+        self._slots: dict[int, Request] = {}
+        self._ids: dict[int, str] = {}
+        self._decoded: dict[int, list[float]] = {}  # times of tokens that are still to be told
+
+    def take(self, moment: Moment) -> dict[int, str]:
+        """Note an event; return the names of those whom it concerns, by id."""
+        told: dict[int, str] = {}
+
+        def tell(request_id: int, text: str) -> None:
+            self._flush(request_id)
+            told[request_id] = self._ids[request_id]
+            self.lines.append(f"{moment.time:12.6f} s  {self._ids[request_id]}  {text}")
+
+        if moment.kind.name == "SNAPSHOT":
+            present = [record.request for record in moment.state.running if record is not None]
+            present += [entry.request for entry in moment.state.waiting]
+            for request in self._own(present):
+                tell(request.id, "is there when the recording begins")
+        for request in self._own(moment.added):
+            tell(request.id, f"arrives: {request.num_prompt} tokens, may reach {request.limit}")
+        for request_id, reason in (moment.aborted or {}).items():
+            if request_id in self._ids:
+                tell(request_id, f"is ended: {reason}")
+        plan, events = moment.plan, moment.events
+        if plan is not None and events is None:
+            for request_id in plan.preempted:
+                if request_id in self._ids:
+                    tell(request_id, f"is preempted in plan {plan.number}")
+            for one in plan.admitted:
+                if one.request.id in self._ids:
+                    cached = f"{one.num_cached} of {one.num_known} tokens are cached"
+                    tell(one.request.id, f"gets slot {one.slot} in plan {plan.number}: {cached}")
+            for row in range(plan.num_decodes, len(plan.slots)):
+                record = moment.state.running[int(plan.slots[row])]
+                if record is not None and record.request.id in self._ids:
+                    start, length = int(plan.starts[row]), int(plan.lengths[row])
+                    tell(record.request.id, f"plan {plan.number} computes tokens {start} to {start + length - 1}")
+        if events is not None:
+            for request_id in events.ids.tolist():
+                if request_id in self._ids:
+                    self._decoded.setdefault(request_id, []).append(moment.time)
+                    told[request_id] = self._ids[request_id]
+            for request_id, reason in events.finished.items():
+                if request_id in self._ids:
+                    tell(request_id, f"ends: {reason}")
+            for request_id in events.failed:
+                if request_id in self._ids:
+                    tell(request_id, "fails: its logits were not finite")
+        return told
+
+    def _own(self, requests: Any) -> Iterator[Request]:
+        for request in requests:
+            if request.name.startswith(self._name):
+                self._ids[request.id] = request.name
+                yield request
+
+    def _flush(self, request_id: int) -> None:
+        """Tell the tokens that came since anything else happened, in one line."""
+        times = self._decoded.pop(request_id, [])
+        if not times:
+            return
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        longest = f", at most {max(gaps) * 1e3:.1f} ms apart" if gaps else ""
+        text = f"{len(times)} tokens until {times[-1]:.6f} s{longest}"
+        self.lines.append(f"{times[0]:12.6f} s  {self._ids[request_id]}  {text}")
+
+
+def _sizes(state: State) -> dict[str, int]:
+    pool = state.pool
+    return {
+        "running": state.num_running,
+        "waiting": len(state.waiting),
+        "blocks in use": pool.num_blocks - pool.num_available,
+    }
+
+
+def header_lines(replay: Replay) -> list[str]:
+    """Say where a recording is from."""
+    header = replay.header
+    started = datetime.fromtimestamp(header.started, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    pieces = "1 piece" if len(replay.headers) == 1 else f"{len(replay.headers)} pieces"
+    runs = len({one.run for one in replay.headers})
+    processes = "" if runs == 1 else f", {runs} processes after one another"
+    hidden = ", prompts and outputs as hashes" if header.is_redacted else ""
+    about = "".join(f", {name} {value}" for name, value in header.about.items())
+    limits = ", ".join(f"{name} {value}" for name, value in header.limits.items())
+    end = ["it ends in the middle of an entry, as where a process is killed"] if replay.is_cut else []
+    return [
+        f"jaxllm {header.jaxllm}{about}, started {started} UTC, {pieces}{processes}{hidden}",
+        limits,
+        *end,
+    ]
+
+
+def plan_line(moment: Moment) -> str:
+    """Write a plan in a line."""
+    plan = moment.plan
+    assert plan is not None
+    chunks = len(plan.slots) - plan.num_decodes
+    parts = [f"{moment.time:12.6f} s  plan {plan.number:<8} {plan.num_decodes:4} decodes"]
+    parts.append(f"{chunks} chunks of {plan.num_tokens - plan.num_decodes} tokens" if chunks else "")
+    if plan.admitted:
+        parts.append("admits " + " ".join(one.request.name for one in plan.admitted))
+    if plan.preempted:
+        parts.append("preempts " + " ".join(map(str, plan.preempted)))
+    parts.append(", ".join(f"{value} {name}" for name, value in _sizes(moment.state).items()))
+    return "  ".join(part for part in parts if part)
+
+
+def state_lines(moment: Moment) -> list[str]:
+    """Write a plan, and the whole state behind it."""
+    state, plan = moment.state, moment.plan
+    assert plan is not None
+    rows = {
+        slot: f"computes {start} to {start + length - 1}" + (", samples" if samples else "")
+        for slot, start, length, samples in zip(
+            plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist(), strict=True
+        )
+    }
+    lines = [plan_line(moment)]
+    for slot, record in enumerate(state.running):
+        if record is None:
+            continue
+        slots, table = state.slots, state.tables[slot]
+        counts = f"{slots.known[slot]} known, {slots.issued[slot]} issued of at most {slots.limit[slot]}"
+        blocks = f"{len(table)} blocks {' '.join(map(str, table[:8]))}{' …' if len(table) > 8 else ''}"
+        lines.append(f"  slot {slot:<4} {record.request.name}  {counts}  {blocks}  {rows.get(slot, 'waits')}")
+    for place, entry in enumerate(state.waiting):
+        request = entry.request
+        lines.append(f"  waits {place:<3} {request.name}  {entry.known} tokens known, priority {request.priority}")
+    pool = state.pool
+    lines.append(f"  blocks: {len(pool.free)} free, {pool.num_cached} cached, {_sizes(state)['blocks in use']} in use")
+    return lines
+
+
+def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """Write an event; only what concerns `names`, by id, where these are given."""
+    plan, events = moment.plan, moment.events
+
+    def is_told(request_id: int) -> bool:
+        return names is None or request_id in names
+
+    told: dict[str, Any] = {"event": moment.kind.name.lower(), "time": moment.time}
+    if moment.added:
+        told["requests"] = [
+            {"id": one.id, "name": one.name, "num_prompt": one.num_prompt, "limit": one.limit, "priority": one.priority}
+            for one in moment.added
+            if is_told(one.id)
+        ]
+    if moment.aborted is not None:
+        told["reasons"] = {str(one): reason for one, reason in moment.aborted.items() if is_told(one)}
+    if plan is not None:
+        told["plan"] = plan.number
+    if events is not None:
+        pairs = zip(events.ids.tolist(), events.tokens.tolist(), strict=True)
+        told["tokens"] = {str(one): token for one, token in pairs if is_told(one)}
+        told["finished"] = {str(one): reason for one, reason in events.finished.items() if is_told(one)}
+        told["failed"] = [one for one in events.failed if is_told(one)]
+    elif plan is not None:
+        owners = [record and record.request.id for record in moment.state.running]
+        told["rows"] = [
+            {"id": owners[slot], "slot": slot, "start": start, "length": length}
+            for slot, start, length in zip(
+                plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True
+            )
+            if is_told(owners[slot] or 0)
+        ]
+        told["admitted"] = [
+            {"id": one.request.id, "slot": one.slot, "num_known": one.num_known, "num_cached": one.num_cached}
+            for one in plan.admitted
+            if is_told(one.request.id)
+        ]
+        told["preempted"] = [one for one in plan.preempted if is_told(one)]
+    if names is None:
+        told |= {name.replace(" ", "_"): value for name, value in _sizes(moment.state).items()}
+    if moment.difference is not None:
+        told["difference"] = moment.difference
+    return told
