@@ -60,6 +60,8 @@ def render(
         "tools": None if tools is None else _plain(list(tools), "tools"),
         "add_generation_prompt": add_generation_prompt,
     }
+    import jinja2
+
     from jaxllm.template_sandbox import LimitError
 
     meter = template.program.environment.meter
@@ -71,8 +73,11 @@ def render(
             pieces.append(piece)
     except LimitError as error:
         raise UserError(f"The chat template was cut off: {error}.", "chat_template") from error
-    except Exception as error:  # a template is foreign code: it may fail with anything
+    except (jinja2.TemplateError, OverflowError) as error:
         raise UserError(f"The chat template rejects this conversation: {_one_line(error)}", "messages") from error
+    except Exception as error:  # a template is foreign code: it may fail with anything, in words of Python's classes
+        reason = "a value in it is not of the kind that the template takes."
+        raise UserError(f"The chat template rejects this conversation: {reason}", "messages") from error
     text = "".join(pieces)
     return _cut_at_mark(text) if continue_final_message else text
 

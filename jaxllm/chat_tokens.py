@@ -30,6 +30,7 @@ _WORD = re.compile(r"[\w.-]*")  # templates compare such strings ('function', 'l
 # and trimming, and, unlike private-use characters, by Python when it writes out a list.
 _FIRST_TWIN, _LAST_TWIN = 0x1D800, 0x1D9FF
 _TWINS = re.compile(f"[{chr(_FIRST_TWIN)}-{chr(_LAST_TWIN)}]")
+_MOST_IDS = 2**24  # a tokenizer is written out id by id, with or without a token: 17 ns each
 _MOST_PASSES = 16  # of the search for special tokens that appear once others are disguised
 
 
@@ -262,4 +263,9 @@ def _copy(backend: Any, added: Sequence[Any]) -> Any:
         {key: token.content for key, token in each.get_added_tokens_decoder().items()} for each in (copy, backend)
     )
     # The ids of added tokens follow from their order, unless a file gave them others.
-    return copy if ours == theirs else Backend.from_str(backend.to_str())
+    if ours == theirs:
+        return copy
+    largest = max(backend.get_vocab().values(), default=0)
+    if largest >= _MOST_IDS:
+        raise UserError(f"The model's tokenizer has a token with the id {largest}, no vocabulary is that large.")
+    return Backend.from_str(backend.to_str())

@@ -17,6 +17,7 @@ from jaxllm.errors import UserError
 from jaxllm.model import orbax_checkpoint, weights
 from jaxllm.model.checkpoint import INDEX
 from jaxllm.model.families import read_spec
+from jaxllm.model_files import inside
 
 EMBEDDED = "jaxllm-embedded"  # the small model's name, as the server tells it
 _KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*")
@@ -77,4 +78,5 @@ def _copy_files(source: Path, target: Path) -> None:
             if path.is_file() and not path.name.endswith(INDEX.removeprefix("model")):
                 copy = target / path.relative_to(source)
                 copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)  # not its link, nor its mode: a hub's cache has both
+                # Not its link, nor its mode: a hub's cache has both.
+                shutil.copyfile(inside(source, path.relative_to(source).as_posix()), copy)

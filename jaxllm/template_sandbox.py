@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError, nodes, pass_context, pass_eval_context
+from jinja2 import TemplateError, Undefined, nodes, pass_context, pass_eval_context
 from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -121,6 +121,14 @@ class _Generator(CodeGenerator):
         super().visit_Template(_Metering().visit(node), frame)
 
 
+class _Missing(Undefined):
+    """A value that is not there; jinja2's own words for it name the class of what should have had it."""
+
+    @property
+    def _undefined_message(self) -> str:
+        return self._undefined_hint or f"there is no {self._undefined_name!r}"
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """Compiles templates; `meter` is to begin before one is compiled or rendered."""
 
@@ -130,6 +138,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         self.meter = Meter()
         super().__init__(
+            undefined=_Missing,
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_GenerationBlock, loopcontrols],

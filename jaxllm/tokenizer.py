@@ -22,7 +22,7 @@ from jaxllm import chat_tokens
 from jaxllm.chat_template import RESERVED, ChatTemplate, compile_template, render
 from jaxllm.chat_tokens import Disguise, SpecialTokens
 from jaxllm.errors import UserError, too_long
-from jaxllm.tokenizer_files import read_tokenizer_files
+from jaxllm.tokenizer_files import read_tokenizer_files, typed_errors
 
 _ANCHOR = "a"  # a token text that no decoder changes: stands for "some text came before"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -102,6 +102,9 @@ class Tokenizer:
         """Whether a token is special, so that it is left out of texts that skip such tokens."""
         return self.token_id(token) in self.special_ids
 
+    def _refusal(self, said: str) -> UserError:
+        return UserError(f"The model's tokenizer cannot read this: {said}", "prompt")
+
     def _named_id(self, name: str) -> int | None:
         token = self._named_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
@@ -115,7 +118,8 @@ class Tokenizer:
         if not isinstance(text, str):
             raise UserError(f"A text must be a string, got {type(text).__name__}.", "prompt")
         chat_tokens.check_unicode(text, "prompt")
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with typed_errors(self._refusal):
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Refuse a text that must be longer than `max_tokens`, without tokenizing it: that takes 2 s a megabyte."""
@@ -141,10 +145,11 @@ class Tokenizer:
         `clean_up_tokenization_spaces` of the config is not applied: transformers 5 ignores it for BPE tokenizers, since
         it removes spaces that belong to the text, and no other kind of tokenizer that sets it is in use for generation.
         """
-        try:
-            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        except (OverflowError, TypeError) as error:
-            raise UserError(f"Token ids must be integers from 0 to {2**32 - 1}: {error}.", "ids") from None
+        with typed_errors(self._refusal):
+            try:
+                return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            except (OverflowError, TypeError) as error:
+                raise UserError(f"Token ids must be integers from 0 to {2**32 - 1}: {error}.", "ids") from None
 
     def token_text(self, token_id: int) -> str:
         """Give one token's text as it reads after other text: with its leading space, special tokens spelled out.
@@ -158,7 +163,8 @@ class Tokenizer:
         """Give a token's share of the text (see `Piece`); made by the decoder once, then looked up."""
         piece = self._pieces.get(token_id)
         if piece is None:
-            piece = self._pieces[token_id] = self._make_piece(self._backend.id_to_token(token_id))
+            with typed_errors(self._refusal):
+                piece = self._pieces[token_id] = self._make_piece(self._backend.id_to_token(token_id))
         return piece
 
     def _make_piece(self, token: str | None) -> Piece:
@@ -219,28 +225,27 @@ class Tokenizer:
         taken = next((name for name in RESERVED if name in variables), None)
         if taken is not None:
             raise UserError(f"chat_template_kwargs cannot have {taken!r}; it is a parameter of its own.", taken)
-        special = self._special_tokens
         source = self._template_source(chat_template, tools)
-        disguise = Disguise(special, [messages, tools, variables, source, self._named_tokens])
-        try:
-            if isinstance(messages, list | tuple):
-                chat_tokens.check_roles(special, messages)
-            text = render(
-                self._compile(source),
-                disguise.put_on(messages, "messages"),
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=disguise.put_on(tools, "tools"),
-                variables={**self._named_tokens, **disguise.put_on(variables, "chat_template_kwargs")},
-            )
-        except RecursionError:
-            raise UserError("messages, tools or chat_template_kwargs are nested too deeply.", "messages") from None
-        chat_tokens.check_unicode(text, "chat_template")
-        text, ids = chat_tokens.encode(special, text, disguise)
-        if add_special_tokens:
-            before, after = self._around
-            ids = [*before, *ids, *after]
-        return text, ids
+        with typed_errors(self._refusal):
+            special = self._special_tokens
+            disguise = Disguise(special, [messages, tools, variables, source, self._named_tokens])
+            try:
+                if isinstance(messages, list | tuple):
+                    chat_tokens.check_roles(special, messages)
+                text = render(
+                    self._compile(source),
+                    disguise.put_on(messages, "messages"),
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=disguise.put_on(tools, "tools"),
+                    variables={**self._named_tokens, **disguise.put_on(variables, "chat_template_kwargs")},
+                )
+            except RecursionError:
+                raise UserError("messages, tools or chat_template_kwargs are nested too deeply.", "messages") from None
+            chat_tokens.check_unicode(text, "chat_template")
+            text, ids = chat_tokens.encode(special, text, disguise)
+            before, after = self._around if add_special_tokens else ([], [])
+        return text, [*before, *ids, *after]
 
     @functools.cached_property
     def _special_tokens(self) -> SpecialTokens:
@@ -250,7 +255,9 @@ class Tokenizer:
     def _around(self) -> tuple[list[int], list[int]]:
         """The ids that the model expects before and after a prompt."""
         whole, text = (self._backend.encode(_ANCHOR, add_special_tokens=special).ids for special in (True, False))
-        start = next(start for start in range(len(whole)) if whole[start : start + len(text)] == text)
+        start = next((start for start in range(len(whole)) if whole[start : start + len(text)] == text), None)
+        if start is None:
+            raise UserError("The model's tokenizer changes a prompt that it puts something around.", "tokenizer")
         return whole[:start], whole[start + len(text) :]
 
     def _template(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
@@ -265,10 +272,10 @@ class Tokenizer:
                 return self._chat_templates[name]
         if self._chat_templates:
             raise UserError(
-                f"{self.name} has no default chat template; choose one of {', '.join(sorted(self._chat_templates))}.",
+                f"This model has no default chat template; choose one of {', '.join(sorted(self._chat_templates))}.",
                 "chat_template",
             )
-        raise UserError(f"{self.name} has no chat template; use generate().", "chat_template")
+        raise UserError("This model has no chat template; use generate().", "chat_template")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ class Vocabulary:
     axis: str | None = None
 
     def __post_init__(self) -> None:
-        assert self.size <= MOST_TOKENS, "setup refuses a larger vocabulary"
+        if self.size > MOST_TOKENS:
+            raise ValueError(f"a vocabulary has at most {MOST_TOKENS} tokens; setup refuses a larger one")
 
     @property
     def shards(self) -> int:

@@ -21,6 +21,7 @@ from jaxllm.errors import UserError
 from jaxllm.model import orbax_checkpoint, weights
 from jaxllm.model.families import read_spec
 from tests.checkpoints import CONFIG, random_tensors, write_checkpoint
+from tests.test_parity import CASES, QUICK
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -52,7 +53,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, convert(str(source), folder / "target")
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/config.json")))
+@pytest.mark.parametrize(
+    "name", [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in sorted(CASES)]
+)
 def test_every_family_loads_as_from_its_source(tmp_path, name):
     _assert_same(_load(convert(str(GOLDEN / name), tmp_path / "target")), _load(GOLDEN / name))
 

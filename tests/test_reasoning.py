@@ -11,21 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm_server.reasoning import REASONING_PARSERS
+from tests.naive import split_reasoning
 
 
 def _split(style: str, starts_inside: bool, pieces: Sequence[str]) -> tuple[str, str]:
     parser = REASONING_PARSERS[style](starts_inside)
     parts = [*(parser.push(piece) for piece in pieces), parser.finish()]
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
-
-
-def _naive(text: str, is_inside: bool) -> tuple[str, str]:
-    if text.lstrip().startswith("<think>"):
-        text, is_inside = text.lstrip().removeprefix("<think>"), True
-    if not is_inside:
-        return "", text
-    reasoning, _, content = text.partition("</think>")
-    return reasoning, content
 
 
 @settings(max_examples=400, deadline=None)
@@ -36,7 +28,7 @@ def _naive(text: str, is_inside: bool) -> tuple[str, str]:
     cuts=st.lists(st.integers(0, 60), max_size=8),
 )
 def test_any_cut_gives_what_the_whole_text_gives(text: str, style: str, starts_inside: bool, cuts: list[int]) -> None:
-    expected = _naive(text, starts_inside or style == "deepseek_r1")
+    expected = split_reasoning(text, starts_inside or style == "deepseek_r1")
     ends = sorted(min(cut, len(text)) for cut in cuts)
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *ends, len(text)])]
     assert _split(style, starts_inside, pieces) == expected
@@ -51,7 +43,7 @@ def test_every_pair_of_cuts() -> None:
         "</think>x",
     ):
         for starts_inside in (True, False):
-            expected = _naive(text, starts_inside)
+            expected = split_reasoning(text, starts_inside)
             for first, second in itertools.combinations(range(len(text) + 1), 2):
                 pieces = [text[:first], text[first:second], text[second:]]
                 assert _split("qwen3", starts_inside, pieces) == expected

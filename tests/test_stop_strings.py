@@ -8,16 +8,7 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import UserError
 from jaxllm.stop_strings import StopMatcher, match_stops
-
-
-def _naive_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The text before the stop string that is complete first; the longest of those."""
-    for end in range(len(text) + 1):
-        matched = [stop for stop in stops if text[:end].endswith(stop)]
-        if matched:
-            stop = max(matched, key=len)
-            return text[: end - len(stop)], stop
-    return text, None
+from tests.naive import stop_at
 
 
 def _matched(text: str, stops: list[str], cuts: list[int]) -> tuple[list[str], StopMatcher]:
@@ -35,7 +26,7 @@ def _matched(text: str, stops: list[str], cuts: list[int]) -> tuple[list[str], S
     cuts=st.lists(st.integers(0, 14), max_size=6),
 )
 def test_stops_at_any_cuts_are_those_of_the_whole_text(text: str, stops: list[str], cuts: list[int]) -> None:
-    expected, stop = _naive_stop(text, stops)
+    expected, stop = stop_at(text, stops)
     shown, matcher = _matched(text, stops, sorted(min(cut, len(text)) for cut in cuts))
     assert matcher.matched == stop
     assert "".join(shown) + matcher.held == expected
@@ -44,7 +35,7 @@ def test_stops_at_any_cuts_are_those_of_the_whole_text(text: str, stops: list[st
 def test_every_split_of_overlapping_stops() -> None:
     stops = ["bcd", "c", "cde", "User:", "er:x", "\n\n"]
     for text in ("abcdef", "a\nUser: b", "xUser:x", "one\n\ntwo", "abd", "Use", "\n"):
-        expected = _naive_stop(text, stops)
+        expected = stop_at(text, stops)
         for mask in range(2 ** (len(text) - 1)):
             cuts = [index + 1 for index in range(len(text) - 1) if mask >> index & 1]
             shown, matcher = _matched(text, stops, cuts)

@@ -16,76 +16,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, pre_tokenizers
 
 from jaxllm.detokenizer import Detokenizer, advance, begin, finish
 from jaxllm.errors import UserError
 from jaxllm.tokenizer import Tokenizer, load_tokenizer
+from tests.tokenizer_kinds import KINDS, TEXT, alphabet, build
 
 STORIES = Path(__file__).parent / "golden" / "stories260K"
-TEXT = "Once upon a time, the naïve fox said: «日本語 is fun» 🎉👩‍👩‍👧 नमस्ते สวัสดี 한국어 don't, won't! 123\n\n  x = 3;\n"
 SAMPLES = [TEXT, "", " ", "  two  spaces ", "the\n", "<|end|> the <tool>x", "a" * 50, "\u2581▁ ▁", "\x00\t\r"]
-KINDS = ["byte_level", "byte_fallback", "stripping", "wordpiece", "metaspace", "no_decoder", "unfused"]
 EXAMPLES = settings(max_examples=80, deadline=None)
-
-
-def _alphabet() -> dict[str, int]:
-    """Vocabulary of a tokenizer with byte-fallback tokens: 256 bytes, then words and letters."""
-    pieces = [
-        "<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)],
-        "▁", "▁the", "the", "▁▁", "a", "▁a", "b", "日", "é", "�", ",", "▁b▁c",
-    ]  # fmt: skip
-    return {piece: index for index, piece in enumerate(pieces)}
-
-
-def _build(kind: str) -> Backend:
-    if kind == "byte_level":
-        backend = Backend(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"]
-        )
-        backend.train_from_iterator([TEXT] * 3, trainer)
-        backend.add_tokens(["<tool>", AddedToken("é", normalized=False)])  # é is also the character of a byte
-    elif kind in ("byte_fallback", "stripping", "unfused"):
-        backend = Backend(models.BPE(_alphabet(), [("▁", "the")], unk_token="<unk>", byte_fallback=True))
-        backend.normalizer = normalizers.Replace(" ", "▁")
-        stages: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback()]
-        if kind != "unfused":
-            stages.append(decoders.Fuse())
-        if kind == "stripping":
-            stages.append(decoders.Strip(" ", 1, 0))
-        backend.decoder = decoders.Sequence(stages)
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-        backend.add_special_tokens(["<unk>", "<s>", "</s>", "<|end|>"])
-        backend.add_tokens(["<tool>"])
-    elif kind == "wordpiece":
-        words = ["[UNK]", "the", "##ing", "don", "'", "t", ".", ",", "'s", "n't", "go", "##", "##x", "not", " do not"]
-        backend = Backend(models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
-        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        backend.decoder = decoders.WordPiece()
-        backend.add_special_tokens(["<|end|>"])
-    elif kind == "metaspace":
-        pieces = [
-            ("<unk>", 0.0),
-            ("▁", -1.0),
-            ("▁the", -2.0),
-            ("a", -3.0),
-            ("b▁c", -4.0),
-            ("▁▁a", -5.0),
-            ("日本", -6.0),
-        ]
-        backend = Backend(models.Unigram(pieces, unk_id=0))
-        backend.pre_tokenizer = pre_tokenizers.Metaspace()
-        backend.decoder = decoders.Metaspace()
-        backend.add_special_tokens(["<|end|>"])
-    else:
-        backend = Backend(models.WordLevel({"the": 0, "a": 1, "b": 2, "[UNK]": 3}, unk_token="[UNK]"))
-        backend.pre_tokenizer = pre_tokenizers.Whitespace()
-        backend.add_special_tokens(["<|end|>"])
-    return backend
 
 
 def _write(folder: Path, backend: Backend, config: dict[str, object]) -> Path:
@@ -100,7 +41,7 @@ def _write(folder: Path, backend: Backend, config: dict[str, object]) -> Path:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("tokenizers")
     return {
-        kind: _write(root / kind, _build(kind), {"eos_token": "<|end|>", "clean_up_tokenization_spaces": False})
+        kind: _write(root / kind, build(kind), {"eos_token": "<|end|>", "clean_up_tokenization_spaces": False})
         for kind in KINDS
     }
 
@@ -158,9 +99,9 @@ def test_same_as_the_class_of_a_family(name: str, tmp_path: Path) -> None:
     import transformers
 
     if name in ("LlamaTokenizer", "GemmaTokenizer"):
-        vocabulary, merges = _alphabet(), [("▁", "the")]
+        vocabulary, merges = alphabet(), [("▁", "the")]
     else:
-        trained = json.loads(_build("byte_level").to_str())["model"]
+        trained = json.loads(build("byte_level").to_str())["model"]
         vocabulary, merges = trained["vocab"], [tuple(merge) for merge in trained["merges"]]
     getattr(transformers, name)(vocab=vocabulary, merges=merges).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name.removesuffix("Tokenizer").lower()}))
@@ -177,7 +118,7 @@ def test_special_tokens_named_in_the_config_are_added(legacy: bool, tmp_path: Pa
             "9999": {"content": "<late>", "special": False, **plain},
             "300": {"content": "<early>", "special": True, **plain},
         }
-    _write(tmp_path, _build("byte_level"), config)
+    _write(tmp_path, build("byte_level"), config)
     named = {
         "bos_token": {"content": "<bos>", "lstrip": False, "normalized": False, "rstrip": False},
         "eos_token": "<|end|>",
@@ -193,7 +134,7 @@ def test_special_tokens_named_in_the_config_are_added(legacy: bool, tmp_path: Pa
 
 
 def test_folder_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
-    trained = json.loads(_build("byte_level").to_str())["model"]
+    trained = json.loads(build("byte_level").to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(trained["vocab"]))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(merge) for merge in trained["merges"]))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|end|>"}')
@@ -204,7 +145,7 @@ def test_folder_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
 
 
 def test_training_leftovers_do_not_cut_or_pad_prompts(tmp_path: Path) -> None:
-    backend = _build("byte_level")
+    backend = build("byte_level")
     backend.enable_truncation(4)
     backend.enable_padding(length=500, pad_token="<|end|>")
     tokenizer = load_tokenizer(_write(tmp_path, backend, {}))
@@ -212,7 +153,7 @@ def test_training_leftovers_do_not_cut_or_pad_prompts(tmp_path: Path) -> None:
 
 
 def test_split_special_tokens_reads_them_as_text(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(_write(tmp_path, _build("byte_level"), {"split_special_tokens": True}))
+    tokenizer = load_tokenizer(_write(tmp_path, build("byte_level"), {"split_special_tokens": True}))
     assert not tokenizer.special_ids & set(tokenizer.encode("a<|end|>b"))
 
 
@@ -269,7 +210,7 @@ def test_hub_id_that_cannot_be_had_is_refused_in_one_line(monkeypatch: pytest.Mo
     ],
 )
 def test_decoders_that_cannot_be_streamed_exactly_are_refused(decoder: decoders.Decoder, tmp_path: Path) -> None:
-    backend = _build("no_decoder")
+    backend = build("no_decoder")
     backend.decoder = decoder
     with pytest.raises(UserError, match="not supported"):
         load_tokenizer(_write(tmp_path, backend, {}))
@@ -289,7 +230,7 @@ def test_text_and_ids_out_of_range(tokenizers: dict[str, Tokenizer]) -> None:
 
 def test_token_text_reads_as_after_other_text(tokenizers: dict[str, Tokenizer]) -> None:
     stripping, wordpiece, byte_level = (tokenizers[kind] for kind in ("stripping", "wordpiece", "byte_level"))
-    vocabulary = _alphabet()
+    vocabulary = alphabet()
     assert [stripping.token_text(vocabulary[token]) for token in ("▁the", "the", "<s>", "<0x41>", "<0xE2>")] == [
         " the", "the", "<s>", "A", "\ufffd",
     ]  # fmt: skip

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm_server.tool_parsers import TOOL_PARSERS, ToolCallDelta
-
-Call = tuple[str, str, str]  # id, name, arguments
+from tests.naive import parsed_calls
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -46,24 +45,6 @@ def _pieces(text: str, cuts: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
 
 
-def _parse(style: str, pieces: Sequence[str]) -> tuple[str, list[Call]]:
-    """All content and all calls; checks that ids and names come once, first, and in order."""
-    numbers = itertools.count()
-    parser = TOOL_PARSERS[style](lambda: f"id-{next(numbers)}")
-    content: list[str] = []
-    calls: list[Call] = []
-    for text, deltas in [*(parser.push(piece) for piece in pieces), parser.finish()]:
-        content.append(text)
-        for delta in deltas:
-            if delta.name is not None:
-                assert delta.index == len(calls) and delta.id is not None
-                calls.append((delta.id, delta.name, delta.arguments))
-            else:
-                assert delta.index == len(calls) - 1 and delta.id is None and delta.arguments
-                calls[-1] = (*calls[-1][:2], calls[-1][2] + delta.arguments)
-    return "".join(content), calls
-
-
 def _hermes(name: str, arguments: Any, **how: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, **how)}\n</tool_call>"
 
@@ -82,7 +63,7 @@ def test_hermes_calls_are_those_written_whatever_stands_around_them(
         members = [("name", name), ("id", [{"name": "x"}]), ("arguments", arguments)][:: 1 if is_name_first else -1]
         text += f"<tool_call>{json.dumps(dict(members), ensure_ascii=ascii_only)} </tool_call>{after}"
         content += after if after.strip() else ""
-    got, parsed = _parse("hermes", _pieces(text, sorted(min(cut, len(text)) for cut in cuts)))
+    got, parsed = parsed_calls("hermes", _pieces(text, sorted(min(cut, len(text)) for cut in cuts)))
     assert got == content
     assert [name for _, name, _ in parsed] == [name for name, *_ in calls]
     assert [json.loads(written) for *_, written in parsed] == [arguments for _, arguments, *_ in calls]
@@ -98,7 +79,7 @@ def test_hermes_calls_are_those_written_whatever_stands_around_them(
 )
 def test_llama_calls_are_those_written(calls: list[Any], separator: str, start: str, cuts: list[int]) -> None:
     text = start + separator.join(json.dumps({"name": name, "parameters": value}) for name, value in calls)
-    content, parsed = _parse("llama3_json", _pieces(text, sorted(min(cut, len(text)) for cut in cuts)))
+    content, parsed = parsed_calls("llama3_json", _pieces(text, sorted(min(cut, len(text)) for cut in cuts)))
     assert content == ""
     assert [(name, json.loads(arguments)) for _, name, arguments in parsed] == calls
 
@@ -108,9 +89,9 @@ def test_llama_calls_are_those_written(calls: list[Any], separator: str, start: 
 @given(text=_SOUP, start=st.sampled_from(["", "<tool_call>", "{"]), cuts=st.lists(st.integers(0, 200), max_size=8))
 def test_any_text_gives_the_same_however_it_is_cut(style: str, text: str, start: str, cuts: list[int]) -> None:
     text = start + text
-    whole = _parse(style, [text])
-    assert _parse(style, list(text)) == whole
-    assert _parse(style, _pieces(text, sorted(min(cut, len(text)) for cut in cuts))) == whole
+    whole = parsed_calls(style, [text])
+    assert parsed_calls(style, list(text)) == whole
+    assert parsed_calls(style, _pieces(text, sorted(min(cut, len(text)) for cut in cuts))) == whole
     if not whole[1]:
         assert whole[0] == text
 
@@ -126,10 +107,10 @@ def test_any_text_gives_the_same_however_it_is_cut(style: str, text: str, start:
     ],
 )
 def test_every_pair_of_cuts_gives_the_same(style: str, text: str) -> None:
-    whole = _parse(style, [text])
+    whole = parsed_calls(style, [text])
     assert whole[1]
     for cuts in itertools.combinations(range(len(text) + 1), 2):
-        assert _parse(style, _pieces(text, cuts)) == whole
+        assert parsed_calls(style, _pieces(text, cuts)) == whole
 
 
 @pytest.mark.parametrize(
@@ -154,7 +135,7 @@ def test_every_pair_of_cuts_gives_the_same(style: str, text: str) -> None:
 )
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_hermes_text_that_is_no_call_is_content(text: str, is_whole: bool) -> None:
-    assert _parse("hermes", [text] if is_whole else list(text)) == (text, [])
+    assert parsed_calls("hermes", [text] if is_whole else list(text)) == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +155,7 @@ def test_hermes_text_that_is_no_call_is_content(text: str, is_whole: bool) -> No
 )
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_llama_text_that_is_no_call_is_content(text: str, is_whole: bool) -> None:
-    assert _parse("llama3_json", [text] if is_whole else list(text)) == (text, [])
+    assert parsed_calls("llama3_json", [text] if is_whole else list(text)) == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -192,12 +173,12 @@ def test_llama_text_that_is_no_call_is_content(text: str, is_whole: bool) -> Non
     ],
 )
 def test_a_damaged_call_keeps_its_arguments_and_the_rest_is_content(text: str, content: str, arguments: str) -> None:
-    assert _parse("hermes", [text]) == (content, [("id-0", "f", arguments)])
+    assert parsed_calls("hermes", [text]) == (content, [("id-0", "f", arguments)])
 
 
 def test_after_a_damaged_llama_call_all_is_content() -> None:
     text = '{"name": "f", "parameters": {"a": 1}; {"name": "g", "parameters": {}}'
-    assert _parse("llama3_json", [text]) == ('; {"name": "g", "parameters": {}}', [("id-0", "f", '{"a": 1}')])
+    assert parsed_calls("llama3_json", [text]) == ('; {"name": "g", "parameters": {}}', [("id-0", "f", '{"a": 1}')])
 
 
 def test_arguments_go_out_while_they_are_written_and_content_at_once() -> None:
@@ -249,6 +230,6 @@ def test_a_megabyte_of_adversarial_text_takes_linear_time(style: str, start: str
         parser.finish()
         return time.process_time() - begin
 
-    size = 2**19 if piece > 1 else 2**16  # a call of `push` costs ten times as much as a character
+    size = 2**18 if piece > 1 else 2**15  # a call of `push` costs ten times as much as a character
     # What is not linear fails every time; a neighbour on the machine does not disturb every time.
     assert any(seconds(2 * size) < 2.5 * max(seconds(size), 0.01) for _ in range(4))

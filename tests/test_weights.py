@@ -17,6 +17,7 @@ import pytest
 from jaxllm import sharding
 from jaxllm.errors import UserError
 from jaxllm.model import weights
+from jaxllm.model.checkpoint import open_tensors
 from jaxllm.model.families import read_spec
 from tests.checkpoints import CONFIG, random_tensors, write_checkpoint
 
@@ -160,6 +161,9 @@ def _header(header: object) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
+_BYTE = {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -167,14 +171,32 @@ def _header(header: object) -> bytes:
         (b"\x00" * 7, "truncated: 7 bytes"),
         (_header({})[:9], "truncated: its header has 2 bytes"),
         (b"\xff" * 64, "not a safetensors file"),
-        (_header(b"{no json}"), "not a JSON object"),
-        (_header([1]), "not a JSON object"),
-        (_header(b"[" * 200_000), "not a JSON object"),
+        (_header(b"{no json}"), "not a safetensors file: its header is not valid JSON"),
+        (_header([1]), "must hold a JSON object"),
+        (_header(b"[" * 200_000), "nested too deeply"),
+        (_header(b'{"a": 1, "a": 1}'), "names 'a' twice"),
+        (_header(b'{"\xff": 1}'), "is not UTF-8"),
+        (_header({"__metadata__": {"a": 1}}), "__metadata__ must be texts"),
         (_header({"a": 1}), "tensor a makes no sense"),
         (_header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}), "tensor a makes no sense"),
         (_header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}), "tensor a makes no sense"),
         (_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), "truncated: tensor a ends"),
         (_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}) + b"abcd", "tensor a of shape"),
+        (_header({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}) + b"abcd", "makes no sense"),
+        (_header({"a": {"dtype": "F32", "shape": {}, "data_offsets": [0, 4]}}) + b"abcd", "makes no sense"),
+        (_header({"__metadata__": {"a": "\ud800"}}), "__metadata__ must be texts"),
+        (_header({"a": {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}}) + b"abcd", "has type F33, which"),
+        (_header({"a": {"dtype": "I8", "shape": [5], "data_offsets": [0, 4]}}) + b"abcd", "tensor a of shape"),
+        (_header({"a": {"dtype": "I8", "shape": [True] * 4, "data_offsets": [0, 1]}}) + b"a", "makes no sense"),
+        (_header({"a": {"dtype": "I8", "shape": [1] * 99, "data_offsets": [0, 1]}}) + b"a", "makes no sense"),
+        # Shapes whose product is small only where it overflows 64 bits, or because there is a zero in it.
+        (_header({"a": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 0]}}), "makes no sense"),
+        (_header({"a": {"dtype": "F32", "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}}), "makes no sense"),
+        (_header({"a": {"dtype": "F32", "shape": [0, 2**63 - 1], "data_offsets": [0, 0]}}), "makes no sense"),
+        (_header({"a": {"dtype": "F32", "shape": [2**64 + 1], "data_offsets": [0, 4]}}) + b"abcd", "makes no sense"),
+        (_header({"a": _BYTE | {"data_offsets": [1, 2]}}) + b"ab", "tensor a begins behind bytes that belong to none"),
+        (_header({"a": _BYTE, "b": _BYTE}) + b"a", "tensor b shares bytes with another"),
+        (_header({"a": _BYTE}) + b"ab", "the last 1 bytes belong to no tensor"),
     ],
 )
 def test_damaged_files_are_named(tmp_path, content, message):
@@ -209,7 +231,17 @@ def test_an_index_must_agree_with_its_files(tmp_path):
     other = next(file for file in places.values() if file != places["model.norm.weight"])
     refuse(places | {"model.norm.weight": other}, "tensor model.norm.weight is missing")
     refuse({name: file for name, file in places.items() if name != "lm_head.weight"}, "lm_head.weight is not in")
-    refuse(places | {"model.norm.weight": "../model.safetensors"}, "is not the name of a file")
+    for elsewhere in (
+        "../model.safetensors",
+        "/etc/passwd",
+        "..",
+        "",
+        ".",
+        "a\0.safetensors",
+        "config.json",
+        "x" * 999,
+    ):
+        refuse(places | {"model.norm.weight": elsewhere}, "is not the name of a safetensors file")
     refuse(places | {"model.norm.weight": 3}, "weight_map must name a file")
 
 
@@ -220,11 +252,14 @@ def test_a_folder_without_weights_or_config_is_refused(tmp_path):
     with pytest.raises(UserError, match="must hold a JSON object"):
         weights.read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is not valid JSON"):
+        weights.read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 1, "vocab_size": 2}')
+    with pytest.raises(UserError, match="names 'vocab_size' twice"):
         weights.read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(UserError, match=r"neither model\.safetensors .*convert its \.bin files"):
+    with pytest.raises(UserError, match=r"neither model\.safetensors .*pytorch_model\.bin is never read"):
         _load(tmp_path)
     assert weights.read_generation_config(tmp_path) == {}
 
@@ -330,3 +365,11 @@ def test_loading_peaks_below_1_3_times_the_weights(tmp_path):
     held, peak = map(int, run.stdout.split())
     assert held > 100e6
     assert held <= peak < 1.3 * held
+
+
+def test_a_folder_without_weights_says_what_is_missing(tmp_path):
+    with pytest.raises(UserError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json\.$"):
+        open_tensors(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"\(pytorch_model\.bin is never read"):
+        open_tensors(tmp_path)

@@ -7,9 +7,9 @@ the process's memory until then. Knows no model and no JAX.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import UserError
+from jaxllm.model_files import inside, parse_object, read_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -29,7 +30,19 @@ _DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F64": np.dtype(np.float64),
 }
+# Bits of an element of every type that the format has; most are only named when they are refused.
+_BITS: dict[str, int] = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+_LARGEST = 2**48  # of sizes, and of their product without the zeros: numpy refuses arrays beyond an address
+_MOST_AXES = 32
+_FILE_NAME = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -69,15 +82,21 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
-            hint = " (convert its .bin files first)" if list(folder.glob("*.bin")) else ""
+            others = [path.name for kind in ("bin", "pt", "pth", "pkl", "ckpt") for path in folder.glob(f"*.{kind}")]
+            hint = ""
+            if others:
+                hint = f" ({min(others)} is never read, since to read such a file runs its code: convert it first)"
             raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}.", "model")
-        return _read_file(folder / SINGLE)
-    index = read_json(folder / INDEX)
+        return _read_file(folder, SINGLE)
+    index = read_object(folder, INDEX) or {}
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise UserError(f"{folder / INDEX}: weight_map must name a file for each tensor.")
+    for file in set(places.values()):
+        if not _FILE_NAME.fullmatch(file):
+            raise UserError(f"{folder / INDEX}: {file!r} is not the name of a safetensors file in the folder.")
     tensors: dict[str, Tensor] = {}
-    files = {file: _read_file(_inside(folder, file)) for file in sorted(set(places.values()))}
+    files = {file: _read_file(folder, file) for file in sorted(set(places.values()))}
     for name, file in places.items():
         if name not in files[file]:
             raise UserError(f"{file}: tensor {name} is missing, though {INDEX} says it is there.")
@@ -87,32 +106,16 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a missing file or anything else in it is a UserError."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path.parent} has no {path.name}.", "model") from None
-    except (ValueError, RecursionError, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error}.", "model") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}.", "model")
-    return value
-
-
-def _inside(folder: Path, file: str) -> Path:
-    if Path(file).name != file:
-        raise UserError(f"{folder / INDEX}: {file!r} is not the name of a file in the folder.")
-    return folder / file
-
-
 def _refuse(names: Iterable[str], message: str) -> None:
     for name in sorted(names):
         raise UserError(message.format(name))
 
 
-def _read_file(path: Path) -> dict[str, Tensor]:
+def _read_file(folder: Path, file: str) -> dict[str, Tensor]:
+    path = inside(folder, file)
     try:
+        if not path.is_file():
+            raise UserError(f"{path} cannot be read: there is no such file.")
         with path.open("rb") as stream:
             size = path.stat().st_size
             if size < 8:
@@ -126,24 +129,50 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     if 8 + length > size:
         raise UserError(f"{path} is truncated: its header has {length} bytes, the whole file {size}.")
     try:
-        header = json.loads(mapping[8 : 8 + length])
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
-        raise UserError(f"{path} is not a safetensors file: its header is not a JSON object.")
-    header.pop("__metadata__", None)
-    return {name: _tensor(path, name, entry, 8 + length, size, mapping) for name, entry in header.items()}
+        header = parse_object(mapping[8 : 8 + length])
+    except ValueError as error:
+        raise UserError(f"{path} is not a safetensors file: its header {error}.") from None
+    notes = header.pop("__metadata__", {})
+    texts = [text for pair in notes.items() for text in pair] if isinstance(notes, dict) else [None]
+    if not all(isinstance(text, str) and _is_unicode(text) for text in texts):
+        raise UserError(f"{path}: the header's __metadata__ must be texts by name.")
+    tensors = {name: _tensor(path, name, entry, 8 + length, size, mapping) for name, entry in header.items()}
+    _check_layout(path, tensors.values(), 8 + length, size)
+    return tensors
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _tensor(path: Path, name: str, entry: Any, base: int, size: int, mapping: mmap.mmap) -> Tensor:
     try:
+        name.encode()
+        if not isinstance(entry["shape"], list) or not isinstance(entry["data_offsets"], list):
+            raise ValueError
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)) or begin > end:
+        if not all(type(number) is int and 0 <= number <= _LARGEST for number in (*shape, begin, end)) or begin > end:
+            raise ValueError
+        if not isinstance(dtype, str) or len(shape) > _MOST_AXES or math.prod(filter(None, shape)) > _LARGEST:
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{path}: the header's entry for tensor {name} makes no sense.") from None
     if base + end > size:
         raise UserError(f"{path} is truncated: tensor {name} ends at byte {base + end} of {size}.")
-    if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
+    if dtype not in _BITS:
+        raise UserError(f"{path}: tensor {name} has type {dtype:.32}, which is not one of {', '.join(_BITS)}.")
+    if math.prod(shape) * _BITS[dtype] != 8 * (end - begin):
         raise UserError(f"{path}: tensor {name} of shape {shape} and type {dtype} does not fill {end - begin} bytes.")
     return Tensor(name, path, dtype, shape, base + begin, end - begin, mapping)
+
+
+def _check_layout(path: Path, tensors: Iterable[Tensor], base: int, size: int) -> None:
+    """Refuse tensors that share bytes, and bytes that belong to none: as the format has it."""
+    place = base
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
+        if tensor.start != place:
+            fault = "shares bytes with another" if tensor.start < place else "begins behind bytes that belong to none"
+            raise UserError(f"{path}: tensor {tensor.name} {fault}.")
+        place += tensor.num_bytes
+    if place != size:
+        raise UserError(f"{path}: the last {size - place} bytes belong to no tensor.")

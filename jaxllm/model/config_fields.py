@@ -17,6 +17,8 @@ from jaxllm.model.spec import Activation, BandScaling, LinearScaling, PairScalin
 Value = TypeVar("Value", int, float, bool, str)
 
 _REQUIRED: Any = object()
+LARGEST = 2**31 - 1  # of any size: shapes are 32-bit numbers on devices
+MOST_LAYERS = 4096  # thirty times as many as the deepest published model has
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -58,16 +60,29 @@ class Fields:
                 raise UserError(f"{self._where} has no {key}; this model cannot be read without it.", key)
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = _float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise UserError(f"{self._where}: {key} must be of type {kind.__name__}, got {value!r}.", key)
+            raise UserError(f"{self._where}: {key} must be of type {kind.__name__}, got {value!r:.80}.", key)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{self._where}: {key} must be a finite number, got {value}.", key)
         return value
 
-    def size(self, key: str, default: int = _REQUIRED) -> int:
-        """Take a count: an integer of at least one."""
+    def size(self, key: str, default: int = _REQUIRED, most: int = LARGEST) -> int:
+        """Take a count: an integer from one to `most`."""
         value = self.take(key, int, default)
-        if value < 1:
-            raise UserError(f"{self._where}: {key} must be at least 1, got {value}.", key)
+        if not 1 <= value <= most:
+            raise UserError(f"{self._where}: {key} must be from 1 to {most}, got {value!r:.80}.", key)
+        return value
+
+    def layers(self, key: str = "num_hidden_layers") -> int:
+        """Take the number of layers, of each of which something is noted: a bound on what a config.json can cost."""
+        return self.size(key, most=MOST_LAYERS)
+
+    def positive(self, key: str, default: float = _REQUIRED) -> float:
+        """Take a number above zero."""
+        value = self.take(key, float, default)
+        if value <= 0.0:
+            raise UserError(f"{self._where}: {key} must be above zero, got {value}.", key)
         return value
 
     def optional(self, key: str, kind: type[Value], absent: Value | None = None) -> Value | None:
@@ -81,7 +96,7 @@ class Fields:
         """Take an object within the object; empty where it is absent."""
         value = self.raw(key)
         if value is not None and not isinstance(value, Mapping):
-            raise UserError(f"{self._where}: {key} must be an object, got {value!r}.", key)
+            raise UserError(f"{self._where}: {key} must be an object, got {value!r:.80}.", key)
         return Fields(value or {}, self.max_model_len, f"{self._where}, {key}")
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
@@ -89,7 +104,10 @@ class Fields:
         value = self.raw(key)
         if not isinstance(value, list) or len(value) != count or not all(type(one) in (int, float) for one in value):
             raise UserError(f"{self._where}: {key} must be a list of {count} numbers, got {value!r:.80}.", key)
-        return tuple(map(float, value))
+        numbers = tuple(map(_float, value))
+        if not all(map(math.isfinite, numbers)):
+            raise UserError(f"{self._where}: {key} must be finite numbers.", key)
+        return numbers
 
     def only(self, key: str, *values: Any) -> None:
         """Refuse any value but these (and an absent or null one): what else it could say is not built."""
@@ -116,6 +134,21 @@ class Fields:
                 )
 
 
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond the largest float
+        return math.inf
+
+
+def stretched(max_position: int, factor: float) -> int:
+    """Return a context length times a factor; one beyond all bounds is a UserError."""
+    length = max_position * factor
+    if not 1 <= length <= LARGEST:
+        raise UserError(f"config.json: a context of {max_position} × {factor} positions makes no sense.", "factor")
+    return int(length)
+
+
 def read_rope(
     fields: Fields,
     head_size: int,
@@ -130,7 +163,7 @@ def read_rope(
     `theta` and `partial`, the share of a head that is turned, are what a missing key stands for; without `partial` the
     whole head is turned, and another share is refused.
     """
-    theta = fields.take("rope_theta", float, theta)
+    theta = fields.positive("rope_theta", theta)
     if partial is not None:
         partial = fields.take("partial_rotary_factor", float, partial)
     settings = rotary_settings(fields)
@@ -159,7 +192,7 @@ def parse_rope(
     interleaved: bool = False,
 ) -> tuple[Rope, int]:
     """Read one object of rotary settings: the rotation and the context length it allows."""
-    theta = settings.take("rope_theta", float, theta)
+    theta = settings.positive("rope_theta", theta)
     if partial is None:
         settings.only("partial_rotary_factor", 1.0)
     size = int(head_size * (1.0 if partial is None else settings.take("partial_rotary_factor", float, partial)))
@@ -180,19 +213,21 @@ def parse_rope(
         case "default":
             pass
         case "linear":
-            scaling, max_position = LinearScaling(factor), int(max_position * factor)
+            scaling, max_position = LinearScaling(factor), stretched(max_position, factor)
         case "llama3":
             low, high = settings.take("low_freq_factor", float), settings.take("high_freq_factor", float)
             scaling = BandScaling(factor, low, high, original or max_position)
         case "yarn":
             original = original or max_position
             scaling, amplitude = _yarn(settings, factor, original), _yarn_amplitude(settings, factor)
-            max_position = max(max_position, int(original * factor))  # some say the stretched number, some the other
+            max_position = max(
+                max_position, stretched(original, factor)
+            )  # some say the stretched number, some the other
         case "dynamic":
             # Where transformers makes theta larger as a sequence outgrows the model, and vLLM makes it as large as the
             # longest possible sequence needs, theta here is that of the length asked for, if it is beyond the model's
             # own: up to there the three are the same.
-            length = min(settings.max_model_len or max_position, int(max_position * factor))
+            length = min(settings.max_model_len or max_position, stretched(max_position, factor))
             if length > max_position:
                 theta *= (factor * length / max_position - (factor - 1.0)) ** (size / (size - 2))
                 max_position = length
@@ -241,7 +276,8 @@ def read_windows(fields: Fields, window: int | None, default: tuple[bool, ...]) 
     kinds = fields.raw("layer_types")
     slides = default
     if kinds is not None:
-        if not isinstance(kinds, list) or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(kinds, list) or not all(kind in known for kind in kinds):
             raise UserError(f"config.json: layer_types {kinds!r:.80} has a kind of layer not built yet.", "layer_types")
         slides = tuple(kind == "sliding_attention" for kind in kinds)
     if len(slides) != len(default):
@@ -270,7 +306,7 @@ def read_decoder(
     that the caller read itself.
     """
     width, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    num_layers = fields.size("num_hidden_layers")
+    num_layers = fields.layers()
     head_size = own.get("head_size")
     if head_size is None:
         if not fields.has("head_dim") and width % num_heads != 0:
@@ -294,7 +330,7 @@ def read_decoder(
         "max_position": max_position,
         "windows": (None,) * num_layers,
         "attention_scale": head_size**-0.5,
-        "norm_eps": fields.take(eps[0], float, eps[1]),
+        "norm_eps": fields.positive(eps[0], eps[1]),
         "tie_embeddings": fields.take("tie_word_embeddings", bool, tied),
     }
     return Spec(**(shared | own))
@@ -306,11 +342,11 @@ def read_multipliers(fields: Fields) -> dict[str, Any]:
         "embed_scale": fields.take("embedding_multiplier", float, 1.0),
         "attention_scale": fields.take("attention_multiplier", float, 1.0),
         "residual_scale": fields.take("residual_multiplier", float, 1.0),
-        "logit_scale": 1.0 / fields.take("logits_scaling", float, 1.0),
+        "logit_scale": 1.0 / fields.positive("logits_scaling", 1.0),
     }
 
 
 def slides(fields: Fields, pattern: int | None = None) -> tuple[bool, ...]:
     """Let all layers slide, but for every `pattern`th."""
-    layers = range(fields.size("num_hidden_layers"))
+    layers = range(fields.layers())
     return tuple(pattern is None or (layer + 1) % pattern != 0 for layer in layers)

@@ -26,7 +26,7 @@ def _mistral(fields: Fields) -> Spec:
 
 
 def _qwen_windows(fields: Fields) -> tuple[int | None, ...]:
-    layers, first = fields.size("num_hidden_layers"), fields.take("max_window_layers", int, 28)
+    layers, first = fields.layers(), fields.take("max_window_layers", int, 28)
     window = fields.optional("sliding_window", int, 4096)
     if not fields.take("use_sliding_window", bool, False):
         window = None
@@ -68,7 +68,7 @@ def _gemma2(fields: Fields, pattern: int = 2, **own: Any) -> Spec:
     fields.only("sliding_window_size", window)
     shared: dict[str, Any] = {
         "windows": read_windows(fields, window, slides(fields, pattern)),
-        "attention_scale": fields.take("query_pre_attn_scalar", float, 256.0) ** -0.5,
+        "attention_scale": fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         "attention_softcap": fields.optional("attn_logit_softcapping", float, 50.0),
         "logit_softcap": fields.optional("final_logit_softcapping", float, 30.0),
         "norm_place": "sandwich",
@@ -81,7 +81,7 @@ def _gemma3(fields: Fields) -> Spec:
     pattern = fields.size("sliding_window_pattern", fields.size("_sliding_window_pattern", 6))
     head_size, max_position = fields.size("head_dim", 256), fields.size("max_position_embeddings")
     # Two rotations; in the older spelling "rope_theta" and "rope_scaling" are those of the layers that see everything.
-    theta = fields.take("rope_theta", float, 1e6), fields.take("rope_local_base_freq", float, 1e4)
+    theta = fields.positive("rope_theta", 1e6), fields.positive("rope_local_base_freq", 1e4)
     newer = fields.inner("rope_parameters")
     whole = newer.inner("full_attention") if newer.has("full_attention") else fields.inner("rope_scaling")
     whole_rope, _ = parse_rope(whole, head_size, max_position, None, theta[0])  # the length has the scaling in it
@@ -119,7 +119,7 @@ def _granite(fields: Fields) -> Spec:
 
 
 def _smollm3(fields: Fields) -> Spec:
-    layers, interval = fields.size("num_hidden_layers"), fields.size("no_rope_layer_interval", 4)
+    layers, interval = fields.layers(), fields.size("no_rope_layer_interval", 4)
     rotates = slides(fields, interval)
     if fields.has("no_rope_layers"):  # which, in spite of its name, has a one for the layers that have it
         rotates = tuple(map(bool, fields.numbers("no_rope_layers", layers)))
@@ -183,7 +183,7 @@ def _starcoder2(fields: Fields) -> Spec:
 
 def _gpt_neox(fields: Fields) -> Spec:
     bias = fields.take("attention_bias", bool, True)
-    theta, share = fields.take("rotary_emb_base", float, 10000.0), fields.take("rotary_pct", float, 0.25)
+    theta, share = fields.positive("rotary_emb_base", 10000.0), fields.take("rotary_pct", float, 0.25)
     if fields.has("rotary_emb_base"):  # transformers 4 wrote both names
         fields.only("rope_theta", theta)
     if fields.has("rotary_pct"):
@@ -324,10 +324,10 @@ def _gpt2(fields: Fields) -> Spec:
         fields,
         width=width,
         num_heads=fields.size("n_head"),
-        num_layers=fields.size("n_layer"),
+        num_layers=fields.layers("n_layer"),
         ffn_width=fields.size("n_inner", 4 * width),
         max_position=positions,
-        norm_eps=fields.take("layer_norm_epsilon", float, 1e-5),
+        norm_eps=fields.positive("layer_norm_epsilon", 1e-5),
         activation=fields.activation("activation_function", "gelu_new"),
         qkv_bias=True,
         out_bias=True,
@@ -345,7 +345,7 @@ def _opt(fields: Fields) -> Spec:
         fields,
         width=width,
         num_heads=fields.size("num_attention_heads"),
-        num_layers=fields.size("num_hidden_layers"),
+        num_layers=fields.layers(),
         ffn_width=fields.size("ffn_dim"),
         max_position=fields.size("max_position_embeddings"),
         position_offset=2,  # rows 0 and 1 of the table were kept for padding (fairseq)

@@ -60,6 +60,8 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
     is not understood, a missing or an impossible value is a UserError naming it.
     """
     names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"config.json: architectures must be a list of names, got {names!r:.80}.", "architectures")
     known = {name: family for family in FAMILIES for name in family.architectures}
     family = next((known[name] for name in names if name in known), None)
     if family is None:
@@ -70,21 +72,29 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
                 said,
             )
         raise UserError(f"config.json: architecture {said} is not supported; supported: {', '.join(known)}.", said)
-    if config.get("quantization_config") is not None:
-        method = dict(config["quantization_config"]).get("quant_method", "unknown")
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
         raise UserError(
-            f"config.json: quantization_config ({method}) is not supported; use an unquantised checkpoint.",
+            f"config.json: quantization_config ({method!s:.80}) is not supported; use an unquantised checkpoint.",
             "quantization_config",
         )
     fields = Fields(config, max_model_len)
-    spec = family.read(fields)
+    try:
+        spec = family.read(fields)
+    except (ArithmeticError, ValueError) as error:  # numbers that are right one by one: a division by zero, a logarithm
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"config.json: its numbers make no model ({error}).", "model") from error
     fields.only("is_encoder_decoder", False)
     fields.only("add_cross_attention", False)
     fields.only("tie_encoder_decoder", False)
     fields.only("pruned_heads", {})
     for key, neutral in _SAMPLING.items():
         if (value := fields.raw(key)) not in (None, neutral):
-            raise UserError(f"config.json: {key} = {value!r} is for sampling; move it to generation_config.json.", key)
+            raise UserError(
+                f"config.json: {key} = {value!r:.80} is for sampling; move it to generation_config.json.", key
+            )
     fields.finish(_WITHOUT_EFFECT)
     if spec.num_heads % spec.num_kv_heads != 0:
         raise UserError(

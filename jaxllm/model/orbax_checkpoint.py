@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 from jaxllm.errors import UserError
 from jaxllm.model import int8
-from jaxllm.model.checkpoint import read_json
 from jaxllm.model.declaration import Part, Weight
 from jaxllm.model.decoder import Params
+from jaxllm.model_files import inside, read_object
 from jaxllm.sharding import AXIS, SPLIT_AXES, named
 
 FOLDER = "orbax"  # within the model's folder
@@ -80,7 +80,7 @@ def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name],
 
 def check(folder: Path, declared: Params[Weight]) -> None:
     """Refuse a checkpoint that is incomplete, damaged, or not of the declared weights; reads no weights."""
-    listed = read_json(folder / LISTING).get("files") if (folder / LISTING).is_file() else None
+    listed = (read_object(folder, LISTING) or {}).get("files")
     if not isinstance(listed, dict):
         raise UserError(
             f"{folder} has no whole {LISTING}: its Orbax checkpoint is not complete; convert again.", "model"
@@ -156,9 +156,10 @@ def _list_files(folder: Path) -> dict[str, list[int | None]]:
     """List the checkpoint's files: size in bytes, and the checksum (CRC-32) of small ones."""
     found: dict[str, list[int | None]] = {}
     for path in sorted((folder / FOLDER).rglob("*")):
-        if path.is_file():
+        name = path.relative_to(folder).as_posix()
+        if inside(folder, name).is_file():
             size = path.stat().st_size
-            found[path.relative_to(folder).as_posix()] = [
+            found[name] = [
                 size,
                 zlib.crc32(path.read_bytes()) if size < _SMALL_FILE else None,
             ]

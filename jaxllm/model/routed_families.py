@@ -14,7 +14,7 @@ from jaxllm.model.spec import Experts, Latent, Spec
 
 
 def _all_layers(fields: Fields) -> tuple[bool, ...]:
-    return (True,) * fields.size("num_hidden_layers")
+    return (True,) * fields.layers()
 
 
 def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
@@ -22,7 +22,7 @@ def _sparse_layers(fields: Fields) -> tuple[bool, ...]:
     stride, plain = fields.size("decoder_sparse_step", 1), fields.raw("mlp_only_layers") or []
     if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
         raise UserError(f"config.json: mlp_only_layers must be a list of layers, got {plain!r:.80}.", "mlp_only_layers")
-    layers = fields.size("num_hidden_layers")
+    layers = fields.layers()
     return tuple(layer not in plain and (layer + 1) % stride == 0 for layer in range(layers))
 
 
@@ -42,14 +42,14 @@ def _experts(fields: Fields, width: str, layers: tuple[bool, ...], **own: Any) -
 
 
 def _mixtral(fields: Fields) -> Spec:
-    layers = fields.size("num_hidden_layers")
+    layers = fields.layers()
     experts = _experts(fields, "intermediate_size", _all_layers(fields), is_normalised=True)
     window = fields.optional("sliding_window", int)
     return read_decoder(fields, theta=1e6, experts=experts, windows=read_windows(fields, window, (True,) * layers))
 
 
 def _qwen2_moe(fields: Fields) -> Spec:
-    layers, until = fields.size("num_hidden_layers"), fields.take("max_window_layers", int, 28)
+    layers, until = fields.layers(), fields.take("max_window_layers", int, 28)
     is_windowed = fields.take("use_sliding_window", bool, False)
     fields.raw("sliding_window")  # means nothing without the key above
     window = fields.optional("sliding_window", int, 4096) if is_windowed else None
@@ -115,7 +115,7 @@ def _granite_moe(fields: Fields) -> Spec:
 
 
 def _gpt_oss(fields: Fields) -> Spec:
-    layers, bias = fields.size("num_hidden_layers"), fields.take("attention_bias", bool, True)
+    layers, bias = fields.layers(), fields.take("attention_bias", bool, True)
     chosen = fields.size("num_experts_per_tok")
     fields.only("experts_per_token", chosen)
     fields.raw("initial_context_length")  # of the rotary settings, said there too
@@ -146,7 +146,7 @@ def _gpt_oss(fields: Fields) -> Spec:
 
 def _deepseek(fields: Fields, interleaved: bool, **routing: Any) -> Spec:
     """Read what the second and the third version share: latent attention, dense layers before those with experts."""
-    layers = fields.size("num_hidden_layers")
+    layers = fields.layers()
     latent = Latent(
         rank=fields.size("kv_lora_rank"),
         q_rank=fields.optional("q_lora_rank", int, 1536),
@@ -168,7 +168,7 @@ def _deepseek(fields: Fields, interleaved: bool, **routing: Any) -> Spec:
     scale = (latent.plain_size + latent.rope_size) ** -0.5
     settings = rotary_settings(fields)
     if settings.take("rope_type", str, settings.take("type", str, "default")) != "default":
-        scale *= magnitude(settings.take("factor", float), settings.take("mscale_all_dim", float, 0.0)) ** 2
+        scale *= magnitude(settings.positive("factor"), settings.take("mscale_all_dim", float, 0.0)) ** 2
     first = fields.take("first_k_dense_replace", int)
     width = fields.size("moe_intermediate_size")
     experts = _experts(

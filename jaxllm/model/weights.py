@@ -25,11 +25,12 @@ from tqdm import tqdm
 
 from jaxllm.errors import UserError
 from jaxllm.model import int8, orbax_checkpoint
-from jaxllm.model.checkpoint import Tensor, open_tensors, read_json
+from jaxllm.model.checkpoint import Tensor, open_tensors
 from jaxllm.model.declaration import Comb, Part, Weight
 from jaxllm.model.decoder import Leaf, Params, declare
 from jaxllm.model.families import Family
 from jaxllm.model.spec import Spec
+from jaxllm.model_files import read_object
 from jaxllm.sharding import SPLIT_AXES, named
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
@@ -80,13 +81,15 @@ def resolve(model: str, revision: str | None = None, tokenizer_only: bool = Fals
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read a model's config.json; a missing one is a UserError."""
-    return read_json(folder / "config.json")
+    config = read_object(folder, "config.json")
+    if config is None:
+        raise UserError(f"{folder} has no config.json.", "model")
+    return config
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """Read a model's generation_config.json; empty where there is none."""
-    path = folder / "generation_config.json"
-    return read_json(path) if path.is_file() else {}
+    return read_object(folder, "generation_config.json") or {}
 
 
 def check_shards(spec: Spec, shards: int) -> None:

@@ -1,0 +1,94 @@
+"""Reads the small files of a model's folder, which may be anybody's: whatever they are, in bounded time and memory.
+
+A folder is read in one place only, its own: a link that leaves it is refused, since what a stranger's link points at
+would end up in prompts and messages. Knows nothing of what the files say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import UserError
+
+MOST_BYTES = 64 * 2**20  # of one JSON file: the longest published one, an index of 91,000 tensors, has 9 MB
+MOST_TEMPLATE_BYTES = 2**20
+
+
+def inside(folder: Path, name: str, parameter: str = "model") -> Path:
+    """Return the path of a file of the folder; one that lies elsewhere, through a link, is a UserError.
+
+    The hub's cache is made of links: from `snapshots/<commit>/` to `blobs/` beside it, which belongs to the folder.
+    """
+    path = folder / name
+    try:
+        root, real = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        raise UserError(f"{path} cannot be found: its links lead nowhere.", parameter) from None
+    if root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs"):
+        return path
+    if not real.is_relative_to(root):
+        raise UserError(f"{path} is a link to a file outside of the model's folder; copy the file there.", parameter)
+    return path
+
+
+def read_object(folder: Path, name: str, parameter: str = "model") -> dict[str, Any] | None:
+    """Read a JSON object; None where the folder has no such file, a UserError where it holds anything else."""
+    path = inside(folder, name, parameter)
+    raw = _read(path, MOST_BYTES, parameter)
+    if raw is None:
+        return None
+    try:
+        return parse_object(raw)
+    except ValueError as error:
+        raise UserError(f"{path} {error}.", parameter) from None
+
+
+def read_template(folder: Path, name: str) -> str | None:
+    """Read a chat template; None where the folder has no such file."""
+    path = inside(folder, name, "tokenizer")
+    raw = _read(path, MOST_TEMPLATE_BYTES, "tokenizer")
+    try:
+        return None if raw is None else raw.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}).", "tokenizer") from None
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Read a JSON object in which every name stands once; anything else is a ValueError that says what it is."""
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=_unique)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 (byte {error.start})") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _read(path: Path, most: int, parameter: str) -> bytes | None:
+    try:
+        if not path.exists():
+            return None
+        if not path.is_file():  # to read a pipe would never end
+            raise UserError(f"{path} is not a file.", parameter)
+        with path.open("rb") as stream:
+            raw = stream.read(most + 1)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.", parameter) from None
+    if len(raw) > most:
+        raise UserError(f"{path} is too large: more than {most} bytes.", parameter)
+    return raw
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"names {twice[:64]!r} twice in one object")
+    return found
