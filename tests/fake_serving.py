@@ -35,6 +35,7 @@ class FakeServing:
         self.engine = SimpleNamespace(
             state="serving",
             max_model_len=64,
+            check_room=lambda: None,
             get_load=lambda: Load(running=1, waiting=2),
             off_loop=self._off_loop,
             tokenizer=SimpleNamespace(token_text=lambda token: self.script[token % len(self.script)]),
@@ -59,10 +60,13 @@ class FakeServing:
             raise NotFoundError(f"The model `{name}` does not exist.", "model")
         return name or self.names[0]
 
+    def params_of(self, call):
+        return SamplingParams(**{"max_tokens": call.default_max_tokens, "temperature": 1.0, **call.sampling})
+
     async def generate(self, call):
         self.check_model(call.model)
         self.calls.append(call)
-        params = SamplingParams(**{"max_tokens": call.default_max_tokens, "temperature": 1.0, **call.sampling})
+        params = self.params_of(call)
         words = self.script[: params.max_tokens]
         is_through = False
         self.num_live += 1

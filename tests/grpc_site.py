@@ -99,6 +99,9 @@ class FakeEngine:
             raise errors.UnavailableError("The model is still being loaded.")
         return self._engine
 
+    def check_room(self) -> None:
+        """There is room."""
+
     def get_load(self) -> Load:
         return Load(1, 2, 3, 4, 99, 8, 50.0, 0.25, 0.5)
 
@@ -214,16 +217,16 @@ async def site(
         await own.server.stop(None)
 
 
-async def _bounded(coroutine: Awaitable[Result]) -> Result:
-    async with asyncio.timeout(30):
+async def _bounded(coroutine: Awaitable[Result], seconds: float) -> Result:
+    async with asyncio.timeout(seconds):
         return await coroutine
 
 
 @contextlib.contextmanager
-def one_loop() -> Iterator[Callable[[Awaitable[Any]], Any]]:
+def one_loop(seconds: float = 30.0) -> Iterator[Callable[[Awaitable[Any]], Any]]:
     """Give what runs a coroutine on one loop: gRPC's poller belongs to a loop, so a module has one."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        yield lambda coroutine: runner.run(_bounded(coroutine))
+        yield lambda coroutine: runner.run(_bounded(coroutine, seconds))
 
 
 def ask(text: str = "a", **fields: Any) -> pb.GenerateRequest:

@@ -18,10 +18,14 @@ QUICK = ("--precompile", "covering", "--max-num-seqs", "16", "--max-num-batched-
 class ServingProcess:
     """A server on ports of its own choice; `http` and `grpc` are where it listens."""
 
-    def __init__(self, *arguments: str, ready: bool = True, env: dict[str, str] | None = None) -> None:
-        own = ["--port", "0", "--grpc-port", "0", "--log-stats-interval", "0", *arguments]
+    module = "jaxllm"
+    command: tuple[str, ...] = ("serve", "--port", "0", "--grpc-port", "0", "--log-stats-interval", "0")
+
+    def __init__(
+        self, *arguments: str, ready: bool = True, env: dict[str, str] | None = None, module: str | None = None
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxllm", "serve", *own],
+            [sys.executable, "-m", module or self.module, *self.command, *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}", **(env or {})},

@@ -344,3 +344,11 @@ def test_what_is_not_a_message(rpc: Grpc) -> None:
     call = rpc.channel.unary_unary("/jaxllm.v1.InferenceService/Generate")
     for raw in (b"\xff" * 20, b"\x12\x02\xff\xfe", b"\x12\x7f"):  # garbage, a text that is not UTF-8, cut off
         assert over_grpc(lambda raw=raw: call(raw, metadata=bearer(USER))) == INVALID
+
+
+def test_a_message_is_one_short_line_that_can_be_shown_whatever_it_repeats() -> None:
+    for said in ("a\r\nGET / HTTP/1.1", "\x1b[31mred", "\0", "\ud800", "\u202e", "\U0010ffff" * 10**6, "x" * 10**6):
+        message = str(errors.UserError(f"There is no {said}; leave it out."))
+        assert message.startswith("There is no ") and message.endswith("; leave it out.")
+        assert message.isprintable() and message.encode() and len(message) <= errors.MOST_MESSAGE
+    assert str(errors.UserError("naïve 日本語 🎉")) == "naïve 日本語 🎉"

@@ -515,3 +515,16 @@ def test_an_app_can_be_made_before_the_model_is_there():
     with http_server(serving) as port:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
             assert [http.get(path).status_code for path in ("/live", "/ready", "/health")] == [200, 503, 503]
+
+
+def test_a_server_that_is_full_says_so_before_it_reads():
+    serving = FakeServing()
+
+    def check_room():
+        raise OverloadedError("The queue is full.", retry_after=1.0)
+
+    serving.engine.check_room = check_room
+    with http_server(serving) as port:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            response = httpx.post(f"http://127.0.0.1:{port}{path}", content=b"{", headers={"content-type": "text/html"})
+            assert response.status_code == 429 and response.headers["retry-after"] == "1"

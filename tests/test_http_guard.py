@@ -331,7 +331,7 @@ def test_no_timer_outlives_its_connection(error):
     transport.get_extra_info.return_value = None
     config = uvicorn.Config(lambda *_: None, log_config=None, lifespan="off", ws="none")
     config.load()
-    connection = protocol_of(ServerOptions(stall_timeout=30))(config, ServerState(), {}, loop)
+    connection = protocol_of(ServerOptions(stall_timeout=30))(config, ServerState(), {}, loop).connection
     connection.connection_made(transport)
     assert len(timers) == 1  # for the head
     connection.pause_writing()

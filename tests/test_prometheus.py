@@ -84,6 +84,7 @@ class _Engine:
 
 class _Programs:
     num_all = 9
+    num_compiling = 0
 
     def __len__(self) -> int:
         return 4

@@ -217,7 +217,11 @@ def prompt_of(rng: random.Random) -> str:
     )
 
 
-def test_streams_give_what_unary_calls_give_over_grpc(server: ServingProcess) -> None:
+COUNTS = [300, pytest.param(1000, marks=pytest.mark.slow)]  # random requests
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_streams_give_what_unary_calls_give_over_grpc(server: ServingProcess, count: int) -> None:
     async def check() -> None:
         async with AsyncClient(server.grpc) as client:
 
@@ -246,12 +250,13 @@ def test_streams_give_what_unary_calls_give_over_grpc(server: ServingProcess) ->
                 assert stream.usage.completion_tokens == whole.usage.completion_tokens
                 assert whole.usage.completion_tokens == sum(len(output.token_ids) for output in whole.outputs)
 
-            await in_turn(1000, 24, one)
+            await in_turn(count, 24, one)
 
     asyncio.run(check())
 
 
-def test_streams_give_what_unary_calls_give_over_http(server: ServingProcess) -> None:
+@pytest.mark.parametrize("count", COUNTS)
+def test_streams_give_what_unary_calls_give_over_http(server: ServingProcess, count: int) -> None:
     async def check() -> None:
         async with AsyncOpenAI(base_url=f"{server.http}/v1", api_key="none", max_retries=0) as openai:
 
@@ -281,7 +286,7 @@ def test_streams_give_what_unary_calls_give_over_http(server: ServingProcess) ->
                 assert usage == whole.usage and usage is not None
                 assert usage.completion_tokens == sum(map(len, ids.values()))
 
-            await in_turn(1000, 24, one)
+            await in_turn(count, 24, one)
 
     asyncio.run(check())
 

@@ -190,49 +190,16 @@ Verdict = str | Refused
 ACCEPTED = "accepted"
 
 
-class Site:
-    """One engine that three front ends share, on a loop in a thread of its own."""
+class Clients:
+    """What asks a server over both protocols."""
 
-    def __init__(self) -> None:
-        self.loop = uvloop.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.thread.start()
-        self.server: Server = self.run(self.open())
-        assert self.server.grpc is not None
-        self.client = Client(f"127.0.0.1:{self.server.grpc.port}", retries=False, timeout=20.0)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.server.http_port}", timeout=20.0)
-
-    async def open(self) -> Server:
-        options = ServerOptions(port=0, grpc_port=0, max_queued_requests=1000, log_stats_interval=0.0)
-        server = Server(EngineConfig(**SETTINGS), options)
-        await server.open()
-        await server.engine.start()
-        return server
-
-    def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60.0)
+    def __init__(self, http: str, grpc: str) -> None:
+        self.client = Client(grpc, retries=False, timeout=20.0)
+        self.http = httpx.Client(base_url=http, timeout=20.0)
 
     def close(self) -> None:
         self.client.close()
         self.http.close()
-        self.run(self.server._close(0.1))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10.0)
-        self.loop.close()
-
-    def over_python(self, fields: Mapping[str, Any]) -> Verdict:
-        """Judge as whoever embeds the engine is judged."""
-        own = dict(fields)
-        prompt, priority = own.pop("prompt"), own.pop("priority", 0)
-        limit = own.pop("time_limit", None)
-        if "cache_salt" in own:
-            prompt = {"prompt": prompt, "cache_salt": own.pop("cache_salt")}
-
-        async def ask(engine: AsyncLLM) -> None:
-            async for _ in engine.generate(prompt, SamplingParams(**own), priority=priority, time_limit=limit):
-                pass
-
-        return verdict_of(lambda: self.run(ask(self.server.engine)))
 
     def over_grpc(self, fields: Mapping[str, Any]) -> Verdict:
         """Judge as the client's caller is judged."""
@@ -253,6 +220,49 @@ class Site:
         assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
         own = {theirs: ours for ours, theirs in names.items()}
         return Refused(own.get(error["param"], error["param"]))
+
+
+class Site(Clients):
+    """One engine that three front ends share, on a loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = uvloop.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+        self.server: Server = self.run(self.open())
+        assert self.server.grpc is not None
+        super().__init__(f"http://127.0.0.1:{self.server.http_port}", f"127.0.0.1:{self.server.grpc.port}")
+
+    async def open(self) -> Server:
+        options = ServerOptions(port=0, grpc_port=0, max_queued_requests=1000, log_stats_interval=0.0)
+        server = Server(EngineConfig(**SETTINGS), options)
+        await server.open()
+        await server.engine.start()
+        return server
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60.0)
+
+    def close(self) -> None:
+        super().close()
+        self.run(self.server._close(0.1))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10.0)
+        self.loop.close()
+
+    def over_python(self, fields: Mapping[str, Any]) -> Verdict:
+        """Judge as whoever embeds the engine is judged."""
+        own = dict(fields)
+        prompt, priority = own.pop("prompt"), own.pop("priority", 0)
+        limit = own.pop("time_limit", None)
+        if "cache_salt" in own:
+            prompt = {"prompt": prompt, "cache_salt": own.pop("cache_salt")}
+
+        async def ask(engine: AsyncLLM) -> None:
+            async for _ in engine.generate(prompt, SamplingParams(**own), priority=priority, time_limit=limit):
+                pass
+
+        return verdict_of(lambda: self.run(ask(self.server.engine)))
 
 
 def verdict_of(ask: Callable[[], object]) -> Verdict:
@@ -399,3 +409,51 @@ def test_an_output_that_repeats_itself_ends_everywhere_alike(site: Site) -> None
     assert (answer.finish_reason, answer.stop_reason, answer.token_ids) == ("repetition", None, [40] * 4)
     (choice,) = site.http.post("/v1/completions", json={"prompt": "Once", **asked}).json()["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("repetition", "repetition_detected")
+
+
+MASKS: list[dict[str, Any]] = [
+    {},
+    {"allowed_token_ids": [40]},
+    {"allowed_token_ids": [5, 40, 1535], "temperature": 2.0},
+    {"logit_bias": {5: 100, 6: -100}, "top_k": 1, "temperature": 1.0},
+    {"logit_bias": {token: -100 for token in range(200)}, "top_p": 1e-6, "temperature": 0.7},
+    {"bad_words": ["a", "the", "e"], "min_p": 1.0, "temperature": 1.0},
+    {"min_tokens": 3, "repetition_penalty": 1e30, "presence_penalty": 2.0, "temperature": 1.0},
+]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: "-".join(mask) or "none")
+def test_log_probabilities_are_probabilities_whatever_is_masked(site: Site, mask: dict[str, Any]) -> None:
+    """Strict JSON without infinities; what is likeliest sums to one at most; the chosen token is always told of."""
+
+    def strict(route: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = site.http.post(route, json={"max_tokens": 3, "temperature": 0, "seed": 1, **mask, **body})
+        assert response.status_code == 200, response.text
+        return json.loads(response.content, parse_constant=lambda name: pytest.fail(name))
+
+    def check(chosen: float, told: Mapping[str, float], token: str, count: int) -> None:
+        assert told[token] == chosen and len(told) in (max(count, 1), count + 1)
+        assert all(-9999.0 <= value <= 0.0 for value in told.values())
+        assert sum(map(math.exp, told.values())) <= 1 + 1e-3
+
+    for count in (0, 1, 20):
+        body = {"prompt": "Once upon a", "logprobs": count, "echo": True, "return_tokens_as_token_ids": True}
+        first, again = (strict("/v1/completions", body)["choices"][0] for _ in range(2))  # the second time cached
+        told = first["logprobs"]
+        assert again["logprobs"]["token_logprobs"] == pytest.approx(told["token_logprobs"], abs=1e-5)
+        assert told["token_logprobs"][0] is None
+        for token, chosen, top in zip(
+            told["tokens"][1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True
+        ):
+            check(chosen, {token: chosen} if count == 0 else top, token, count)
+        body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": count}
+        (choice,) = strict("/v1/chat/completions", {**body, "return_tokens_as_token_ids": True})["choices"]
+        for entry in choice["logprobs"]["content"]:
+            tops = {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+            assert len(tops) == count
+            check(entry["logprob"], {entry["token"]: entry["logprob"], **tops}, entry["token"], count)
+    fields = {**BASE, **mask, "max_tokens": 3}
+    for name in ("logprobs", "prompt_logprobs"):
+        for more in (21, -1, -2):
+            asked = {**fields, name: more}
+            assert [site.over_python(asked), site.over_grpc(asked), site.over_http(asked)] == [Refused(name)] * 3

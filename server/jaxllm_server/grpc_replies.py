@@ -127,7 +127,7 @@ class Reply:
                 message.stop_token_id = part.stop_reason
 
     def _prompt(self, chunk: Chunk) -> types_pb2.PromptInfo:
-        assert chunk.prompt is not None, "a first chunk tells about the prompt"
+        assert chunk.prompt is not None
         prompt, wanted = chunk.prompt, self.num_prompt_logprobs
         rows = [row for row in prompt.logprobs or () if row is not None]
         return types_pb2.PromptInfo(

@@ -94,10 +94,11 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         # By default a burst of 3,000 calls loses some 530 of them.
         ("grpc.server.max_pending_requests", 100_000),
         ("grpc.server.max_pending_requests_hard_limit", 100_000),
-        # Clients may ping every ten seconds, also while a call is silent for minutes. (The key that others set,
-        # min_recv_ping_interval_without_data_ms, is not one.)
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.http2.max_ping_strikes", 0),
+        # Clients may ping ten times a second, also while a call is silent for minutes; who sends so many more in a row
+        # is flooding, and the connection ends. (The key that others set, min_recv_ping_interval_without_data_ms, is
+        # not one.)
+        ("grpc.http2.min_ping_interval_without_data_ms", 100),
+        ("grpc.http2.max_ping_strikes", 100),
         ("grpc.keepalive_permit_without_calls", 1),
         # A peer that froze is let go after 40 seconds; without ping_timeout_ms the second setting alone waits for 60.
         ("grpc.keepalive_time_ms", 30_000),

@@ -139,6 +139,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         remaining = context.time_remaining()
         if remaining is not None and remaining < _LEAST_REMAINING:
             raise DeadlineError("The deadline of this call was over before it began.")
+        self._serving.engine.check_room()
         hint = "" if request.request_id else _metadata(context, REQUEST_ID)
         request_id = request.request_id or hint or uuid4().hex
         # So that a failure, too, can be found in the log: the interceptor reads it from here.

@@ -118,6 +118,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
+            leaving.result()
             raise ClientGone
     finally:
         for task in (working, leaving):

@@ -25,8 +25,8 @@ import jaxllm
 from jaxllm_server import strict_json
 from jaxllm_server.auth import Keys
 from jaxllm_server.http_answers import Answer
-from jaxllm_server.http_errors import ClientGone, Headers, Refusal, answer_of, log_failure, status_of
-from jaxllm_server.http_guard import Gate, Guard, body_too_large, is_request_id, request_id_of
+from jaxllm_server.http_errors import ClientGone, Headers, Refusal, answer_of, body_too_large, log_failure, status_of
+from jaxllm_server.http_guard import Gate, Guard, is_request_id, request_id_of
 from jaxllm_server.http_protocol import transport_of
 from jaxllm_server.openai_chat import ChatReply
 from jaxllm_server.openai_completions import CompletionReply
@@ -98,6 +98,7 @@ class Endpoints:
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue one or more prompts."""
+        self._serving.engine.check_room()
         reply = CompletionReply(await self._body(request), self._options, _own_request_id(request))
 
         async def read_prompts() -> None:
@@ -109,6 +110,7 @@ class Endpoints:
 
     async def chat(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
+        self._serving.engine.check_room()
         return self._answer(request, ChatReply(await self._body(request), self._options, _own_request_id(request)))
 
     async def tokenize(self, request: Request) -> ASGIApp:
@@ -219,7 +221,7 @@ class Endpoints:
                         raise ClientGone
                     body += message.get("body", b"")
                     if len(body) > self._options.max_body_bytes:
-                        raise body_too_large(self._options)
+                        raise body_too_large(self._options.max_body_bytes)
                     if not message.get("more_body", False):
                         break
         except TimeoutError as error:
@@ -280,8 +282,11 @@ class Front:
                 await _send_error(sender, error)
         finally:
             if self._observer is not None:
-                seconds = time.monotonic() - began
-                self._observer.request_handled("http", own["route"], status or CLIENT_GONE, seconds)
+                try:
+                    seconds = time.monotonic() - began
+                    self._observer.request_handled("http", own["route"], status or CLIENT_GONE, seconds)
+                except Exception:  # statistics are no reason to fail anybody
+                    _log.exception("the observer failed")
 
 
 def _counted(path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[Request], Awaitable[Any]]:

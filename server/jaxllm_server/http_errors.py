@@ -50,6 +50,12 @@ class Refusal(Exception):
         self.closes = closes
 
 
+def body_too_large(max_body_bytes: int) -> Refusal:
+    """Return the refusal of a body, of which no more is read."""
+    message = f"The body is larger than the {max_body_bytes} bytes that this server takes."
+    return Refusal(413, message, "BODY_TOO_LARGE", closes=True)
+
+
 def status_of(error: BaseException) -> int:
     """Return the status that an error is told with."""
     if isinstance(error, Refusal):

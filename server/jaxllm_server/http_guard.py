@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxllm.errors import OverloadedError
 from jaxllm_server.auth import Keys
 from jaxllm_server.errors import AuthError
-from jaxllm_server.http_errors import Headers, Refusal
+from jaxllm_server.http_errors import Headers, Refusal, body_too_large
 from jaxllm_server.options import LOOPBACK, ServerOptions
 
 OPEN_PATHS = frozenset({b"/health", b"/live", b"/ready"})  # for probes, which have no key
@@ -56,7 +56,10 @@ class Guard:
         if not length.isdigit():
             raise Refusal(400, "Content-Length must be a number.", "BAD_HEADER", closes=True)
         if len(length) > 18 or int(length) > options.max_body_bytes:
-            raise body_too_large(options)
+            raise body_too_large(options.max_body_bytes)
+        codings = headers.get(b"transfer-encoding", [b"chunked"])
+        if len(codings) > 1 or codings[0].lower() != b"chunked":  # the parser reads "gzip, chunked" as chunks
+            raise Refusal(400, "No Transfer-Encoding but chunked is taken.", "TRANSFER_ENCODING", closes=True)
         await self._app(scope, receive, send)
 
     def cors_headers(self, scope: Scope) -> Headers:
@@ -122,12 +125,6 @@ def request_id_of(scope: Scope, options: ServerOptions) -> str | None:
 def is_request_id(text: str, options: ServerOptions) -> bool:
     """Whether a text can name a request: short, and harmless in a log."""
     return len(text) <= options.max_request_id_chars and _REQUEST_ID.fullmatch(text) is not None
-
-
-def body_too_large(options: ServerOptions) -> Refusal:
-    """Return the refusal of a body, of which no more is read."""
-    message = f"The body is larger than the {options.max_body_bytes} bytes that this server takes."
-    return Refusal(413, message, "BODY_TOO_LARGE", closes=True)
 
 
 def _read_headers(scope: Scope, options: ServerOptions) -> dict[bytes, list[bytes]]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.async_engine import AsyncLLM
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
+from jaxllm.recording import FileRecorder
 from jaxllm_server.options import ServerOptions
 from jaxllm_server.sockets import check_uds
 
@@ -46,12 +47,19 @@ def serve(config: EngineConfig, options: ServerOptions, progress: bool = False) 
         import uvloop
 
         import grpc  # noqa: F401  # isort: skip
-    except ImportError as error:
+    except ModuleNotFoundError as error:  # one that is there and cannot be loaded is another matter
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
+    configure_logging()
+    return uvloop.run(Server(config, options, progress).run())
+
+
+def configure_logging() -> None:
+    """Write the log to standard error, without what libraries tell of themselves and of clients."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # tells of every back end that is not there
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # tells what our own lines tell
-    return uvloop.run(Server(config, options, progress).run())
+    # Metadata that are no UTF-8, a key perhaps, and a traceback for each.
+    logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
 
 class Server:
@@ -69,6 +77,7 @@ class Server:
             max_queued_requests=options.max_queued_requests,
             max_queued_tokens=options.max_queued_tokens,
             hang_timeout=options.hang_timeout,
+            recorder=_recorder(config, options),
             **asdict(config),
         )
         self.serving = Serving(self.engine, options)
@@ -223,6 +232,15 @@ class Server:
         await asyncio.to_thread(self.tracer.close)
         if not await self.engine.close(CLOSE_SECONDS):
             _log.warning("the engine's thread has not ended: a step hangs")
+
+
+def _recorder(config: EngineConfig, options: ServerOptions) -> FileRecorder | None:
+    """Open the recording, if one is wanted."""
+    if options.record is None:
+        return None
+    _log.info("recording into %s%s", options.record, ", redacted" if options.record_redacted else "")
+    about = {"model": (*options.served_model_name, config.model)[0]}
+    return FileRecorder(options.record, options.record_max_bytes, options.record_redacted, about)
 
 
 def _listen(options: ServerOptions) -> socket.socket:

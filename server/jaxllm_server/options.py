@@ -69,7 +69,7 @@ class ServerOptions:
     # Bounds of all requests together.
     max_queued_requests: int | None = None  # waiting for a slot; default: 4 for each of max_num_seqs
     max_queued_tokens: int | None = None  # of their prompts; default: 16 times max_model_len, at least 65,536
-    max_rpcs: int = 1024  # calls at once, on each front end
+    max_rpcs: int = 1024  # calls at once, on each front end; seven eighths of them on one connection of gRPC
     request_timeout: float = 600.0  # a request that is not through by then fails
     stall_timeout: float = 30.0  # a stream that is not read for so long is closed; 0: never
 
@@ -83,6 +83,9 @@ class ServerOptions:
     enable_channelz: bool = False  # gRPC's own debugging service
     profile: str | None = None  # a folder for a trace of the first steps
     profile_steps: int = 64  # of that trace
+    record: str | None = None  # a file for every event that enters the scheduler, for `jaxllm replay`
+    record_redacted: bool = False  # with hashes in place of tokens
+    record_max_bytes: int = 256 << 20  # of the recording, over its pieces
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -107,6 +110,8 @@ class ServerOptions:
             raise UserError("hang_timeout must be positive.", "hang_timeout")
         if self.profile_steps < 1:
             raise UserError("profile_steps must be at least 1.", "profile_steps")
+        if self.record_redacted and self.record is None:
+            raise UserError("record_redacted needs record, the file.", "record_redacted")
         if any(not key for key in (*self.api_key, *self.admin_api_key)):
             raise UserError("an API key cannot be empty.", "api_key")
 

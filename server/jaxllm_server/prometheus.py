@@ -287,6 +287,7 @@ class PrometheusObserver(Collector):
             return
         programs = runner.programs
         yield self._gauge("programs_ready", "Programs that can be run.", [({}, len(programs))])
+        yield self._gauge("programs_compiling", "Threads that compile beside requests.", [({}, programs.num_compiling)])
         yield self._gauge("programs_possible", "Programs there can be.", [({}, programs.num_all)])
         memory: list[tuple[Mapping[str, str], float]] = []
         for device in runner.setup.devices:

@@ -1,0 +1,11 @@
+"""Makes a process say whom it calls: Python imports this file at its start where PYTHONPATH has its folder."""
+
+import sys
+
+
+def _tell(event: str, arguments: tuple) -> None:
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto", "urllib.Request"):
+        print("outbound", event, arguments[-1] if event == "socket.connect" else arguments[:2], file=sys.stderr)
+
+
+sys.addaudithook(_tell)

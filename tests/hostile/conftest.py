@@ -1,0 +1,96 @@
+"""Servers that the hostile tests share, and what has to hold after each test: nothing is left, nothing was told.
+
+`fake` is the front ends alone, `server` is all of `jaxllm serve`. Both stall for two seconds at most.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.hostile.machine import num_descriptors
+from tests.serving_process import ROOT, ServingProcess
+
+STALL_SECONDS = 2.0
+MAX_BODY_BYTES = 1 << 20
+AUDIT = Path(__file__).parent / "audit"  # what is imported at the start of the process there
+if not Path("/proc/self/fd").is_dir():
+    collect_ignore_glob = ["test_*.py"]  # they look at Linux's /proc
+
+
+class FakeSite(ServingProcess):
+    """The process of `tests.hostile.fake_site`."""
+
+    module = "tests.hostile.fake_site"
+    command = ()
+
+
+@pytest.fixture(scope="session")
+def fake_process() -> Iterator[ServingProcess]:
+    with FakeSite("--stall-timeout", f"{STALL_SECONDS}", "--max-body-bytes", f"{MAX_BODY_BYTES}") as process:
+        httpx.get(f"{process.http}/version")
+        yield process
+
+
+@pytest.fixture
+def fake(fake_process: ServingProcess) -> Iterator[ServingProcess]:
+    """The front ends alone; fails the test after which they are not as they were."""
+    yield from _unharmed(fake_process)
+
+
+@pytest.fixture(scope="session")
+def server_process() -> Iterator[ServingProcess]:
+    own = ("--precompile", "covering", "--max-num-seqs", "8", "--max-num-batched-tokens", "128")
+    own += ("--num-kv-blocks", "64", "--max-queued-requests", "400", "--stall-timeout", f"{STALL_SECONDS}")
+    env = {"PYTHONPATH": os.pathsep.join(map(str, (AUDIT, ROOT, ROOT / "server")))}
+    with ServingProcess(*own, "--enable-log-requests", env=env) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def canary(server_process: ServingProcess) -> str:
+    """What the server answers before anything was done to it."""
+    return canary_of(server_process)
+
+
+@pytest.fixture
+def server(server_process: ServingProcess, canary: str) -> Iterator[ServingProcess]:
+    """All of `jaxllm serve`; fails the test after which it answers otherwise, or holds blocks."""
+    yield from _unharmed(server_process)
+    wait_idle(server_process)
+    assert canary_of(server_process) == canary
+
+
+def _unharmed(process: ServingProcess) -> Iterator[ServingProcess]:
+    before, start = num_descriptors(process.process.pid), len(process.log)
+    yield process
+    assert process.process.poll() is None
+    end = time.monotonic() + 5.0
+    while num_descriptors(process.process.pid) > before + 1:  # one for the probe of `server`
+        assert time.monotonic() < end, "files are left open"
+        time.sleep(0.02)
+    log = "".join(process.log[start:])
+    assert "Traceback" not in log, log
+
+
+def wait_idle(process: ServingProcess, seconds: float = 5.0) -> None:
+    """Wait until nothing runs, nothing waits and no block is in use."""
+    end = time.monotonic() + seconds
+    while True:
+        load = httpx.get(f"{process.http}/load", timeout=5).json()
+        if not (load["running"] or load["waiting"] or load["kv_blocks_used"]):
+            return
+        assert time.monotonic() < end, load
+        time.sleep(0.01)
+
+
+def canary_of(process: ServingProcess) -> str:
+    """Ask a question whose answer never changes."""
+    asked = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 16}
+    answer = httpx.post(f"{process.http}/v1/completions", json=asked, timeout=20)
+    return answer.json()["choices"][0]["text"]

@@ -1,0 +1,69 @@
+"""Both front ends of `jaxllm serve` in a process of their own, over a `Serving` that writes what the prompt orders.
+
+Memory, processor time and delays measured from outside are the front ends' alone, and it starts without a model. A
+prompt "COUNT SIZE SECONDS" orders so many chunks of so many characters, each after a pause; others get a short answer.
+
+    python -m tests.hostile.fake_site --stall-timeout 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+import uvloop
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
+from jaxllm_server.http_guard import is_request_id
+from jaxllm_server.launch import Server, configure_logging
+from jaxllm_server.options import ServerOptions
+from tests.fake_serving import SCRIPT, FakeServing
+
+
+class Ordered(FakeServing):
+    """Answers with as many chunks as the prompt says."""
+
+    async def generate(self, call):
+        self.check_model(call.model)
+        if not is_request_id(call.request_id, ServerOptions()):
+            raise UserError("request_id must be short and plain.", "request_id")
+        count, size, seconds = len(SCRIPT), 4, 0.0
+        if isinstance(call.prompt, str) and call.prompt.count(" ") == 2 and call.prompt[0].isdigit():
+            words = call.prompt.split(" ")
+            count, size, seconds = int(words[0]), int(words[1]), float(words[2])
+        params = self.params_of(call)
+        text = "x" * size
+        for number in range(count):
+            await asyncio.sleep(seconds)
+            if call.stream:
+                yield self._chunk(call, params, number, [text], is_last=number == count - 1)
+        if not call.stream:
+            yield self._chunk(call, params, 0, [text] * count, is_last=True)
+
+
+async def run(options: ServerOptions) -> None:
+    server = Server(EngineConfig(model="fake"), options)
+    server.serving = Ordered()  # type: ignore[assignment]
+    await server.open()
+    assert server.grpc is not None
+    await server.grpc.set_state("serving")
+    print("ready after 0 s", file=sys.stderr, flush=True)
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stall-timeout", type=float, default=30.0)
+    parser.add_argument("--max-body-bytes", type=int, default=8 << 20)
+    parser.add_argument("--api-key", action="append", default=[])
+    parser.add_argument("--admin-api-key", action="append", default=[])
+    own = vars(parser.parse_args())
+    configure_logging()
+    keys = {name: tuple(own.pop(name)) for name in ("api_key", "admin_api_key")}
+    uvloop.run(run(ServerOptions(port=0, grpc_port=0, **own, **keys)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What Linux tells of a process: its memory, its open files, its processor time and its sockets."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_LISTEN = "0A"  # states of Linux's TCP sockets
+
+
+class Socket(NamedTuple):
+    """One TCP socket of a process; addresses as the kernel writes them, in hexadecimal."""
+
+    local: str
+    port: int
+    is_listening: bool
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the anonymous memory of a process, with what was swapped out."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * sum(int(kib) for kib in re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB", status, re.MULTILINE))
+
+
+def num_descriptors(pid: int) -> int:
+    """Count the open files of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def bytes_read(pid: int) -> int:
+    """Return how many bytes a process has read in all its life, from files and sockets."""
+    return int(re.findall(r"^rchar: (\d+)", Path(f"/proc/{pid}/io").read_text(), re.MULTILINE)[0])
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def tcp_sockets(pid: int) -> list[Socket]:
+    """Return the TCP sockets that a process holds."""
+    inodes = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+        except FileNotFoundError:  # closed meanwhile
+            continue
+        if match := re.fullmatch(r"socket:\[(\d+)\]", target):
+            inodes.add(match[1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in inodes:
+                address, port = fields[1].split(":")
+                found.append(Socket(address, int(port, 16), fields[3] == _LISTEN))
+    return found

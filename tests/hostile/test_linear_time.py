@@ -1,0 +1,76 @@
+"""Scanners of text that somebody else wrote take time in proportion to it, however it is cut. Row 22.
+
+Tool calls and reasoning have the same check beside their other tests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from jaxllm.bench.sse import EventReader
+from jaxllm.errors import UserError
+from jaxllm.stop_strings import StopMatcher, match_stops
+from jaxllm_server import strict_json
+
+MEGABYTE = 1 << 20
+
+
+def read_stops(stops: Sequence[str]) -> Callable[[str, int], None]:
+    def read(text: str, piece: int) -> None:
+        matcher = StopMatcher.of(stops)
+        for at in range(0, len(text), piece):
+            matcher, _ = match_stops(matcher, text[at : at + piece])
+
+    return read
+
+
+def read_events(text: str, piece: int) -> None:
+    reader, raw = EventReader(), text.encode()
+    for at in range(0, len(raw), piece):
+        reader.feed(raw[at : at + piece])
+
+
+def read_json(text: str, piece: int) -> None:
+    with suppress(UserError):
+        strict_json.read(text.encode(), 64)
+
+
+CASES: dict[str, tuple[Any, str, str]] = {  # who reads, how the text begins, what is repeated
+    "a stop string's beginning": (read_stops(["a" * 63 + "b"]), "", "a"),
+    "stop strings within each other": (
+        read_stops(["abab" * 15 + "c", "baba" * 15 + "c", "ab" * 31, "aa"][:3]),
+        "",
+        "ba",
+    ),
+    "events in one line": (read_events, "data: ", "a"),
+    "events without a text": (read_events, "", "\n"),
+    "events of one letter": (read_events, "", "data: a\n\n"),
+    "a JSON text of escapes": (read_json, '{"a":"', '\\\\"\\'),
+    "a JSON text of quotes": (read_json, '{"a":', '"'),
+    "a JSON list of texts": (read_json, '{"a":[', '"\\"",'),
+    "JSON halves of pairs": (read_json, '{"a":"', "\\ud83d"),
+    "JSON brackets": (read_json, '{"a":[', "[],{}, "),
+}
+
+
+CUTS = [(case, piece) for case in CASES for piece in (1, MEGABYTE) if not (piece == 1 and CASES[case][0] is read_json)]
+
+
+@pytest.mark.parametrize(("case", "piece"), CUTS)
+def test_twice_the_text_takes_twice_the_time(case: str, piece: int) -> None:
+    read, start, repeated = CASES[case]
+
+    def seconds(size: int) -> float:
+        text = start + repeated * (size // len(repeated))
+        began = time.process_time()
+        read(text, piece)
+        return time.process_time() - began
+
+    size = MEGABYTE // 2 if piece > 1 else MEGABYTE // 16  # a call costs ten times as much as a character
+    # What is not linear fails every time; a neighbour on the machine does not disturb every time.
+    assert any(seconds(2 * size) < 2.5 * max(seconds(size), 0.01) for _ in range(4))
