@@ -1,0 +1,94 @@
+"""What must hold of a world: after every turn, when nothing runs, and when the engine has ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jaxllm.types import RequestOutputKind
+from tests.simulation.device import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+TICK = 0.01  # seconds of a turn
+ROUNDING = 1e-6  # seconds by which a timer may be late
+
+
+def check_turn(world: World, began: float) -> None:
+    """What is told is what is, and nobody waits for what is due. `began` is when the turn did."""
+    if world.is_dead:
+        return
+    reference, metrics = world.reference, world.engine.metrics
+    running, waiting, tokens, used = reference.loads()
+    load = world.thread.load
+    share = world.cached_tokens / world.prompt_tokens if world.prompt_tokens else 0.0
+    sizes = world.setting["num_slots"], world.setting["num_blocks"], share
+    if (load.max_running, load.kv_blocks_total, load.prefix_hit_rate) != sizes:
+        raise Violation(f"I11: the sizes are told as {load}, where {sizes} are due")
+    if (load.running, load.waiting, load.waiting_tokens, load.kv_blocks_used) != (running, waiting, tokens, used):
+        raise Violation(f"I11: the load is told as {load}, where {(running, waiting, tokens, used)} is due")
+    counted = (
+        *(metrics.generated_tokens, metrics.preemptions, metrics.prompt_tokens),
+        *(metrics.cached_tokens, metrics.recoveries, metrics.steps, metrics.computed_tokens),
+    )
+    due = (
+        *(reference.num_generated, reference.num_preempted, world.prompt_tokens),
+        *(world.cached_tokens, world.num_recoveries, world.runner.device.num_steps, world.runner.device.num_tokens),
+    )
+    if counted != due:
+        raise Violation(f"I11: metrics count {counted}, where {due} is due")
+    if world.setting["block_events"] and len(world.stored) != len(reference.index):
+        raise Violation("the events of the prefix cache do not add up to it")
+    if len(world.engine._samples) != len(reference.by_id):
+        raise Violation("I13: the engine keeps samples that have ended, or lost some")
+    for turn, client in world.left:
+        if turn < world.turn and any(entry.slot > -2 for entry in client.entries):
+            raise Violation(f"{client.name} has gone, and its request runs on")
+    world.left = [(turn, client) for turn, client in world.left if turn == world.turn]
+    interval = world.interval
+    for client in world.clients:
+        if client.pause is not None:
+            continue
+        if client.aborted_in is not None and client.aborted_in < world.turn:
+            raise Violation(f"I7: {client.name} was aborted, and still waits")
+        if client.timeout is not None and began >= client.arrival + client.timeout + ROUNDING:
+            raise Violation(f"I7: the deadline of {client.name} has passed, and it still waits")
+        is_late = client.time_limit is not None and began - TICK >= client.arrival + client.time_limit
+        if is_late and not world.is_paused:
+            raise Violation(f"I7: the time of {client.name} is over, and it still waits")
+        if client.params.output_kind is RequestOutputKind.FINAL_ONLY:
+            continue
+        enough = client.params.stream_interval or interval
+        for index, entry in enumerate(client.entries):
+            told = len(client.tokens.get(index, ()))
+            new = entry.known - entry.truth.num_prompt - told
+            if entry.slot == -2 and index not in client.ends:
+                raise Violation(f"{client.name} was not told that sample {index} has ended")
+            if entry.slot > -2 and (new >= enough or (new and not told)):
+                raise Violation(f"{client.name} was not shown {new} tokens")
+
+
+def check_idle(world: World) -> None:
+    """Nothing runs: nothing may be held."""
+    world.reference.compare()
+    state, engine = world.engine._core.state, world.engine
+    if state.pool.num_available != state.pool.num_blocks or state.num_running or state.waiting:
+        raise Violation("I1: blocks are held by nobody")
+    if engine._groups or engine._samples or engine._core.requests:
+        raise Violation("I13: requests are kept after their end")
+    if world.llm._inbox.counts() != (0, 0) or len(world.llm._streams):
+        raise Violation("I13: the inbox counts what is not there")
+    if engine.metrics.finished != dict(world.reasons):
+        raise Violation(f"I11: {engine.metrics.finished} ended, where {dict(world.reasons)} were told")
+
+
+def check_over(world: World) -> None:
+    """Nobody is left waiting, and no stream is kept."""
+    for client in world.clients:
+        raise Violation(f"I7: {client.name} waits for a dead engine")
+    streams = world.llm._streams
+    if len(streams) or streams._by_key or streams._num_awaited:
+        raise Violation("I13: streams are kept although their readers have gone")
+    for task in world.tasks:
+        if not task.done():
+            raise Violation("a call of the engine never returns")

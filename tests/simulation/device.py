@@ -1,0 +1,349 @@
+"""A device without arithmetic that knows what every place of the cache holds, and checks all that a step reads.
+
+The runner is the production one but for its programs: it chooses among compiled shapes, packs the buffer and sends
+ahead what does not fit. A program here reads that buffer as `step.py` does. Each place of the cache holds the hash of
+the sequence that wrote it, conditioning included; a step writes, then checks every place of every row against the
+truth of the request whose seed stands in the slot's sampling row. What it samples is what `oracle.Truth` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxllm import batch
+from jaxllm.batch import TILE, Shape
+from jaxllm.cache import DeviceState, Geometry
+from jaxllm.metrics import Metrics
+from jaxllm.programs import Key, Programs
+from jaxllm.runner import Runner
+from jaxllm.sampling import ROW_WIDTH, Extras, Variant
+from jaxllm.step import SCORED_ROWS
+from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob
+
+POISON = np.uint64(0xBAD)  # what a row whose numbers were not finite leaves in the cache
+WIDTHS = (2, 2, 4 + 2 * NUM_LOGPROBS, 4 + 2 * NUM_LOGPROBS + 128)  # columns of results, by variant
+KEY_AT = 13  # words of a sampling row that hold the seed
+VARIANTS = tuple(Variant)
+
+
+class Violation(AssertionError):
+    """Something that must never be."""
+
+
+class Faults(Protocol):
+    """Decides what goes wrong with a step."""
+
+    def before_dispatch(self, shape: Shape) -> None: ...
+    def while_in_flight(self, flight: Flight) -> None: ...
+    def not_finite(self, samples: Sequence[bool]) -> Sequence[int]: ...
+
+
+class Flight:
+    """A step's results on their way to the host."""
+
+    def __init__(self, joined: np.ndarray, device: Device) -> None:
+        self.joined = joined
+        self._device = device
+        self._generation = device.generation
+
+    def copy_to_host_async(self) -> None:
+        """Nothing is far away."""
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        if self._generation != self._device.generation:
+            raise Violation("a step is waited for whose device was given up")
+        self._device.faults.while_in_flight(self)
+        return self.joined
+
+
+class Device:
+    """The memory of a device, and programs over it."""
+
+    def __init__(self, geometry: Geometry, extras: Extras, faults: Faults) -> None:
+        self.geometry = geometry
+        self.truths: dict[int, Truth] = {}  # by seed
+        self.extras = extras
+        self.faults = faults
+        self.num_steps = self.num_tokens = self.generation = 0
+        size, longest = geometry.block_size, geometry.max_blocks * geometry.block_size
+        positions = np.arange(longest)
+        self._block_of, self._offset_of = positions // size, positions % size
+        self._positions = positions
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget everything, as after a step that failed with the state in its hands."""
+        geometry = self.geometry
+        slots, longest = geometry.num_slots, geometry.max_blocks * geometry.block_size
+        self.is_lost = False
+        self.generation += 1
+        self.content = np.zeros(geometry.num_blocks * geometry.block_size, np.uint64)
+        self.tables = np.full((slots, geometry.max_blocks), geometry.num_blocks, np.int32)
+        self.tokens = np.full((slots, longest + 2), -1, np.int32)
+        self.rows = np.zeros((slots, ROW_WIDTH), np.int32)
+        self.slot_extras = np.zeros((slots, self.extras.width), np.int32)
+        self.hidden = np.zeros(0, np.uint64)
+        self.owners: list[Truth | None] = [None] * slots
+        self._with_extras: list[Truth | None] = [None] * slots  # whose extras were found to be right
+        # Of the owners' truths, as far as they are made:
+        self._chains = np.zeros((slots, longest + 2), np.uint64)
+        self._truths = np.full((slots, longest + 2), -1, np.int32)
+
+    def program(self, key: Key) -> Callable[..., tuple[Any, Flight]]:
+        """Return what runs a plan in one shape."""
+        shape, variant = key.shape, VARIANTS.index(key.variant)
+
+        def run(params: Any, state: Any, buffer: np.ndarray) -> tuple[Any, Flight]:
+            self.faults.before_dispatch(shape)
+            if self.is_lost:
+                raise Violation("a step was given a state that is gone")
+            if len(buffer) != batch.buffer_size(shape):
+                raise Violation("I12: the buffer is not one of the program's")
+            return state, Flight(self._run(shape, variant, batch.views(buffer, shape)), self)
+
+        return run
+
+    def patch(self, tables: np.ndarray, tokens: np.ndarray, changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Write what is sent ahead of a step."""
+        self._check_state()
+        num_slots = self.geometry.num_slots
+        for target, change in ((self.tables, changes[0]), (self.tokens, changes[1])):
+            change = change[change[:, 0] < num_slots]
+            target[change[:, 0], change[:, 1]] = change[:, 2]
+        return tables, tokens
+
+    def patch_extras(self, extras: np.ndarray, changes: np.ndarray) -> np.ndarray:
+        """Write the extras of slots."""
+        self._check_state()
+        for change in changes[changes[:, 0] < self.geometry.num_slots]:
+            self.slot_extras[change[0]] = change[1:]
+            self._with_extras[change[0]] = None
+        return extras
+
+    def score(self, params: Any, hidden: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Score tokens behind positions of the step before."""
+        joined = np.zeros((SCORED_ROWS, 4 + 2 * NUM_LOGPROBS), np.int32)
+        wanted = [(index, token) for index, token in places.tolist() if token]  # no prompt holds token 0
+        chains = [int(self.hidden[index]) if index < len(self.hidden) else 0 for index, _ in wanted]
+        _fill_logprobs(joined, chains, [token for _, token in wanted])
+        return joined
+
+    def _check_state(self) -> None:
+        if self.is_lost:
+            raise Violation("something was written to a state that is gone")
+
+    def _run(self, shape: Shape, variant: int, field: Mapping[str, np.ndarray]) -> np.ndarray:
+        geometry = self.geometry
+        num_slots, size = geometry.num_slots, geometry.block_size
+        self.num_steps += 1
+        slots = field["row_slot"]
+        num_rows = int(np.count_nonzero(slots < num_slots))
+        slots = slots[:num_rows]
+        table = field["table"]
+        table = table[: np.count_nonzero(table[:, 0] < num_slots)]
+        for slot, index, block in table.tolist():
+            if slot < 0 or index < 0 or not 0 <= block < geometry.num_blocks:
+                raise Violation("a block that does not exist")
+            self.tables[slot, index] = block
+        ends = field["row_position"][:num_rows] + 1
+        if shape.is_decode:
+            token_slots, positions = slots, ends - 1
+            tokens = self.tokens[slots, positions]
+            samples = [True] * num_rows
+        else:
+            token_slots, positions, tokens = self._read_ragged(field, slots, ends)
+            samples = (field["row_samples"][:num_rows] > 0).tolist()
+        slot_list, end_list = slots.tolist(), ends.tolist()
+        owners = [self.owners[slot] for slot in slot_list]
+
+        # Write: content follows from the token and from what stands before it, which is checked below.
+        content = self._chains[token_slots, positions]
+        if np.count_nonzero(tokens != self._truths[token_slots, positions]):
+            raise Violation("a row holds tokens that are not its request's")
+        places = self.tables[token_slots, positions // size] * size + positions % size
+        place_list = places.tolist()
+        if max(place_list) >= len(self.content):
+            raise Violation("a row has no block for its token")
+        if len(set(place_list)) < len(place_list):
+            raise Violation("I4: two tokens are written to one place")
+        self.content[places] = content
+        self.hidden = content
+        self.num_tokens += len(place_list)
+
+        # Read: every place of every row.
+        longest = max(end_list)
+        read = self.tables[slots][:, self._block_of[:longest]] * size + self._offset_of[:longest]
+        found = self.content.take(read, mode="clip")
+        wrong = found != self._chains[slots, :longest]
+        if num_rows > 1:
+            wrong &= self._positions[:longest] < ends[:, None]
+        poisoned: set[int] = set()
+        if np.count_nonzero(wrong):
+            for row in wrong.any(1).nonzero()[0].tolist():
+                if (found[row][wrong[row]] != POISON).any():
+                    raise Violation(f"I3: slot {slots[row]} reads a place that holds something else")
+                poisoned.add(row)  # by a failed row, of which the host could not know
+
+        # Sample.
+        joined = np.zeros((shape.rows, WIDTHS[variant]), np.int32)
+        joined[:num_rows, 1] = 1
+        for row, (slot, owner, end) in enumerate(zip(slot_list, owners, end_list, strict=True)):
+            assert owner is not None
+            if not samples[row]:
+                continue
+            if end > owner.limit:
+                raise Violation("a row samples beyond its limit")
+            if owner.variant > variant:
+                raise Violation("a program samples less widely than its row needs")
+            if owner.variant == 3:
+                self._check_full(slot, owner, end)
+            owner.ensure(end + 1)
+            token = int(owner.tokens[end])
+            self.tokens[slot, end] = self._truths[slot, end] = joined[row, 0] = token
+            self._chains[slot, end] = owner.chain[end]
+            if owner.params.logprobs is not None:
+                _fill_logprobs(joined[row : row + 1], [int(owner.chain[end - 1])], [token])
+        struck = self.faults.not_finite(samples)
+        for row in {*struck, *poisoned}:
+            owner = owners[row]
+            assert owner is not None
+            owner.may_fail = True
+            joined[row, 1] = 0
+            joined[row, 0] = -1
+            self.content[places[token_slots == slots[row]][-1]] = POISON
+        return joined
+
+    def _read_ragged(
+        self, field: Mapping[str, np.ndarray], slots: np.ndarray, ends: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Take a ragged step apart: the slot, position and token of each of its tokens."""
+        num_slots, num_rows = self.geometry.num_slots, len(slots)
+        num_tokens = int(np.count_nonzero(field["token_slot"] < num_slots))
+        num_decodes = int(field["num_decodes"][0])
+        token_slots = field["token_slot"][:num_tokens]
+        positions = field["token_position"][:num_tokens]
+        due_slots: list[int] = []
+        due_positions: list[int] = []
+        last = -1
+        rows = list(zip(slots.tolist(), ends.tolist(), field["row_last"].tolist(), strict=False))
+        for number, (slot, end, at) in enumerate(rows):
+            due_slots += [slot] * (at - last)
+            due_positions += range(end - (at - last), end)
+            if number < num_decodes and at != number:
+                raise Violation("a decode row has more than its token")
+            last = at
+        if token_slots.tolist() != due_slots or positions.tolist() != due_positions:
+            raise Violation("rows and tokens of a buffer do not belong together")
+        at = num_decodes
+        names = ("tile_slot", "tile_start", "tile_length", "tile_position")
+        for slot, start, length, position in zip(*(field[name].tolist() for name in names), strict=True):
+            if slot >= num_slots:
+                break
+            if (
+                not 0 < length <= TILE
+                or start != at
+                or due_slots[start : start + length] != [slot] * length
+                or due_positions[start] != position
+            ):
+                raise Violation("a tile is not what attends together")
+            at += length
+        if at != num_tokens:
+            raise Violation("tiles do not cover the chunks of prompts")
+        self.rows[slots] = new = field["sampling"][:num_rows]
+        for (slot, _, _), row, key in zip(rows, new, new[:, KEY_AT : KEY_AT + 2].view(np.uint32).tolist(), strict=True):
+            truth = self.truths.get(key[0] << 32 | key[1])
+            if truth is None or truth.row_bytes != row.tobytes():
+                raise Violation("a slot's sampling row is no living request's")
+            if self.owners[slot] is not truth:
+                self.owners[slot] = truth
+                self._chains[slot] = 0
+                self._truths[slot] = -1
+            if not self._chains[slot, truth.length - 1]:
+                self._chains[slot, : truth.length] = truth.chain[: truth.length]
+                self._truths[slot, : truth.length] = truth.tokens[: truth.length]
+        tokens = field["tokens"][:num_tokens].copy()
+        if num_decodes:
+            tokens[:num_decodes] = self.tokens[token_slots[:num_decodes], positions[:num_decodes]]
+        self.tokens[token_slots, positions] = tokens
+        return token_slots, positions, tokens
+
+    def _check_full(self, slot: int, owner: Truth, end: int) -> None:
+        """Check what only the widest variant reads: the sequence so far and the extras."""
+        if owner.reads_history and not np.array_equal(self.tokens[slot, :end], owner.tokens[:end]):
+            raise Violation("the device does not know the sequence that penalties need")
+        if not owner.has_extras or self._with_extras[slot] is owner:
+            return
+        params = owner.params
+        part = {
+            name: self.slot_extras[slot, at : at + int(np.prod(size))].reshape(size)
+            for name, (at, size) in self.extras.fields.items()
+        }
+        bias = params.logit_bias or {}
+        ids, values = part["bias"][:, : len(bias)]
+        found = dict(zip(ids.tolist(), values.view(np.float32).tolist(), strict=True))
+        allowed = part["allowed"].view(np.uint32)
+        ids = [token for token in range(VOCABULARY) if allowed[token // 32] >> np.uint32(token % 32) & 1]
+        if found != bias or (params.allowed_token_ids is not None and ids != sorted(params.allowed_token_ids)):
+            raise Violation("a slot's extras are not its request's")
+        self._with_extras[slot] = owner
+
+
+def _fill_logprobs(joined: np.ndarray, chains: list[int], tokens: list[int]) -> None:
+    """Write the columns of log-probabilities: the token's own, its rank, then the likeliest ones and their ids."""
+    for row, (chain, token) in enumerate(zip(chains, tokens, strict=True)):
+        joined[row, 2] = np.float32(logprob(chain, token)).view(np.int32)
+        joined[row, 3] = 1 + chain % NUM_LOGPROBS
+        ids = [(chain + number) % VOCABULARY for number in range(NUM_LOGPROBS)]
+        joined[row, 4 : 4 + NUM_LOGPROBS] = np.array([logprob(chain, each) for each in ids], np.float32).view(np.int32)
+        joined[row, 4 + NUM_LOGPROBS : 4 + 2 * NUM_LOGPROBS] = ids
+
+
+class SimulatedRunner(Runner):
+    """The production runner over a `Device`; which of the smaller programs are compiled is given."""
+
+    def __init__(self, config: Any, geometry: Geometry, max_step_tokens: int, metrics: Metrics, faults: Faults) -> None:
+        self.geometry = geometry
+        self.metrics = metrics
+        self.extras = Extras(VOCABULARY)
+        self.num_logprobs = NUM_LOGPROBS
+        self.setup: Any = SimpleNamespace(max_num_batched_tokens=max_step_tokens)
+        self._config = config
+        self._running_thread = None
+        self.device = Device(geometry, self.extras, faults)
+        self._params = ()
+        device = self.device
+        shapes = DeviceState(
+            kv=(),
+            tables=device.tables,
+            tokens=device.tokens,
+            sampling=(),
+            extras=device.slot_extras,
+            hidden=device.hidden,
+        )
+        self._state_shapes = shapes
+        self._state = (device.tables, device.tokens, device.slot_extras, device.hidden)
+        self._patch_program = device.patch
+        self._patch_extras_program = device.patch_extras
+        self._score_programs = [device.score, device.score]
+        self.programs = Programs(
+            batch.decode_shapes(geometry.num_slots),
+            batch.ragged_shapes(max_step_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH),
+            lambda key: key,
+            metrics,
+        )
+        for key in self.programs.covering:
+            self.compile(key)
+
+    def compile(self, key: Key) -> None:
+        """Make a program ready, as a thread in the background does."""
+        self.programs._ready[key] = self.device.program(key)
+
+    def renew(self) -> None:
+        self.device.renew()
+
+    def close(self) -> None:
+        self.programs.close()

@@ -1,0 +1,105 @@
+"""An asyncio event loop whose time is the world's: it runs what is ready, in order, whenever it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+MOST_CALLBACKS = 200_000  # that one turn may run; more is a loop that never comes to rest
+
+
+class Loop(asyncio.AbstractEventLoop):
+    """As much of an event loop as `AsyncLLM` and its readers use."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.time = clock  # type: ignore[method-assign]
+        self.failures: list[BaseException] = []  # of callbacks and of tasks that nobody awaited
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._num_timers = 0
+
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_at(self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self._num_timers += 1
+        heapq.heappush(self._timers, (when, self._num_timers, handle))
+        return handle
+
+    def call_later(self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None) -> Any:
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Coroutine[Any, Any, Any], **_: Any) -> asyncio.Task[Any]:
+        return asyncio.Task(coro, loop=self)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """Run it a callback later: as if by another thread, which is fast."""
+        future = self.create_future()
+
+        def run() -> None:
+            try:
+                result = func(*args)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self.call_soon(run)
+        return future
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        self.failures.append(context.get("exception") or RuntimeError(context["message"]))
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It is skipped when its time comes."""
+
+    def next_timer(self) -> float | None:
+        """Return the time of the first timer that is due."""
+        while self._timers and self._timers[0][2].cancelled():
+            heapq.heappop(self._timers)
+        return self._timers[0][0] if self._timers else None
+
+    def run(self) -> None:
+        """Run all that is ready and due, and what that makes ready."""
+        now, ready = self.time(), self._ready
+        while self._timers and self._timers[0][0] <= now:
+            handle = heapq.heappop(self._timers)[2]
+            if not handle.cancelled():
+                ready.append(handle)
+        if not ready:
+            return
+        outer = asyncio._get_running_loop()
+        asyncio._set_running_loop(self)
+        try:
+            for _ in range(MOST_CALLBACKS):
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    handle._run()
+                if not ready:
+                    break
+            else:
+                raise RuntimeError("the event loop does not come to rest")
+        finally:
+            asyncio._set_running_loop(outer)
+        if self.failures:
+            raise self.failures.pop()

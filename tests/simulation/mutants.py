@@ -1,0 +1,511 @@
+"""Bugs to plant in production code, by changing a line of a function's source: what the simulation must notice.
+
+The first dozen are those that other engines had (reliability.md, 2a); the others are slips that a person could make. A
+mutant is plain data: the function, a piece of its source, and what stands there instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted bug."""
+
+    name: str
+    target: str  # "module.function" or "module.Class.method" of jaxllm
+    old: str
+    new: str
+
+
+HISTORY = [
+    Mutant(
+        "abort leaves a queued request",
+        "scheduler.abort",
+        "tuple(entry for entry in state.waiting if entry.request.id not in gone)",
+        "state.waiting",
+    ),
+    Mutant(
+        "abort keeps the blocks",
+        "scheduler.abort",
+        "_vacate(editor, limits, slots)",
+        "_vacate(editor, limits, slots[1:])",
+    ),
+    Mutant(
+        "a finished request is freed again when it is aborted",
+        "scheduler.commit",
+        "_vacate(editor, limits, row_slots[ended].tolist(), num_new=1)",
+        "editor.pool.release(editor.tables[row_slots[ended][0]], ()) if ended.any() else None\n"
+        "        _vacate(editor, limits, row_slots[ended].tolist(), num_new=1)",
+    ),
+    Mutant(
+        "a preempted request counts as computed",
+        "scheduler._admit",
+        "start = len(hits) * limits.block_size",
+        "start = len(hits) * limits.block_size if entry.known == entry.request.num_prompt else entry.known - 1",
+    ),
+    Mutant("a late output is taken after a preemption", "scheduler.commit", "slots.epochs is not step.epochs", "False"),
+    Mutant(
+        "a prefix block is published before it is written",
+        "scheduler._publish_prompt",
+        "min((start + length) // limits.block_size, len(digests))",
+        "len(digests)",
+    ),
+    Mutant("off by one at a block's end", "scheduler._grow", 'editor.read("issued") >= ', 'editor.read("issued") > '),
+    Mutant("a request that can never fit is queued", "scheduler.check_fits", "needed > limits.num_blocks", "False"),
+    Mutant("the salt is not in the key", "scheduler._root", 'request.salt or b""', 'b""'),
+    Mutant(
+        "the list of new blocks is never emptied",
+        "scheduler.plan",
+        "table: list[np.ndarray] = []",
+        'table = plan.__dict__.setdefault("kept", [])',
+    ),
+    Mutant(
+        "a recycled row keeps the old mask",
+        "seats.Seats.give",
+        "self.rows[slot] = sample.row",
+        "self.rows[slot, :15] = sample.row[:15]",
+    ),
+    Mutant(
+        "the deadline of a waiting client is dropped",
+        "async_engine.AsyncLLM.generate",
+        "if timeout is not None:",
+        "if False:",
+    ),
+]
+
+SLIPS = [
+    # scheduler
+    Mutant(
+        "the last in rank goes first",
+        "state.StateEditor.enqueue",
+        "key=lambda entry: entry.rank",
+        "key=lambda entry: entry.rank, reverse=True",
+    ),
+    Mutant("priorities are ignored", "state.StateEditor.enqueue", "one.rank <= other.rank", "True"),
+    Mutant("a preempted request loses its place", "scheduler._requeue", "record.order", "editor.num_added"),
+    Mutant("the first in rank is preempted", "scheduler._grow", "victim = max(", "victim = min("),
+    Mutant("who is ending is preempted", "scheduler._grow", "* ~ending", ""),
+    Mutant(
+        "limits are one token too high",
+        "scheduler.commit",
+        "ends >= slots.limit[row_slots]",
+        "ends > slots.limit[row_slots]",
+    ),
+    Mutant(
+        "limits are one token too low",
+        "scheduler.commit",
+        "ends >= slots.limit[row_slots]",
+        "ends >= slots.limit[row_slots] - 1",
+    ),
+    Mutant("only the usual stop token stops", "scheduler.commit", "slots.has_more_stops.any()", "False"),
+    Mutant("stop tokens end with length", "scheduler.commit", '"stop" if stopped[row] else "length"', '"length"'),
+    Mutant("rows that are not finite are taken", "scheduler.commit", "live &= is_finite", "pass"),
+    Mutant(
+        "failed blocks stay in the index",
+        "scheduler.commit",
+        "editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)",
+        "pass",
+    ),
+    Mutant("failed blocks are published", "scheduler.commit", "may_publish=False", "may_publish=True"),
+    Mutant(
+        "decodes are not in the budget",
+        "scheduler.plan",
+        "limits.max_step_tokens - num_decodes",
+        "limits.max_step_tokens",
+    ),
+    Mutant(
+        "admission goes on after a preemption",
+        "scheduler.plan",
+        "if editor.waiting and not preempted:",
+        "if editor.waiting:",
+    ),
+    Mutant("admissions are not bounded", "scheduler._admit", " or len(rows) == limits.max_step_chunks", ""),
+    Mutant(
+        "the budget of admissions forgets chunks",
+        "scheduler._admit",
+        "budget -= sum(length for _, _, length in rows)",
+        "pass",
+    ),
+    Mutant(
+        "the last token is taken from the cache",
+        "scheduler._admit",
+        "(entry.known - 1) // limits.block_size",
+        "entry.known // limits.block_size",
+    ),
+    Mutant(
+        "cached prompts are read although they must not", "scheduler._admit", "if entry.request.reads_cache else 0", ""
+    ),
+    Mutant("idle hits count as available", "scheduler._admit", " - editor.pool.num_idle(hits)", ""),
+    Mutant("no block is left for those that run", "scheduler._admit", "available - num_running", "available"),
+    Mutant(
+        "too many blocks are left",
+        "scheduler._admit",
+        "num_new > available - num_running",
+        "num_new >= available - num_running",
+    ),
+    Mutant(
+        "a large request is skipped for a small one",
+        "scheduler._admit",
+        "num_new > available - num_running:\n            break",
+        "num_new > available - num_running:\n            continue",
+    ),
+    Mutant(
+        "admission takes a token too few",
+        "scheduler._admit",
+        "min(entry.known - start, budget)",
+        "min(entry.known - start, max(1, budget - 1))",
+    ),
+    Mutant(
+        "blocks written by a step in flight are published",
+        "scheduler._vacate",
+        'min(int(editor.read("issued")[slot]), int(editor.read("known")[slot]) - num_new)',
+        'int(editor.read("length")[slot])',
+    ),
+    Mutant("the token being committed counts as written", "scheduler._vacate", " - num_new)", ")"),
+    Mutant("sampled blocks are never published", "scheduler._vacate", "if may_publish:", "if False:"),
+    Mutant(
+        "prompt blocks are never published",
+        "scheduler._publish_prompt",
+        "editor.pool.publish(zip(digests[full], table[full], strict=True))",
+        "pass",
+    ),
+    Mutant(
+        "a vacated slot keeps its limit", "scheduler._vacate", '"known", "limit", "capacity"', '"known", "capacity"'
+    ),
+    Mutant("a vacated slot keeps its length", "scheduler._vacate", '"issued", "length", "known"', '"issued", "known"'),
+    Mutant(
+        "a request keeps the other's stop token",
+        "scheduler._occupy",
+        '("stop_id", request.stop_ids[0] if request.stop_ids else NO_TOKEN),',
+        "",
+    ),
+    Mutant("epochs begin again", "scheduler._occupy", "editor.num_admitted += 1", "editor.num_admitted = 1"),
+    Mutant("a reset keeps the cache", "scheduler.reset", "editor.forget_cache(limits)", "pass"),
+    Mutant("a reset forgets who ran", "scheduler.reset", "_requeue(editor, limits, slot)", "pass"),
+    Mutant(
+        "digests lack what stands before",
+        "scheduler.digests_of",
+        "digests[-1] if digests else _root(request)",
+        "_root(request)",
+    ),
+    Mutant(
+        "the next sample's digests are another's", "scheduler.add", " and before.request.tokens == request.tokens", ""
+    ),
+    # blocks
+    Mutant(
+        "the most recently used block is evicted",
+        "blocks.PoolEditor._evict",
+        "for entry in entries:",
+        "for entry in reversed(entries):",
+    ),
+    Mutant("an evicted block stays in the index", "blocks.PoolEditor._evict", "self._drop(entry.digest)", "pass"),
+    Mutant(
+        "stale entries are evicted",
+        "blocks.PoolEditor._evict",
+        "if stamps[entry.block] == entry.stamp:",
+        "if entry.digest in self._own_shard(entry.digest):",
+    ),
+    Mutant("a hit does not age the entry", "blocks.PoolEditor.share", "self._own_stamps()[idle] += 1", "pass"),
+    Mutant("a hit is not counted off", "blocks.PoolEditor.share", "self._num_cached -= len(idle)", "pass"),
+    Mutant("sharing does not count", "blocks.PoolEditor.share", "references[chosen] += 1", "references[idle] += 1"),
+    Mutant(
+        "released shared blocks are freed",
+        "blocks.PoolEditor.release",
+        "references[chosen] == 0",
+        "references[chosen] <= 1",
+    ),
+    Mutant("prefixes are evicted before continuations", "blocks.PoolEditor.release", "[::-1].tolist()", ".tolist()"),
+    Mutant(
+        "published content moves to the new block",
+        "blocks.PoolEditor.publish",
+        "if self._find(digest) is None:",
+        "if True:",
+    ),
+    Mutant(
+        "a foreign block counts as cached",
+        "blocks.PoolEditor.release",
+        "self._find(digest) == block",
+        "self._find(digest) is not None",
+    ),
+    Mutant("shared blocks are forgotten too", "blocks.PoolEditor.forget", " and references[block] == 1", ""),
+    Mutant("a gap in the prefix is skipped", "blocks.PoolEditor.look_up", "break", "continue"),
+    Mutant(
+        "compacting loses an entry", "blocks._compact", "tuple(cached_entries(pool))", "tuple(cached_entries(pool))[1:]"
+    ),
+    Mutant(
+        "the queue is never swept",
+        "blocks.PoolEditor.done",
+        "return _compact(pool) if pool.num_entries > 2 * pool.num_cached + MOST_STALE else pool",
+        "return pool",
+    ),
+    # core, engine
+    Mutant("aborted requests are kept", "core.Core.abort", "self.requests.pop(request_id, None)", "pass"),
+    Mutant("a recovered step stays in flight", "engine.LLMEngine._recover", "self._in_flight.clear()", "pass"),
+    Mutant("the core is not told of a lost cache", "engine.LLMEngine._recover", "self._core.reset()", "pass"),
+    Mutant("failures add up over time", "engine.LLMEngine._step", "self._num_failures = 0", "pass"),
+    Mutant(
+        "the engine never gives up", "engine.LLMEngine._recover", "if self._num_failures % MAX_FAILURES:", "if True:"
+    ),
+    Mutant(
+        "a stop string does not end the sample",
+        "engine.LLMEngine._take_in",
+        "self._core.abort({request_id: end[0]})",
+        "pass",
+    ),
+    Mutant(
+        "a failed text leaves its blocks",
+        "engine.LLMEngine._end_group",
+        'self._core.abort({sample.id: "error" for sample in samples})',
+        "pass",
+    ),
+    Mutant("one broken text fails the step", "engine.LLMEngine._take_in", "self._fail(sample.group)", "raise"),
+    Mutant("seeds of samples are equal", "engine.LLMEngine.add", "(seed + sample.index) % 2**64", "seed"),
+    Mutant("a given seed is not used", "engine.LLMEngine.add", "seed = accepted.params.seed", "seed = None"),
+    Mutant(
+        "a request draws a seed although it has one",
+        "engine.LLMEngine.add",
+        "seed = accepted.params.seed",
+        "seed = accepted.params.seed; self._random.integers(2**63)",
+    ),
+    Mutant(
+        "extras are sent once",
+        "engine.LLMEngine._admit",
+        "extras.append((admission.slot, sample.extras))",
+        "extras.append((admission.slot, sample.extras)); sample.extras = None",
+    ),
+    Mutant("history is not sent", "engine.LLMEngine._admit", "sampling.reads_history(sample.params)", "False"),
+    Mutant(
+        "cached tokens are counted again",
+        "engine.LLMEngine._note_admitted",
+        "if group.num_cached_tokens is None:",
+        "if True:",
+    ),
+    Mutant(
+        "preemptions are not counted",
+        "engine.LLMEngine._admit",
+        "self.metrics.preemptions += len(plan.preempted)",
+        "pass",
+    ),
+    Mutant(
+        "salts are dropped",
+        "engine.LLMEngine._make_group",
+        "salt: bytes | None = accepted.salt",
+        'salt: bytes | None = b""',
+    ),
+    Mutant(
+        "samples without a cache share with all",
+        "engine.LLMEngine._make_group",
+        'f"{self._num_samples}".encode()',
+        'b"n"',
+    ),
+    Mutant(
+        "end of sequence is not ignored",
+        "engine.LLMEngine._make_sample",
+        "frozenset() if params.ignore_eos else self.eos_ids",
+        "self.eos_ids",
+    ),
+    Mutant(
+        "the widest variant is not chosen",
+        "seats.Seats.variant",
+        "self._variants[plan.slots].max()",
+        "self._variants[plan.slots].min()",
+    ),
+    Mutant(
+        "aborted requests end as aborted, whatever the reason",
+        "engine.LLMEngine.abort_requests",
+        "self._end(sample, why, None)",
+        'self._end(sample, "abort", None)',
+    ),
+    Mutant(
+        "the cache is reset while requests run",
+        "engine.LLMEngine.reset_prefix_cache",
+        "if self._core.state.num_running:",
+        "if False:",
+    ),
+    Mutant("finished groups are kept", "engine.LLMEngine._finish", "del self._groups[group.request_id]", "pass"),
+    # samples, text
+    Mutant("deltas are shown twice", "samples.Sample.show", "self.text_shown = len(self.text)", "pass"),
+    Mutant("held text is lost at the end", "samples.Sample.flush", "delta += self.matcher.held", "pass"),
+    Mutant(
+        "an unfinished character is lost",
+        "samples.Sample.flush",
+        "detokenizer.finish(self.detokenizer, tokenizer)",
+        '""',
+    ),
+    Mutant(
+        "the stop token is in the text",
+        "samples.Sample.advance",
+        "self.read(tokenizer, len(self.tokens) - 1)",
+        "self.read(tokenizer)",
+    ),
+    Mutant("stop strings match in min_tokens", "samples.Sample.read", "self.num_read > self.params.min_tokens", "True"),
+    Mutant(
+        "an interval is one too long",
+        "samples.Sample.is_due",
+        ">= (self.params.stream_interval or interval)",
+        "> (self.params.stream_interval or interval)",
+    ),
+    Mutant(
+        "the end is not shown",
+        "samples.Sample.is_due",
+        "self.num_shown == 0 or self.finish_reason is not None",
+        "self.num_shown == 0",
+    ),
+    Mutant("the first sample's end ends all", "samples.Group.is_finished", "all(", "any("),
+    Mutant("the shortest stop string wins", "stop_strings.match_stops", "min(found)", "max(found)"),
+    Mutant(
+        "half a stop string is shown",
+        "stop_strings.match_stops",
+        "range(min(len(text), matcher.longest), 0, -1)",
+        "range(min(len(text), matcher.longest - 1), 0, -1)",
+    ),
+    Mutant("what was held is forgotten", "stop_strings.match_stops", "text = matcher.held + delta", "text = delta"),
+    Mutant("a broken character takes the next along", "detokenizer._advance_bytes", "text = text[1:]", "pass"),
+    Mutant(
+        "a repetition is seen too late",
+        "repetition.RepetitionDetector.push",
+        "self._equal >= self._needed",
+        "self._equal > self._needed",
+    ),
+    # what crosses to the device
+    Mutant("a row's position is one off", "batch.pack", "plan.starts + plan.lengths - 1", "plan.starts + plan.lengths"),
+    Mutant(
+        "entries beyond the buffer are lost",
+        "runner.Runner.dispatch",
+        "plan.table[key.shape.entries :]",
+        "plan.table[:0]",
+    ),
+    Mutant(
+        "tiles are cut wrongly",
+        "batch.pack",
+        "np.minimum(TILE, np.repeat(plan.lengths[rows], counts) - inside)",
+        "np.minimum(TILE, np.repeat(plan.lengths[rows], counts))",
+    ),
+    Mutant(
+        "chunks begin at the wrong token",
+        "seats.Seats.chunks",
+        "tokens[start : start + length]",
+        "tokens[: length]",
+    ),
+    Mutant("sampling rows are shifted", "batch.pack", "sampling[plan.slots]", "sampling[np.sort(plan.slots)]"),
+    Mutant("min_tokens are forgotten", "sampling.pack_row", "prompt_length + params.min_tokens", "prompt_length"),
+    Mutant("a shape too small is taken", "batch.fits", "size.tiles <= shape.tiles", "True"),
+    # the queue and the readers
+    Mutant(
+        "the queue is one too long",
+        "async_engine.AsyncLLM.check_queue",
+        "waiting + num_samples > most",
+        "waiting + num_samples - 1 > most",
+    ),
+    Mutant(
+        "waiting tokens are not bounded",
+        "async_engine.AsyncLLM.check_queue",
+        "load.waiting_tokens and load.waiting_tokens + num_tokens > most_tokens",
+        "False",
+    ),
+    Mutant("an id may be used twice", "async_engine.AsyncLLM.generate", "if request_id in self._streams:", "if False:"),
+    Mutant(
+        "who leaves is not aborted", "async_engine.AsyncLLM._close", 'self._inbox.abort(stream.key, "abort")', "pass"
+    ),
+    Mutant("time limits abort", "async_engine.AsyncLLM.generate", '"time_limit")', '"abort")'),
+    Mutant(
+        "a refused request waits for ever",
+        "async_engine.AsyncLLM._refused",
+        "self._streams.fail(stream, RequestFailedError(why))",
+        "pass",
+    ),
+    Mutant("the dead engine tells nobody", "async_engine.AsyncLLM._died", "self._streams.fail_all(lost)", "pass"),
+    Mutant(
+        "draining takes work",
+        "async_engine.AsyncLLM._unavailable",
+        "if self._is_draining and self._failure is None:",
+        "if False:",
+    ),
+    Mutant(
+        "a pause takes work",
+        "async_engine.AsyncLLM._working_state",
+        '"paused" if self._is_paused else "serving"',
+        '"serving"',
+    ),
+    Mutant("merging loses text", "streams.merge", "part.text += completion.text", "part.text = completion.text"),
+    Mutant("merging loses tokens", "streams.merge", "part.token_ids += completion.token_ids", "pass"),
+    Mutant(
+        "merging loses the end",
+        "streams.merge",
+        "pending.finished, pending.metrics = new.finished, new.metrics",
+        "pending.metrics = new.metrics",
+    ),
+    Mutant("what is not read is lost", "streams.Stream.put", "merge(self._pending, output)", "self._pending = output"),
+    Mutant(
+        "the inbox forgets aborts", "streams.Inbox.take", "Taken(self._added, self._aborted,", "Taken(self._added, [],"
+    ),
+    Mutant(
+        "the inbox counts for ever",
+        "streams.Inbox.settle",
+        "self._num_samples -= sum(accepted.params.n for accepted in added)",
+        "pass",
+    ),
+    Mutant("nobody wakes the thread for an abort", "streams.Inbox.abort", "self._changed.notify()", "pass"),
+    Mutant("a paused engine computes", "engine_thread.EngineThread._turn", "if not taken.is_paused and", "if"),
+    Mutant(
+        "outputs of aborted requests are lost",
+        "engine_thread.EngineThread._turn",
+        "outputs += stepped",
+        "outputs = stepped",
+    ),
+    Mutant(
+        "one bad request takes the others along",
+        "engine_thread.EngineThread._take_in",
+        "engine.add([accepted])\n",
+        "raise\n",
+    ),
+    Mutant(
+        "streams are kept",
+        "streams.StreamTable.close",
+        "del self._by_id[stream.request_id], self._by_key[stream.key]",
+        "del self._by_id[stream.request_id]",
+    ),
+    Mutant(
+        "the load is not told",
+        "engine_thread.EngineThread._turn",
+        "self.load = _with_speed(engine.load(), self.load)",
+        "pass",
+    ),
+]
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """Run with a bug in production code."""
+    module_name, *path = mutant.target.split(".")
+    module = importlib.import_module(f"jaxllm.{module_name}")
+    owner: Any = module
+    for name in path[:-1]:
+        owner = getattr(owner, name)
+    original = inspect.getattr_static(owner, path[-1])
+    function: Callable[..., Any] = original.fget if isinstance(original, property) else inspect.unwrap(original)
+    source = textwrap.dedent(inspect.getsource(function))
+    if mutant.old not in source:
+        raise LookupError(f"{mutant.name}: {mutant.target} has changed")
+    made: dict[str, Any] = {}
+    code = "from __future__ import annotations\n" + source.replace(mutant.old, mutant.new)
+    exec(compile(code, f"<mutant: {mutant.name}>", "exec"), vars(module), made)
+    changed = made[path[-1]]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(owner, path[-1], changed))
+        if owner is module:  # who imported it by name has a name of his own
+            for other in [each for name, each in sys.modules.items() if name.startswith("jaxllm.")]:
+                for name, value in list(vars(other).items()):
+                    if value is original:
+                        stack.enter_context(mock.patch.object(other, name, changed))
+        yield

@@ -1,0 +1,278 @@
+"""What each sample of a request must be, whatever happens around it: its tokens, its text and its end.
+
+Everything here is a function of the request alone, and written as simply as it can be: text is decoded from the
+beginning each time, stop strings are looked for in the whole text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxllm.errors import UserError
+from jaxllm.sampling import ROW_WIDTH
+from jaxllm.tokenizer import Decoding
+from jaxllm.types import SamplingParams
+
+EOS, BEGIN, BROKEN = 0, 1, 63
+VOCABULARY = 64
+NUM_LOGPROBS = 5  # likeliest tokens that a step reports
+SPECIAL = frozenset((EOS, BEGIN))
+_TEXTS = [b"</s>", b"<s>", *(bytes([letter]) for letter in b"ab .cdefghijklmnopqrstuvwxyz"), b"ab", b"ba", b"aba"]
+_PARTS = [bytes([byte]) for byte in b"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xff"]  # of characters
+PIECES = (_TEXTS + _PARTS + [f"<{number}>".encode() for number in range(VOCABULARY)])[:VOCABULARY]
+_MASK = 2**64 - 1
+_SPREAD = 0x9E3779B97F4A7C15
+
+
+def _likely() -> tuple[int, ...]:
+    """Make the 256 tokens among which a hash chooses: few letters, so that stop strings and repetitions come about."""
+    a, b = PIECES.index(b"a"), PIECES.index(b"b")
+    e_acute = [PIECES.index(b"\xc3"), PIECES.index(b"\xa9")]
+    usual = [a] * 60 + [b] * 50 + e_acute * 12 + [EOS] * 5 + [BEGIN] * 3
+    return tuple((usual + list(range(2, VOCABULARY)) * 3)[:256])
+
+
+LIKELY = _likely()
+
+
+def mix(value: int, token: int) -> int:
+    """Continue a chain of hashes."""
+    value = ((value ^ (token + 1)) * _SPREAD) & _MASK
+    return value ^ (value >> 29)
+
+
+def logprob(chain: int, token: int) -> float:
+    """The log-probability of a token behind a sequence; a float32 holds it exactly."""
+    return -(mix(chain, token) % 1000) / 64
+
+
+class BrokenTextError(RuntimeError):
+    """What the tokenizer raises for what it is made to fail at."""
+
+
+class Tokenizer:
+    """Every token is bytes. One of them, if it `is_broken`, has no text: asking for it raises."""
+
+    decoding = Decoding("level")
+    special_ids = SPECIAL
+    eos_token_id = EOS
+    name = "simulated"
+    vocab_size = VOCABULARY
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        self.num_failures = 0
+
+    def piece(self, token_id: int) -> bytes:
+        if token_id == BROKEN and self.is_broken:
+            self.num_failures += 1
+            raise BrokenTextError("no text")
+        return PIECES[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        return PIECES[token_id].decode(errors="replace")
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        if len(text) > 8 * max_tokens:
+            raise UserError("too long", "prompt")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if "\0" in text:
+            self.num_failures += 1
+            raise BrokenTextError("no tokens")
+        return [BEGIN] * add_special_tokens + [PIECES.index(letter.encode()) for letter in text]
+
+
+def row_of(params: SamplingParams, seed: int, num_prompt: int) -> np.ndarray:
+    """Write what the device must be told of a sample."""
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
+    held = sorted(stops) if params.min_tokens else []
+    floats = (
+        *(params.temperature, params.top_p, params.min_p),
+        *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+    )
+    integers = (
+        *(params.top_k, num_prompt, num_prompt + params.min_tokens),
+        *(len(params.logit_bias or ()), 0, params.allowed_token_ids is not None, 0),
+    )
+    head = struct.pack("<6f7i2I", *floats, *integers, seed >> 32, seed & 0xFFFFFFFF)
+    row = np.full(ROW_WIDTH, VOCABULARY, np.int32)
+    row[:15] = np.frombuffer(head, np.int32)
+    row[15 : 15 + len(held)] = held
+    return row
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a sample ends if nothing happens to it."""
+
+    tokens: tuple[int, ...]
+    text: str
+    reason: str
+    stop_reason: int | str | None
+
+
+class Truth:
+    """One sample. `root` names those with whom it may share blocks."""
+
+    def __init__(
+        self, prompt: Sequence[int], params: SamplingParams, seed: int, root: int, limit: int, is_broken: bool
+    ) -> None:
+        self.params = params
+        self.prompt = tuple(prompt)
+        self.seed = seed
+        self.limit = limit
+        self.num_prompt = len(self.prompt)
+        self.row_bytes = row_of(params, seed, self.num_prompt).tobytes()
+        self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
+        self.has_extras = bool(params.logit_bias or params.allowed_token_ids)
+        self.reads_history = params.repetition_penalty != 1.0
+        penalized = self.has_extras or self.reads_history
+        filtered = params.top_k or params.min_tokens or params.logprobs is not None
+        self.variant = 3 if penalized else 2 if filtered else int(params.temperature > 0)
+        self.may_fail = False  # a fault has touched it
+        self.tokens = np.zeros(limit + 2, np.int32)
+        self.tokens[: self.num_prompt] = self.prompt
+        self.chain = np.zeros(limit + 2, np.uint64)
+        self._is_broken = is_broken
+        self._allowed = sorted(params.allowed_token_ids or ())
+        bias = repr(sorted((params.logit_bias or {}).items())).encode()
+        self._salted = zlib.crc32(self.row_bytes) | zlib.crc32(bias) << 32
+        self._last = root
+        links = []
+        for token in self.prompt:
+            self._last = mix(self._last, token)
+            links.append(self._last)
+        self.chain[: self.num_prompt] = links
+        self.length = self.num_prompt  # tokens made so far
+        self._outcome: Outcome | None = None
+        self._tail: bytes | None = None  # the character that the prompt has begun and not ended
+
+    def ensure(self, length: int) -> None:
+        """Make the sequence so long."""
+        while self.length < length:
+            token = self._next()
+            self.tokens[self.length] = token
+            self._last = mix(self._last, token)
+            self.chain[self.length] = self._last
+            self.length += 1
+
+    def _next(self) -> int:
+        number = mix(self._last ^ self._salted, self.length)
+        if self._allowed:
+            return self._allowed[number % len(self._allowed)]
+        token = LIKELY[number & 255]
+        if self.length < self.num_prompt + self.params.min_tokens:
+            while token in self.stop_ids:
+                token = (token + 1) % VOCABULARY
+        return token
+
+    def output(self, count: int) -> tuple[int, ...]:
+        """Return the first `count` tokens of the output."""
+        self.ensure(self.num_prompt + count)
+        return tuple(self.tokens[self.num_prompt : self.num_prompt + count].tolist())
+
+    def outcome(self) -> Outcome:
+        """Run the sample alone."""
+        if self._outcome is None:
+            self._outcome = self._alone()
+        return self._outcome
+
+    def _alone(self) -> Outcome:
+        params, most = self.params, self.limit - self.num_prompt
+        tokens: list[int] = []
+        for count in range(1, most + 1):
+            self.ensure(self.num_prompt + count)
+            token = int(self.tokens[self.num_prompt + count - 1])
+            tokens.append(token)
+            if token in self.stop_ids:
+                is_end = token == EOS and not params.ignore_eos
+                return self._ended(tokens, "stop", None if is_end else token, skip_last=True)
+            if count == most:
+                return self._ended(tokens, "length", None)
+            repeats = count >= params.min_tokens and _repeats(tokens, params)
+            if params.stop:
+                text, matched = self.text(count, is_final=repeats)
+                if matched is not None:
+                    return Outcome(tuple(tokens), text, "stop", matched)
+            if repeats:
+                return self._ended(tokens, "repetition", "repetition_detected")
+        raise AssertionError("a limit leaves room for a token")
+
+    def _ended(self, tokens: list[int], reason: str, stop: int | str | None, skip_last: bool = False) -> Outcome:
+        text, matched = self.text(len(tokens) - skip_last, is_final=True)
+        if matched is not None and not skip_last:
+            reason, stop = "stop", matched
+        return Outcome(tuple(tokens), text, reason, stop)
+
+    def breaks_at(self) -> int | None:
+        """Return after how many tokens of the output its text cannot be made; None: always can."""
+        if not self._is_broken or not self.params.detokenize:
+            return None
+        outcome = self.outcome()
+        is_read = (
+            outcome.tokens[:-1]
+            if outcome.reason == "stop" and not isinstance(outcome.stop_reason, str)
+            else outcome.tokens
+        )
+        return is_read.index(BROKEN) + 1 if BROKEN in is_read else None
+
+    def text(self, count: int, is_final: bool) -> tuple[str, str | None]:
+        """Return what can be shown of `count` tokens, and the stop string that ended it.
+
+        If final, all of it; else without what later tokens may change.
+        """
+        params = self.params
+        if not params.detokenize:
+            return "", None
+        least = min(params.min_tokens, count)
+        free = self._decoded(least, is_final and count <= least)
+        whole = self._decoded(count, is_final)
+        rest = whole[len(free) :]
+        if not params.stop:
+            return whole, None
+        found = [(rest.find(stop) + len(stop), rest.find(stop), stop) for stop in params.stop if stop in rest]
+        if found:
+            _, start, stop = min(found)
+            return free + rest[:start] + (stop if params.include_stop_str_in_output else ""), stop
+        if not is_final:
+            held = max(
+                (size for stop in params.stop for size in range(len(stop)) if rest.endswith(stop[:size])), default=0
+            )
+            rest = rest[: len(rest) - held]
+        return free + rest, None
+
+    def _decoded(self, count: int, is_final: bool) -> str:
+        skipped = SPECIAL if self.params.skip_special_tokens else frozenset()
+        new = b"".join([PIECES[token] for token in self.output(count) if token not in skipped])
+        if not new:
+            return ""
+        if self._tail is None:
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            decoder.decode(b"".join([PIECES[token] for token in self.prompt if token not in skipped]))
+            self._tail = decoder.getstate()[0]
+        tail = self._tail
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(tail + new, is_final)
+        if tail:
+            try:
+                codecs.getincrementaldecoder("utf-8")("strict").decode(tail + new[:1])
+            except UnicodeDecodeError:
+                text = text[1:]  # the prompt's own
+        return text
+
+
+def _repeats(tokens: list[int], params: SamplingParams) -> bool:
+    rule = params.repetition_detection
+    if rule is None:
+        return False
+    for size in range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1):
+        end = tokens[-size * rule.min_count :]
+        if len(end) == size * rule.min_count and end == end[-size:] * rule.min_count:
+            return True
+    return False

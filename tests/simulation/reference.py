@@ -1,0 +1,377 @@
+"""The scheduler once more, as simply as it can be said: lists and dicts, everything looked at in every step.
+
+It hears what the core is told (`jaxllm.core.Recorder`), does the same by its own rules, and compares: every plan row by
+row, every block that changes hands, and now and then the whole state. Blocks are named by the hash of the sequence up
+to their end (`oracle.Truth.chain`), the least recently released cached block is evicted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxllm import blocks
+from jaxllm.core import Core
+from jaxllm.state import Events, Limits, Plan, Request
+from tests.simulation.device import Violation
+from tests.simulation.oracle import Truth
+
+CHECK_EVERY = 16  # plans between two comparisons of the whole state
+INDEX_EVERY = 128  # … and of the prefix index, of which production has a thousand parts
+
+
+@dataclass(eq=False)
+class Entry:
+    """A request, waiting or running."""
+
+    id: int
+    truth: Truth
+    order: int
+    priority: int
+    is_shared: bool  # may its blocks be found by others
+    reads_cache: bool
+    known: int
+    brought: int = 0  # full blocks that it brought when it was queued
+    slot: int = -1  # -1: waits, -2: has ended
+    admission: int = 0  # counts those of this request
+    given: int = 0
+    issued: int = 0
+    length: int = 0
+    table: list[int] = field(default_factory=list)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.priority, self.order
+
+    @property
+    def limit(self) -> int:
+        return self.truth.limit
+
+
+class Reference:
+    """The naive scheduler. `claim` gives the truth of a request that is queued, by its id."""
+
+    def __init__(self, limits: Limits, claim: Callable[[Sequence[Request]], list[Entry]]) -> None:
+        self.limits = limits
+        self.core: Core | None = None  # that it is compared with
+        self.plans: dict[int, list[tuple[Entry, int, bool, int]]] = {}  # rows by number: entry, end, samples, admission
+        self.by_id: dict[int, Entry] = {}
+        self.waiting: list[Entry] = []
+        self.running: dict[int, Entry] = {}  # by slot
+        self.num_added = 0
+        self.num_planned = 0
+        self.num_generated = 0
+        self.num_preempted = 0
+        self.num_resets = 0
+        self._claim = claim
+        self._forget_cache()
+
+    def _forget_cache(self) -> None:
+        self.references = [0] * self.limits.num_blocks
+        self.free = set(range(self.limits.num_blocks))
+        self.cached: dict[int, int] = {}  # block -> key, the first is evicted first
+        self.index: dict[int, int] = {}  # key -> block
+
+    @property
+    def num_available(self) -> int:
+        return len(self.free) + len(self.cached)
+
+    # What the core is told.
+
+    def begin(self, core: Core) -> None:
+        self.core = core
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def added(self, requests: Sequence[Request]) -> None:
+        for entry in self._claim(requests):
+            entry.order = self.num_added
+            entry.brought = entry.known // self.limits.block_size
+            self.num_added += 1
+            self.by_id[entry.id] = entry
+            self._enqueue(entry)
+
+    def aborted(self, reasons: Mapping[int, str]) -> None:
+        gone = [self.by_id.pop(each) for each in reasons if each in self.by_id]
+        for entry in sorted(gone, key=lambda entry: entry.slot):
+            if entry.slot < 0:
+                self.waiting.remove(entry)
+            else:
+                self._vacate(entry)
+        for entry in gone:
+            entry.slot = -2
+
+    def was_reset(self) -> None:
+        self.num_resets += 1
+        for slot in sorted(self.running):
+            entry = self.running.pop(slot)
+            self._requeue(entry)
+        self._forget_cache()
+        self.plans.clear()
+
+    def planned(self, plan: Plan) -> None:
+        size = self.limits.block_size
+        new_blocks: list[tuple[int, int, int]] = []
+        pairs = plan.table.tolist()
+        preempted: list[int] = []
+        while True:
+            growing = [
+                entry
+                for _, entry in sorted(self.running.items())
+                if entry.issued >= len(entry.table) * size and entry.length < entry.limit
+            ]
+            if len(growing) <= self.num_available:
+                break
+            victim = max(
+                (each for each in self.running.values() if each.length < each.limit), key=lambda each: each.rank
+            )
+            before = self.num_available
+            preempted.append(victim.id)
+            slot = victim.slot
+            self._vacate(victim)
+            self._requeue(victim)
+            if self.num_available <= before and victim not in growing:
+                raise Violation(f"preempting the owner of slot {slot} gave no block")
+        for entry in growing:
+            new_blocks.append((entry.slot, len(entry.table), -1))
+        self._hand_out(growing, [1] * len(growing), pairs[: len(growing)])
+
+        rows: list[tuple[Entry, int, int]] = []
+        works = [entry for _, entry in sorted(self.running.items()) if entry.issued < entry.length < entry.limit]
+        decodes = [entry for entry in works if entry.issued >= entry.given]
+        rows += [(entry, entry.issued, 1) for entry in decodes]
+        budget = self.limits.max_step_tokens - len(decodes)
+        chunks: list[tuple[Entry, int, int]] = []
+        for entry in sorted((entry for entry in works if entry.issued < entry.given), key=lambda entry: entry.rank):
+            if budget and len(chunks) < self.limits.max_step_chunks:
+                chunks.append((entry, entry.issued, min(entry.given - entry.issued, budget)))
+                budget -= chunks[-1][2]
+                self._publish_chunk(*chunks[-1])
+        admitted: list[tuple[int, int, int, int]] = []
+        at = len(growing)
+        while self.waiting and not preempted and budget and len(chunks) < self.limits.max_step_chunks:
+            entry = self.waiting[0]
+            if len(self.running) == self.limits.num_slots:
+                break
+            hits = self._hits(entry)
+            num_new = -(-entry.known // size) - len(hits)
+            idle = sum(self.references[block] == 0 for block in hits)
+            if num_new > self.num_available - idle - len(self.running):
+                break
+            self.waiting.pop(0)
+            entry.slot = min(set(range(self.limits.num_slots)) - set(self.running))
+            self.running[entry.slot] = entry
+            entry.admission += 1
+            for block in hits:
+                self.references[block] += 1
+                self.cached.pop(block, None)
+            entry.table = list(hits)
+            start = len(hits) * size
+            entry.given = entry.length = entry.known
+            entry.issued = start
+            at += len(hits)
+            self._hand_out([entry], [num_new], pairs[at : at + num_new])
+            at += num_new
+            chunks.append((entry, start, min(entry.known - start, budget)))
+            budget -= chunks[-1][2]
+            self._publish_chunk(*chunks[-1])
+            new_blocks += [(entry.slot, index, block) for index, block in enumerate(entry.table)]
+            admitted.append((entry.slot, entry.id, entry.known, start))
+        rows += chunks
+
+        expected: list[tuple[int, int, int, bool]] = []
+        record: list[tuple[Entry, int, bool, int]] = []
+        for entry, start, length in rows:
+            end = start + length
+            entry.issued = end
+            samples = end == entry.length
+            entry.length += samples
+            expected.append((entry.slot, start, length, samples))
+            record.append((entry, end, samples, entry.admission))
+        self.num_planned += 1
+        self.num_preempted += len(preempted)
+        self.plans[plan.number] = record
+        columns = plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist()
+        if list(zip(*columns, strict=True)) != expected:
+            raise Violation(f"a plan of rows {list(zip(*columns, strict=True))}, where {expected} is due")
+        if plan.num_decodes != len(decodes) or plan.preempted != tuple(preempted):
+            raise Violation("decodes or preemptions are not what is due")
+        if [(each.slot, each.request.id, each.num_known, each.num_cached) for each in plan.admitted] != admitted:
+            raise Violation("admissions are not what is due")
+        if [(slot, index) for slot, index, _ in pairs] != [(slot, index) for slot, index, _ in new_blocks]:
+            raise Violation("the plan's block table misses entries or has too many")
+        for (_, _, block), (_, _, due) in zip(pairs, new_blocks, strict=True):
+            if due >= 0 and block != due:
+                raise Violation("the plan's block table names another block")
+        if plan.number != self.num_planned or sum(length for _, _, length in rows) > self.limits.max_step_tokens:
+            raise Violation("I5: a plan beyond its budget, or counted wrongly")
+        if self.num_planned % CHECK_EVERY == 0:
+            self.compare(with_index=self.num_planned % INDEX_EVERY == 0)
+
+    def committed(self, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None, events: Events) -> None:
+        record = self.plans.pop(plan.number, [])
+        failed: list[Entry] = []
+        ended: list[Entry] = []
+        reasons: dict[int, str] = {}
+        ids: list[int] = []
+        for row, (entry, end, samples, admission) in enumerate(record):
+            if not samples or entry.slot < 0 or entry.admission != admission or entry.known != end:
+                continue
+            if is_finite is not None and not is_finite[row]:
+                failed.append(entry)
+                continue
+            entry.known += 1
+            self.num_generated += 1
+            ids.append(entry.id)
+            token = int(tokens[row])
+            if token != entry.truth.tokens[end]:
+                raise Violation(f"I6: request {entry.id} got a token that is not its own")
+            if token in entry.truth.stop_ids:
+                reasons[entry.id] = "stop"
+                ended.append(entry)
+            elif entry.known >= entry.limit:
+                reasons[entry.id] = "length"
+                ended.append(entry)
+        for entry in failed:
+            for index in range(min(entry.brought, len(entry.table))):
+                block, key = entry.table[index], self._key(entry, index)
+                if entry.is_shared and self.index.get(key) == block and self.references[block] == 1:
+                    del self.index[key]
+        for entry in failed:
+            self._vacate(entry, publishes=False)
+        for entry in ended:
+            self._vacate(entry, fresh=1)
+        if (
+            events.finished != reasons
+            or events.ids.tolist() != ids
+            or events.failed != tuple(each.id for each in failed)
+        ):
+            raise Violation(f"a step gave {events}, where {ids}, {reasons} and {len(failed)} failures are due")
+        for entry in (*failed, *ended):
+            del self.by_id[entry.id]
+            entry.slot = -2
+
+    # Its own rules.
+
+    def _enqueue(self, entry: Entry) -> None:
+        entry.slot = -1
+        at = len(self.waiting)
+        while at and self.waiting[at - 1].rank > entry.rank:
+            at -= 1
+        self.waiting.insert(at, entry)
+
+    def _requeue(self, entry: Entry) -> None:
+        entry.table = []
+        entry.brought = entry.known // self.limits.block_size
+        self._enqueue(entry)
+
+    def _key(self, entry: Entry, index: int) -> int:
+        return int(entry.truth.chain[(index + 1) * self.limits.block_size - 1])
+
+    def _hits(self, entry: Entry) -> list[int]:
+        hits: list[int] = []
+        if entry.reads_cache and entry.is_shared:
+            for index in range((entry.known - 1) // self.limits.block_size):
+                block = self.index.get(self._key(entry, index))
+                if block is None:
+                    break
+                hits.append(block)
+        return hits
+
+    def _hand_out(self, entries: list[Entry], counts: list[int], pairs: list[list[int]]) -> None:
+        """Give blocks: free ones first, of which production may choose; then the least recently released ones."""
+        wanted = [entry for entry, count in zip(entries, counts, strict=True) for _ in range(count)]
+        if len(pairs) != len(wanted):
+            raise Violation("a plan hands out another number of blocks than is due")
+        num_free = len(self.free)
+        for number, (entry, (_, _, block)) in enumerate(zip(wanted, pairs, strict=True)):
+            if number < num_free:
+                if block not in self.free:
+                    raise Violation(f"I1: block {block} is handed out, and is not free")
+                self.free.remove(block)
+            else:
+                oldest = next(iter(self.cached))
+                if block != oldest:
+                    raise Violation(f"block {block} is evicted, where {oldest} is the least recently used")
+                del self.index[self.cached.pop(block)]
+            self.references[block] = 1
+            entry.table.append(block)
+
+    def _publish_chunk(self, entry: Entry, start: int, length: int) -> None:
+        size = self.limits.block_size
+        self._publish(entry, range(start // size, min((start + length) // size, entry.given // size)))
+
+    def _publish(self, entry: Entry, indices: range) -> None:
+        if entry.is_shared:
+            for index in indices:
+                if index < len(entry.table):
+                    self.index.setdefault(self._key(entry, index), entry.table[index])
+
+    def _vacate(self, entry: Entry, publishes: bool = True, fresh: int = 0) -> None:
+        """Empty a slot; `fresh` tokens of it are committed in this very call, and not the request's yet."""
+        written = min(entry.issued, entry.known - fresh)
+        full = written // self.limits.block_size
+        if publishes:
+            self._publish(entry, range(min(entry.given // self.limits.block_size, full), full))
+        for index in reversed(range(len(entry.table))):
+            block = entry.table[index]
+            self.references[block] -= 1
+            if self.references[block]:
+                continue
+            key = self._key(entry, index) if index < full and entry.is_shared else None
+            if key is not None and self.index.get(key) == block:
+                self.cached[block] = key
+            else:
+                self.free.add(block)
+        del self.running[entry.slot]
+        entry.table = []
+
+    # Comparing.
+
+    def compare(self, with_index: bool = True) -> None:
+        """Compare all that production's state holds."""
+        assert self.core is not None
+        state, size = self.core.state, self.limits.block_size
+        pool = state.pool
+        if [entry.request.id for entry in state.waiting] != [entry.id for entry in self.waiting]:
+            raise Violation("the queue is not in order")
+        if [entry.known for entry in state.waiting] != [entry.known for entry in self.waiting]:
+            raise Violation("the queue holds other numbers of tokens")
+        slots = state.slots
+        names = ("ids", "given", "issued", "length", "known", "limit", "capacity")
+        columns = list(zip(*(getattr(slots, name).tolist() for name in names), strict=True))
+        for slot in range(self.limits.num_slots):
+            entry = self.running.get(slot)
+            if (entry is None) != (slots.epochs[slot] == 0) or (entry is None) != (state.running[slot] is None):
+                raise Violation(f"slot {slot} is taken, and not")
+            if entry is None:
+                if any(columns[slot][1:]) or state.tables[slot]:
+                    raise Violation(f"slot {slot} is free and holds something")
+                continue
+            due = entry.id, entry.given, entry.issued, entry.length, entry.known, entry.limit, len(entry.table) * size
+            if columns[slot] != due or list(state.tables[slot]) != entry.table:
+                raise Violation(f"slot {slot} holds {columns[slot]}, where {due} is due")
+        if pool.references.tolist() != self.references:
+            raise Violation("I2: a block is not named as often as tables name it")
+        if sorted(pool.free.tolist()) != sorted(self.free):
+            raise Violation("I1: the free blocks are not those that nobody names")
+        if pool.num_cached != len(self.cached) or blocks.cached_blocks(pool) != list(self.cached):
+            raise Violation("I1: the cached blocks are not in order of their release")
+        live = sum(1 for _ in self.cached)
+        if len(pool.free) + live + sum(count > 0 for count in self.references) != self.limits.num_blocks:
+            raise Violation("I1: a block is lost")
+        if pool.num_entries > 2 * pool.num_cached + blocks.MOST_STALE:
+            raise Violation("I13: the queue of cached blocks grows")
+        if with_index:
+            found = sorted(block for shard in pool.index for block in shard.values())
+            if found != sorted(self.index.values()):
+                raise Violation("the prefix index holds other blocks")
+
+    def loads(self) -> tuple[Any, ...]:
+        """Say how busy the engine must be: running, waiting, tokens that wait, blocks in use."""
+        used = self.limits.num_blocks - self.num_available
+        return len(self.running), len(self.waiting), sum(entry.known for entry in self.waiting), used

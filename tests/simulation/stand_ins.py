@@ -1,0 +1,102 @@
+"""What stands for parts of production that a simulation cannot have: threads, waiting, traces; and a recorder."""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllm.async_engine import AsyncLLM
+from jaxllm.engine_thread import EngineThread
+from jaxllm.state import Events, Plan
+from tests.simulation.device import Violation
+from tests.simulation.reference import Reference
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+class InjectedError(RuntimeError):
+    """A fault of the device, or of an allocation."""
+
+
+_nothing = nullcontext()
+
+
+def no_span(*_: object, **__: object) -> nullcontext[None]:
+    """Stand for a part of a trace: to make none costs a step in a hundred."""
+    return _nothing
+
+
+class Condition:
+    """Stands for the inbox's: nobody waits, since the world turns the engine only when there is something to do."""
+
+    is_notified = False
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait(self) -> None:
+        raise Violation("the engine's thread went to sleep over work")
+
+    def notify(self) -> None:
+        self.is_notified = True
+
+
+class SimulatedThread(EngineThread):
+    """The engine's thread, of which the world runs a turn when it likes."""
+
+    world: World
+
+    def start(self) -> None:
+        self.running = self.turns()
+
+    def join(self, timeout: float) -> bool:
+        for _ in self.running:
+            pass
+        return True
+
+    def tell(self, function: Any, *arguments: Any) -> None:
+        if function == self._to.deliver:
+            self.world.note_outputs(arguments[0])
+        if function == self._to.block_events:
+            self.world.note_block_events(arguments[2])
+        super().tell(function, *arguments)
+
+
+class SimulatedLLM(AsyncLLM):
+    """The production front of the engine, with a thread that is none."""
+
+    thread_type = SimulatedThread
+
+
+class Recorder(Reference):
+    """The reference, with what the world wants to know beside it."""
+
+    world: World
+
+    def planned(self, plan: Plan) -> None:
+        super().planned(plan)
+        world = self.world
+        for part in (plan.slots, plan.starts, plan.lengths, plan.table):
+            world.digest = zlib.crc32(part.tobytes(), world.digest)
+        world.plans.append(plan)
+        world.fired["preemption"] += len(plan.preempted)
+        for admission in plan.admitted:
+            client = world.client_of[admission.request.id]
+            if client not in world.was_admitted:
+                world.was_admitted.add(client)
+                world.cached_of[client.name] = admission.num_cached
+                world.prompt_tokens += len(client.ids)
+                world.cached_tokens += admission.num_cached
+
+    def was_reset(self) -> None:
+        if self.running and not self.world.is_recovering:
+            raise Violation("the cache is reset under requests that run")
+        super().was_reset()
+
+    def committed(self, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None, events: Events) -> None:
+        super().committed(plan, tokens, is_finite, events)
+        self.world.last_commit = plan, tokens, is_finite

@@ -1,0 +1,77 @@
+"""Plays seeds in processes of their own and adds up what they came to."""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+
+LEAST_PER_MILLION = 1000  # times that each kind of fault must happen, but for
+RARE = ("abort_preempted", "disconnect_preempted", "burst_10000")  # what costs much or takes two chances at once
+
+
+@dataclass
+class Tally:
+    """What some seeds came to."""
+
+    seeds: int = 0
+    steps: int = 0
+    seconds: float = 0.0  # of one core
+    fired: Counter[str] = field(default_factory=Counter)
+    failed: list[int] = field(default_factory=list)
+    digest: int = 0
+
+    def add(self, other: Tally) -> None:
+        self.seeds += other.seeds
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self.fired += other.fired
+        self.failed += other.failed
+        self.digest ^= other.digest
+
+    def rare(self) -> dict[str, int]:
+        """Return the kinds of faults that happened less often than is promised."""
+        least = LEAST_PER_MILLION * self.steps / 1e6
+        return {kind: count for kind, count in sorted(self.fired.items()) if count < least and kind not in RARE}
+
+    def __str__(self) -> str:
+        speed = self.steps / max(self.seconds, 1e-9)
+        rare = ", ".join(f"{kind} {count}" for kind, count in self.rare().items())
+        kinds = f"{len(self.fired)} kinds of faults and edges" + (f" (rarer than promised: {rare})" if rare else "")
+        return (
+            f"simulation: {self.steps:,} steps of {self.seeds:,} seeds, {len(self.failed)} failed, "
+            f"{sum(self.fired.values()):,} faults of {kinds}, {speed:,.0f} steps a second of a core, "
+            f"state {self.digest:08x}"
+        )
+
+
+def play(seed: int) -> Tally:
+    """Play one seed."""
+    from tests.simulation.trace import make_trace
+    from tests.simulation.world import World  # after JAX_PLATFORMS is set
+
+    began = time.process_time()
+    world = World(make_trace(seed))
+    failed = []
+    try:
+        world.play()
+    except Exception:
+        failed = [seed]
+        traceback.print_exc(limit=-6)
+    digest = (world.digest * 0x9E3779B1 + seed) & 0xFFFFFFFF
+    tally = Tally(1, world.num_steps, 0.0, world.fired, failed, digest)
+    del world
+    gc.collect()
+    tally.seconds = time.process_time() - began
+    return tally
+
+
+def prepare() -> None:
+    """Make a process ready: what is imported is never looked at again by the collector of cycles."""
+    import tests.simulation.world  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    gc.disable()

@@ -1,0 +1,140 @@
+"""The simulation: no seed fails, equal seeds give equal states, every fault happens, and planted bugs are found."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.__main__ import explain, main
+from tests.simulation.mutants import HISTORY, SLIPS, Mutant, planted
+from tests.simulation.shrink import failure, shrink
+from tests.simulation.tally import RARE, Tally, play
+from tests.simulation.trace import Trace, make_trace
+from tests.simulation.world import World
+
+STEPS = 200_000  # that the default tests play
+PARTS = 8
+MUTANT_STEPS = 100_000  # within which a planted bug must be found
+# What seeds 0 to 5 come to, in any process; it changes with the scheduler's plans, the traces, or what requests get.
+DIGEST = "e1fbb71c"
+PRINT_DIGEST = """
+from tests.simulation.trace import make_trace
+from tests.simulation.world import World
+digest = 0
+for seed in range(6):
+    world = World(make_trace(seed))
+    world.play()
+    digest = (digest * 31 + world.digest) % 2**32
+print(f"{digest:08x}")
+"""
+
+
+@pytest.fixture(autouse=True)
+def collected_by_hand() -> Iterator[None]:
+    """Worlds are full of cycles: they are collected one by one, and not while they play."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def total() -> Tally:
+    """What the seeds that were played so far came to."""
+    return Tally()
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_seed_fails(part: int, total: Tally, tmp_path: Path) -> None:
+    """T48: no leak, no wrong token, no stall, whatever happens."""
+    steps, seed = 0, part
+    while steps < STEPS // PARTS:
+        tally = play(seed)
+        if tally.failed:
+            path = tmp_path / f"simulation-{seed}.json"
+            shrink(make_trace(seed)).save(path)
+            pytest.fail(f"seed {seed} fails; play it: python -m tests.simulation --replay {path}")
+        steps += tally.steps
+        total.add(tally)
+        seed += PARTS
+
+
+def test_every_kind_of_fault_happens(total: Tally) -> None:
+    if total.steps < STEPS:
+        pytest.skip("the seeds were not played")
+    assert not total.rare()
+    assert all(total.fired[kind] for kind in RARE)
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "4711"])
+def test_a_seed_gives_the_same_states_in_every_process(hash_seed: str) -> None:
+    """T51 and I14."""
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    found = subprocess.run([sys.executable, "-c", PRINT_DIGEST], env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() == DIGEST, found.stderr[-2000:]
+
+
+def test_a_trace_survives_json(tmp_path: Path) -> None:
+    trace = make_trace(3)
+    trace.save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json") == trace
+
+
+def test_every_slip_is_one_of_the_code_as_it_is() -> None:
+    """A mutant whose line has changed would be planted nowhere; `make test-slow` looks whether it is found."""
+    for mutant in SLIPS:
+        with planted(mutant):
+            pass
+
+
+def found_after(mutant: Mutant, most: int) -> int | None:
+    """Return after how many steps a planted bug is found; None if it is not."""
+    steps = 0
+    with planted(mutant):
+        for seed in range(10**6):
+            world = World(make_trace(seed))
+            try:
+                world.play()
+            except Exception:
+                return steps + world.num_steps
+            steps += world.num_steps
+            if steps > most:
+                return None
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("mutant", HISTORY, ids=lambda mutant: mutant.name)
+def test_bugs_of_other_engines_are_found(mutant: Mutant) -> None:
+    assert found_after(mutant, MUTANT_STEPS) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", SLIPS, ids=lambda mutant: mutant.name)
+def test_slips_are_found(mutant: Mutant) -> None:
+    assert found_after(mutant, MUTANT_STEPS) is not None
+
+
+def test_a_failing_seed_is_cut_down_and_can_be_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is left of its trace fails as it does, has at most 30 events, and is played by the command that is told."""
+    with planted(HISTORY[0]):
+        trace = next(trace for trace in map(make_trace, range(100)) if failure(trace) is not None)
+        explain(trace.seed, tmp_path)
+        told = capsys.readouterr().err.partition("python -m tests.simulation ")[2].split()
+        assert len(Trace.load(Path(told[1])).events) <= 30 < len(trace.events)
+        assert main(told) == 1
+    assert main(told) == 0, "without the bug nothing is wrong with it"
+
+
+def test_a_trace_without_events_is_quiet() -> None:
+    world = World(replace(make_trace(0), events=[], num_turns=5))
+    world.play()
+    assert not world.num_steps

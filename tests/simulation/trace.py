@@ -1,0 +1,260 @@
+"""A trace: the settings of an engine and the events that happen to it, made from a seed; plain data, as JSON has it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.simulation.oracle import BROKEN, VOCABULARY
+
+# Every kind of fault that can be switched on for a seed. What is not a fault (an edge of lengths, a fork) is always on.
+FAULTS = (
+    *("disconnect", "abort", "duplicate_id", "slow_reader", "stopped_reader", "deadline", "time_limit"),
+    *("clock_forward", "clock_back", "clock_freeze", "allocation_refused", "raise_before", "raise_after"),
+    *("result_lost", "result_late", "result_duplicated", "result_of_gone", "not_finite", "out_of_memory"),
+    *("compile_stall", "tokenizer_error", "detokenizer_error", "same_prefix", "prefix_thrash", "priority_inversion"),
+    *("burst", "drain", "restart", "reset_cache", "pause", "dies"),
+)
+BLOCK_SIZES = (1, 2, 2, 16, 16, 64, 128)
+
+
+@dataclass
+class Trace:
+    """What happens: `events` are (turn, kind, arguments), in order of their turns."""
+
+    seed: int
+    setting: dict[str, Any]
+    events: list[list[Any]] = field(default_factory=list)
+    num_turns: int = 0
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=None, separators=(",", ":")))
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        return cls(**json.loads(path.read_text()))
+
+
+def make_trace(seed: int, num_turns: int = 600) -> Trace:
+    """Make a trace; equal seeds make equal ones, in any process."""
+    chance = random.Random(seed)
+    faults = [name for name in FAULTS if chance.random() < 0.4]
+    setting = _setting(chance, faults)
+    return Trace(seed, setting, _Maker(chance, setting, faults).events(num_turns), num_turns)
+
+
+def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
+    block_size = chance.choice(BLOCK_SIZES)
+    is_wide = chance.random() < 0.02  # more streams than are shown every token
+    num_slots = 40 if is_wide else chance.choice((1, 2, 3, 4, 4, 5, 6, 8))
+    longest = max(12, block_size * chance.choice((2, 3)) if block_size > 16 else chance.choice((12, 24, 48, 64, 64)))
+    longest += chance.choice((-1, 0, 0, 1))
+    whole = -(-(longest - 1) // block_size)  # blocks of the longest request
+    size = chance.choice(("need", "need", "less", "more", "small", "small", "tight", "roomy", "roomy"))
+    num_blocks = {
+        "need": whole,
+        "less": whole - 1,
+        "more": whole + 1,
+        "small": whole + chance.randint(1, max(1, whole)),
+        "tight": whole + 1 + whole * num_slots // 4,
+        "roomy": whole * max(2, num_slots // 2 + chance.randint(0, 3)),
+    }[size]
+    return {
+        "block_size": block_size,
+        "num_slots": num_slots,
+        "num_blocks": max(1, num_blocks),
+        "max_model_len": longest,
+        "max_step_tokens": max(num_slots, chance.choice((num_slots, num_slots, 8, 8, 16, 31, 33, 64, 96))),
+        "prefix_caching": chance.random() < 0.75,
+        "async_scheduling": chance.random() < 0.6,
+        "policy": "priority" if "priority_inversion" in faults or chance.random() < 0.3 else "fcfs",
+        "block_events": chance.random() < 0.2,
+        "compiled": chance.choice((0.0, 0.5, 1.0)),  # share of the smaller programs that are there from the start
+        "most_queued": chance.choice((None, None, 3, 50)),
+        "most_queued_tokens": chance.choice((None, None, None, 2 * longest)),
+        "broken_text": "detokenizer_error" in faults,
+        "seed": chance.randrange(1000),
+    }
+
+
+class _Maker:
+    """Draws the events of one trace."""
+
+    def __init__(self, chance: random.Random, setting: dict[str, Any], faults: Sequence[str]) -> None:
+        self.chance = chance
+        self.setting = setting
+        self.faults = set(faults)
+        self.num_names = 0
+        self.names: list[str] = []
+        same = "same_prefix" in self.faults
+        self.bases = [
+            self._ids(setting["max_model_len"] + 1)
+            for _ in range(1 if same else 12 if "prefix_thrash" in self.faults else 3)
+        ]
+        self.params = [self._params() for _ in range(14)]
+
+    def events(self, num_turns: int) -> list[list[Any]]:
+        chance, faults = self.chance, self.faults
+        setting = self.setting
+        load = chance.choice((0.7, 1.2, 2.0)) * min(setting["num_slots"] + 2, 12) / 24
+        # Each is drawn at most turns; what it is in FAULTS under is on or off for the seed.
+        rates = {
+            "disconnect": 0.07, "abort": 0.07, "duplicate_id": 0.02, "clock_forward": 0.006, "clock_back": 0.006,
+            "clock_freeze": 0.006, "allocation_refused": 0.012, "raise_before": 0.008, "raise_after": 0.008,
+            "result_lost": 0.008, "result_late": 0.008, "result_duplicated": 0.02, "result_of_gone": 0.02,
+            "not_finite": 0.012, "out_of_memory": 0.008, "compile_stall": 0.008, "tokenizer_error": 0.01,
+            "burst": 0.005, "drain": 0.006, "restart": 0.006, "reset_cache": 0.01, "pause": 0.02, "dies": 0.005,
+            "resume_reading": 0.2,
+        }  # fmt: skip
+        is_on = [(kind, rate) for kind, rate in rates.items() if kind in faults or kind == "resume_reading"]
+        events: list[list[Any]] = []
+        for turn in range(num_turns):
+            while chance.random() < load / (1 + load):
+                events.append([turn, "request", self._request()])
+            for kind, rate in is_on:
+                if chance.random() < rate:
+                    events.append([turn, kind, *self._arguments(kind)])
+        return events
+
+    def _arguments(self, kind: str) -> list[Any]:
+        chance = self.chance
+        match kind:
+            case "disconnect" | "abort":
+                # Phases: any name that may live, at rest or while a step is in flight; once or twice.
+                phase = chance.choice((None, "prefill", "prefill", "preempted", "ended", "unseen"))
+                return [chance.randrange(1000), chance.random() < 0.5, chance.random() < 0.2, phase]
+            case "duplicate_id":
+                return [chance.randrange(1000), self._request()]
+            case "clock_forward" | "clock_back":
+                return [3600.0]
+            case "clock_freeze":
+                return [chance.randint(2, 20)]
+            case "allocation_refused":
+                return [chance.randint(1, 3)]
+            case "not_finite":
+                return [chance.randrange(8)]
+            case "out_of_memory":
+                return [chance.choice((1, 4, 16))]
+            case "tokenizer_error":
+                return [self._request() | {"text": "ab\0"}]
+            case "burst":
+                size = 10_000 if chance.random() < 0.01 else int(64 * 4 ** chance.random())
+                params = {"max_tokens": chance.choice((1, 2, 3)), "output_kind": 2}
+                return [size, self._request() | {"ids": self._ids(1), "params": params}]
+            case "drain":
+                return [chance.choice((0.005, 0.2, 30.0))]
+            case "pause":
+                return [chance.choice(("abort", "wait", "keep")), chance.randint(1, 6)]
+            case _:
+                return []
+
+    def _ids(self, count: int) -> list[int]:
+        chance = self.chance
+        return [2 + int(chance.random() * 50) for _ in range(count)]
+
+    def _length(self) -> int:
+        """Draw a prompt's length: the edges of blocks, of the budget and of the context, or anything."""
+        chance, setting = self.chance, self.setting
+        size, most, budget = setting["block_size"], setting["max_model_len"], setting["max_step_tokens"]
+        if chance.random() < 0.4:
+            edges = (
+                0,
+                1,
+                2,
+                size - 1,
+                size,
+                size + 1,
+                2 * size,
+                budget,
+                budget + 1,
+                most - 2,
+                most - 1,
+                most,
+                most + 1,
+            )
+            return min(max(0, chance.choice(edges)), most + 1)
+        return chance.randint(1, max(1, min(most - 1, 24) if chance.random() < 0.8 else most - 1))
+
+    def _request(self) -> dict[str, Any]:
+        chance, setting, faults = self.chance, self.setting, self.faults
+        draw = chance.random
+        length = self._length()
+        base = self.bases[int(draw() * len(self.bases))]
+        shared = length if draw() < 0.5 else int(draw() * length)
+        ids = base[:shared] + self._ids(length - shared)
+        self.num_names += 1
+        request: dict[str, Any] = {"name": f"r{self.num_names}", "ids": ids, "params": chance.choice(self.params)}
+        if draw() < 0.15:
+            request["salt"] = chance.choice(("one", "two"))
+        if setting["policy"] == "priority":
+            request["priority"] = chance.choice((-1, 0, 0, 5))
+            if "priority_inversion" in faults:  # the long ones are unimportant, the short ones urgent
+                request["priority"] = 9 if length > 8 else -draw() // 0.25
+                request["priority"] = int(request["priority"])
+        if "deadline" in faults and draw() < 0.15:
+            request["timeout"] = chance.choice((0.015, 0.1, 0.3))
+        if "time_limit" in faults and draw() < 0.15:
+            request["time_limit"] = chance.choice((0.015, 0.1, 0.3))
+        if "slow_reader" in faults and draw() < 0.3:
+            request["reads"] = chance.randint(1, 3)  # outputs, then it waits for "resume_reading"
+        elif "stopped_reader" in faults and draw() < 0.3:
+            request["reads"] = -chance.randint(1, 3)  # outputs, then it never reads again
+        if "detokenizer_error" in faults and draw() < 0.15 and ids:
+            request["ids"] = [*ids[:-1], BROKEN]
+        if draw() < 0.1 and length and length < 12:
+            request["text"] = "".join(chance.choice("ab c") for _ in range(length))
+        return request
+
+    def _params(self) -> dict[str, Any]:
+        """Draw sampling parameters; few have much."""
+        chance, setting = self.chance, self.setting
+        size = setting["block_size"]
+        params: dict[str, Any] = {
+            "temperature": chance.choice((0.0, 1.0, 0.5)),
+            "max_tokens": chance.choice((1, 3, 8, 16, min(40, size), min(40, size + 1), 30, 40, None)),
+            "output_kind": chance.choice((0, 1, 1, 2, 2)),
+        }
+        if params["temperature"] and chance.random() < 0.35:
+            params["n"] = chance.choice((2, 3))
+        if chance.random() < 0.3:
+            params["seeded"] = True  # the world gives it a seed that nobody else has
+        if chance.random() < 0.35:
+            words = ["ab", "aba", "bbb", "é", "aab", "abab", "baab", "aaaa", "éa", "b a"]
+            nested = ["ab", "aab"] if chance.random() < 0.3 else []  # which end at the same character
+            params["stop"] = nested or chance.sample(words, chance.randint(1, 3))
+            params["include_stop_str_in_output"] = chance.random() < 0.3
+        if chance.random() < 0.3:
+            params["stop_token_ids"] = sorted(chance.sample(range(2, 40), chance.randint(1, 4)))
+        if chance.random() < 0.5:
+            params["ignore_eos"] = True
+        if chance.random() < 0.2 and (params["max_tokens"] or 20) > 3:
+            params["min_tokens"] = chance.randint(1, 3)
+        if chance.random() < 0.1:
+            params["detokenize"] = False
+            params.pop("stop", None)
+        if chance.random() < 0.2:
+            params["skip_special_tokens"] = False
+        if chance.random() < 0.4:
+            params["stream_interval"] = chance.choice((1, 2, 5, 9))
+        if chance.random() < 0.08:
+            params["logprobs"] = chance.randint(0, 3)
+        if chance.random() < 0.06:
+            params["prompt_logprobs"] = chance.randint(0, 2)
+        if chance.random() < 0.08:
+            params["repetition_penalty"] = 1.5
+        if chance.random() < 0.06:
+            params["logit_bias"] = {str(chance.randrange(VOCABULARY)): 1.5}
+        if chance.random() < 0.06:
+            params["allowed_token_ids"] = sorted(chance.sample(range(2, 40), 5))
+        if chance.random() < 0.1:
+            params["repetition_detection"] = {
+                "max_pattern_size": chance.randint(1, 3),
+                "min_count": chance.randint(2, 4),
+            }
+        if chance.random() < 0.1:
+            params["skip_reading_prefix_cache"] = True
+        return params

@@ -1,0 +1,773 @@
+"""Plays a trace against the production engine, in virtual time, and checks what must hold after every turn.
+
+A turn: events happen, the event loop runs, the engine's thread makes one turn of its own, the loop hands over what that
+gave. While a step is in flight the loop may run too. All of `AsyncLLM`, the thread's loop, the engine, the core and the
+runner is production code; the device's programs, the tokenizer, the clock and the event loop are not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import zlib
+from collections import Counter, deque
+from collections.abc import Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from hashlib import sha256
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from jaxllm import blocks, engine, runner
+from jaxllm.async_engine import LEAST_QUEUED_TOKENS, QUEUED_PER_SLOT
+from jaxllm.batch import Shape
+from jaxllm.blocks import PoolEditor
+from jaxllm.cache import Geometry
+from jaxllm.engine import FEW_STREAMS, MANY_STREAMS_INTERVAL, MAX_FAILURES, Accepted, LLMEngine
+from jaxllm.errors import (
+    ContextLengthError,
+    DeadlineError,
+    DrainingError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestFailedError,
+    RequestIdInUseError,
+    UnavailableError,
+    UserError,
+)
+from jaxllm.metrics import StepReport
+from jaxllm.parts import Parts
+from jaxllm.state import Cleared, Plan, Removed, Request, Stored
+from jaxllm.types import RequestOutput, SamplingParams
+from tests.simulation.checks import ROUNDING, TICK, check_idle, check_over, check_turn
+from tests.simulation.client import Client
+from tests.simulation.device import Flight, SimulatedRunner, Violation
+from tests.simulation.loop import Loop
+from tests.simulation.oracle import EOS, VOCABULARY, BrokenTextError, Tokenizer, Truth, mix
+from tests.simulation.reference import Entry
+from tests.simulation.stand_ins import Condition, InjectedError, Recorder, SimulatedLLM, SimulatedThread, no_span
+from tests.simulation.trace import Trace
+
+HANG = 8.0  # seconds after which the engine counts as hung
+FIRST_MOMENT = 100_000.0
+
+
+class World:
+    """One trace being played. `play` raises `Violation` or whatever else went wrong."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.setting = trace.setting
+        self.max_model_len: int = trace.setting["max_model_len"]
+        self.now = FIRST_MOMENT
+        self.turn = 0
+        self.frozen_until = -1
+        self.num_steps = 0  # of the engine
+        self.digest = 0
+        self.fired: Counter[str] = Counter()
+        self.loop = Loop(lambda: self.now)
+        self.tokenizer = Tokenizer()
+        self.tokenizer.is_broken = trace.setting["broken_text"]
+        self.submitting: Client | None = None
+        self.num_seeds = self.num_roots = 0
+        self._params: dict[str, SamplingParams] = {}
+        self._events: dict[int, list[list[Any]]] = {}
+        for event in trace.events:
+            self._events.setdefault(event[0], []).append(event)
+        self._begin()
+
+    # A life of the engine.
+
+    def _begin(self) -> None:
+        """Start an engine."""
+        setting = self.setting
+        geometry = Geometry(
+            setting["num_slots"], setting["num_blocks"], setting["block_size"], setting["max_model_len"]
+        )
+        self.live: dict[str, Client] = {}
+        self.clients: list[Client] = []  # that have not ended
+        self.submitted: deque[Client] = deque()  # not yet taken in by the engine
+        self.client_of: dict[int, Client] = {}  # by the id of a sample
+        self.was_admitted: set[Client] = set()
+        self.cached_of: dict[str, int] = {}  # by name: cached tokens at the first admission
+        self.prompt_tokens = self.cached_tokens = 0
+        self.num_told = 0  # tokens, to the observer
+        self.reasons: Counter[str] = Counter()  # samples by how they ended, as the engine told
+        self.told: dict[str, set[int]] = {}  # by key: samples whose end was told
+        self.finished_keys: set[str] = set()
+        self.stored: set[bytes] = set()  # by the events of the prefix cache
+        self.armed: dict[str, Any] = {}
+        self.failures = 0  # steps in a row
+        self.num_recoveries = 0
+        self.is_recovering = False
+        self.left: list[tuple[int, Client]] = []  # who went away while their requests ran, and in which turn
+        self.unexpected: Exception | None = None  # that a step failed with
+        self.takes_until_refusal = 0
+        self.mid: list[list[Any]] = []  # events of this turn that wait for a step in flight
+        self.plans: deque[Plan] = deque(maxlen=8)
+        self.last_commit: Any = None
+        self.is_paused = self.is_draining = self.is_dead = self.is_hung = False
+        self.resume_at: int | None = None
+        self.draining: asyncio.Task[bool] | None = None
+        self.num_drain_failures = 0
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.random = np.random.default_rng(setting["seed"])
+        self.llm = llm = SimulatedLLM(
+            "simulated",
+            max_queued_requests=setting["most_queued"],
+            max_queued_tokens=setting["most_queued_tokens"],
+            hang_timeout=HANG,
+            observer=self,
+            block_size=setting["block_size"],
+            enable_prefix_caching=setting["prefix_caching"],
+            async_scheduling=setting["async_scheduling"],
+            scheduling_policy=setting["policy"],
+            enable_kv_cache_events=setting["block_events"],
+            seed=setting["seed"],
+            max_logprobs=5,
+        )
+        self.runner = SimulatedRunner(llm.config, geometry, setting["max_step_tokens"], llm.metrics, self)
+        self.reference = llm._recorder = Recorder(self.runner.limits, self._claim)
+        self.reference.world = self
+        rest = self.runner.programs.rest
+        for key in rest[: int(len(rest) * setting["compiled"])]:
+            self.runner.compile(key)
+        llm._parts = Parts(
+            tokenizer=self.tokenizer,  # type: ignore[arg-type]
+            generation_config={},
+            default_params=SamplingParams(),
+            eos_ids=frozenset((EOS,)),
+            runner=self.runner,
+            vocab_size=VOCABULARY,
+            max_model_len=self.max_model_len,
+            clock=lambda: self.now,
+        )
+        llm._clock = llm._parts.clock
+        self.condition = llm._inbox._changed = Condition()  # type: ignore[assignment]
+        add = llm._inbox.add
+
+        def noted(accepted: Accepted) -> None:
+            add(accepted)
+            assert self.submitting is not None
+            self.submitting.is_submitted = True
+            self.submitted.append(self.submitting)
+
+        llm._inbox.add = noted  # type: ignore[method-assign]
+        self.loop.create_task(llm.start())
+        self.loop.run()
+        self.thread = llm._thread
+        assert isinstance(self.thread, SimulatedThread)
+        self.thread.world = self
+        if llm.state != "loading":
+            raise Violation("an engine is ready before it is there")
+        next(self.thread.running)
+        self.loop.run()
+        self.engine = llm.engine
+        self.engine._recover = self._recover  # type: ignore[method-assign]
+
+    def _end(self) -> None:
+        """Close the engine and check that nothing is left of it."""
+        self.is_dead = True
+        closing = self.loop.create_task(self.llm.close())
+        self.loop.run()
+        self._drop_all()
+        if not closing.done() or not closing.result():
+            raise Violation("the engine does not close")
+        check_over(self)
+
+    # What others tell the world.
+
+    def _recover(self, error: Exception) -> list[RequestOutput]:
+        """Let the engine recover from what was injected; anything else is what we are looking for."""
+        if not isinstance(error, InjectedError):
+            self.unexpected = error
+            raise error
+        self.is_recovering = True
+        try:
+            return LLMEngine._recover(self.engine, error)
+        finally:
+            self.is_recovering = False
+
+    def _claim(self, requests: Sequence[Request]) -> list[Entry]:
+        """Find out whose requests the engine has taken in, and what they must become."""
+        entries: list[Entry] = []
+        while len(entries) < len(requests):
+            client = self.submitted.popleft()
+            if client.is_unreadable:
+                self._note_refused(client)
+                continue
+            params = client.params
+            seed = int(self.random.integers(2**63)) if params.seed is None else params.seed
+            is_cached: bool = self.setting["prefix_caching"]
+            self.num_roots += 1
+            root = zlib.crc32(client.salt.encode()) if is_cached else mix(self.num_roots, 0)
+            for index in range(params.n):
+                truth = Truth(client.ids, params, seed + index, root, client.limit, self.tokenizer.is_broken)
+                client.truths.append(truth)
+                self.runner.device.truths[seed + index] = truth
+                request = requests[len(entries)]
+                self.client_of[request.id] = client
+                skips = bool(params.skip_reading_prefix_cache) or (params.prompt_logprobs is not None and index == 0)
+                entries.append(
+                    Entry(
+                        id=request.id,
+                        truth=truth,
+                        order=0,
+                        priority=client.priority,
+                        is_shared=is_cached or params.n > 1,
+                        reads_cache=not skips,
+                        known=len(client.ids),
+                    )
+                )
+                client.entries.append(entries[-1])
+        return entries
+
+    def _note_refused(self, client: Client) -> None:
+        """The engine could not take a request in."""
+        if not client.is_unreadable:
+            raise Violation(f"{client.name} was not taken in")
+        self.reasons["error"] += client.params.n
+
+    def note_outputs(self, outputs: list[RequestOutput]) -> None:
+        """Count how samples ended, before anybody is told."""
+        for output in outputs:
+            key = output.request_id
+            if key in self.finished_keys:
+                raise Violation("I9: an output after the last one")
+            told = self.told.setdefault(key, set())
+            for part in output.outputs:
+                if part.finish_reason is not None and part.index not in told:
+                    told.add(part.index)
+                    self.reasons[part.finish_reason] += 1
+            if output.finished:
+                self.finished_keys.add(key)
+                del self.told[key]
+
+    def note_block_events(self, events: Sequence[Any]) -> None:
+        """Follow what the engine tells of its prefix cache."""
+        for event in events:
+            match event:
+                case Cleared():
+                    self.stored.clear()
+                case Stored():
+                    if event.digest in self.stored or len(event.tokens) != self.setting["block_size"]:
+                        raise Violation("a block is told to be stored twice, or in part")
+                    tokens = np.array(event.tokens, "<i4").tobytes()
+                    if event.parent is not None and sha256(event.parent + tokens).digest() != event.digest:
+                        raise Violation("a block is told to hold other tokens")
+                    self.stored.add(event.digest)
+                case Removed():
+                    self.stored.remove(event.digest)
+
+    def note_over(self, client: Client) -> None:
+        """A client has ended: say if it may have."""
+        if self.live.get(client.name) is client:
+            del self.live[client.name]
+        if client in self.clients:
+            self.clients.remove(client)
+            self.left.append((self.turn, client))
+        ends = sorted(client.ends.items()), [client.tokens[index] for index in sorted(client.tokens)]
+        self.digest = zlib.crc32(f"{client.name}{ends}{client.texts}{type(client.error)}".encode(), self.digest)
+        error = client.error
+        if error is None or not client.is_submitted:
+            return
+        may = {
+            RequestFailedError: client.is_unreadable
+            or any(truth.may_fail or truth.breaks_at() is not None for truth in client.truths),
+            DeadlineError: client.timeout is not None and self.now >= client.arrival + client.timeout - ROUNDING,
+            EngineDeadError: self.is_dead,
+            DrainingError: self.is_draining,
+        }
+        if not may.get(type(error), False):  # type: ignore[call-overload]
+            raise Violation(f"I7: {client.name} failed with {error!r} for no reason")
+        if isinstance(error, DrainingError):
+            self.num_drain_failures += 1
+        if isinstance(error, DeadlineError):
+            self.fired["deadline"] += 1
+        if isinstance(error, RequestFailedError) and any(truth.breaks_at() is not None for truth in client.truths):
+            self.fired["detokenizer_error"] += 1
+
+    # The observer of the production engine.
+
+    def step(self, report: StepReport) -> None:
+        """A step has ended."""
+        if report.num_rows < 0 or report.num_sampled < 0:
+            raise Violation("a step reports nonsense")
+
+    def tokens(self, seconds: float, count: int, is_first: bool) -> None:
+        """Tokens came."""
+        self.num_told += count
+
+    def finished(self, output: RequestOutput, params: SamplingParams) -> None:
+        """A request has ended; its reader may not have read all of it."""
+        client = self.live[output.request_id]
+        if len(output.outputs) < len(client.truths):
+            return  # samples that ended without a token
+        for part, truth in zip(output.outputs, client.truths, strict=True):
+            if part.finish_reason is None or tuple(part.token_ids) != truth.output(len(part.token_ids)):
+                raise Violation(f"I8: the summary of {client.name} is not what it got")
+            if part.finish_reason in ("stop", "length", "repetition"):
+                due = truth.outcome()
+                if (tuple(part.token_ids), part.finish_reason) != (due.tokens, due.reason):
+                    raise Violation(f"I8: the summary of {client.name} ends with {part.finish_reason}, not as {due}")
+
+    # Faults of the device (`device.Faults`).
+
+    def before_dispatch(self, shape: Shape) -> None:
+        """Fail before or after the state is in the step's hands, or take very long."""
+        if self.armed.pop("compile_stall", None):
+            self.fired["compile_stall"] += 1
+            self.now += 60.0
+            self.is_hung = True
+            self._submit({"name": "probe", "ids": [5], "params": {}})
+            self.loop.run()
+            self.is_hung = False
+        limit = self.armed.get("out_of_memory")
+        if limit is not None and shape.tokens >= limit:
+            del self.armed["out_of_memory"]
+            self._fail("out_of_memory", is_lost=True)
+        if "dies" in self.armed:
+            self._fail("dies", is_lost=False)
+        for kind in ("raise_before", "raise_after"):
+            if self.armed.pop(kind, None):
+                self._fail(kind, is_lost=kind == "raise_after")
+
+    def while_in_flight(self, flight: Flight) -> None:
+        """The device computes: the world goes on, and perhaps no result comes."""
+        if self.armed.pop("result_late", None):
+            self.fired["result_late"] += 1
+            self.now += 5.0
+        events, self.mid = self.mid, []
+        for event in events:
+            self._happen(event[1], event[2:])
+        if self.armed.pop("result_lost", None):
+            self._fail("result_lost", is_lost=True)
+        self.loop.run()
+        self.failures = 0
+
+    def not_finite(self, samples: Sequence[bool]) -> Sequence[int]:
+        """Strike a row that samples."""
+        if "not_finite" not in self.armed or not any(samples):
+            return ()
+        candidates = [row for row, is_sampled in enumerate(samples) if is_sampled]
+        self.fired["not_finite"] += 1
+        return (candidates[self.armed.pop("not_finite") % len(candidates)],)
+
+    def _fail(self, kind: str, is_lost: bool) -> None:
+        self.fired[kind] += 1
+        self.failures += 1
+        self.num_recoveries += 1
+        if is_lost:
+            self.runner.device.is_lost = True
+        raise InjectedError(kind)
+
+    @property
+    def interval(self) -> int:
+        """Tokens after which a reader who did not say is shown them."""
+        return 1 if len(self.reference.running) <= FEW_STREAMS else MANY_STREAMS_INTERVAL
+
+    # Playing.
+
+    def play(self) -> None:
+        """Play all turns, then let everything end, and check that nothing is left."""
+        try:
+            with self._patched():
+                for turn in range(self.trace.num_turns):
+                    self.turn = turn
+                    self._turn(self._events.get(turn, ()))
+                self._settle()
+                self._end()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """After a violation: let the tasks that are left end quietly."""
+        self.note_over = lambda client: None  # type: ignore[method-assign]
+        for task in asyncio.all_tasks(self.loop):  # type: ignore[arg-type]
+            task.cancel()
+        for _ in range(1000):
+            with suppress(BaseException):
+                self.loop.run()
+                break
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        """Refuse allocations when told to, and keep quiet about requests that fail."""
+        take = PoolEditor.take
+
+        def refusing(editor: PoolEditor, count: int) -> np.ndarray:
+            if self.takes_until_refusal:
+                self.takes_until_refusal -= 1
+                if not self.takes_until_refusal:
+                    self._fail("allocation_refused", is_lost=False)
+            return take(editor, count)
+
+        logger = logging.getLogger("jaxllm")
+        before = logger.level
+        logger.setLevel(logging.CRITICAL + 1)
+        refuses = any(event[1] == "allocation_refused" for event in self.trace.events)
+        try:
+            with (
+                mock.patch.object(PoolEditor, "take", refusing if refuses else take),
+                mock.patch.object(blocks, "MOST_STALE", 8),  # so that the queue of cached blocks is swept
+                mock.patch.object(engine, "span", no_span),
+                mock.patch.object(runner, "span", no_span),
+                mock.patch.object(engine, "_uninterrupted", nullcontext),  # the engine's thread is not the main one
+            ):
+                yield
+        finally:
+            logger.setLevel(before)
+
+    def _turn(self, events: Collection[list[Any]]) -> None:
+        for event in events:
+            if event[1] in ("disconnect", "abort") and event[3] and self.engine.has_unfinished_requests():
+                self.mid.append(event)
+            else:
+                self._happen(event[1], event[2:])
+        if self.resume_at is not None and self.turn >= self.resume_at:
+            self._resume()
+        began = self.now
+        self.loop.run()
+        self._serve()
+        self.loop.run()
+        for event in self.mid:  # no step was in flight
+            self._happen(event[1], event[2:])
+        self.mid = []
+        check_turn(self, began)
+        if self.is_dead:
+            self.fired["engine_died"] += 1
+            self._drop_all()
+            for client in self.clients:
+                raise Violation(f"I7: {client.name} was not told that the engine is dead")
+            self._end()
+            self._begin()
+        elif self.draining is not None and self.draining.done():
+            self._finish_drain()
+        if self.turn >= self.frozen_until:
+            self.now += TICK
+        if self.turn % 64 == 63:
+            missing = [key for key in self.runner.programs.rest if key not in self.runner.programs._ready]
+            if missing:
+                self.runner.compile(missing[self.turn % len(missing)])
+
+    def _serve(self) -> None:
+        """Let the engine's thread make a turn, if it would not sleep."""
+        inbox, served = self.llm._inbox, self.engine
+        has_news = bool(inbox._added or inbox._aborted or inbox._calls or inbox._is_stopped)
+        works = served.has_unfinished_requests() and not inbox._is_paused
+        if has_news and not self.condition.is_notified:
+            raise Violation("the engine's thread was not woken")
+        self.condition.is_notified = False
+        if not has_news and not works:
+            return
+        steps, recoveries = self.runner.device.num_steps, self.num_recoveries
+        is_held = inbox._is_paused
+        try:
+            next(self.thread.running)
+            while self.submitted:  # what is left there was refused by the engine
+                self._note_refused(self.submitted.popleft())
+        except StopIteration:
+            if self.unexpected is not None:
+                raise self.unexpected from None
+            if self.failures < MAX_FAILURES and not self.llm._is_stopped:
+                self.loop.run()
+                raise self.llm._failure or Violation("the engine has stopped") from None
+            self.is_dead = True
+            return
+        if self.failures >= MAX_FAILURES:
+            raise Violation("the engine goes on although every step fails")
+        if is_held and self.runner.device.num_steps > steps:
+            raise Violation("a paused engine computes")
+        if works and served.has_unfinished_requests():
+            self.num_steps += 1
+            has_run = self.runner.device.num_steps > steps or self.num_recoveries > recoveries
+            if not has_run and not served._in_flight and self.reference.running:
+                raise Violation("there is work, and no step computes anything")
+
+    def _settle(self) -> None:
+        """Without further faults, everything must end within a bound."""
+        self.armed.clear()
+        self.takes_until_refusal = 0
+        self.frozen_until = -1
+        if self.is_paused:
+            self._resume()
+        for client in list(self.clients):
+            if client.pause is not None and client.task is not None:
+                client.task.cancel()
+                client.pause = None
+            client.reads = None
+        entries = [*self.reference.waiting, *self.reference.running.values()]
+        pending = sum(client.params.n * client.limit for client in self.submitted)
+        bound = 20 + pending + sum(entry.limit for entry in entries) * 2
+        for _ in range(bound):
+            if not self.clients and not self.engine.has_unfinished_requests():
+                break
+            self.turn += 1
+            self._turn(())
+        else:
+            raise Violation("I7: requests do not end, although nothing is in their way")
+        self._turn(())
+        check_idle(self)
+
+    # Events.
+
+    def _happen(self, kind: str, arguments: Sequence[Any]) -> None:
+        """Let an event happen; what has no effect now is not counted."""
+        match kind:
+            case "request":
+                self._submit(arguments[0])
+            case "disconnect" | "abort":
+                self._stop_one(kind, *arguments)
+            case "duplicate_id":
+                if self.live:
+                    name = list(self.live)[arguments[0] % len(self.live)]
+                    self.fired[kind] += self._submit(arguments[1] | {"name": name})
+            case "tokenizer_error":
+                failures = self.tokenizer.num_failures
+                self._submit(arguments[0])
+                self.loop.run()
+                self.fired[kind] += self.tokenizer.num_failures > failures
+            case "burst":
+                self._burst(*arguments)
+            case "clock_forward" | "clock_back":
+                self.fired[kind] += 1
+                self.now += arguments[0] if kind == "clock_forward" else -arguments[0]
+            case "clock_freeze":
+                self.fired[kind] += 1
+                self.frozen_until = self.turn + arguments[0]
+            case "allocation_refused":
+                self.takes_until_refusal = arguments[0]
+            case "result_duplicated":
+                if self.last_commit is not None:
+                    self._commit_again(*self.last_commit, kind)
+            case "result_of_gone":
+                flying = {plan.number for plan, _ in self.engine._in_flight}
+                gone = [plan for plan in self.plans if plan.number not in flying]
+                if gone:
+                    self._commit_again(gone[0], np.full(len(gone[0].slots), 5, np.int32), None, kind)
+            case "resume_reading":
+                for client in self.clients:
+                    if client.pause is not None and not client.pause.done() and (client.reads or 0) > 0:
+                        self.fired["slow_reader"] += 1
+                        client.pause.set_result(None)
+            case "pause":
+                self._pause(*arguments)
+            case "reset_cache":
+                self.fired[kind] += 1
+                self._call(self._reset_cache())
+            case "drain":
+                if self.draining is None:
+                    self.fired[kind] += 1
+                    self.is_draining = True
+                    self.resume_at = None
+                    self.draining = self.loop.create_task(self.llm.drain(arguments[0]))
+            case "restart":
+                self.fired[kind] += 1
+                self._end()
+                self._begin()
+            case "dies":
+                self.armed[kind] = True
+            case _:
+                self.armed[kind] = arguments[0] if arguments else True
+
+    def _submit(self, request: dict[str, Any]) -> bool:
+        """Send a request; whether it must be refused, and how, is known beforehand."""
+        ids = self._ids(request)
+        client = Client(self, request, ids, self._params_of(request["params"]))
+        due = self._refusal(client)
+        client.task = self.loop.create_task(client.run())
+        if due is None:
+            self.live[client.name] = client
+            self.clients.append(client)
+        self.submitting = client
+        self.loop.run()
+        found = None if client.is_submitted or not client.is_over else type(client.error)
+        if found is not due:
+            raise Violation(f"{client.name} was refused with {found} ({client.error}), where {due} is due")
+        if due is not None:
+            self.fired[f"refused_{due.__name__}"] += 1
+            return True
+        for name, is_edge in self._edges(client):
+            self.fired[name] += is_edge
+        return True
+
+    def _edges(self, client: Client) -> Iterator[tuple[str, bool]]:
+        size, most, length = self.setting["block_size"], self.max_model_len, len(client.ids)
+        yield "length_1", length == 1
+        yield "length_block-1", length == size - 1
+        yield "length_block", length == size
+        yield "length_block+1", length == size + 1
+        yield "length_max-1", length == most - 1
+        yield "forks", client.params.n > 1
+        yield "limit_of_pool", -(-(client.limit - 1) // size) == self.setting["num_blocks"]
+
+    def _ids(self, request: dict[str, Any]) -> list[int]:
+        if "text" in request and "\0" not in request["text"]:
+            return self.tokenizer.encode(request["text"])
+        return request["ids"]
+
+    def _params_of(self, given: dict[str, Any]) -> SamplingParams:
+        """Make parameters; equal ones once, but for a seed of their own."""
+        name = repr(given)
+        if name not in self._params:
+            self._params[name] = SamplingParams(**{key: value for key, value in given.items() if key != "seeded"})
+        params = self._params[name]
+        if "seeded" in given:
+            self.num_seeds += 1
+            params = copy.copy(params)
+            object.__setattr__(params, "seed", self.num_seeds << 20)  # what is valid for one is for another
+        return params
+
+    def _refusal(self, client: Client) -> type[Exception] | None:
+        """Say with what a request must be refused."""
+        setting, params = self.setting, client.params
+        num_ids = len(client.ids)
+        if self.is_draining and not self.is_dead:
+            return DrainingError
+        if self.is_dead:
+            return EngineDeadError
+        if self.is_paused or self.is_hung:
+            return UnavailableError
+        if client.name in self.live:
+            return RequestIdInUseError
+        if self._queue_is_full(1, 0):
+            return OverloadedError
+        if isinstance(client.prompt, str) and "\0" in client.prompt:
+            return BrokenTextError
+        if isinstance(client.prompt, dict) and "\0" in str(client.prompt.get("prompt")):
+            return BrokenTextError
+        if num_ids == 0:
+            return UserError
+        if num_ids >= self.max_model_len or num_ids + params.min_tokens > self.max_model_len:
+            return ContextLengthError
+        if -(-(client.limit - 1) // setting["block_size"]) > setting["num_blocks"]:
+            return ContextLengthError
+        if self._queue_is_full(params.n, params.n * num_ids):
+            return OverloadedError
+        return None
+
+    def _queue_is_full(self, num_samples: int, num_tokens: int) -> bool:
+        setting = self.setting
+        running, waiting, waiting_tokens, _ = self.reference.loads()
+        waiting += sum(client.params.n for client in self.submitted)
+        waiting_tokens += sum(client.params.n * len(client.ids) for client in self.submitted)
+        slots = setting["num_slots"]
+        most = setting["most_queued"] or QUEUED_PER_SLOT * slots
+        most_tokens = setting["most_queued_tokens"] or max(LEAST_QUEUED_TOKENS, 16 * self.max_model_len)
+        if waiting + num_samples > most + slots - running:
+            return True
+        return bool(waiting_tokens) and waiting_tokens + num_tokens > most_tokens
+
+    def _burst(self, size: int, request: dict[str, Any]) -> None:
+        """Many at once: as many as the queue holds are taken, all others are refused without a thought."""
+        self.fired["burst"] += 1
+        self.fired["burst_10000"] += size >= 10_000
+        probe = Client(self, {"name": "burst"}, [5], self._params_of({"max_tokens": 1}))
+        number = 0
+        while number < size and self._refusal(probe) is None:
+            self._submit(request | {"name": f"{request['name']}.{number}"})
+            number += 1
+        for _ in range(number, size):
+            try:
+                self.llm.generate([5], probe.params, probe.name).__anext__().send(None)
+            except EngineError:
+                continue
+            except BaseException as error:
+                raise Violation("a burst was not refused although the queue is full") from error
+
+    def _stop_one(self, kind: str, number: int, _is_mid: bool, is_twice: bool, wanted: str | None) -> None:
+        """End a request from outside, in whatever phase it is; perhaps twice, perhaps after its end."""
+        if not self.clients:
+            self._call(self.llm.abort("nobody"))
+            self.fired["abort_after_end"] += 1
+            return
+        fitting = [client for client in self.clients if self._phase(client) == wanted] or self.clients
+        client = fitting[number % len(fitting)]
+        phase = self._phase(client)
+        self.fired[f"{kind}_{phase}"] += 1
+        if is_twice:
+            self.fired[f"{kind}_twice"] += 1
+        for _ in range(1 + is_twice):
+            if kind == "disconnect":
+                assert client.task is not None
+                client.task.cancel()
+                self.loop.run()
+            else:
+                client.may_be_aborted = True
+                client.aborted_in = self.turn if client.aborted_in is None else client.aborted_in
+                self._call(self.llm.abort([client.name]))
+
+    def _phase(self, client: Client) -> str:
+        samples = [entry for entry in client.entries if entry.slot > -2]
+        if not client.entries:
+            return "unseen"
+        if not samples:
+            return "ended"
+        if all(entry.slot < 0 for entry in samples):
+            return "preempted" if any(entry.admission for entry in samples) else "queued"
+        return "prefill" if any(entry.issued < entry.given for entry in samples) else "decode"
+
+    def _commit_again(self, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None, kind: str) -> None:
+        """Give the core a result that it has had, or whose requests are gone."""
+        self.fired[kind] += 1
+        kept = self.last_commit
+        events = self.engine._core.commit(plan, tokens, is_finite)
+        self.last_commit = kept
+        if len(events.ids) or events.finished or events.failed:
+            raise Violation("a late result was taken for a new one")
+
+    def _pause(self, mode: str, turns: int) -> None:
+        if self.is_paused or self.is_draining:
+            return
+        self.fired[f"pause_{mode}"] += 1
+        self.is_paused = True
+        self.resume_at = self.turn + turns
+        if mode == "abort":
+            for client in self.clients:
+                client.may_be_aborted = True
+        self._call(self.llm.pause(mode))  # type: ignore[arg-type]
+
+    def _resume(self) -> None:
+        self.resume_at = None
+        self.is_paused = False
+        self._call(self.llm.resume())
+
+    async def _reset_cache(self) -> None:
+        before = self.reference.num_resets
+        if await self.llm.reset_prefix_cache() and self.reference.num_resets == before:
+            raise Violation("a cache was told to be reset, and was not")
+
+    def _finish_drain(self) -> None:
+        assert self.draining is not None
+        if self.draining.result() and self.num_drain_failures:
+            raise Violation("a drain says that all were through, and some were not")
+        self._end()
+        self._begin()
+
+    def _call(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Run something on the loop that may fail because the engine has stopped."""
+
+        async def guarded() -> None:
+            try:
+                await call
+            except EngineError as error:
+                if not (self.is_dead or self.is_draining or self.is_hung or self.is_paused):
+                    self.loop.failures.append(error)
+            except Exception as error:
+                self.loop.failures.append(error)
+
+        self.tasks = [task for task in self.tasks if not task.done()]
+        self.tasks.append(self.loop.create_task(guarded()))
+        self.loop.run()
+
+    def _drop_all(self) -> None:
+        """Let readers that do not read go."""
+        for client in list(self.clients):
+            if client.pause is not None and client.task is not None:
+                self.fired["stopped_reader"] += (client.reads or 0) < 0
+                client.task.cancel()
+        self.loop.run()
