@@ -1,0 +1,124 @@
+"""`python -m tests.faults.breakable serve …`: jaxllm with an engine that signals, requests and chance can break.
+
+SIGUSR1: the next step kills the engine's thread. SIGUSR2: the next step hangs until it comes again. A prompt that
+begins with NAN has logits that are no numbers; the text of one that begins with UNTOLD cannot be made. With SOAK_REPORT
+in the environment every FAILING_STEPSth step fails and takes the cache with it, and what the process holds is appended
+to that file, a line of JSON for each SIGHUP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm import cli
+from jaxllm.core import Core
+from jaxllm.engine import LLMEngine
+from jaxllm.runner import Runner
+from jaxllm.samples import Sample
+from jaxllm.types import RequestOutput
+from jaxllm_server.launch import Server
+
+HANG_SECONDS = 30.0  # at most
+NAN, UNTOLD = 999, 998
+FAILING_STEPS = 500
+REPORT = os.environ.get("SOAK_REPORT")
+
+
+def break_steps_on_signals() -> None:
+    orders: list[int] = []
+    real = LLMEngine.step
+
+    def step(engine: LLMEngine) -> list[RequestOutput]:
+        if orders:
+            if orders.pop() == signal.SIGUSR1:
+                raise SystemError("secret of /home at 0xdeadbeef")
+            end = time.monotonic() + HANG_SECONDS
+            while not orders and time.monotonic() < end:
+                time.sleep(0.01)
+            orders.clear()
+        return real(engine)
+
+    LLMEngine.step = step
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda order, _: orders.append(order))
+
+
+def break_requests() -> None:
+    commit, advance = Core.commit, Sample.advance
+
+    def commit_with_nan(core: Core, plan: Any, tokens: np.ndarray, is_finite: np.ndarray | None = None) -> Any:
+        owners = [core.requests.get(owner) for owner in core.state.slots.ids[plan.slots].tolist()]
+        bad = np.array([owner is not None and owner.tokens[0] == NAN for owner in owners], np.bool_)
+        if bad.any():
+            is_finite = ~bad if is_finite is None else is_finite & ~bad
+        return commit(core, plan, tokens, is_finite)
+
+    def advance_or_fail(sample: Sample, *arguments: Any) -> Any:
+        if sample.tokens[0] == UNTOLD:
+            raise RuntimeError("secret of /home at 0xdeadbeef")
+        return advance(sample, *arguments)
+
+    Core.commit, Sample.advance = commit_with_nan, advance_or_fail
+
+
+def break_steps_now_and_then() -> None:
+    dispatch, calls = Runner.dispatch, 0
+
+    def failing(runner: Runner, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % FAILING_STEPS == 0:
+            for leaf in runner._state:
+                leaf.delete()
+            raise RuntimeError("the device said no")
+        return dispatch(runner, *arguments)
+
+    Runner.dispatch = failing
+
+
+def report_on_signals(path: str) -> None:
+    run = Server.run
+
+    async def reporting(server: Server) -> int:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, write)
+        return await run(server)
+
+    def write() -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        held = {
+            "bytes": 1024 * sum(int(status[name].split()[0]) for name in ("RssAnon", "VmSwap")),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": int(status["Threads"]),
+            "tasks": len(asyncio.all_tasks()),
+            "device_bytes": sum(array.nbytes for array in jax.live_arrays()),
+        }
+        with open(path, "a") as file:
+            file.write(json.dumps(held) + "\n")
+
+    Server.run = reporting
+
+
+def main() -> None:
+    break_steps_on_signals()
+    break_requests()
+    if REPORT is not None:
+        break_steps_now_and_then()
+        report_on_signals(REPORT)
+    cli.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""Many short requests over both protocols, five in a hundred of them faults, against one process.
+
+    python -m tests.faults.soak [number of requests]
+
+What the process holds must not grow, and what it counted must be what its clients were told, to the token. Prints a
+line, and ends with 1 if a bound is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import grpc
+import grpc.aio
+import httpx
+
+from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
+from tests.faults.breakable import NAN, UNTOLD
+from tests.serving_process import QUICK, ServingProcess
+
+MOST_BYTES = 100.0  # of memory that a request may leave behind
+AT_ONCE = 32
+NUM_SAMPLES = 25
+ENDLESS = 480  # tokens of a request that somebody ends
+FINISH = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_CONTEXT: "length",
+    types_pb2.FINISH_REASON_ABORTED: "abort",
+    types_pb2.FINISH_REASON_TIME_LIMIT: "time_limit",
+}
+
+
+@dataclass
+class Books:
+    """What the clients were told."""
+
+    ends: Counter[str] = field(default_factory=Counter)  # by the reason of the engine's metrics
+    refused: int = 0  # wrong, and told so
+    prompt_tokens: int = 0  # of requests whose end somebody saw
+    completion_tokens: int = 0  # of the same
+    begun_tokens: int = 0  # of the prompts of all that began …
+    unsure_tokens: int = 0  # … and of those among them whose time was over before a token came: some never began
+    surprises: Counter[str] = field(default_factory=Counter)
+
+    def note(self, reason: str, num_prompt: int, num_completion: int) -> None:
+        self.ends[reason] += 1
+        self.prompt_tokens += num_prompt
+        self.completion_tokens += num_completion
+        self.begun_tokens += num_prompt
+        self.unsure_tokens += num_prompt if reason == "time_limit" and not num_completion else 0
+
+    def note_gone(self, num_prompt: int) -> None:
+        """A client that did not wait for the end."""
+        self.ends["abort"] += 1
+        self.begun_tokens += num_prompt
+
+
+class Summary(NamedTuple):
+    """How a soak went."""
+
+    requests: int
+    seconds: float
+    bytes_per_request: float
+    held: list[dict[str, int]]
+    books: Books
+    differences: dict[str, tuple[float, float]]  # what the clients counted, what the server did
+
+
+class Soak:
+    """The clients of one server."""
+
+    def __init__(self, server: ServingProcess, http: aiohttp.ClientSession, channel: grpc.aio.Channel) -> None:
+        self._server = server
+        self._http = http
+        self._inference: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        self._control: Any = control_pb2_grpc.ControlServiceStub(channel)
+        self.books = Books()
+
+    async def one(self, number: int) -> None:
+        """Make one call; five in a hundred are faults."""
+        rng = random.Random(number)
+        ids = [rng.randrange(20, 900) for _ in range(rng.choice([1, 3, 8, 15, 16, 17, 40]))]
+        most = rng.choice([1, 2, 4, 6])
+        chance = rng.random()
+        try:
+            if chance < 0.01:
+                await self._leave(ids, over_http=number % 2 == 0)
+            elif chance < 0.02:
+                await self._ask_wrongly(over_http=number % 2 == 0)
+            elif chance < 0.03:
+                await self._abort(ids, f"soak-{number}")
+            elif chance < 0.04:
+                await self._over_grpc(ids, ENDLESS - len(ids), time_limit=rng.choice([0.15, 0.3]))
+            elif chance < 0.05:
+                await self._fail(rng.choice([NAN, UNTOLD]), ids, over_http=number % 2 == 0)
+            elif number % 2:
+                await self._over_grpc(ids, most)
+            else:
+                await self._over_http(ids, most, stream=number % 4 == 0)
+        except (aiohttp.ClientError, grpc.aio.AioRpcError, TimeoutError) as error:
+            code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
+            self.books.surprises[code] += 1
+
+    async def _over_http(self, ids: list[int], most: int, stream: bool) -> None:
+        body = {"prompt": ids, "max_tokens": most, "stream": stream, "seed": 1}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        async with self._http.post("/v1/completions", json=body) as answer:
+            text = await answer.text()
+        if answer.status != 200:
+            self.books.surprises[str(answer.status)] += 1
+            return
+        if not stream:
+            told = json.loads(text)
+            reason = told["choices"][0]["finish_reason"]
+        else:
+            *events, done = [line.removeprefix("data: ") for line in text.splitlines() if line]
+            if done != "[DONE]" or '"error"' in events[-1]:
+                self.books.surprises["broken stream"] += 1
+                return
+            told = json.loads(events[-1])
+            reason = json.loads(events[-2])["choices"][0]["finish_reason"]
+        self.books.note(reason, told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"])
+
+    async def _over_grpc(self, ids: list[int], most: int, time_limit: float | None = None) -> None:
+        request = _request(ids, most)
+        if time_limit is not None:
+            request.stop.ignore_eos = True
+            request.stop.time_limit.FromMilliseconds(int(1000 * time_limit))
+        reply = await self._inference.Generate(request)
+        usage = reply.usage
+        self.books.note(FINISH[reply.outputs[0].finish_reason], usage.prompt_tokens, usage.completion_tokens)
+
+    async def _leave(self, ids: list[int], over_http: bool) -> None:
+        """Read the beginning of a stream, and go."""
+        if over_http:
+            body = {"prompt": ids, "max_tokens": ENDLESS - len(ids), "ignore_eos": True, "stream": True}
+            async with self._http.post("/v1/completions", json=body) as answer:
+                await answer.content.readline()
+                answer.close()
+        else:
+            call = self._inference.StreamGenerate(_request(ids, ENDLESS - len(ids), ignore_eos=True))
+            await call.read()
+            call.cancel()
+        self.books.note_gone(len(ids))
+
+    async def _abort(self, ids: list[int], name: str) -> None:
+        request = _request(ids, ENDLESS - len(ids), ignore_eos=True)
+        request.request_id = name
+        reason, num_completion = 0, 0
+        async for message in self._inference.StreamGenerate(request):
+            if not num_completion:
+                await self._control.Abort(control_pb2.AbortRequest(request_ids=[name]))
+            num_completion += sum(len(delta.token_ids) for delta in message.deltas)
+            reason = message.deltas[0].finish_reason or reason
+        self.books.note(FINISH[reason], len(ids), num_completion)
+
+    async def _ask_wrongly(self, over_http: bool) -> None:
+        if over_http:
+            async with self._http.post("/v1/completions", json={"prompt": [10**6], "top_p": 7}) as answer:
+                assert answer.status == 400
+        else:
+            try:
+                await self._inference.Generate(_request([], 1))
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        self.books.refused += 1
+
+    async def _fail(self, mark: int, ids: list[int], over_http: bool) -> None:
+        """Ask for what the engine cannot do: a token that is no number, or one whose text cannot be made."""
+        ids = [mark, *ids]
+        if over_http:
+            async with self._http.post("/v1/completions", json={"prompt": ids, "max_tokens": 4}) as answer:
+                assert answer.status == 500, answer.status
+        else:
+            try:
+                await self._inference.Generate(_request(ids, 4))
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.INTERNAL, error.code()
+        self.books.note("error", len(ids), 1 if mark == UNTOLD else 0)
+
+
+def _request(ids: list[int], most: int, ignore_eos: bool = False) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        token_ids={"ids": ids}, stop={"max_tokens": most, "ignore_eos": ignore_eos}, sampling={"seed": 1}
+    )
+
+
+def soak(num_requests: int) -> Summary:
+    """Serve so many requests from a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report"
+        arguments = [*QUICK, "--max-queued-requests", "256"]
+        with ServingProcess(*arguments, module="tests.faults.breakable", env={"SOAK_REPORT": str(report)}) as server:
+            began = time.monotonic()
+            books, seconds = asyncio.run(_serve(server, num_requests, report)), time.monotonic() - began
+            differences = _differences(server.http, books)
+            server.signal(signal.SIGTERM)
+            if server.wait(40.0) != 0:
+                books.surprises["exit code"] += 1
+            held = [json.loads(line) for line in report.read_text().splitlines()]
+    every = num_requests / NUM_SAMPLES
+    return Summary(num_requests, seconds, slope([each["bytes"] for each in held], every), held, books, differences)
+
+
+async def _serve(server: ServingProcess, num_requests: int, report: Path) -> Books:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        aiohttp.ClientSession(server.http, connector=connector) as http,
+        grpc.aio.insecure_channel(server.grpc) as channel,
+    ):
+        own = Soak(server, http, channel)
+        for sample in range(1, NUM_SAMPLES + 1):
+            first, end = (num_requests * part // NUM_SAMPLES for part in (sample - 1, sample))
+            numbers = iter(range(first, end))
+
+            async def work(numbers: Iterator[int]) -> None:
+                for number in numbers:
+                    await own.one(number)
+
+            await asyncio.gather(*(work(numbers) for _ in range(AT_ONCE)))
+            await _until_idle(http)
+            server.signal(signal.SIGHUP)
+            while not report.exists() or len(report.read_text().splitlines()) < sample:
+                await asyncio.sleep(0.02)
+    return own.books
+
+
+async def _until_idle(http: aiohttp.ClientSession) -> None:
+    async with asyncio.timeout(30.0):
+        while True:
+            async with http.get("/load") as answer:
+                load = await answer.json()
+            if not (load["running"] or load["waiting"] or load["kv_blocks_used"]):
+                return
+            await asyncio.sleep(0.01)
+
+
+def _differences(http: str, books: Books) -> dict[str, tuple[float, float]]:
+    """Compare the clients' books with the server's metrics."""
+    text = httpx.get(f"{http}/metrics").text
+
+    def read(name: str) -> float:
+        return sum(float(value) for value in re.findall(rf"^jaxllm:{name}(?:{{[^}}]*}})? (\S+)$", text, re.M))
+
+    pairs = {
+        f"ended: {reason}": (
+            float(books.ends[reason]),
+            sum(float(value) for value in re.findall(rf'request_success_total{{.*"{reason}".*}} (\S+)', text)),
+        )
+        for reason in ("stop", "length", "abort", "time_limit", "error", "repetition")
+    }
+    begun = read("prompt_tokens_total")
+    if not books.begun_tokens - books.unsure_tokens <= begun <= books.begun_tokens:
+        pairs["prompt tokens of requests that began"] = float(books.begun_tokens), begun
+    pairs["prompt tokens told"] = float(books.prompt_tokens), read("request_prompt_tokens_sum")
+    pairs["generated tokens told"] = float(books.completion_tokens), read("request_generation_tokens_sum")
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def slope(values: list[int], every: float) -> float:
+    """Return the median slope of all pairs (Theil and Sen) behind the first fifth, in which pools fill."""
+    settled = list(enumerate(values))[len(values) // 5 :]
+    return statistics.median((b - a) / ((j - i) * every) for (i, a), (j, b) in combinations(settled, 2))
+
+
+def faults_of(summary: Summary, most_bytes: float = MOST_BYTES) -> list[str]:
+    """Say which bounds are broken."""
+    found = [f"{name}: clients {ours:g}, server {theirs:g}" for name, (ours, theirs) in summary.differences.items()]
+    found += [f"surprise: {name} × {count}" for name, count in summary.books.surprises.items()]
+    if summary.bytes_per_request > most_bytes:
+        found.append(f"{summary.bytes_per_request:.0f} bytes a request")
+    settled = summary.held[len(summary.held) // 5 :]
+    for name, slack in (("descriptors", 4), ("threads", 2), ("tasks", 4), ("device_bytes", 1 << 16)):
+        values = [each[name] for each in settled]
+        if values[-1] > min(values) + slack:
+            found.append(f"{name} grew from {min(values)} to {values[-1]}")
+    return found
+
+
+def main() -> int:
+    summary = soak(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000)
+    last, faults = summary.held[-1], faults_of(summary)
+    print(
+        f"soak: {summary.requests} requests in {summary.seconds:.0f} s, {sum(summary.books.ends.values())} ended as "
+        f"{dict(sorted(summary.books.ends.items()))}, {summary.books.refused} refused; "
+        f"{summary.bytes_per_request:.1f} bytes a request, {last['bytes'] / 2**20:.0f} MiB, "
+        f"{last['descriptors']} descriptors, {last['threads']} threads, {last['tasks']} tasks; "
+        f"{'; '.join(faults) if faults else 'books equal, nothing grew'}"
+    )
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

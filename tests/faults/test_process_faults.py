@@ -1,0 +1,306 @@
+"""What happens to `jaxllm serve` as a process: stopped, killed, out of file descriptors, with a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from jaxllm import AsyncClient, Client, errors
+from tests.serving_process import QUICK, ROOT, ServingProcess
+
+ENDLESS: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True}
+EXPECTED: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.0}
+
+
+def canary(http: str) -> str:
+    """Ask for what is always the same."""
+    answer = httpx.post(f"{http}/v1/completions", json=EXPECTED, timeout=10.0)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float) -> float:
+    """Wait for something; return how long it took."""
+    began = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began < seconds, f"not so within {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def status(http: str, path: str) -> int:
+    return httpx.get(f"{http}{path}", timeout=5.0).status_code
+
+
+async def ends_of(server: ServingProcess, count: int, **own: Any) -> AsyncIterator[tuple[str, float]]:
+    """Run streams on both protocols; give how each ended, and when."""
+
+    async def over_grpc(number: int) -> str:
+        try:
+            async for delta in client.stream("Once", seed=number, **own):
+                reason = delta.finish_reason
+            return str(reason)
+        except errors.EngineError as error:
+            return type(error).__name__
+
+    async def over_http(number: int) -> str:
+        body = {"prompt": "Once", "seed": number, "stream": True, **own}
+        last = ""
+        try:
+            async with http.stream("POST", "/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    last = line or last
+        except httpx.TransportError as error:
+            return type(error).__name__
+        return last
+
+    async def timed(end: Any) -> tuple[str, float]:
+        return await end, time.monotonic()
+
+    async with (
+        AsyncClient(server.grpc, retries=False) as client,
+        httpx.AsyncClient(base_url=server.http, timeout=60.0, limits=httpx.Limits(max_connections=None)) as http,
+    ):
+        tasks = [asyncio.ensure_future(timed((over_grpc if n % 2 else over_http)(n))) for n in range(count)]
+        for task in asyncio.as_completed(tasks):
+            yield await task
+
+
+async def until_running(server: ServingProcess, count: int) -> None:
+    async with httpx.AsyncClient(base_url=server.http) as http:
+        async with asyncio.timeout(30.0):
+            while (await http.get("/load")).json()["running"] < count:
+                await asyncio.sleep(0.01)
+
+
+def ends_after(server: ServingProcess, count: int, order: Callable[[], None]) -> tuple[list[str], float]:
+    """Do something to a server that serves streams; return their ends, and the seconds until the last one."""
+
+    async def check() -> tuple[list[str], float]:
+        async def later() -> float:
+            await until_running(server, min(count, 16))
+            order()
+            return time.monotonic()
+
+        began = asyncio.ensure_future(later())
+        ends = [end async for end in ends_of(server, count, **ENDLESS)]
+        return [how for how, _ in ends], max(when for _, when in ends) - await began
+
+    return asyncio.run(check())
+
+
+def test_it_hangs_it_is_stopped_it_has_no_descriptors_and_then_its_engine_dies() -> None:
+    """One process after another fault would take as many starts."""
+    with ServingProcess(*QUICK, "--hang-timeout", "0.5", module="tests.faults.breakable") as server:
+        text = canary(server.http)
+        hangs(server)
+        assert canary(server.http) == text
+        is_stopped(server)
+        assert canary(server.http) == text
+        has_no_descriptors(server)
+        assert canary(server.http) == text
+        ends, seconds = ends_after(server, 20, lambda: server.signal(signal.SIGUSR1))
+        assert len(ends) == 20 and seconds < 4.0, (ends, seconds)
+        # Over gRPC; a stream over HTTP; one that had not begun, which has a status of its own.
+        assert all(end in ("EngineDeadError", "data: [DONE]") or "ENGINE_DEAD" in end for end in ends), ends
+        assert server.wait(10.0) == 1
+        assert any("the engine has died" in line for line in server.log)
+
+
+def hangs(server: ServingProcess) -> None:
+    """Readiness goes and comes back, liveness stays; the stream that waited goes on."""
+
+    async def check() -> list[tuple[str, float]]:
+        async def probe() -> None:
+            await until_running(server, 2)
+            server.signal(signal.SIGUSR2)
+            async with httpx.AsyncClient(base_url=server.http) as http, asyncio.timeout(10.0):
+                while (await http.get("/ready")).status_code != 503:
+                    await asyncio.sleep(0.02)
+                assert (await http.get("/live")).status_code == 200
+                assert (await http.post("/v1/completions", json=EXPECTED)).status_code == 503
+                async with AsyncClient(server.grpc) as client:
+                    while await client.health() == "serving":  # it is told every 0.2 s
+                        await asyncio.sleep(0.02)
+            server.signal(signal.SIGUSR2)
+
+        probing = asyncio.ensure_future(probe())
+        ends = [end async for end in ends_of(server, 2, **ENDLESS)]
+        await probing
+        return ends
+
+    ends = {how for how, _ in asyncio.run(check())}
+    assert ends == {"length", "data: [DONE]"}
+    wait_until(lambda: status(server.http, "/ready") == 200, 5.0)
+
+
+def is_stopped(server: ServingProcess) -> None:
+    """SIGSTOP: whoever waits, waits; after SIGCONT all goes on."""
+
+    def stop() -> None:
+        server.signal(signal.SIGSTOP)
+        with pytest.raises(httpx.TimeoutException):
+            httpx.get(f"{server.http}/ready", timeout=1.0)
+        server.signal(signal.SIGCONT)
+
+    async def check() -> list[tuple[str, float]]:
+        async def later() -> None:
+            await until_running(server, 4)
+            await asyncio.to_thread(stop)
+
+        stopping = asyncio.ensure_future(later())
+        ends = [end async for end in ends_of(server, 4, **ENDLESS)]
+        await stopping
+        return ends
+
+    assert {how for how, _ in asyncio.run(check())} == {"length", "data: [DONE]"}
+    wait_until(lambda: status(server.http, "/ready") == 200, 10.0)
+
+
+def is_calm(server: ServingProcess) -> bool:
+    """Say whether a process takes less than 0.3 s of processor time in a second."""
+    process = psutil.Process(server.process.pid)
+    used = process.cpu_times()
+    time.sleep(1.0)
+    now = process.cpu_times()
+    return now.user + now.system - used.user - used.system < 0.3
+
+
+def has_no_descriptors(server: ServingProcess) -> None:
+    """With 64 file descriptors and 200 clients it neither ends nor spins; when they go, it serves as before."""
+    pid = server.process.pid
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    wait_until(lambda: is_calm(server), 120.0)  # a slow machine still compiles programs
+    num_open = len(os.listdir(f"/proc/{pid}/fd"))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (max(64, num_open + 8), before[1]))
+    addresses = [server.http.removeprefix("http://"), server.grpc]
+    clients: list[socket.socket] = []
+    try:
+        for number in range(200):
+            host, _, port = addresses[number % 2].rpartition(":")
+            client = socket.socket()
+            client.settimeout(2.0)
+            clients.append(client)
+            client.connect((host, int(port)))
+        wait_until(lambda: is_calm(server), 20.0)  # connections are taken first; what spins would never be calm
+        assert server.process.poll() is None
+    finally:
+        for client in clients:
+            client.close()
+    wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) <= num_open + 4, 10.0)
+    with Client(server.grpc) as client:
+        assert client.generate("Once", max_tokens=2).token_ids
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_a_killed_process_is_seen_at_once() -> None:
+    with ServingProcess(*QUICK) as server:
+        ends, seconds = ends_after(server, 16, lambda: server.signal(signal.SIGKILL))
+        assert set(ends) <= {"UnavailableError", "EngineDeadError", "RemoteProtocolError", "ReadError"}, ends
+        assert len(ends) == 16 and seconds < 4.0, seconds
+        assert server.wait(5.0) == -signal.SIGKILL
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def without_a_log(*arguments: str) -> Any:
+    """Serve with standard error on a disk that is full; give the process and its address."""
+    port, grpc_port = free_port(), free_port()
+    own = ["--port", str(port), "--grpc-port", str(grpc_port), "--log-stats-interval", "0.1", "--enable-log-requests"]
+    with open("/dev/full", "wb") as full:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxllm", "serve", *QUICK, *own, *arguments],
+            stdout=full,
+            stderr=full,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}"},
+        )
+    http = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        assert process.poll() is None, process.returncode
+        with contextlib.suppress(httpx.TransportError):
+            return status(http, "/ready") == 200
+        return False
+
+    try:
+        wait_until(is_ready, 120.0)
+        yield process, http
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(10.0)
+
+
+def test_a_full_disk_for_the_log_hurts_nobody_and_a_long_queue_is_drained() -> None:
+    """Row 46 as well: 50 streams run and 100 wait when the signal comes; none is cut off."""
+
+    async def drain(process: Any, http: str) -> tuple[list[str], float]:
+        async def one(number: int) -> str:
+            body = {"prompt": "Once", "seed": number, "stream": True, "max_tokens": 40, "ignore_eos": True}
+            lines = []
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    lines += [line] if line else []
+            return "whole" if '"finish_reason":"length"' in lines[-2] and lines[-1] == "data: [DONE]" else str(lines)
+
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=http, timeout=60.0, limits=limits) as client:
+            tasks = [asyncio.ensure_future(one(number)) for number in range(150)]
+            async with asyncio.timeout(30.0):
+                while (load := (await client.get("/load")).json())["running"] + load["waiting"] < 120:
+                    assert not all(task.done() for task in tasks), "too quick to be signalled"
+                    await asyncio.sleep(0.005)
+            process.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            await asyncio.sleep(0.3)
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.post("/v1/completions", json=EXPECTED)).status_code == 503
+            return await asyncio.gather(*tasks), began
+
+    with without_a_log("--max-queued-requests", "200") as (process, http):
+        text = canary(http)
+        assert httpx.post(f"{http}/v1/completions", content=b"{").status_code == 415
+        assert httpx.post(f"{http}/v1/completions", json={"prompt": ""}).status_code == 400
+        assert canary(http) == text
+        ends, began = asyncio.run(drain(process, http))
+        assert set(ends) == {"whole"} and len(ends) == 150
+        assert process.wait(32.0) == 0
+        assert time.monotonic() - began < 32.0
+
+
+@pytest.mark.parametrize("gibibytes", [0.5, pytest.param(1.5, marks=pytest.mark.slow)])
+def test_a_start_without_memory_ends_at_once_with_a_code(gibibytes: float) -> None:
+    limit = int(gibibytes * 2**30)
+    program = (
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit})); "
+        "sys.argv = ['jaxllm', 'serve', '--port', '0', '--grpc-port', '0']; from jaxllm import cli; cli.run()"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}"},
+    )
+    # gRPC and XLA abort the process by themselves where they get no thread.
+    assert ran.returncode in (1, -signal.SIGABRT), (ran.returncode, ran.stderr)
+    assert ran.returncode != 1 or ran.stderr.splitlines()[-1].startswith("jaxllm: error: "), ran.stderr
+    assert "Traceback" not in ran.stderr

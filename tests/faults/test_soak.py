@@ -1,0 +1,45 @@
+"""A soak and an overload in small; `make soak` and `make overload` run the long ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.faults.overload import REFUSALS, SERVER, measure, quantile
+from tests.faults.soak import faults_of, slope, soak
+from tests.serving_process import ServingProcess
+
+SMALL_MOST_BYTES = 16_000.0  # a request: what pools and caches take while they fill shows in so few
+QUEUE = 4 * 8  # samples that may wait, for eight slots
+
+
+def test_a_thousand_requests_with_faults_leave_nothing_and_every_token_is_accounted_for() -> None:
+    summary = soak(1000)
+    assert not faults_of(summary, SMALL_MOST_BYTES), summary
+    assert all(summary.books.ends[reason] for reason in ("stop", "length", "abort", "time_limit", "error"))
+    assert summary.books.refused
+
+
+def test_a_leak_is_seen() -> None:
+    flat = [10**8 + 9999 * (number % 3) for number in range(25)]
+    assert slope(flat, 100.0) == pytest.approx(0.0, abs=60.0)
+    assert slope([value + 100 * 150 * number for number, value in enumerate(flat)], 100.0) > 100.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "least"), [(2.0, 0.4), pytest.param(15.0, 0.8, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_ten_times_its_capacity_costs_a_server_little(seconds: float, least: float) -> None:
+    """The bounds allow for a machine that does other work; the figures of a quiet one are in RELIABILITY.md."""
+    with ServingProcess(*SERVER) as server:
+        capacity, rows = asyncio.run(measure(server, seconds, (1, 10)))
+    assert capacity > 0
+    for row in rows:
+        assert set(row.ends) <= {"OK", *REFUSALS}, row
+        assert row.most_waiting <= QUEUE + 4, row
+    normal, over, burst = rows
+    assert quantile(burst.health_ms, 0.5) < 500.0, burst
+    assert over.ends["429"] and over.ends["RESOURCE_EXHAUSTED"]
+    assert over.goodput >= least * max(normal.goodput, capacity), rows
+    assert quantile(over.refusal_ms, 0.5) < 200.0, rows

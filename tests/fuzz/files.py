@@ -1,0 +1,181 @@
+"""What somebody may leave in a model's folder: each target reads one hostile file the way a start of the engine does.
+
+Whatever the file holds, it is read or refused with a `UserError` of one line; nothing of a size that the file only
+claims is allocated.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.model import weights
+from jaxllm.model.checkpoint import open_tensors
+from jaxllm.model.decoder import declare
+from jaxllm.model.families import read_spec
+from jaxllm.replay import Replay
+from jaxllm.tokenizer import load_tokenizer
+from jaxllm.types import default_sampling_params
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+TEXT = "Once upon a time, naïve 日本語 🎉 <|im_end|>\n"
+
+
+@functools.cache
+def folder() -> Path:
+    """Return a folder of our own; where there is one in memory, there."""
+    shared = Path("/dev/shm")
+    made = Path(tempfile.mkdtemp(prefix="jaxllm-fuzz-", dir=shared if shared.is_dir() else None))
+    import atexit
+
+    atexit.register(shutil.rmtree, made, True)
+    return made
+
+
+def of_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    """Make the target that writes its bytes into a folder's file and reads the folder."""
+
+    def check(data: bytes) -> object:
+        place = folder() / name.replace("/", "-")
+        place.mkdir(exist_ok=True)
+        for left in place.iterdir():
+            left.unlink()
+        (place / name).write_bytes(data)
+        return read(place)
+
+    return check
+
+
+def read_safetensors(place: Path) -> None:
+    """What is read here, the format's own library reads too; and each tensor lies within the file."""
+    path = place / "model.safetensors"
+    tensors = open_tensors(place)
+    size = path.stat().st_size
+    for tensor in tensors.values():
+        if not 0 <= tensor.start <= tensor.start + tensor.num_bytes <= size:
+            raise AssertionError(f"{tensor.name} lies outside of the file")
+        if tensor.dtype in ("F16", "BF16", "F32", "F64") and tensor.values().nbytes != tensor.num_bytes:
+            raise AssertionError(f"{tensor.name} has other bytes than its shape")
+    with safetensors.safe_open(path, "numpy") as theirs:
+        if set(theirs.keys()) != set(tensors):
+            raise AssertionError("the format's own library finds other tensors")
+
+
+def read_index(place: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        (place / name).write_bytes(_small_file(name[0]))
+    open_tensors(place)
+
+
+def read_model(place: Path) -> None:
+    """What `jaxllm serve` works out of a config.json before it looks at weights."""
+    config = weights.read_config(place)
+    for length in (None, 4096):
+        spec, _ = read_spec(config, length)
+        weights.check_shards(spec, 1)
+        declare(spec, 1)
+
+
+def read_generation(place: Path) -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    from jaxllm.parts import _eos_ids
+
+    settings = weights.read_generation_config(place)
+    default_sampling_params(settings)
+    nameless: Any = SimpleNamespace(eos_token_id=None)
+    _eos_ids(nameless, settings, 1536)
+
+
+def read_tokenizer(place: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if not (place / name).exists():
+            shutil.copy(MODEL_DIR / name, place / name)
+    tokenizer = load_tokenizer(place)
+    ids = tokenizer.encode(TEXT)
+    tokenizer.decode(ids)
+    for token in ids[:8]:
+        tokenizer.token_text(token)
+    if tokenizer.has_chat_template:
+        tokenizer.encode_chat([{"role": "user", "content": TEXT}])
+
+
+def read_recording(place: Path) -> None:
+    for _ in Replay(place / "recording").moments():
+        pass
+
+
+def recordings() -> list[bytes]:
+    """Return what a core of a few requests wrote down, whole and redacted."""
+    from tests.test_recording import Driver
+
+    made = []
+    for is_redacted in (False, True):
+        path = folder() / f"made-{is_redacted}"
+        path.unlink(missing_ok=True)
+        driver = Driver(path, 1, is_redacted=is_redacted)
+        driver.run(25)
+        driver.recorder._begin_piece()  # a state with requests in it
+        driver.run(10)
+        driver.recorder.close()
+        made += [path.read_bytes(), path.with_name(f"{path.name}.1").read_bytes()]
+    return made
+
+
+def configs() -> list[bytes]:
+    return [path.read_bytes() for path in sorted(GOLDEN.glob("*/config.json"))]
+
+
+def generation_configs() -> list[bytes]:
+    return [
+        (MODEL_DIR / "generation_config.json").read_bytes(),
+        json.dumps(
+            {"eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 9}
+        ).encode(),
+    ]
+
+
+def tokenizers() -> list[bytes]:
+    from tests.tokenizer_kinds import KINDS, build
+
+    return [build(kind).to_str().encode() for kind in KINDS]
+
+
+def tokenizer_configs() -> list[bytes]:
+    plain = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+    own = {
+        "added_tokens_decoder": {"9999": {"content": "<late>", **plain}, "300": {"content": "<early>", **plain}},
+        "additional_special_tokens": ["<extra>"],
+        "eos_token": "<|im_end|>",
+        "bos_token": {"content": "<s>", **plain},
+        "chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}],
+        "split_special_tokens": False,
+    }
+    return [(MODEL_DIR / "tokenizer_config.json").read_bytes(), json.dumps(own).encode()]
+
+
+def safetensors_files() -> list[bytes]:
+    several = {"w": np.ones((2, 3), np.float32), "v": np.zeros((0, 4), np.float16), "s": np.ones((), np.float64)}
+    return [_small_file("a"), safetensors.numpy.save(several, {"format": "pt"}), safetensors.numpy.save({})]
+
+
+def indexes() -> list[bytes]:
+    return [
+        json.dumps(
+            {"metadata": {"total_size": 24}, "weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+        ).encode()
+    ]
+
+
+def _small_file(tensor: str) -> bytes:
+    return safetensors.numpy.save({tensor: np.ones(3, np.float32)})

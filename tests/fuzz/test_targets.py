@@ -1,0 +1,67 @@
+"""Every target of `targets.py` with thousands of changed inputs: taken or refused, soon, in little memory."""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import FEW, MANY
+from tests.fuzz.mutations import mutate
+from tests.fuzz.targets import TARGETS
+
+MOST_SECONDS = 5.0  # of the thread, for one input
+MOST_MEMORY = 64 * 2**20  # bytes more than before
+NEVER_REFUSE = {"stream", "stop", "parsers"}  # what a model writes is never wrong
+MAY_REFUSE_SEEDS = {"verdicts"}  # whose seeds are right and wrong values
+
+pytestmark = pytest.mark.filterwarnings("ignore:temperature is less than")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_seeds_are_taken(name: str) -> None:
+    """Else the changes would be to what nobody reads."""
+    target = TARGETS[name]
+    assert all([target.check(seed) for seed in target.seeds()]) or name in MAY_REFUSE_SEEDS
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", TARGETS)
+def test_changed_inputs_are_taken_or_refused(name: str, count: int) -> None:
+    target, chance = TARGETS[name], random.Random(zlib.crc32(name.encode()) + count)
+    seeds = target.seeds()
+    target.check(seeds[0])  # what is made once does not count
+    before = _start_peak()
+    refused = 0
+    for number in range(count):
+        data = mutate(chance.choice(seeds), chance)
+        started = time.thread_time()
+        try:
+            refused += not target.check(data)
+        except BaseException as error:
+            raise AssertionError(f"input {number}: {data[:2000]!r}") from error
+        assert time.thread_time() - started < MOST_SECONDS, data[:2000]
+    assert (refused > 0) != (name in NEVER_REFUSE)
+    assert _peak() - before < MOST_MEMORY
+
+
+def _status(field: str) -> int:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
+
+
+def _start_peak() -> int:
+    """Let Linux begin a new peak of resident memory; return what is resident now."""
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return 0
+    reset.write_text("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")

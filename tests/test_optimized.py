@@ -1,0 +1,71 @@
+"""Production may run under `python -O`, which leaves out every assert; nothing that is promised may go with them.
+
+A server and an engine run without assertions, and are judged by tests that keep theirs: from outside, or by pytest,
+which turns the asserts of test modules into code. `make test-optimized` runs all default tests so.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serving_process import QUICK, ROOT, ServingProcess
+from tests.test_verdicts import ACCEPTED, BAD, BASE, EDGES, GOOD, TOGETHER, Clients, Refused, is_json
+
+OPTIMIZED = {**os.environ, "PYTHONOPTIMIZE": "1"}
+# What a hostile caller or folder is told, over every way in; and that what fails for one request fails it alone.
+SELECTED = (
+    "tests/fuzz/test_targets.py",
+    "tests/fuzz/test_table.py",
+    "tests/test_model_folder.py",
+    "tests/test_async_engine.py::test_a_request_that_fails_fails_alone",
+    "tests/test_async_engine.py::test_a_request_that_cannot_be_taken_in_fails_alone",
+    "tests/test_async_engine.py::test_one_of_several_samples_that_fails_fails_the_request",
+)
+LEFT_OUT = "not own_code and not its_box"  # seconds, in which nothing of ours asserts
+PROCESSORS = [f"--logits-processors=tests.test_verdicts:{name}" for name in ("no_change", "no_change_either")]
+
+
+def test_hostile_input_and_faults_have_the_same_verdicts() -> None:
+    """And the canaries fail that would be silent if the assertions of tests were gone as well."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-k", LEFT_OUT]
+    done = subprocess.run(
+        [*command, *SELECTED, "tests/fuzz/canaries.py"], cwd=ROOT, env=OPTIMIZED, capture_output=True, text=True
+    )
+    failed = [line.partition(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    canaries = ("an_assertion_of_a_test_is_kept", "an_assertion_of_what_tests_share_is_kept")
+    assert failed == [f"FAILED tests/fuzz/canaries.py::test_{name}" for name in canaries], done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def clients() -> Iterator[Clients]:
+    with ServingProcess(*QUICK, *PROCESSORS, env={"PYTHONOPTIMIZE": "1"}) as server:
+        clients = Clients(server.http, server.grpc)
+        yield clients
+        clients.close()
+
+
+def test_a_server_has_the_same_verdicts(clients: Clients) -> None:
+    wrong = []
+
+    def judge(fields: dict[str, Any], over_grpc: object, over_http: object) -> None:
+        verdicts = clients.over_grpc(fields), clients.over_http(fields)
+        if verdicts != (over_grpc, over_http):
+            wrong.append((fields, verdicts))
+
+    for name, value in GOOD:
+        more = {"top_k": 3} if name in ("temperature", "seed") else {}
+        judge({**BASE, **more, name: value}, ACCEPTED, ACCEPTED)
+    for name, value in BAD:
+        judge({**BASE, name: value}, Refused(name), Refused(name if is_json(value) else None))
+    for fields, name in TOGETHER:
+        judge({**BASE, **fields}, Refused(name), Refused(name))
+    for name, most, more in EDGES:
+        judge({**BASE, name: most}, ACCEPTED, ACCEPTED)
+        judge({**BASE, name: more}, Refused(name), Refused(name))
+    assert not wrong

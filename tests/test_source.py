@@ -1,0 +1,362 @@
+"""The source itself: nothing in it runs code that came as data, trusts an assert, or can be held up by a regex.
+
+Reads the syntax trees of everything that is shipped; each rule is proved on a sample that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from re import _constants as constants  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+import pytest
+
+from jaxllm import chat_tokens, template_sandbox
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("jaxllm", "server", "pallas_kernels")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
+GENERATED = ROOT / "jaxllm" / "v1"
+Findings = Iterator[tuple[int, str]]  # line, what is wrong
+
+# ---- code from data
+
+UNSAFE_MODULES = frozenset(
+    "pickle _pickle cPickle pickletools marshal dill shelve cloudpickle joblib jsonpickle code codeop imp runpy".split()
+)
+UNSAFE_CALLS = frozenset("eval exec compile __import__ execfile breakpoint".split())
+UNSAFE_METHODS = frozenset(
+    """
+    yaml.load yaml.load_all yaml.full_load yaml.unsafe_load yaml.Loader yaml.UnsafeLoader yaml.FullLoader torch.load
+    os.system os.popen os.execv os.execve os.execvp os.spawnl os.spawnv subprocess.getoutput subprocess.getstatusoutput
+    np.loads numpy.loads pd.read_pickle pandas.read_pickle builtins.eval builtins.exec types.CodeType
+    """.split()
+)
+# Where a command of our own, or git, is started; with a list of arguments, never through a shell.
+STARTS_PROCESSES = ("jaxllm/bench/",)
+# What is imported by a name that is made at run time: parts of ourselves, and what whoever starts the engine names.
+IMPORTS_BY_NAME = ("jaxllm/__init__.py", "jaxllm/processors.py", "pallas_kernels/choice.py")
+
+
+def unsafe_loads(tree: ast.Module, file: str) -> Findings:
+    """Find what could run code that came in a file or a message."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for name in _imported(node):
+                top = name.partition(".")[0]
+                if top in UNSAFE_MODULES:
+                    yield node.lineno, f"imports {name}"
+                if top == "subprocess" and not file.startswith(STARTS_PROCESSES):
+                    yield node.lineno, "imports subprocess"
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in UNSAFE_CALLS or called in UNSAFE_METHODS:
+                yield node.lineno, f"calls {called}"
+            if called.endswith("import_module") and file not in IMPORTS_BY_NAME:
+                yield node.lineno, f"calls {called}"
+            for keyword in node.keywords:
+                is_false = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg in ("allow_pickle", "trust_remote_code", "shell", "weights_only") and not is_false:
+                    yield node.lineno, f"{keyword.arg} is not False"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in UNSAFE_METHODS:
+            yield node.lineno, f"names {ast.unparse(node)}"
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if node.level == 0 else []
+
+
+# ---- assertions
+
+
+def checking_asserts(tree: ast.Module, file: str) -> Findings:
+    """Find asserts that do more than tell the type checker what a value is.
+
+    `python -O` leaves them out (vLLM CVE-2026-41523 was a check that was gone then). One that says only that something
+    is not None, or of which class it is, may stay: without it the next line fails by itself. Whoever has something to
+    say with it, a message, has a check, and raises.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            parts = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+            is_all = not isinstance(node.test, ast.BoolOp) or isinstance(node.test.op, ast.And)
+            if node.msg is not None or not is_all or not all(map(_narrows, parts)):
+                yield node.lineno, f"asserts {ast.unparse(node.test)}"
+        elif isinstance(node, ast.Name) and node.id in ("__debug__", "AssertionError"):
+            yield node.lineno, f"names {node.id}"
+
+
+def _narrows(test: ast.expr) -> bool:
+    if isinstance(test, ast.Compare):
+        is_none = isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value is None
+        return is_none and len(test.ops) == 1 and isinstance(test.ops[0], ast.IsNot) and _is_plain(test.left)
+    is_call = isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "isinstance"
+    return is_call and _is_plain(test.args[0])  # type: ignore[union-attr]
+
+
+def _is_plain(value: ast.expr) -> bool:
+    """Whether to look at a value does nothing: a name, or attributes of one."""
+    while isinstance(value, ast.Attribute):
+        value = value.value
+    return isinstance(value, ast.Name)
+
+
+# ---- imports
+
+# What each declared dependency is imported as. Those in brackets come with another one.
+IMPORTED_AS = {
+    **{name: (name,) for name in "flax jinja2 jaxtyping matplotlib msgpack numpy psutil".split()},
+    **{name: (name,) for name in "starlette tokenizers torch tqdm transformers triton uvicorn uvloop".split()},
+    **{name: (name,) for name in "aiohttp huggingface_hub httptools ml_dtypes sentencepiece".split()},
+    "jax": ("jax", "jaxlib", "scipy"),
+    "orbax-checkpoint": ("orbax",),
+    "jax-triton": ("jax_triton",),
+    "grpcio": ("grpc",),
+    "grpcio-status": ("grpc_status", "google"),
+    "grpcio-health-checking": ("grpc_health",),
+    "grpcio-reflection": ("grpc_reflection",),
+    "protobuf": ("google",),
+    "prometheus-client": ("prometheus_client",),
+    "pyyaml": ("yaml",),
+    "opentelemetry-sdk": ("opentelemetry",),
+    "optax": ("optax",),
+    "safetensors": ("safetensors",),
+}
+# Taken where somebody has installed it, and nowhere needed: a server's --grpc-channelz.
+OPTIONAL = {"grpc_channelz"}
+
+
+def undeclared_imports(tree: ast.Module, file: str) -> Findings:
+    """Find imports of what no line of pyproject.toml asks for."""
+    known = {"jaxllm", "jaxllm_server", "pallas_kernels", *sys.stdlib_module_names, *OPTIONAL}
+    known |= {name for names in IMPORTED_AS.values() for name in names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for name in _imported(node):
+                if name and name.partition(".")[0] not in known:
+                    yield node.lineno, f"imports {name}"
+
+
+# ---- regular expressions
+
+RE_FUNCTIONS = ("compile", "match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer")
+REPEATS = (constants.MAX_REPEAT, constants.MIN_REPEAT)
+MANY = 64  # repetitions that count as unbounded
+MADE_AT_RUN_TIME = {
+    "jaxllm/chat_tokens.py": 2,  # signs between two characters; an alternation of escaped texts
+    "jaxllm/template_sandbox.py": 1,  # a bound in braces
+}
+# Their input is the operator's own: flags, reports, programs that XLA wrote.
+NOT_ON_INPUT = ("jaxllm/bench/", "jaxllm/commands/", "jaxllm/flags.py")
+
+
+def backtracking_regexes(tree: ast.Module, file: str) -> Findings:
+    """Find patterns with an unbounded repetition inside of another, and count those that are made at run time."""
+    num_made = 0
+    for line, pattern in patterns(tree):
+        if pattern is None:
+            num_made += 1
+            if num_made > MADE_AT_RUN_TIME.get(file, 0) and not file.startswith(NOT_ON_INPUT):
+                yield line, "makes a pattern at run time"
+        elif _nests(parser.parse(pattern), False):
+            yield line, f"nests repetitions in {pattern!r}"
+
+
+def patterns(tree: ast.Module) -> Iterator[tuple[int, str | bytes | None]]:
+    """List the patterns of a module; None for one that is no literal."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            if isinstance(node.func.value, ast.Name) and node.func.value.id == "re" and node.func.attr in RE_FUNCTIONS:
+                first = node.args[0]
+                yield node.lineno, first.value if isinstance(first, ast.Constant) else None  # type: ignore[misc]
+
+
+def _nests(tree: Any, is_inside: bool) -> bool:
+    """Whether a repetition without a bound, that can give back, holds another or an alternation."""
+    for operation, argument in tree:
+        if operation in REPEATS:
+            _, most, body = argument
+            is_many = most > MANY
+            if (is_many and is_inside) or _nests(body, is_inside or is_many):
+                return True
+        elif operation is constants.BRANCH:
+            if any(_nests(branch, is_inside) for branch in argument[1]):
+                return True
+        elif operation is constants.SUBPATTERN:
+            if _nests(argument[-1], is_inside):
+                return True
+    return False
+
+
+def attacks(tree: Any, before: str = "") -> Iterator[tuple[str, str]]:
+    """List for each repetition a beginning that leads to it and what it repeats."""
+    for operation, argument in tree:
+        if operation in (*REPEATS, constants.POSSESSIVE_REPEAT):
+            least, most, body = argument
+            once = example(body)
+            yield from attacks(body, before)
+            if most > MANY and once:
+                yield before, once
+            before += once * max(least, 0)
+        elif operation is constants.BRANCH:
+            for branch in argument[1]:
+                yield from attacks(branch, before)
+            before += example(argument[1][0])
+        elif operation is constants.SUBPATTERN:
+            yield from attacks(argument[-1], before)
+            before += example(argument[-1])
+        else:
+            before += example([(operation, argument)])
+
+
+def example(tree: Any) -> str:
+    """Make a short text that a pattern matches."""
+    text = ""
+    for operation, argument in tree:
+        match operation:
+            case constants.LITERAL:
+                text += chr(argument)
+            case constants.NOT_LITERAL:
+                text += "a" if argument != ord("a") else "b"
+            case constants.ANY:
+                text += "a"
+            case constants.IN:
+                text += _member(argument)
+            case constants.MAX_REPEAT | constants.MIN_REPEAT | constants.POSSESSIVE_REPEAT:
+                text += example(argument[2]) * argument[0]
+            case constants.SUBPATTERN:
+                text += example(argument[-1])
+            case constants.BRANCH:
+                text += example(argument[1][0])
+            case _:
+                pass  # places, and what only looks
+    return text
+
+
+def _member(items: Any) -> str:
+    classes = {constants.CATEGORY_DIGIT: "0", constants.CATEGORY_WORD: "a", constants.CATEGORY_SPACE: " "}
+    listed: list[str] = []
+    for operation, argument in items:
+        if operation is constants.LITERAL:
+            listed.append(chr(argument))
+        elif operation is constants.RANGE:
+            listed += map(chr, argument)
+        elif operation is constants.CATEGORY:
+            listed.append(classes.get(argument, "-"))
+    if items[0][0] is constants.NEGATE:
+        return next(each for each in "a0 -!~" if each not in listed)
+    return listed[0]
+
+
+# ---- the rules
+
+RULES: dict[Callable[[ast.Module, str], Findings], list[str]] = {
+    unsafe_loads: [
+        "import pickle",
+        "from marshal import loads",
+        "import dill as d",
+        "def f(x): return eval(x)",
+        "exec(open('a').read())",
+        "import yaml\nyaml.load(stream)",
+        "import numpy as np\nnp.load(path, allow_pickle=True)",
+        "model = auto.from_pretrained(path, trust_remote_code=flag)",
+        "import torch\nload = torch.load",
+        "import subprocess",
+        "os.system('ls')",
+        "importlib.import_module(name)",
+    ],
+    checking_asserts: [
+        "assert size <= 5",
+        "assert name is not None, 'there is a name'",
+        "assert x is not None or y",
+        "assert pop() is not None",
+        "assert rows[take()] is not None",
+        "if __debug__: check()",
+    ],
+    undeclared_imports: ["import requests", "from pandas import DataFrame"],
+    backtracking_regexes: [
+        "import re\nre.compile('(a+)+b')",
+        "import re\nre.search(r'(?:\\w*,)*x', text)",
+        "import re\nre.match(pattern, text)",
+        "import re\nre.sub(r'((a|b)*c)*', '', text)",
+    ],
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_source_keeps_the_rule(rule: Callable[[ast.Module, str], Findings]) -> None:
+    found = []
+    for path in SOURCES:
+        file = str(path.relative_to(ROOT))
+        if path.is_relative_to(GENERATED) and rule is not unsafe_loads:
+            continue
+        found += [f"{file}:{line} {what}" for line, what in rule(TREES[path], file)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("rule", "broken"), [(rule, broken) for rule, all_ in RULES.items() for broken in all_])
+def test_the_rule_finds_what_breaks_it(rule: Callable[[ast.Module, str], Findings], broken: str) -> None:
+    assert list(rule(ast.parse(broken), "jaxllm/new.py"))
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for lines in project["optional-dependencies"].values() for line in lines)]
+    declared = {re.split(r"[\[<>=!;~ ]", line)[0].lower() for line in lines}
+    assert IMPORTED_AS.keys() <= declared
+
+
+ON_INPUT = [
+    (str(path.relative_to(ROOT)), pattern)
+    for path in SOURCES
+    if not str(path.relative_to(ROOT)).startswith(NOT_ON_INPUT)
+    for _, pattern in patterns(TREES[path])
+    if pattern is not None
+] + [
+    ("jaxllm/chat_tokens.py", chat_tokens._TWINS.pattern),
+    ("jaxllm/template_sandbox.py", template_sandbox._WIDE.pattern),
+]
+
+
+@pytest.mark.parametrize(("file", "pattern"), ON_INPUT)
+def test_a_regex_takes_linear_time(file: str, pattern: str | bytes) -> None:
+    """Of texts made for it: what leads to each of its repetitions, that repetition at length, and an end that fails."""
+    compiled: Any = re.compile(pattern, re.DOTALL)
+    pumped = {*attacks(parser.parse(pattern)), ("", "a"), ("", "0"), ("", "{"), ("", '"'), ("", "\\"), ("", " ")}
+
+    def seconds(before: str, pump: str, size: int) -> float:
+        text: Any = before + pump * (size // len(pump)) + "\x00"
+        text = text if isinstance(pattern, str) else text.encode()
+        started = time.process_time()
+        compiled.search(text)
+        compiled.sub(text[:0], text)
+        return time.process_time() - started
+
+    size = 2**14
+    for before, pump in sorted(pumped):
+        # What is not linear fails every time; a neighbour on the machine does not disturb every time.
+        is_linear = any(
+            seconds(before, pump, 2 * size) < 2.5 * max(seconds(before, pump, size), 0.01) for _ in range(4)
+        )
+        assert is_linear, (before, pump)
+
+
+def test_a_slow_regex_would_be_found() -> None:
+    pumped = set(attacks(parser.parse(r"x(a+)+b")))
+    assert ("x", "a") in pumped
+    started = time.process_time()
+    re.search(r"x(a+)+b", "x" + "a" * 22 + "\x00")
+    slow = time.process_time() - started
+    started = time.process_time()
+    re.search(r"x(a+)+b", "x" + "a" * 18 + "\x00")
+    assert slow > 4 * (time.process_time() - started)
