@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PARITY_VENV ?= .venv-parity
 GPU_VENV ?= .venv-gpu
+FUZZ_VENV ?= .venv-fuzz
 # The versions that GPU programs are compiled with need Python 3.12.
 GPU_PYTHON ?= $(shell for each in $(PYTHON) python3.13 python3.12 $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python; do \
 	"$$each" -c "import sys; assert sys.version_info >= (3, 12)" 2> /dev/null && echo "$$each" && break; done)
@@ -12,17 +13,33 @@ SERVER_PATH = import pathlib, sysconfig; \
 	pathlib.Path(sysconfig.get_path("purelib"), "jaxllm-server.pth").write_text("$(CURDIR)/server\n")
 PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: run test test-slow check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded clean
+.PHONY: run test test-slow test-optimized fuzz soak overload simulate check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
 	printf 'What is 47 + 38?\nWhat is the capital of France?\n' | $(VENV)/bin/jaxllm chat
 
-test: $(VENV)/.dev  ## the default tests: CPU, offline, some ten minutes on two cores from empty caches
+test: $(VENV)/.dev  ## the default tests: CPU, offline, eight to ten minutes on two cores from empty caches
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=20
 
 test-slow: $(VENV)/.dev  ## what the default tests hold a part of: whole matrices, thousands of combinations
 	$(VENV)/bin/python -m pytest -m slow -n 2 --durations=10
+
+test-optimized: $(VENV)/.dev  ## the default tests under python -O; pytest's own assertions stay
+	PYTHONOPTIMIZE=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile
+
+fuzz: $(VENV)/.dev $(FUZZ_VENV)/.fuzz  ## ten thousand of each hostile input, then those that look for new code, MINUTES (1) for each target; ONLY="http stop"
+	$(if $(ONLY),,FUZZ_EXAMPLES=10000 $(VENV)/bin/python -m pytest -m slow tests/fuzz -n 2)
+	JAX_PLATFORMS=cpu $(FUZZ_VENV)/bin/python -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(ONLY)
+
+soak: $(VENV)/.dev  ## 100,000 requests with faults against one process: nothing grows, every token is accounted for; REQUESTS=
+	$(VENV)/bin/python -m tests.faults.soak $(REQUESTS)
+
+overload: $(VENV)/.dev  ## calls at 1, 2, 5 and 10 times a server's capacity, a minute each; SECONDS=
+	$(VENV)/bin/python -m tests.faults.overload $(SECONDS)
+
+simulate: $(VENV)/.dev  ## five million steps of the simulation, on all cores; SEED=, STEPS=
+	$(VENV)/bin/python -m tests.simulation --processes 2 --steps $(or $(STEPS),5000000) --seed $(or $(SEED),0)
 
 check: $(VENV)/.dev  ## lint, format, types
 	$(VENV)/bin/ruff check .
@@ -67,7 +84,7 @@ train-embedded: $(VENV)/.dev  ## train the embedded model again: about half an h
 	$(VENV)/bin/python -m jaxllm.embedded.evaluate
 
 clean:
-	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) .cache build *.egg-info
+	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) $(FUZZ_VENV) .cache build *.egg-info
 
 tests/interop/node_modules: tests/interop/package-lock.json
 	cd tests/interop && npm ci --no-audit --no-fund --ignore-scripts --silent
@@ -86,6 +103,12 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet $(EDITABLE) -e ".[dev,proto]"
 	$(VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@ $(VENV)/.run
+
+$(FUZZ_VENV)/.fuzz: pyproject.toml
+	$(PYTHON) -m venv $(FUZZ_VENV)
+	$(PIP_QUIET) $(FUZZ_VENV)/bin/python -m pip install --quiet $(EDITABLE) -e ".[fuzz]"
+	$(FUZZ_VENV)/bin/python -c '$(SERVER_PATH)'
+	touch $@
 
 $(GPU_VENV)/.gpu: pyproject.toml tests/gpu/requirements.txt
 	@test -n "$(GPU_PYTHON)" || { echo "gpu-aot needs Python 3.12: make gpu-aot GPU_PYTHON=/path/to/python3.12"; exit 1; }

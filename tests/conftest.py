@@ -6,6 +6,7 @@ A program that is found in the cache is traced all the same, so its shapes are c
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +15,20 @@ from typing import Any
 import pytest
 from jaxtyping import install_import_hook
 
+# What tests share asserts as tests do, under `python -O` too: pytest rewrites the modules that it is told of.
+_OWN = {
+    path.stem for path in Path(__file__).parent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+}
+pytest.register_assert_rewrite(*(f"tests.{name}" for name in sorted(_OWN - {"__init__", "conftest"})))
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAXLLM_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "programs"))
+
+# A shell starts a background job with SIGINT ignored, which processes inherit: those that tests interrupt would go on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 install_import_hook(["jaxllm.model.decoder", "pallas_kernels.api"], "beartype.beartype")
 

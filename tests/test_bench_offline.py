@@ -176,7 +176,7 @@ def test_without_torch_it_says_what_to_install(run_jaxllm: Run, monkeypatch: pyt
 def test_what_is_wrong_is_said_in_a_line_before_a_model_is_loaded(
     run_jaxllm: Run, wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxllm.engine.Runner", None)
+    monkeypatch.setattr("jaxllm.parts.Runner", None)
     code, out, err = run_jaxllm("bench", *wrong)
     lines = [line for line in err.splitlines() if not line.startswith("No --dataset-path")]
     assert code in (1, 2) and not out and len(lines) == 1 and lines[0].startswith("jaxllm: error: ")

@@ -150,15 +150,15 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         "--kernels": "sample=xla",
     }  # fmt: skip
     switches = [
-        "--no-enable-prefix-caching", "--no-async-scheduling", "--enable-kv-cache-events", "--ignore-eos",
-        "--no-skip-special-tokens", "--include-stop-str-in-output", "--stop=--y",
+        "--no-enable-prefix-caching", "--no-async-scheduling", "--enable-kv-cache-events", "--deterministic",
+        "--ignore-eos", "--no-skip-special-tokens", "--include-stop-str-in-output", "--stop=--y",
         "--no-skip-reading-prefix-cache",
     ]  # fmt: skip
     code, _, _ = run("generate", "-m", "m", *(part for pair in given.items() for part in pair), *switches, "--", "p")
     assert code == 0
     assert EngineConfig(model="m", **FakeLLM.made.settings) == EngineConfig(
         model="m", tokenizer="t", revision="r", dtype="float32", device="cpu", seed=-3, max_model_len=4096,
-        quantization="int8", block_size=32, enable_prefix_caching=False,
+        quantization="int8", block_size=32, enable_prefix_caching=False, deterministic=True,
         async_scheduling=False, enable_kv_cache_events=True, max_num_batched_tokens=2000, max_num_seqs=8,
         tensor_parallel_size=2, gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**30, num_kv_blocks=9,
         scheduling_policy="priority", max_logprobs=7, load_format="dummy", precompile="all",

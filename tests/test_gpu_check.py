@@ -47,6 +47,7 @@ def test_the_dry_run_passes(tmp_path):
     assert len(result["parts"]["questions"]["answers"]) == 7
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
     right = xla_gather.paged_decode
 

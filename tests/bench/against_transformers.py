@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from tests.bench import shapes
+from tests.bench.aims import require
 from tests.bench.sides import ROOT, Side
 
 TORCH = ROOT / ".venv-parity" / "bin" / "python"
@@ -36,7 +37,7 @@ def main() -> None:
         for name, aim in AIMS[dtype].items():
             if reached[name] > aim if name == "memory" else reached[name] < aim:
                 behind.append(f"{dtype}, {name}")
-    assert not behind, f"behind the aims: {'; '.join(behind)}"
+    require(not behind, f"behind the aims: {'; '.join(behind)}")
 
 
 def compare(folder: Path, dtype: str, python: str, rounds: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ from jaxllm.programs import Key
 from jaxllm.sampling import Variant
 from jaxllm.state import Plan
 from tests.bench import shapes
+from tests.bench.aims import require
 from tests.bench.sides import GEOMETRY, generate
 
 PROMPT = 16
@@ -99,7 +100,7 @@ def main() -> None:
                 )
                 if alone / step < share:
                     behind.append(f"{model} at {rows} rows")
-    assert not behind, f"behind what is promised: {', '.join(behind)}"
+    require(not behind, f"behind what is promised: {', '.join(behind)}")
 
 
 def measure(llm: LLM, rows: int, new: int, rounds: int) -> tuple[float, float]:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxllm import LLM, SamplingParams
 from jaxllm.types import RequestOutputKind
 from tests.bench import shapes
+from tests.bench.aims import require
 from tests.bench.bare import compile_greedy, packed_steps, replay
 from tests.bench.sides import generate, prompts_of
 
@@ -174,7 +175,7 @@ def main() -> None:
         if share < SHARE or tail > TAIL:
             behind.append(name)
         print(f"  {name:26} {share:6.1%} of the ideal (aim {SHARE:.0%}), p99 gap {tail:.1f} medians (aim {TAIL})")
-    assert not behind, f"behind the aims: {', '.join(behind)}"
+    require(not behind, f"behind the aims: {', '.join(behind)}")
 
 
 if __name__ == "__main__":

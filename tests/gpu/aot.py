@@ -109,14 +109,21 @@ def compile_step(
     context: int = 4096,
     donates: bool = True,
     flags: Mapping[str, Any] | None = None,
+    is_deterministic: bool = False,
 ) -> Program:
     """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model that config.json describes."""
     spec, _ = read_spec(dict(config))
     slots = 64
     geometry = Geometry(num_slots=slots, num_blocks=8192, block_size=16, max_model_len=context)
-    shapes = batch.decode_shapes(slots, 2) if rows else batch.ragged_shapes(8192, slots, geometry.block_size, ROW_WIDTH)
+    if is_deterministic:
+        shapes = [batch.uniform_shape(tokens, slots, geometry.block_size, ROW_WIDTH)]
+    elif rows:
+        shapes = batch.decode_shapes(slots, 2)
+    else:
+        shapes = batch.ragged_shapes(8192, slots, geometry.block_size, ROW_WIDTH)
     (shape,) = (one for one in shapes if one.tokens == (rows or tokens))
-    return compile_shape(spec, geometry, shape, devices, variant, dtype, kernels, donates, flags)
+    options = {**step.compiler_options("gpu", is_deterministic), **({} if is_deterministic else FIXED), **(flags or {})}
+    return compile_shape(spec, geometry, shape, devices, variant, dtype, kernels, donates, options)
 
 
 def compile_shape(
@@ -128,7 +135,7 @@ def compile_shape(
     dtype: str,
     kernels: Mapping[str, str] | None,
     donates: bool,
-    flags: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
 ) -> Program:
     """Compile one program."""
     over = mesh(devices)
@@ -142,22 +149,16 @@ def compile_shape(
     lowered = jax.jit(run, donate_argnums=(1,) if donates else ()).lower(*leaves, buffer)
     keys = state.kv[0][0].shape
     own = (keys[0], keys[1] // devices, *keys[2:])
-    return read(lowered, weights.num_bytes(state.kv) // devices, own, flags)
+    return read(lowered, weights.num_bytes(state.kv) // devices, own, options)
 
 
 def read(
-    lowered: Any, cache_bytes: int, block_shape: tuple[int, ...], flags: Mapping[str, Any] | None = None
+    lowered: Any, cache_bytes: int, block_shape: tuple[int, ...], options: Mapping[str, Any] | None = None
 ) -> Program:
-    """Compile what was lowered, and read it."""
+    """Compile what was lowered, with a step's options where none are given, and read it."""
+    options = {**step.compiler_options("gpu"), **FIXED} if options is None else options
     with tempfile.TemporaryDirectory() as folder:
-        options = {
-            "xla_dump_to": folder,
-            "xla_dump_hlo_as_text": True,
-            **step.compiler_options("gpu"),
-            **FIXED,
-            **(flags or {}),
-        }
-        compiled = lowered.compile(compiler_options=options)
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
         found = sorted(Path(folder).glob("*thunk_sequence*.txt"))
         final = [path for path in found if "after_thunk_passes" in path.name] or found
         lines = final[-1].read_text().splitlines()

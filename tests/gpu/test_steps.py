@@ -6,6 +6,7 @@ Asserted is structure: CUDA graphs, copies, memory, launches, sums over devices.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -75,6 +76,21 @@ def test_four_devices_sum_twice_a_layer_inside_the_graph(size):
     print(f"{program.kernels / 32:.1f} kernels a layer, {program.temporary_bytes / MIB:.1f} MiB")
     assert not program.violations("rows" in size, 100 * MIB)
     assert program.all_reduces == 2 * 32 + 1, "two a layer and one for the embedding"
+
+
+def test_a_deterministic_step_is_one_graph_in_which_no_sum_is_split():
+    """Each product sums every row from first to last, in a kernel of XLA's own, so that all rows are alike."""
+    config = MODELS["qwen2.5-0.5b"] | {"num_hidden_layers": 2}
+    compiled = partial(aot.compile_step, config, tokens=256, variant=Variant.FULL, is_deterministic=True)
+    program = compiled()
+    assert not program.violations(True, 600 * MIB)
+    products, split = re.findall(r" dot\(", program.text), re.findall(r"= f32\[\d+,\d+,\d+\]\S* dot\(", program.text)
+    assert len(products) == 4 * 2 + 1 and not split
+    assert not program.thunks["kGemm"] + program.thunks["kCublasLtMatmul"]
+    # Attention has one kernel for all tokens.
+    assert program.text.count('custom_call_target="triton_kernel_call_ffi"') <= 3 * 2 + 2
+    by_rule_of_thumb = compiled(flags={"xla_gpu_experimental_force_split_k": "0"}).text
+    assert re.search(r"= f32\[\d+,\d+,\d+\]\S* dot\(", by_rule_of_thumb), "what is looked for would be seen"
 
 
 def test_a_cache_that_is_not_donated_is_seen():
