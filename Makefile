@@ -11,7 +11,9 @@ GPU_PYTHON ?= $(shell for each in $(PYTHON) python3.13 python3.12 $(HOME)/.pyenv
 EDITABLE = --config-settings editable_mode=compat
 SERVER_PATH = import pathlib, sysconfig; \
 	pathlib.Path(sysconfig.get_path("purelib"), "jaxllm-server.pth").write_text("$(CURDIR)/server\n")
-PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1
+# Modules are compiled when they are first imported: all of them at once took half of an installation (100 s and 54).
+PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS=ignore
+PIP_INSTALL = -m pip install --quiet --no-compile
 
 .PHONY: run test test-slow test-optimized fuzz soak overload simulate check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded clean
 
@@ -22,7 +24,7 @@ run: $(VENV)/.run  ## install, then generate text with the embedded model
 test: $(VENV)/.dev  ## the default tests: CPU, offline, eight to ten minutes on two cores from empty caches
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=20
 
-test-slow: $(VENV)/.dev  ## what the default tests hold a part of: whole matrices, thousands of combinations
+test-slow: $(VENV)/.dev  ## what the default tests hold a part of, before a release: whole matrices, thousands of combinations
 	$(VENV)/bin/python -m pytest -m slow -n 2 --durations=10
 
 test-optimized: $(VENV)/.dev  ## the default tests under python -O; pytest's own assertions stay
@@ -56,7 +58,7 @@ parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
 
 gpu-aot: $(GPU_VENV)/.gpu  ## compile kernels and steps for NVIDIA GPUs where there is none, and run kernels interpreted
 	GPU_AOT=1 TRITON_INTERPRET=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_interpreted*.py -n 2 -W ignore
-	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py -n 2 --dist loadfile
+	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py -n 2 --dist loadgroup
 
 golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again
 	$(PARITY_VENV)/bin/python -m tests.parity.make_golden
@@ -91,35 +93,35 @@ tests/interop/node_modules: tests/interop/package-lock.json
 	touch $@
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 
 $(VENV)/.run: pyproject.toml | $(VENV)/bin/python
 	@echo "installing into $(VENV), about a minute"
-	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet $(EDITABLE) -e .
+	$(PIP_QUIET) $(VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e .
 	$(VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(PIP_QUIET) $(VENV)/bin/python -m pip install --quiet $(EDITABLE) -e ".[dev,proto]"
+	$(PIP_QUIET) $(VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[dev,proto]"
 	$(VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@ $(VENV)/.run
 
 $(FUZZ_VENV)/.fuzz: pyproject.toml
-	$(PYTHON) -m venv $(FUZZ_VENV)
-	$(PIP_QUIET) $(FUZZ_VENV)/bin/python -m pip install --quiet $(EDITABLE) -e ".[fuzz]"
+	$(PYTHON) -m venv --upgrade-deps $(FUZZ_VENV)
+	$(PIP_QUIET) $(FUZZ_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[fuzz]"
 	$(FUZZ_VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@
 
 $(GPU_VENV)/.gpu: pyproject.toml tests/gpu/requirements.txt
 	@test -n "$(GPU_PYTHON)" || { echo "gpu-aot needs Python 3.12: make gpu-aot GPU_PYTHON=/path/to/python3.12"; exit 1; }
-	$(GPU_PYTHON) -m venv $(GPU_VENV)
-	$(PIP_QUIET) $(GPU_VENV)/bin/python -m pip install --quiet $(EDITABLE) -r tests/gpu/requirements.txt -e .
+	$(GPU_PYTHON) -m venv --upgrade-deps $(GPU_VENV)
+	$(PIP_QUIET) $(GPU_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -r tests/gpu/requirements.txt -e .
 	touch $@
 
 # torch comes first and pinned: anything that only asks for "torch" would bring gigabytes of CUDA.
 $(PARITY_VENV)/.parity: pyproject.toml
-	$(PYTHON) -m venv $(PARITY_VENV)
-	$(PIP_QUIET) $(PARITY_VENV)/bin/python -m pip install --quiet torch==2.13.0
-	$(PIP_QUIET) $(PARITY_VENV)/bin/python -m pip install --quiet $(EDITABLE) -e ".[dev,parity]"
+	$(PYTHON) -m venv --upgrade-deps $(PARITY_VENV)
+	$(PIP_QUIET) $(PARITY_VENV)/bin/python $(PIP_INSTALL) torch==2.13.0
+	$(PIP_QUIET) $(PARITY_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[dev,parity]"
 	$(PARITY_VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@

@@ -38,7 +38,7 @@ MEASUREMENTS = {
         ["-m", "jaxllm", "bench", "startup", "--limit-cold", "15", "--limit-warm", "5"], ["--num-iters", "1"]
     ),
     "overlap": _bench("overlap", is_long=True),
-    "bare": _bench("bare", "--rounds", "1"),
+    "bare": _bench("bare", "--rounds", "3"),
     "quantized": _bench("quantized", "--rounds", "1"),
     "deterministic": _bench("deterministic", is_long=True),
     "prefix_cache": _bench("prefix_cache", "--requests", "60", "--rounds", "1"),
