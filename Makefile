@@ -15,7 +15,7 @@ SERVER_PATH = import pathlib, sysconfig; \
 PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS=ignore
 PIP_INSTALL = -m pip install --quiet --no-compile
 
-.PHONY: run test test-slow test-optimized fuzz soak overload simulate check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded clean
+.PHONY: run test test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -24,7 +24,7 @@ run: $(VENV)/.run  ## install, then generate text with the embedded model
 test: $(VENV)/.dev  ## the default tests: CPU, offline, eight to ten minutes on two cores from empty caches
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=20
 
-test-slow: $(VENV)/.dev  ## what the default tests hold a part of, before a release: whole matrices, thousands of combinations
+test-slow: $(VENV)/.dev  ## what the default tests hold a part of: whole matrices, thousands of combinations
 	$(VENV)/bin/python -m pytest -m slow -n 2 --durations=10
 
 test-optimized: $(VENV)/.dev  ## the default tests under python -O; pytest's own assertions stay
@@ -43,6 +43,9 @@ overload: $(VENV)/.dev  ## calls at 1, 2, 5 and 10 times a server's capacity, a 
 simulate: $(VENV)/.dev  ## five million steps of the simulation, on all cores; SEED=, STEPS=
 	$(VENV)/bin/python -m tests.simulation --processes 2 --steps $(or $(STEPS),5000000) --seed $(or $(SEED),0)
 
+release: test-slow test-optimized simulate fuzz soak overload bench  ## what CI leaves out, for some hours: before a release
+	$(MAKE) gpu-aot ALL=1
+
 check: $(VENV)/.dev  ## lint, format, types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -56,9 +59,10 @@ parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
 	$(PARITY_VENV)/bin/python -m pytest tests/parity -m parity -n 2
 	$(PARITY_VENV)/bin/python -m pytest tests/test_stubs.py tests/test_grpc_messages.py tests/test_grpc_transport.py tests/client
 
-gpu-aot: $(GPU_VENV)/.gpu  ## compile kernels and steps for NVIDIA GPUs where there is none, and run kernels interpreted
+gpu-aot: $(GPU_VENV)/.gpu  ## compile kernels and steps for an H200 where there is none (ALL=1: A100 and B200 too), and run kernels interpreted
 	GPU_AOT=1 TRITON_INTERPRET=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_interpreted*.py -n 2 -W ignore
-	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py -n 2 --dist loadgroup
+	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py -n 2 --dist loadgroup \
+		$(if $(ALL),-m "slow or not slow")
 
 golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again
 	$(PARITY_VENV)/bin/python -m tests.parity.make_golden

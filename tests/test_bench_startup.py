@@ -109,6 +109,7 @@ def test_explain_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "longer than the model's context" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_latency_and_throughput_explain_their_first_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "latency.json"
     few = ["--batch-size", "2", "--num-iters", "1", "--num-iters-warmup", "0", "--output-json", str(file)]

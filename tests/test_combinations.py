@@ -22,7 +22,7 @@ from tests.test_repetition import repeats
 
 FOLDER = Path(__file__).parent / "golden" / "stories260K"
 BATCH = 100  # requests at once: many more than there are slots
-BATCHES = [pytest.param(start, marks=[pytest.mark.slow] * (start >= 300)) for start in range(0, 2000, BATCH)]
+BATCHES = [pytest.param(start, marks=[pytest.mark.slow] * (start >= 100)) for start in range(0, 2000, BATCH)]
 SHARE = 0.3  # of the parameters that a request sets
 VOCABULARY = 512
 WORDS = ["the", " the", "was", "a", "she", "He", "and", "to", "t", "e", ".", " day", "Once upon", "little girl"]

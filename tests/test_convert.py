@@ -97,6 +97,7 @@ def test_a_device_reads_its_own_part_only(tmp_path):
     assert 0.95 < (_bytes_read() - before) / sum(leaf.nbytes for leaf in held) < 1.05
 
 
+@pytest.mark.slow
 def test_the_embedded_model_tells_the_same_stories(tmp_path, capfd):
     """Converted from the command line; greedy, token by token."""
     target = tmp_path / "new" / "target"

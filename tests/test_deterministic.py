@@ -160,7 +160,9 @@ def distinct(model: Path, copies: Mapping[str, int], **settings: Any) -> dict[st
     return {name: len(bits) for name, bits in found.items()}
 
 
-@pytest.mark.parametrize("model", [MODEL_DIR, WINDOWS], ids=["embedded", "windows"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(MODEL_DIR, id="embedded"), pytest.param(WINDOWS, id="windows", marks=pytest.mark.slow)]
+)
 def test_two_hundred_copies_under_random_load_have_the_same_bits(model: Path) -> None:
     copies = dict.fromkeys(PROBES, 3) | {"everything": 200}
     with make(model) as llm:
@@ -172,6 +174,7 @@ def test_two_hundred_copies_under_random_load_have_the_same_bits(model: Path) ->
     assert load.num_preempted > 3 and len(load.cuts) > 30 and {1, SLOTS} <= load.rows.keys()
 
 
+@pytest.mark.slow
 def test_without_it_the_same_load_finds_other_bits() -> None:
     found = distinct(WINDOWS, dict.fromkeys(PROBES, 5), deterministic=False)
     assert min(found.values()) > 1

@@ -68,7 +68,7 @@ def test_it_tells_the_story(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("settings", "copies"),
     [
-        ({"enable_prefix_caching": False, "max_num_batched_tokens": 8}, 2),
+        pytest.param({"enable_prefix_caching": False, "max_num_batched_tokens": 8}, 2, marks=pytest.mark.slow),
         ({"num_kv_blocks": 14}, 2),
         pytest.param({"block_size": 1}, 2, marks=pytest.mark.slow),
         pytest.param({"max_num_batched_tokens": 512, "max_num_seqs": 64, "block_size": 64}, 16, marks=pytest.mark.slow),
@@ -164,7 +164,7 @@ SAMPLED = [
 COLLECTIVE = re.compile(r"= (.*?) (all-[a-z]+|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_shards_change_neither_tokens_nor_logprobs_and_exchange_little(llm: LLM, shards: int) -> None:
     expected = generate(llm, PROMPTS, SAMPLED)
     with make(tensor_parallel_size=shards) as split:

@@ -41,9 +41,8 @@ def test_there_are_four() -> None:
     assert sum(path.stat().st_size for path in NOTEBOOKS) < 600_000
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=[pytest.mark.slow] * (path != NOTEBOOKS[0]), id=path.stem) for path in NOTEBOOKS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_says_what_is_printed_in_it(path: Path) -> None:
     notebook, seconds = execute(path)  # raises where a cell does, failed asserts included
     assert seconds < CPU_SECONDS

@@ -17,7 +17,7 @@ import pytest
 from tests.serving_process import QUICK, ROOT, ServingProcess
 from tests.test_verdicts import ACCEPTED, BAD, BASE, EDGES, GOOD, TOGETHER, Clients, Refused, is_json
 
-OPTIMIZED = {**os.environ, "PYTHONOPTIMIZE": "1"}
+OPTIMIZED = {**os.environ, "PYTHONOPTIMIZE": "1", "FUZZ_FEW": "20"}
 # What a hostile caller or folder is told, over every way in; and that what fails for one request fails it alone.
 SELECTED = (
     "tests/fuzz/test_targets.py",

@@ -95,11 +95,12 @@ def compile_greedy(engine: LLMEngine, decode: Sequence[int] | None = None, ragge
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=shapes.DTYPES, default="float32")
+    parser.add_argument("--layers", type=int, help="of the 0.5B shape (24)")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     behind = []
     for model, case in CASES.items():
-        folder = str(shapes.folder_of(model, options.dtype))
+        folder = str(shapes.folder_of(model, options.dtype, options.layers))
         with LLM(folder, dtype=options.dtype, precompile="covering", **GEOMETRY | case.sizes) as llm:
             compile_greedy(llm.engine, [2, *case.promised], [])
             for rows, share in case.promised.items():

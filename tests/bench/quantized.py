@@ -21,9 +21,9 @@ ROWS, PROMPT, NEW = GEOMETRY["max_num_seqs"], 16, 12
 PROMISED = {1: 1.3, 16: 1.2}  # times as fast as bfloat16, by rows
 
 
-def make(**settings: Any) -> LLM:
+def make(layers: int | None, **settings: Any) -> LLM:
     """Start an engine that has the programs of 1 and 16 greedy rows, and few others."""
-    folder = str(shapes.folder_of("qwen2.5-0.5b", "bfloat16"))
+    folder = str(shapes.folder_of("qwen2.5-0.5b", "bfloat16", layers))
     llm = LLM(folder, precompile="covering", **GEOMETRY, **settings)
     compile_greedy(llm.engine, [1, 2, ROWS], [])  # what prompts take is subtracted
     return llm
@@ -37,9 +37,13 @@ def decode(llm: LLM, rows: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=shapes.DTYPES, default="float32", help="of what is not quantized")
+    parser.add_argument("--layers", type=int, help="of the shape (24)")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    engines = {"bfloat16": make(dtype="bfloat16"), "int8": make(dtype=options.dtype, quantization="int8")}
+    engines = {
+        "bfloat16": make(options.layers, dtype="bfloat16"),
+        "int8": make(options.layers, dtype=options.dtype, quantization="int8"),
+    }
     seconds: dict[tuple[str, int], list[float]] = {(name, rows): [] for rows in PROMISED for name in engines}
     for number in range(options.rounds + 1):
         for (name, rows), taken in seconds.items():

@@ -83,19 +83,24 @@ def main() -> None:
     write(options.shape, options.folder, options.dtype)
 
 
-def folder_of(model: str, dtype: str) -> Path:
-    """Return the folder of the embedded model, or of a shape, which is written there if it is not."""
+def folder_of(model: str, dtype: str, layers: int | None = None) -> Path:
+    """Return the folder of the embedded model, or of a shape, which is written there if it is not.
+
+    With `layers`, so many of the shape's: a fraction of its compilation, for a look.
+    """
     if model == "embedded":
         return MODEL_DIR
-    return write(model, FOLDER / f"{model}-{dtype}", dtype)
+    depth = "" if layers is None else f"-{layers}-layers"
+    return write(model, FOLDER / f"{model}{depth}-{dtype}", dtype, layers)
 
 
-def write(shape: str, folder: Path, dtype: str = "bfloat16") -> Path:
+def write(shape: str, folder: Path, dtype: str = "bfloat16", layers: int | None = None) -> Path:
     """Write the model, unless `folder` already holds it; return the folder."""
     if (folder / "model.safetensors").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape] | {"torch_dtype": dtype, "bos_token_id": None, "eos_token_id": None}
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))

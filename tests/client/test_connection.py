@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -49,7 +50,10 @@ def test_leaving_a_stream_ends_it_on_the_server(client: Any, server: FakeServer,
             del stream, _
             gc.collect()
             if isinstance(client, Blocking):
-                client.run(asyncio.sleep(0.05))  # what was let go is cancelled by its loop
+                # What was let go is cancelled by its loop, which runs only here.
+                deadline = time.monotonic() + WAIT
+                while not server.cancelled.is_set() and time.monotonic() < deadline:
+                    client.run(asyncio.sleep(0.05))
     assert server.cancelled.wait(WAIT)
 
 

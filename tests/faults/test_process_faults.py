@@ -300,7 +300,7 @@ def test_a_start_without_memory_ends_at_once_with_a_code(gibibytes: float) -> No
         timeout=60.0,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}"},
     )
-    # gRPC and XLA abort the process by themselves where they get no thread.
-    assert ran.returncode in (1, -signal.SIGABRT), (ran.returncode, ran.stderr)
+    # gRPC and XLA abort the process by themselves where they get no thread, and so does the C library, with 127.
+    assert ran.returncode in (1, 127, -signal.SIGABRT), (ran.returncode, ran.stderr)
     assert ran.returncode != 1 or ran.stderr.splitlines()[-1].startswith("jaxllm: error: "), ran.stderr
     assert "Traceback" not in ran.stderr

@@ -32,14 +32,22 @@ def test_a_leak_is_seen() -> None:
 )
 def test_ten_times_its_capacity_costs_a_server_little(seconds: float, least: float) -> None:
     """The bounds allow for a machine that does other work; the figures of a quiet one are in RELIABILITY.md."""
+    missed: list[object] = []
     with ServingProcess(*SERVER) as server:
-        capacity, rows = asyncio.run(measure(server, seconds, (1, 10)))
-    assert capacity > 0
-    for row in rows:
-        assert set(row.ends) <= {"OK", *REFUSALS}, row
-        assert row.most_waiting <= QUEUE + 4, row
-    normal, over, burst = rows
-    assert quantile(burst.health_ms, 0.5) < 500.0, burst
-    assert over.ends["429"] and over.ends["RESOURCE_EXHAUSTED"]
-    assert over.goodput >= least * max(normal.goodput, capacity), rows
-    assert quantile(over.refusal_ms, 0.5) < 200.0, rows
+        for _ in range(3):  # what other processes take meanwhile is taken of one load and not of the other
+            capacity, rows = asyncio.run(measure(server, seconds, (1, 10)))
+            assert capacity > 0
+            for row in rows:
+                assert set(row.ends) <= {"OK", *REFUSALS}, row
+                assert row.most_waiting <= QUEUE + 4, row
+            normal, over, burst = rows
+            assert over.ends["429"] and over.ends["RESOURCE_EXHAUSTED"]
+            bounds = {
+                "goodput": over.goodput >= least * max(normal.goodput, capacity),
+                "refusal": quantile(over.refusal_ms, 0.5) < 200.0,
+                "health": quantile(burst.health_ms, 0.5) < 500.0,
+            }
+            if all(bounds.values()):
+                return
+            missed.append((bounds, rows))
+    pytest.fail(f"in none of three tries: {missed}")

@@ -6,5 +6,5 @@ tests; `make fuzz` drives the same functions with atheris, which looks for bytes
 
 import os
 
-FEW = 100  # examples in the default tests
+FEW = int(os.environ.get("FUZZ_FEW", "100"))  # examples in the default tests
 MANY = int(os.environ.get("FUZZ_EXAMPLES", "1000"))  # in test-slow; `make fuzz` asks for ten thousand

@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for A100, H200 and B200: nothing spills, prompts use wgmma on Hopper, a table holds it.
+"""The Triton kernels compiled for H200, with ALL=1 for A100 and B200: nothing spills, Hopper's wgmma, a table holds it.
 
 `python -m tests.gpu.resources --write` makes the table again, with the versions that `make gpu-aot` installs.
 """
@@ -19,7 +19,9 @@ from tests.gpu import resources
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(capability, marks=pytest.mark.xdist_group(f"sm_{capability}"))
+        pytest.param(
+            capability, marks=[pytest.mark.xdist_group(f"sm_{capability}"), *[pytest.mark.slow] * (capability != 90)]
+        )
         for capability in resources.CAPABILITIES
     ],
 )
