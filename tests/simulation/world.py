@@ -8,11 +8,10 @@ runner is production code; the device's programs, the tokenizer, the clock and t
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import zlib
 from collections import Counter, deque
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from hashlib import sha256
 from typing import Any
@@ -21,22 +20,15 @@ from unittest import mock
 import numpy as np
 
 from jaxllm import blocks, engine, runner
-from jaxllm.async_engine import LEAST_QUEUED_TOKENS, QUEUED_PER_SLOT
 from jaxllm.batch import Shape
 from jaxllm.blocks import PoolEditor
 from jaxllm.cache import Geometry
 from jaxllm.engine import FEW_STREAMS, MANY_STREAMS_INTERVAL, MAX_FAILURES, Accepted, LLMEngine
 from jaxllm.errors import (
-    ContextLengthError,
     DeadlineError,
     DrainingError,
     EngineDeadError,
-    EngineError,
-    OverloadedError,
     RequestFailedError,
-    RequestIdInUseError,
-    UnavailableError,
-    UserError,
 )
 from jaxllm.metrics import StepReport
 from jaxllm.parts import Parts
@@ -45,9 +37,11 @@ from jaxllm.types import RequestOutput, SamplingParams
 from tests.simulation.checks import ROUNDING, TICK, check_idle, check_over, check_turn
 from tests.simulation.client import Client
 from tests.simulation.device import Flight, SimulatedRunner, Violation
+from tests.simulation.events import happen, resume
 from tests.simulation.loop import Loop
-from tests.simulation.oracle import EOS, VOCABULARY, BrokenTextError, Tokenizer, Truth, mix
+from tests.simulation.oracle import EOS, VOCABULARY, Tokenizer, Truth, mix
 from tests.simulation.reference import Entry
+from tests.simulation.requests import submit
 from tests.simulation.stand_ins import Condition, InjectedError, Recorder, SimulatedLLM, SimulatedThread, no_span
 from tests.simulation.trace import Trace
 
@@ -73,15 +67,15 @@ class World:
         self.tokenizer.is_broken = trace.setting["broken_text"]
         self.submitting: Client | None = None
         self.num_seeds = self.num_roots = 0
-        self._params: dict[str, SamplingParams] = {}
+        self.params: dict[str, SamplingParams] = {}
         self._events: dict[int, list[list[Any]]] = {}
         for event in trace.events:
             self._events.setdefault(event[0], []).append(event)
-        self._begin()
+        self.begin()
 
     # A life of the engine.
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Start an engine."""
         setting = self.setting
         geometry = Geometry(
@@ -168,7 +162,7 @@ class World:
         self.engine = llm.engine
         self.engine._recover = self._recover  # type: ignore[method-assign]
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Close the engine and check that nothing is left of it."""
         self.is_dead = True
         closing = self.loop.create_task(self.llm.close())
@@ -322,7 +316,7 @@ class World:
             self.fired["compile_stall"] += 1
             self.now += 60.0
             self.is_hung = True
-            self._submit({"name": "probe", "ids": [5], "params": {}})
+            submit(self, {"name": "probe", "ids": [5], "params": {}})
             self.loop.run()
             self.is_hung = False
         limit = self.armed.get("out_of_memory")
@@ -342,7 +336,7 @@ class World:
             self.now += 5.0
         events, self.mid = self.mid, []
         for event in events:
-            self._happen(event[1], event[2:])
+            happen(self, event[1], event[2:])
         if self.armed.pop("result_lost", None):
             self._fail("result_lost", is_lost=True)
         self.loop.run()
@@ -379,7 +373,7 @@ class World:
                     self.turn = turn
                     self._turn(self._events.get(turn, ()))
                 self._settle()
-                self._end()
+                self.end()
         except BaseException:
             self._abandon()
             raise
@@ -427,15 +421,15 @@ class World:
             if event[1] in ("disconnect", "abort") and event[3] and self.engine.has_unfinished_requests():
                 self.mid.append(event)
             else:
-                self._happen(event[1], event[2:])
+                happen(self, event[1], event[2:])
         if self.resume_at is not None and self.turn >= self.resume_at:
-            self._resume()
+            resume(self)
         began = self.now
         self.loop.run()
         self._serve()
         self.loop.run()
         for event in self.mid:  # no step was in flight
-            self._happen(event[1], event[2:])
+            happen(self, event[1], event[2:])
         self.mid = []
         check_turn(self, began)
         if self.is_dead:
@@ -443,8 +437,8 @@ class World:
             self._drop_all()
             for client in self.clients:
                 raise Violation(f"I7: {client.name} was not told that the engine is dead")
-            self._end()
-            self._begin()
+            self.end()
+            self.begin()
         elif self.draining is not None and self.draining.done():
             self._finish_drain()
         if self.turn >= self.frozen_until:
@@ -494,7 +488,7 @@ class World:
         self.takes_until_refusal = 0
         self.frozen_until = -1
         if self.is_paused:
-            self._resume()
+            resume(self)
         for client in list(self.clients):
             if client.pause is not None and client.task is not None:
                 client.task.cancel()
@@ -513,256 +507,12 @@ class World:
         self._turn(())
         check_idle(self)
 
-    # Events.
-
-    def _happen(self, kind: str, arguments: Sequence[Any]) -> None:
-        """Let an event happen; what has no effect now is not counted."""
-        match kind:
-            case "request":
-                self._submit(arguments[0])
-            case "disconnect" | "abort":
-                self._stop_one(kind, *arguments)
-            case "duplicate_id":
-                if self.live:
-                    name = list(self.live)[arguments[0] % len(self.live)]
-                    self.fired[kind] += self._submit(arguments[1] | {"name": name})
-            case "tokenizer_error":
-                failures = self.tokenizer.num_failures
-                self._submit(arguments[0])
-                self.loop.run()
-                self.fired[kind] += self.tokenizer.num_failures > failures
-            case "burst":
-                self._burst(*arguments)
-            case "clock_forward" | "clock_back":
-                self.fired[kind] += 1
-                self.now += arguments[0] if kind == "clock_forward" else -arguments[0]
-            case "clock_freeze":
-                self.fired[kind] += 1
-                self.frozen_until = self.turn + arguments[0]
-            case "allocation_refused":
-                self.takes_until_refusal = arguments[0]
-            case "result_duplicated":
-                if self.last_commit is not None:
-                    self._commit_again(*self.last_commit, kind)
-            case "result_of_gone":
-                flying = {plan.number for plan, _ in self.engine._in_flight}
-                gone = [plan for plan in self.plans if plan.number not in flying]
-                if gone:
-                    self._commit_again(gone[0], np.full(len(gone[0].slots), 5, np.int32), None, kind)
-            case "resume_reading":
-                for client in self.clients:
-                    if client.pause is not None and not client.pause.done() and (client.reads or 0) > 0:
-                        self.fired["slow_reader"] += 1
-                        client.pause.set_result(None)
-            case "pause":
-                self._pause(*arguments)
-            case "reset_cache":
-                self.fired[kind] += 1
-                self._call(self._reset_cache())
-            case "drain":
-                if self.draining is None:
-                    self.fired[kind] += 1
-                    self.is_draining = True
-                    self.resume_at = None
-                    self.draining = self.loop.create_task(self.llm.drain(arguments[0]))
-            case "restart":
-                self.fired[kind] += 1
-                self._end()
-                self._begin()
-            case "dies":
-                self.armed[kind] = True
-            case _:
-                self.armed[kind] = arguments[0] if arguments else True
-
-    def _submit(self, request: dict[str, Any]) -> bool:
-        """Send a request; whether it must be refused, and how, is known beforehand."""
-        ids = self._ids(request)
-        client = Client(self, request, ids, self._params_of(request["params"]))
-        due = self._refusal(client)
-        client.task = self.loop.create_task(client.run())
-        if due is None:
-            self.live[client.name] = client
-            self.clients.append(client)
-        self.submitting = client
-        self.loop.run()
-        found = None if client.is_submitted or not client.is_over else type(client.error)
-        if found is not due:
-            raise Violation(f"{client.name} was refused with {found} ({client.error}), where {due} is due")
-        if due is not None:
-            self.fired[f"refused_{due.__name__}"] += 1
-            return True
-        for name, is_edge in self._edges(client):
-            self.fired[name] += is_edge
-        return True
-
-    def _edges(self, client: Client) -> Iterator[tuple[str, bool]]:
-        size, most, length = self.setting["block_size"], self.max_model_len, len(client.ids)
-        yield "length_1", length == 1
-        yield "length_block-1", length == size - 1
-        yield "length_block", length == size
-        yield "length_block+1", length == size + 1
-        yield "length_max-1", length == most - 1
-        yield "forks", client.params.n > 1
-        yield "limit_of_pool", -(-(client.limit - 1) // size) == self.setting["num_blocks"]
-
-    def _ids(self, request: dict[str, Any]) -> list[int]:
-        if "text" in request and "\0" not in request["text"]:
-            return self.tokenizer.encode(request["text"])
-        return request["ids"]
-
-    def _params_of(self, given: dict[str, Any]) -> SamplingParams:
-        """Make parameters; equal ones once, but for a seed of their own."""
-        name = repr(given)
-        if name not in self._params:
-            self._params[name] = SamplingParams(**{key: value for key, value in given.items() if key != "seeded"})
-        params = self._params[name]
-        if "seeded" in given:
-            self.num_seeds += 1
-            params = copy.copy(params)
-            object.__setattr__(params, "seed", self.num_seeds << 20)  # what is valid for one is for another
-        return params
-
-    def _refusal(self, client: Client) -> type[Exception] | None:
-        """Say with what a request must be refused."""
-        setting, params = self.setting, client.params
-        num_ids = len(client.ids)
-        if self.is_draining and not self.is_dead:
-            return DrainingError
-        if self.is_dead:
-            return EngineDeadError
-        if self.is_paused or self.is_hung:
-            return UnavailableError
-        if client.name in self.live:
-            return RequestIdInUseError
-        if self._queue_is_full(1, 0):
-            return OverloadedError
-        if isinstance(client.prompt, str) and "\0" in client.prompt:
-            return BrokenTextError
-        if isinstance(client.prompt, dict) and "\0" in str(client.prompt.get("prompt")):
-            return BrokenTextError
-        if num_ids == 0:
-            return UserError
-        if num_ids >= self.max_model_len or num_ids + params.min_tokens > self.max_model_len:
-            return ContextLengthError
-        if -(-(client.limit - 1) // setting["block_size"]) > setting["num_blocks"]:
-            return ContextLengthError
-        if self._queue_is_full(params.n, params.n * num_ids):
-            return OverloadedError
-        return None
-
-    def _queue_is_full(self, num_samples: int, num_tokens: int) -> bool:
-        setting = self.setting
-        running, waiting, waiting_tokens, _ = self.reference.loads()
-        waiting += sum(client.params.n for client in self.submitted)
-        waiting_tokens += sum(client.params.n * len(client.ids) for client in self.submitted)
-        slots = setting["num_slots"]
-        most = setting["most_queued"] or QUEUED_PER_SLOT * slots
-        most_tokens = setting["most_queued_tokens"] or max(LEAST_QUEUED_TOKENS, 16 * self.max_model_len)
-        if waiting + num_samples > most + slots - running:
-            return True
-        return bool(waiting_tokens) and waiting_tokens + num_tokens > most_tokens
-
-    def _burst(self, size: int, request: dict[str, Any]) -> None:
-        """Many at once: as many as the queue holds are taken, all others are refused without a thought."""
-        self.fired["burst"] += 1
-        self.fired["burst_10000"] += size >= 10_000
-        probe = Client(self, {"name": "burst"}, [5], self._params_of({"max_tokens": 1}))
-        number = 0
-        while number < size and self._refusal(probe) is None:
-            self._submit(request | {"name": f"{request['name']}.{number}"})
-            number += 1
-        for _ in range(number, size):
-            try:
-                self.llm.generate([5], probe.params, probe.name).__anext__().send(None)
-            except EngineError:
-                continue
-            except BaseException as error:
-                raise Violation("a burst was not refused although the queue is full") from error
-
-    def _stop_one(self, kind: str, number: int, _is_mid: bool, is_twice: bool, wanted: str | None) -> None:
-        """End a request from outside, in whatever phase it is; perhaps twice, perhaps after its end."""
-        if not self.clients:
-            self._call(self.llm.abort("nobody"))
-            self.fired["abort_after_end"] += 1
-            return
-        fitting = [client for client in self.clients if self._phase(client) == wanted] or self.clients
-        client = fitting[number % len(fitting)]
-        phase = self._phase(client)
-        self.fired[f"{kind}_{phase}"] += 1
-        if is_twice:
-            self.fired[f"{kind}_twice"] += 1
-        for _ in range(1 + is_twice):
-            if kind == "disconnect":
-                assert client.task is not None
-                client.task.cancel()
-                self.loop.run()
-            else:
-                client.may_be_aborted = True
-                client.aborted_in = self.turn if client.aborted_in is None else client.aborted_in
-                self._call(self.llm.abort([client.name]))
-
-    def _phase(self, client: Client) -> str:
-        samples = [entry for entry in client.entries if entry.slot > -2]
-        if not client.entries:
-            return "unseen"
-        if not samples:
-            return "ended"
-        if all(entry.slot < 0 for entry in samples):
-            return "preempted" if any(entry.admission for entry in samples) else "queued"
-        return "prefill" if any(entry.issued < entry.given for entry in samples) else "decode"
-
-    def _commit_again(self, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None, kind: str) -> None:
-        """Give the core a result that it has had, or whose requests are gone."""
-        self.fired[kind] += 1
-        kept = self.last_commit
-        events = self.engine._core.commit(plan, tokens, is_finite)
-        self.last_commit = kept
-        if len(events.ids) or events.finished or events.failed:
-            raise Violation("a late result was taken for a new one")
-
-    def _pause(self, mode: str, turns: int) -> None:
-        if self.is_paused or self.is_draining:
-            return
-        self.fired[f"pause_{mode}"] += 1
-        self.is_paused = True
-        self.resume_at = self.turn + turns
-        if mode == "abort":
-            for client in self.clients:
-                client.may_be_aborted = True
-        self._call(self.llm.pause(mode))  # type: ignore[arg-type]
-
-    def _resume(self) -> None:
-        self.resume_at = None
-        self.is_paused = False
-        self._call(self.llm.resume())
-
-    async def _reset_cache(self) -> None:
-        before = self.reference.num_resets
-        if await self.llm.reset_prefix_cache() and self.reference.num_resets == before:
-            raise Violation("a cache was told to be reset, and was not")
-
     def _finish_drain(self) -> None:
         assert self.draining is not None
         if self.draining.result() and self.num_drain_failures:
             raise Violation("a drain says that all were through, and some were not")
-        self._end()
-        self._begin()
-
-    def _call(self, call: Coroutine[Any, Any, Any]) -> None:
-        """Run something on the loop that may fail because the engine has stopped."""
-
-        async def guarded() -> None:
-            try:
-                await call
-            except EngineError as error:
-                if not (self.is_dead or self.is_draining or self.is_hung or self.is_paused):
-                    self.loop.failures.append(error)
-            except Exception as error:
-                self.loop.failures.append(error)
-
-        self.tasks = [task for task in self.tasks if not task.done()]
-        self.tasks.append(self.loop.create_task(guarded()))
-        self.loop.run()
+        self.end()
+        self.begin()
 
     def _drop_all(self) -> None:
         """Let readers that do not read go."""

@@ -1,0 +1,162 @@
+"""What happens to an engine between its steps or while one is in flight: the events of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllm.errors import EngineError
+from jaxllm.state import Plan
+from tests.simulation.client import Client
+from tests.simulation.device import Violation
+from tests.simulation.requests import burst, submit
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
+    """Let an event happen; what has no effect now is not counted."""
+    match kind:
+        case "request":
+            submit(world, arguments[0])
+        case "disconnect" | "abort":
+            stop_one(world, kind, *arguments)
+        case "duplicate_id":
+            if world.live:
+                name = list(world.live)[arguments[0] % len(world.live)]
+                world.fired[kind] += submit(world, arguments[1] | {"name": name})
+        case "tokenizer_error":
+            failures = world.tokenizer.num_failures
+            submit(world, arguments[0])
+            world.loop.run()
+            world.fired[kind] += world.tokenizer.num_failures > failures
+        case "burst":
+            burst(world, *arguments)
+        case "clock_forward" | "clock_back":
+            world.fired[kind] += 1
+            world.now += arguments[0] if kind == "clock_forward" else -arguments[0]
+        case "clock_freeze":
+            world.fired[kind] += 1
+            world.frozen_until = world.turn + arguments[0]
+        case "allocation_refused":
+            world.takes_until_refusal = arguments[0]
+        case "result_duplicated":
+            if world.last_commit is not None:
+                commit_again(world, *world.last_commit, kind)
+        case "result_of_gone":
+            flying = {plan.number for plan, _ in world.engine._in_flight}
+            gone = [plan for plan in world.plans if plan.number not in flying]
+            if gone:
+                commit_again(world, gone[0], np.full(len(gone[0].slots), 5, np.int32), None, kind)
+        case "resume_reading":
+            for client in world.clients:
+                if client.pause is not None and not client.pause.done() and (client.reads or 0) > 0:
+                    world.fired["slow_reader"] += 1
+                    client.pause.set_result(None)
+        case "pause":
+            pause(world, *arguments)
+        case "reset_cache":
+            world.fired[kind] += 1
+            call(world, reset_cache(world))
+        case "drain":
+            if world.draining is None:
+                world.fired[kind] += 1
+                world.is_draining = True
+                world.resume_at = None
+                world.draining = world.loop.create_task(world.llm.drain(arguments[0]))
+        case "restart":
+            world.fired[kind] += 1
+            world.end()
+            world.begin()
+        case "dies":
+            world.armed[kind] = True
+        case _:
+            world.armed[kind] = arguments[0] if arguments else True
+
+
+def stop_one(world: World, kind: str, number: int, _is_mid: bool, is_twice: bool, wanted: str | None) -> None:
+    """End a request from outside, in whatever phase it is; perhaps twice, perhaps after its end."""
+    if not world.clients:
+        call(world, world.llm.abort("nobody"))
+        world.fired["abort_after_end"] += 1
+        return
+    fitting = [client for client in world.clients if phase_of(client) == wanted] or world.clients
+    client = fitting[number % len(fitting)]
+    phase = phase_of(client)
+    world.fired[f"{kind}_{phase}"] += 1
+    if is_twice:
+        world.fired[f"{kind}_twice"] += 1
+    for _ in range(1 + is_twice):
+        if kind == "disconnect":
+            assert client.task is not None
+            client.task.cancel()
+            world.loop.run()
+        else:
+            client.may_be_aborted = True
+            client.aborted_in = world.turn if client.aborted_in is None else client.aborted_in
+            call(world, world.llm.abort([client.name]))
+
+
+def phase_of(client: Client) -> str:
+    samples = [entry for entry in client.entries if entry.slot > -2]
+    if not client.entries:
+        return "unseen"
+    if not samples:
+        return "ended"
+    if all(entry.slot < 0 for entry in samples):
+        return "preempted" if any(entry.admission for entry in samples) else "queued"
+    return "prefill" if any(entry.issued < entry.given for entry in samples) else "decode"
+
+
+def commit_again(world: World, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None, kind: str) -> None:
+    """Give the core a result that it has had, or whose requests are gone."""
+    world.fired[kind] += 1
+    kept = world.last_commit
+    events = world.engine._core.commit(plan, tokens, is_finite)
+    world.last_commit = kept
+    if len(events.ids) or events.finished or events.failed:
+        raise Violation("a late result was taken for a new one")
+
+
+def pause(world: World, mode: str, turns: int) -> None:
+    if world.is_paused or world.is_draining:
+        return
+    world.fired[f"pause_{mode}"] += 1
+    world.is_paused = True
+    world.resume_at = world.turn + turns
+    if mode == "abort":
+        for client in world.clients:
+            client.may_be_aborted = True
+    call(world, world.llm.pause(mode))  # type: ignore[arg-type]
+
+
+def resume(world: World) -> None:
+    world.resume_at = None
+    world.is_paused = False
+    call(world, world.llm.resume())
+
+
+async def reset_cache(world: World) -> None:
+    before = world.reference.num_resets
+    if await world.llm.reset_prefix_cache() and world.reference.num_resets == before:
+        raise Violation("a cache was told to be reset, and was not")
+
+
+def call(world: World, coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Run something on the loop that may fail because the engine has stopped."""
+
+    async def guarded() -> None:
+        try:
+            await coroutine
+        except EngineError as error:
+            if not (world.is_dead or world.is_draining or world.is_hung or world.is_paused):
+                world.loop.failures.append(error)
+        except Exception as error:
+            world.loop.failures.append(error)
+
+    world.tasks = [task for task in world.tasks if not task.done()]
+    world.tasks.append(world.loop.create_task(guarded()))
+    world.loop.run()

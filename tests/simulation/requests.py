@@ -1,0 +1,138 @@
+"""Requests that a trace sends: what they are, and whether the engine must refuse them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.async_engine import LEAST_QUEUED_TOKENS, QUEUED_PER_SLOT
+from jaxllm.errors import (
+    ContextLengthError,
+    DrainingError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestIdInUseError,
+    UnavailableError,
+    UserError,
+)
+from jaxllm.types import SamplingParams
+from tests.simulation.client import Client
+from tests.simulation.device import Violation
+from tests.simulation.oracle import BrokenTextError
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+def submit(world: World, request: dict[str, Any]) -> bool:
+    """Send a request; whether it must be refused, and how, is known beforehand."""
+    ids = ids_of(world, request)
+    client = Client(world, request, ids, params_of(world, request["params"]))
+    due = refusal(world, client)
+    client.task = world.loop.create_task(client.run())
+    if due is None:
+        world.live[client.name] = client
+        world.clients.append(client)
+    world.submitting = client
+    world.loop.run()
+    found = None if client.is_submitted or not client.is_over else type(client.error)
+    if found is not due:
+        raise Violation(f"{client.name} was refused with {found} ({client.error}), where {due} is due")
+    if due is not None:
+        world.fired[f"refused_{due.__name__}"] += 1
+        return True
+    for name, is_edge in edges(world, client):
+        world.fired[name] += is_edge
+    return True
+
+
+def edges(world: World, client: Client) -> Iterator[tuple[str, bool]]:
+    size, most, length = world.setting["block_size"], world.max_model_len, len(client.ids)
+    yield "length_1", length == 1
+    yield "length_block-1", length == size - 1
+    yield "length_block", length == size
+    yield "length_block+1", length == size + 1
+    yield "length_max-1", length == most - 1
+    yield "forks", client.params.n > 1
+    yield "limit_of_pool", -(-(client.limit - 1) // size) == world.setting["num_blocks"]
+
+
+def ids_of(world: World, request: dict[str, Any]) -> list[int]:
+    if "text" in request and "\0" not in request["text"]:
+        return world.tokenizer.encode(request["text"])
+    return request["ids"]
+
+
+def params_of(world: World, given: dict[str, Any]) -> SamplingParams:
+    """Make parameters; equal ones once, but for a seed of their own."""
+    name = repr(given)
+    if name not in world.params:
+        world.params[name] = SamplingParams(**{key: value for key, value in given.items() if key != "seeded"})
+    params = world.params[name]
+    if "seeded" in given:
+        world.num_seeds += 1
+        params = copy.copy(params)
+        object.__setattr__(params, "seed", world.num_seeds << 20)  # what is valid for one is for another
+    return params
+
+
+def refusal(world: World, client: Client) -> type[Exception] | None:
+    """Say with what a request must be refused."""
+    setting, params = world.setting, client.params
+    num_ids = len(client.ids)
+    if world.is_draining and not world.is_dead:
+        return DrainingError
+    if world.is_dead:
+        return EngineDeadError
+    if world.is_paused or world.is_hung:
+        return UnavailableError
+    if client.name in world.live:
+        return RequestIdInUseError
+    if queue_is_full(world, 1, 0):
+        return OverloadedError
+    if isinstance(client.prompt, str) and "\0" in client.prompt:
+        return BrokenTextError
+    if isinstance(client.prompt, dict) and "\0" in str(client.prompt.get("prompt")):
+        return BrokenTextError
+    if num_ids == 0:
+        return UserError
+    if num_ids >= world.max_model_len or num_ids + params.min_tokens > world.max_model_len:
+        return ContextLengthError
+    if -(-(client.limit - 1) // setting["block_size"]) > setting["num_blocks"]:
+        return ContextLengthError
+    if queue_is_full(world, params.n, params.n * num_ids):
+        return OverloadedError
+    return None
+
+
+def queue_is_full(world: World, num_samples: int, num_tokens: int) -> bool:
+    setting = world.setting
+    running, waiting, waiting_tokens, _ = world.reference.loads()
+    waiting += sum(client.params.n for client in world.submitted)
+    waiting_tokens += sum(client.params.n * len(client.ids) for client in world.submitted)
+    slots = setting["num_slots"]
+    most = setting["most_queued"] or QUEUED_PER_SLOT * slots
+    most_tokens = setting["most_queued_tokens"] or max(LEAST_QUEUED_TOKENS, 16 * world.max_model_len)
+    if waiting + num_samples > most + slots - running:
+        return True
+    return bool(waiting_tokens) and waiting_tokens + num_tokens > most_tokens
+
+
+def burst(world: World, size: int, request: dict[str, Any]) -> None:
+    """Many at once: as many as the queue holds are taken, all others are refused without a thought."""
+    world.fired["burst"] += 1
+    world.fired["burst_10000"] += size >= 10_000
+    probe = Client(world, {"name": "burst"}, [5], params_of(world, {"max_tokens": 1}))
+    number = 0
+    while number < size and refusal(world, probe) is None:
+        submit(world, request | {"name": f"{request['name']}.{number}"})
+        number += 1
+    for _ in range(number, size):
+        try:
+            world.llm.generate([5], probe.params, probe.name).__anext__().send(None)
+        except EngineError:
+            continue
+        except BaseException as error:
+            raise Violation("a burst was not refused although the queue is full") from error
