@@ -34,7 +34,7 @@ class Client:
         self.timeout: float | None = request.get("timeout")
         self.time_limit: float | None = request.get("time_limit")
         self.reads: int | None = request.get("reads")
-        self.arrival = world.now
+        self.arrival = self.latest = world.now  # what a clock that goes back has shown before counts: see `events`
         self.limit = min(world.max_model_len, len(ids) + (params.max_tokens or world.max_model_len))
         self.truths: list[Truth] = []  # by sample, once the engine has taken it in
         self.entries: list[Entry] = []  # of the reference

@@ -37,6 +37,8 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
             burst(world, *arguments)
         case "clock_forward" | "clock_back":
             world.fired[kind] += 1
+            for client in world.clients:  # its deadline may have passed, and it has not read that yet
+                client.latest = max(client.latest, world.now)
             world.now += arguments[0] if kind == "clock_forward" else -arguments[0]
         case "clock_freeze":
             world.fired[kind] += 1

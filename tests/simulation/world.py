@@ -271,7 +271,8 @@ class World:
         may = {
             RequestFailedError: client.is_unreadable
             or any(truth.may_fail or truth.breaks_at() is not None for truth in client.truths),
-            DeadlineError: client.timeout is not None and self.now >= client.arrival + client.timeout - ROUNDING,
+            DeadlineError: client.timeout is not None
+            and max(self.now, client.latest) >= client.arrival + client.timeout - ROUNDING,
             EngineDeadError: self.is_dead,
             DrainingError: self.is_draining,
         }
