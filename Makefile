@@ -14,6 +14,8 @@ SERVER_PATH = import pathlib, sysconfig; \
 # Modules are compiled when they are first imported: all of them at once took half of an installation (100 s and 54).
 PIP_QUIET = PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS=ignore
 PIP_INSTALL = -m pip install --quiet --no-compile
+# A file's fixtures are made once. In xdist's own order, by number of tests, the simulation would keep one worker to the end.
+BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: run test test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded clean
 
@@ -22,13 +24,13 @@ run: $(VENV)/.run  ## install, then generate text with the embedded model
 	printf 'What is 47 + 38?\nWhat is the capital of France?\n' | $(VENV)/bin/jaxllm chat
 
 test: $(VENV)/.dev  ## the default tests: CPU, offline, eight to ten minutes on two cores from empty caches
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=20
+	$(VENV)/bin/python -m pytest $(BY_FILE) --durations=20
 
 test-slow: $(VENV)/.dev  ## what the default tests hold a part of: whole matrices, thousands of combinations
 	$(VENV)/bin/python -m pytest -m slow -n 2 --durations=10
 
 test-optimized: $(VENV)/.dev  ## the default tests under python -O; pytest's own assertions stay
-	PYTHONOPTIMIZE=1 $(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	PYTHONOPTIMIZE=1 $(VENV)/bin/python -m pytest $(BY_FILE)
 
 fuzz: $(VENV)/.dev $(FUZZ_VENV)/.fuzz  ## ten thousand of each hostile input, then those that look for new code, MINUTES (1) for each target; ONLY="http stop"
 	$(if $(ONLY),,FUZZ_EXAMPLES=10000 $(VENV)/bin/python -m pytest -m slow tests/fuzz -n 2)
