@@ -21,6 +21,7 @@ from jaxllm.bench.outcome import Outcome
 from jaxllm.bench.target import Target
 from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError, UserError
+from jaxllm.file_limit import raise_file_limit
 
 HEAD_START = 0.05  # seconds between the word "go" and the run's start, for it to reach every process
 LIMIT = 0.7  # of a core: above it a process' own delays can show in the latencies
@@ -146,7 +147,7 @@ async def send_one(target: Target, job: Job) -> Outcome:
 
 def _run(connection: Connection, share: Share) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _raise_file_limit()
+    raise_file_limit()
     try:
         asyncio.run(_send_all(connection, share))
     except* (BrokenPipeError, EOFError):  # the parent has gone
@@ -218,14 +219,3 @@ def _cancel_on_word(connection: Connection, task: asyncio.Task[None]) -> None:
             loop.call_soon_threadsafe(task.cancel)
 
     threading.Thread(target=listen, daemon=True).start()
-
-
-def _raise_file_limit() -> None:
-    """Allow as many sockets as the system lets us: a thousand requests at once are more than many shells' limit."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # macOS may call it infinite and refuse it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,19 +23,20 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.async_engine import AsyncLLM
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
+from jaxllm.file_limit import raise_file_limit
 from jaxllm.recording import FileRecorder
 from jaxllm_server.options import ServerOptions
 from jaxllm_server.sockets import check_uds
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from jaxllm_server.grpc_server import GrpcServer
+    from jaxllm_server.http_server import HttpServer
 
 _log = logging.getLogger("jaxllm.server")
 WATCH_SECONDS = 0.2  # between two looks at the engine's state
 CLOSE_SECONDS = 3.0  # that the step which is running may take when the process ends
 FAREWELL_SECONDS = 1.0  # for the last errors to reach their clients before the process ends
+BACKLOG = 2048  # connections of HTTP that may wait to be taken
 SECOND_SIGNAL = 130  # exit code, a shell's for ^C
 
 
@@ -50,6 +50,7 @@ def serve(config: EngineConfig, options: ServerOptions, progress: bool = False) 
     except ModuleNotFoundError as error:  # one that is there and cannot be loaded is another matter
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     configure_logging()
+    raise_file_limit()
     return uvloop.run(Server(config, options, progress).run())
 
 
@@ -86,7 +87,7 @@ class Server:
         self.tracer = Tracer.from_endpoint(options.otlp_traces_endpoint)
         self.keys = Keys(options.api_key, options.admin_api_key)
         self.grpc: GrpcServer | None = None
-        self.http: uvicorn.Server | None = None
+        self.http: HttpServer | None = None
         self.http_port: int | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._signalled = asyncio.Event()
@@ -146,28 +147,20 @@ class Server:
         return "http" if self.options.ssl_certfile is None else "https"
 
     def _open_http(self) -> None:
-        import uvicorn
-
         from jaxllm_server.http_app import make_app
         from jaxllm_server.http_protocol import server_config
-
-        class QuietServer(uvicorn.Server):
-            """uvicorn without its own handling of signals."""
-
-            @contextlib.contextmanager
-            def capture_signals(self) -> Iterator[None]:
-                yield
+        from jaxllm_server.http_server import HttpServer
 
         options = self.options
         listener = _listen(options)
         self.http_port = None if options.uds else listener.getsockname()[1]
-        config = server_config(make_app(self.serving, options, self.observer, self.tracer), options, backlog=2048)
+        config = server_config(make_app(self.serving, options, self.observer, self.tracer), options)
         try:
             config.load()
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             listener.close()
             raise UserError(f"ssl_certfile and ssl_keyfile cannot be used: {error}", "ssl_certfile") from error
-        self.http = QuietServer(config)
+        self.http = HttpServer(config)
         self._http_task = asyncio.ensure_future(self.http.serve(sockets=[listener]))
 
     def _handle_signals(self) -> None:
@@ -256,6 +249,7 @@ def _listen(options: ServerOptions) -> socket.socket:
         address = (options.host, options.port)
     try:
         listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         where = options.uds or f"{options.host}:{options.port}"

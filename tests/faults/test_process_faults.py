@@ -195,7 +195,7 @@ def has_no_descriptors(server: ServingProcess) -> None:
             client.settimeout(2.0)
             clients.append(client)
             client.connect((host, int(port)))
-        wait_until(lambda: is_calm(server), 20.0)  # connections are taken first; what spins would never be calm
+        assert any(is_calm(server) for _ in range(5))  # connections are taken first; what spins is never calm
         assert server.process.poll() is None
     finally:
         for client in clients:

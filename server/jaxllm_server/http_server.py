@@ -1,0 +1,101 @@
+"""uvicorn's server, without its handling of signals, and with a listener that outlives a want of file descriptors.
+
+Knows no route and no protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import uvicorn
+
+_log = logging.getLogger("jaxllm.server.http")
+RETRY_SECONDS = 1.0  # until a listener tries again; asyncio's own servers and gRPC wait as long
+_SHORT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_MOST_AT_ONCE = 64  # connections that are taken before what else the loop has to do
+
+
+class Listener:
+    """Takes a socket's connections. While there is no descriptor for one it waits, and they wait in the backlog.
+
+    uvloop would ask again at once, for ever: libuv holds a descriptor in reserve to turn such connections away, and
+    does not get it back when another thread, gRPC's for one, was faster (a whole core in every second try, measured).
+    """
+
+    def __init__(self, listening: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol], **tls: Any) -> None:
+        self._socket = listening
+        self._make_protocol = make_protocol
+        self._tls = tls  # for `connect_accepted_socket`
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._retrying: asyncio.TimerHandle | None = None
+        self._is_short = False  # since the last connection
+        listening.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Take no more connections; the socket is its owner's to close."""
+        if self._retrying is not None:
+            self._retrying.cancel()
+        self._loop.remove_reader(self._socket)
+
+    async def wait_closed(self) -> None:
+        """Wait for the connections that are being opened."""
+        await asyncio.gather(*self._opening)
+
+    def _resume(self) -> None:
+        self._retrying = None
+        self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_MOST_AT_ONCE):
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if error.errno in _SHORT_OF:
+                    self._pause(error)
+                return  # none is left, or the client has gone: what else waits is told again
+            self._is_short = False
+            task = self._loop.create_task(self._open(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    def _pause(self, error: OSError) -> None:
+        if not self._is_short:
+            _log.warning("connections wait: %s", error.strerror)
+        self._is_short = True
+        self._loop.remove_reader(self._socket)
+        self._retrying = self._loop.call_later(RETRY_SECONDS, self._resume)
+
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._tls)
+        except OSError:  # a client that has gone, or speaks no TLS
+            connection.close()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server on sockets that are given to it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to whoever runs the server."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take connections, by `Listener` instead of the loop's own servers."""
+        await super().startup(sockets=[])
+        make = cast(Any, self.config.http_protocol_class)
+        loop = asyncio.get_running_loop()
+
+        def make_protocol() -> asyncio.BaseProtocol:
+            return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop)
+
+        tls: dict[str, Any] = {} if self.config.ssl is None else {"ssl": self.config.ssl}
+        self.servers += [cast(Any, Listener(each, make_protocol, **tls)) for each in sockets or ()]
