@@ -39,8 +39,9 @@ fuzz: $(VENV)/.dev $(FUZZ_VENV)/.fuzz  ## ten thousand of each hostile input, th
 soak: $(VENV)/.dev  ## 100,000 requests with faults against one process: nothing grows, every token is accounted for; REQUESTS=
 	$(VENV)/bin/python -m tests.faults.soak $(REQUESTS)
 
-overload: $(VENV)/.dev  ## calls at 1, 2, 5 and 10 times a server's capacity, a minute each; SECONDS=
+overload: $(VENV)/.dev  ## calls at 1, 2, 5 and 10 times a server's capacity, one client beside ten, a minute each; SECONDS=
 	$(VENV)/bin/python -m tests.faults.overload $(SECONDS)
+	$(VENV)/bin/python -m tests.faults.fairness $(SECONDS)
 
 simulate: $(VENV)/.dev  ## five million steps of the simulation, on all cores; SEED=, STEPS=
 	$(VENV)/bin/python -m tests.simulation --processes 2 --steps $(or $(STEPS),5000000) --seed $(or $(SEED),0)

@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import uvicorn
-
 from jaxllm.errors import NotFoundError, UserError
 from jaxllm.metrics import Load
 from jaxllm.types import Logprob, SamplingParams
 from jaxllm_server.calls import Chunk, Part, PromptInfo, Usage
 from jaxllm_server.http_app import make_app
 from jaxllm_server.http_protocol import server_config
+from jaxllm_server.http_server import HttpServer
 from jaxllm_server.options import ServerOptions
 
 SCRIPT = ["Once", " upon", " a", " time", " there", " was", " a", " fox", "."]
@@ -35,7 +34,6 @@ class FakeServing:
         self.engine = SimpleNamespace(
             state="serving",
             max_model_len=64,
-            check_room=lambda: None,
             get_load=lambda: Load(running=1, waiting=2),
             off_loop=self._off_loop,
             tokenizer=SimpleNamespace(token_text=lambda token: self.script[token % len(self.script)]),
@@ -54,6 +52,9 @@ class FakeServing:
     async def _off_loop(self, function, *arguments):
         self.num_off_loop += 1
         return await asyncio.to_thread(function, *arguments)
+
+    def check_room(self, client):
+        """There is room for everybody."""
 
     def check_model(self, name):
         if name and name not in self.names:
@@ -126,8 +127,9 @@ def http_server(serving, options: ServerOptions | None = None, observer=None) ->
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", 0))
+    listener.listen()
     config = server_config(make_app(serving, options, observer, None), options, loop="uvloop")
-    server = uvicorn.Server(config)
+    server = HttpServer(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     while not server.started:

@@ -474,7 +474,7 @@ def test_a_deadline_that_is_over_at_admission(run: Any) -> None:
         serving: Any = ScriptedServing(ServerOptions())
         context: Any = Late()
         with pytest.raises(errors.DeadlineError):
-            await InferenceService(serving, 1.0).Generate(ask(), context)
+            await InferenceService(serving, 1.0, Keys()).Generate(ask(), context)
         assert serving.calls == []
 
     run(check())

@@ -12,37 +12,40 @@ from collections.abc import Sequence
 
 from jaxllm_server.errors import AdminRequiredError, AuthError
 
+_ADMIN = "admin-"  # begins the names of admin keys
+
 
 class Keys:
     """The keys of one server, kept as digests."""
 
     def __init__(self, api_keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> None:
-        self._api = tuple(_digest(key) for key in api_keys)
-        self._admin = tuple(_digest(key) for key in admin_keys)
+        self._has_api, self._has_admin = bool(api_keys), bool(admin_keys)
+        self._known = [(f"key-{number}", _digest(key)) for number, key in enumerate(api_keys)]
+        self._known += [(f"{_ADMIN}{number}", _digest(key)) for number, key in enumerate(admin_keys)]
 
-    def check(self, header: str | None, admin: bool = False) -> None:
+    def check(self, header: str | None, admin: bool = False) -> str | None:
         """Let a call pass or say why not; `header` is its Authorization, "Bearer KEY", None where there is none.
+
+        Returns a name for the key, which tells nothing of it ("key-0"); None where no key is needed.
 
         Raises:
             AuthError: no key or an unknown one, where one is needed.
             AdminRequiredError: a known key that does not open an `admin` call.
         """
-        if not self._admin and not self._api:
-            return
-        if not self._api and not admin:
-            return
+        if not self._has_api and not (admin and self._has_admin):
+            return None
         if header is None:
             raise AuthError("This server needs an API key: send the header 'Authorization: Bearer KEY'.", True)
         scheme, _, key = header.partition(" ")
         digest = _digest(key.strip(" "))
         # Every key is compared, and digests have one length, so the time tells neither which nor how much matched
         # (vLLM CVE-2025-59425).
-        is_api = sum(hmac.compare_digest(digest, known) for known in self._api) > 0
-        is_admin = sum(hmac.compare_digest(digest, known) for known in self._admin) > 0
-        if scheme.lower() != "bearer" or not (is_api or is_admin):
+        names = [name for name, known in self._known if hmac.compare_digest(digest, known)]
+        if scheme.lower() != "bearer" or not names:
             raise AuthError("The API key is not known here.", False)
-        if admin and self._admin and not is_admin:
+        if admin and self._has_admin and not names[-1].startswith(_ADMIN):
             raise AdminRequiredError("This call needs an admin key.")
+        return names[-1]
 
 
 def _digest(key: str) -> bytes:

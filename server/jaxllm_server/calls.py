@@ -19,6 +19,7 @@ Finish = Literal["stop", "length", "repetition", "context", "time_limit", "abort
 class Call:
     """What a client asks for, as its protocol said it; unchecked."""
 
+    client: str = ""  # who asks, as `clients.client_of` names it
     model: str = ""  # "" is the served one
     prompt: str | Sequence[int] | None = None  # this or messages
     messages: Sequence[Mapping[str, Any]] | None = None

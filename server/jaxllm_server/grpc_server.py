@@ -66,7 +66,8 @@ async def start_grpc(
     """
     gate = Gate(keys, tracer, observer, options.max_rpcs)
     server = grpc.aio.server(interceptors=[gate], options=channel_options(options))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(serving, options.stall_timeout), server)
+    inference = InferenceService(serving, options.stall_timeout, keys)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
     control_pb2_grpc.add_ControlServiceServicer_to_server(ControlService(serving, options.stall_timeout), server)
     health = Health()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

@@ -30,9 +30,11 @@ from jaxllm.errors import (
 )
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jaxllm_server import grpc_messages, grpc_replies
+from jaxllm_server.clients import client_of, host_of_peer
 
 if TYPE_CHECKING:
     from jaxllm.async_engine import PauseMode
+    from jaxllm_server.auth import Keys
     from jaxllm_server.calls import Call, Chunk
     from jaxllm_server.serving import Serving
 
@@ -61,9 +63,10 @@ _PAUSE_MODES: Mapping[int, PauseMode] = {
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Generation, tokenization and the list of models."""
 
-    def __init__(self, serving: Serving, stall_timeout: float) -> None:
+    def __init__(self, serving: Serving, stall_timeout: float, keys: Keys) -> None:
         self._serving = serving
         self._stall_timeout = stall_timeout
+        self._keys = keys
 
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -139,13 +142,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         remaining = context.time_remaining()
         if remaining is not None and remaining < _LEAST_REMAINING:
             raise DeadlineError("The deadline of this call was over before it began.")
-        self._serving.engine.check_room()
+        key = self._keys.check(_metadata(context, "authorization") or None)  # the gate has let it in: whose is it?
+        client = client_of(key, host_of_peer(context.peer()))
+        self._serving.check_room(client)
         hint = "" if request.request_id else _metadata(context, REQUEST_ID)
         request_id = request.request_id or hint or uuid4().hex
         # So that a failure, too, can be found in the log: the interceptor reads it from here.
         if _can_be_metadata(request_id):
             context.set_trailing_metadata(((REQUEST_ID, request_id),))
-        call = grpc_messages.call_of(request, request_id, stream=stream)
+        call = replace(grpc_messages.call_of(request, request_id, stream=stream), client=client)
         model = self._serving.check_model(request.model)
         chunks = self._hinted(call) if hint else self._serving.generate(call)
         return chunks, grpc_replies.reply_of(request, model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Scope, Send
@@ -43,6 +43,7 @@ class Answer:
     reply: Reply
     head: Mapping[str, Any]  # fields that begin the answer and every event of it
     name: str  # of the request in the log
+    client: str  # who asks
     prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is told: the calls are valid
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +98,7 @@ class Answer:
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
         """Yield the chunks of all calls as they come, each with its call's number."""
-        iterators = [self.serving.generate(call) for call in self.reply.calls]
+        iterators = [self.serving.generate(replace(call, client=self.client)) for call in self.reply.calls]
         if len(iterators) > 1:
             async with aclosing(merge(iterators)) as merged:
                 async for item in merged:

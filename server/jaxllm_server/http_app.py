@@ -26,7 +26,7 @@ from jaxllm_server import strict_json
 from jaxllm_server.auth import Keys
 from jaxllm_server.http_answers import Answer
 from jaxllm_server.http_errors import ClientGone, Headers, Refusal, answer_of, body_too_large, log_failure, status_of
-from jaxllm_server.http_guard import Gate, Guard, is_request_id, request_id_of
+from jaxllm_server.http_guard import CLIENT, Gate, Guard, is_request_id, request_id_of
 from jaxllm_server.http_protocol import transport_of
 from jaxllm_server.openai_chat import ChatReply
 from jaxllm_server.openai_completions import CompletionReply
@@ -98,7 +98,7 @@ class Endpoints:
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue one or more prompts."""
-        self._serving.engine.check_room()
+        self._serving.check_room(request.scope[CLIENT])
         reply = CompletionReply(await self._body(request), self._options, _own_request_id(request))
 
         async def read_prompts() -> None:
@@ -110,7 +110,7 @@ class Endpoints:
 
     async def chat(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
-        self._serving.engine.check_room()
+        self._serving.check_room(request.scope[CLIENT])
         return self._answer(request, ChatReply(await self._body(request), self._options, _own_request_id(request)))
 
     async def tokenize(self, request: Request) -> ASGIApp:
@@ -202,7 +202,7 @@ class Endpoints:
             "model": model,
             "system_fingerprint": self._fingerprint,
         }
-        return Answer(self._serving, self._tracer, reply, head, request.scope["jaxllm"]["name"], prepare)
+        return Answer(self._serving, self._tracer, reply, head, own["name"], request.scope[CLIENT], prepare)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """Read a request's JSON, no more of it than is taken."""

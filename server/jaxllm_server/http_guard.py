@@ -16,10 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.errors import OverloadedError
 from jaxllm_server.auth import Keys
+from jaxllm_server.clients import client_of
 from jaxllm_server.errors import AuthError
 from jaxllm_server.http_errors import Headers, Refusal, body_too_large
 from jaxllm_server.options import LOOPBACK, ServerOptions
 
+CLIENT = "jaxllm.client"  # in a request's scope: who sent it
 OPEN_PATHS = frozenset({b"/health", b"/live", b"/ready"})  # for probes, which have no key
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
 _PREFLIGHT_SECONDS = b"600"  # that a browser may remember an answer to its question
@@ -51,7 +53,8 @@ class Guard:
             await _answer_preflight(headers, send)
             return
         if scope["raw_path"] not in OPEN_PATHS:
-            self._keys.check(_authorization(headers))
+            key = self._keys.check(_authorization(headers))
+            scope[CLIENT] = client_of(key, (scope.get("client") or ("",))[0])
         length = headers.get(b"content-length", [b"0"])[0]
         if not length.isdigit():
             raise Refusal(400, "Content-Length must be a number.", "BAD_HEADER", closes=True)

@@ -168,8 +168,8 @@ def _num_outputs(fields: Body, num_prompts: int, options: ServerOptions) -> int:
     n = fields.get("n", 1)
     if not isinstance(n, int):
         return 1
-    if num_prompts > 1 and n * num_prompts > options.max_sequences:
-        message = f"n times the number of prompts may be at most {options.max_sequences}, got {n} times {num_prompts}."
+    if num_prompts > 1 and n * num_prompts > options.most_sequences:
+        message = f"n times the number of prompts may be at most {options.most_sequences}, got {n} times {num_prompts}."
         raise UserError(message, "n")
     return n
 

@@ -47,6 +47,7 @@ class ServerOptions:
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None  # of the clients
     ssl_client_auth: bool = False  # refuse clients without a certificate that ssl_ca_certs signed
+    share_prefix_cache: bool = False  # among API keys; without it each of several has a cache of its own
     allowed_origins: tuple[str, ...] = ()  # of browsers; none: no CORS, and cross-origin requests are refused
     allowed_hosts: tuple[str, ...] = ()  # Host headers taken on loopback beside its own names
     root_path: str = ""  # prefix that a proxy in front strips
@@ -69,6 +70,7 @@ class ServerOptions:
     # Bounds of all requests together.
     max_queued_requests: int | None = None  # waiting for a slot; default: 4 for each of max_num_seqs
     max_queued_tokens: int | None = None  # of their prompts; default: 16 times max_model_len, at least 65,536
+    max_sequences_per_client: int | None = None  # under way, of an API key or else an address; default: no bound
     max_rpcs: int = 1024  # calls at once, on each front end; seven eighths of them on one connection of gRPC
     request_timeout: float = 600.0  # a request that is not through by then fails
     stall_timeout: float = 30.0  # a stream that is not read for so long is closed; 0: never
@@ -114,6 +116,11 @@ class ServerOptions:
             raise UserError("record_redacted needs record, the file.", "record_redacted")
         if any(not key for key in (*self.api_key, *self.admin_api_key)):
             raise UserError("an API key cannot be empty.", "api_key")
+
+    @property
+    def most_sequences(self) -> int:
+        """The most that one call may ask for: n times prompts."""
+        return min(self.max_sequences, self.max_sequences_per_client or self.max_sequences)
 
     @property
     def is_loopback(self) -> bool:

@@ -24,6 +24,7 @@ from jaxllm.tokenizer import Tokenizer
 from jaxllm.types import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
 from jaxllm_server.calls import Call, Chunk, Finish, Part, PromptInfo, Timing, Usage
 from jaxllm_server.chat_checks import check_template_kwargs, check_tools, with_parsed_arguments
+from jaxllm_server.clients import Shares
 from jaxllm_server.options import ServerOptions, template_kwargs
 from jaxllm_server.reasoning import REASONING_PARSERS, ReasoningParser, opens_reasoning
 from jaxllm_server.tool_parsers import TOOL_PARSERS, ToolCallDelta, ToolParser
@@ -42,6 +43,9 @@ class Serving:
         self.options = options
         self.names = options.served_model_name or (_model_name(engine.config.model),)
         self._template_kwargs = template_kwargs(options)
+        self._shares = Shares(options.max_sequences_per_client)
+        num_keys = len(options.api_key) + len(options.admin_api_key)
+        self._has_tenants = bool(options.api_key) and num_keys > 1 and not options.share_prefix_cache
         self._template: str | None = None
         if options.chat_template is not None:
             self._template = Path(options.chat_template).read_text(encoding="utf-8")
@@ -55,6 +59,11 @@ class Serving:
         if name and name not in self.names:
             raise NotFoundError(f"The model `{name[:128]}` does not exist; `{self.names[0]}` is served here.", "model")
         return name or self.names[0]
+
+    def check_room(self, client: str) -> None:
+        """Refuse what no request of a client could pass now; asked before anything of one is read."""
+        self._shares.check(client)
+        self.engine.check_room()
 
     def params_of(self, call: Call) -> SamplingParams:
         """Complete a call's sampling: what it gives, then the model's generation_config.json, then neutral values."""
@@ -76,35 +85,34 @@ class Serving:
         await self.engine.check_health()
         params = self.params_of(call)
         self._check_splitting(call, params)
-        with self.engine.preparing(params.n):
-            prompt = await self.prompt_of(call, is_cut=params.truncate_prompt_tokens is not None)
-        self._check_room(call, params, prompt)
-        reader = self._reader(call, params, prompt.get("prompt") or "")
-        if reader.shows_markers:
-            params = replace(params, skip_special_tokens=False)
-        request_id = call.request_id or uuid.uuid4().hex
-        outputs = self.engine.generate(
-            prompt,
-            params,
-            request_id,
-            priority=call.priority,
-            time_limit=call.time_limit,
-            timeout=self.options.request_timeout or None,
-            arrival=arrival,
-        )
-        if self.options.enable_log_requests:
-            num_prompt = len(prompt["prompt_token_ids"])
-            _log.info("request %s: %d prompt tokens, %s", request_id, num_prompt, given_of(params))
-        async with aclosing(outputs):
-            async for output in outputs:
-                chunk = reader.read(output)
-                if chunk.is_last:
-                    usage = chunk.usage
-                    facts = request_attributes(
-                        request_id, self.names[0], params, output.metrics, usage.prompt_tokens, usage.completion_tokens
-                    )
-                    current_span().set(facts, name=REQUEST_SPAN)
-                yield chunk
+        with self._shares.place(call.client, params.n):
+            with self.engine.preparing(params.n):
+                prompt = await self.prompt_of(call, is_cut=params.truncate_prompt_tokens is not None)
+            self._check_length(call, params, prompt)
+            reader = self._reader(call, params, prompt.get("prompt") or "")
+            if reader.shows_markers:
+                params = replace(params, skip_special_tokens=False)
+            request_id = call.request_id or uuid.uuid4().hex
+            outputs = self.engine.generate(
+                prompt,
+                params,
+                request_id,
+                priority=call.priority,
+                time_limit=call.time_limit,
+                timeout=self.options.request_timeout or None,
+                arrival=arrival,
+            )
+            if self.options.enable_log_requests:
+                num_prompt = len(prompt["prompt_token_ids"])
+                _log.info("request %s: %d prompt tokens, %s", request_id, num_prompt, given_of(params))
+            async with aclosing(outputs):
+                async for output in outputs:
+                    chunk = reader.read(output)
+                    if chunk.is_last:
+                        counts = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+                        facts = request_attributes(request_id, self.names[0], params, output.metrics, *counts)
+                        current_span().set(facts, name=REQUEST_SPAN)
+                    yield chunk
 
     async def prompt_of(self, call: Call, is_cut: bool = False) -> dict[str, Any]:
         """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt.
@@ -112,7 +120,7 @@ class Serving:
         What cannot fit into the context is refused before it is tokenized, unless it is to be cut.
         """
         tokenizer = self.engine.tokenizer
-        salt = {} if call.cache_salt is None else {"cache_salt": call.cache_salt}
+        salt = self._salt_of(call)
         if (call.prompt is None) == (call.messages is None):
             raise UserError("A request has either a prompt or messages.", "prompt")
         longest = self.engine.max_model_len
@@ -146,6 +154,15 @@ class Serving:
             ids = await self.engine.off_loop(tokenizer.encode, call.prompt, add)
         return {"prompt": call.prompt, "prompt_token_ids": ids, **salt}
 
+    def _salt_of(self, call: Call) -> dict[str, str]:
+        """Return what keeps a call's blocks of the cache from others: its own salt, and who asks where keys differ.
+
+        The colon is in no salt that a caller can give, so nobody can name another's.
+        """
+        if self._has_tenants:
+            return {"cache_salt": f"{call.client}:{call.cache_salt or ''}"}
+        return {} if call.cache_salt is None else {"cache_salt": call.cache_salt}
+
     async def tokenize(self, call: Call) -> list[int]:
         """Return the token ids of a call's prompt or messages."""
         self.check_model(call.model)
@@ -166,8 +183,9 @@ class Serving:
         """Refuse what is more than this server takes, before anything of that size is made."""
         options = self.options
         n, stops, ids = given.get("n"), given.get("stop"), given.get("stop_token_ids")
-        if isinstance(n, int) and n > options.max_n:
-            raise UserError(f"n must be at most {options.max_n}, got {n}.", "n", n)
+        most = min(options.max_n, options.most_sequences)
+        if isinstance(n, int) and n > most:
+            raise UserError(f"n must be at most {most}, got {n}.", "n", n)
         if isinstance(stops, list | tuple) and len(stops) > options.max_stops:
             raise UserError(f"stop may hold at most {options.max_stops} strings, got {len(stops)}.", "stop")
         for stop in [stops] if isinstance(stops, str) else stops if isinstance(stops, list | tuple) else ():
@@ -182,7 +200,7 @@ class Serving:
         if value is not None and (not isinstance(value, str) or not 0 < len(value) <= most or not _is_plain(value)):
             raise UserError(f"{name} must be 1 to {most} characters of A-Z, a-z, 0-9, '.', '_' and '-'.", name)
 
-    def _check_room(self, call: Call, params: SamplingParams, prompt: Mapping[str, Any]) -> None:
+    def _check_length(self, call: Call, params: SamplingParams, prompt: Mapping[str, Any]) -> None:
         """Refuse a number of output tokens that the client named and the context does not hold."""
         ids = prompt["prompt_token_ids"]
         asked = params.max_tokens if "max_tokens" in call.sampling else None

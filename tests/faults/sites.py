@@ -31,7 +31,8 @@ MODULES = (
         "jaxllm.stop_strings",
     ),
     *("jaxllm.streams", "jaxllm.tokenizer", "jaxllm.types"),
-    *("jaxllm_server.calls", "jaxllm_server.chat_checks", "jaxllm_server.grpc_gate", "jaxllm_server.grpc_messages"),
+    *("jaxllm_server.calls", "jaxllm_server.chat_checks", "jaxllm_server.clients", "jaxllm_server.grpc_gate"),
+    "jaxllm_server.grpc_messages",
     *("jaxllm_server.grpc_replies", "jaxllm_server.grpc_service", "jaxllm_server.http_answers"),
     *("jaxllm_server.http_app", "jaxllm_server.http_guard", "jaxllm_server.openai_chat"),
     *("jaxllm_server.openai_completions", "jaxllm_server.openai_messages", "jaxllm_server.prometheus"),
@@ -50,7 +51,8 @@ OTHER_MODULES = {
     "the loop around all requests; its death is in test_process_faults": ("jaxllm.engine_thread",),
     "before the first request": (
         *("jaxllm", "jaxllm.__main__", "jaxllm.ahead", "jaxllm.cli", "jaxllm.config", "jaxllm.convert"),
-        *("jaxllm.doctor", "jaxllm.flags", "jaxllm.memory", "jaxllm.model_files", "jaxllm.parts", "jaxllm.phases"),
+        *("jaxllm.doctor", "jaxllm.file_limit", "jaxllm.flags", "jaxllm.memory", "jaxllm.model_files"),
+        *("jaxllm.parts", "jaxllm.phases"),
         *("jaxllm.prepared", "jaxllm.setup", "jaxllm.sharding", "jaxllm.tokenizer_files"),
         *("jaxllm_server", "jaxllm_server.launch", "jaxllm_server.options", "jaxllm_server.sockets"),
         *("jaxllm_server.auth", "jaxllm_server.grpc_server"),
@@ -60,7 +62,7 @@ OTHER_MODULES = {
         *("jaxllm.errors", "jaxllm_server.errors", "jaxllm_server.grpc_errors", "jaxllm_server.http_errors"),
     ),
     "health": ("jaxllm_server.grpc_health",),
-    "the connection, not the request": ("jaxllm_server.http_protocol",),
+    "the connection, not the request": ("jaxllm_server.http_protocol", "jaxllm_server.http_server"),
     "without a server": ("jaxllm.llm",),
     "beside the engine, which goes on without it": ("jaxllm.recording", "jaxllm.replay", "jaxllm.snapshot"),
     "inside of a template, which its own tests break": ("jaxllm.template_sandbox",),
@@ -93,6 +95,7 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "Tokenizer.bos_token_id Tokenizer.eos_token_id Tokenizer.has_chat_template Tokenizer._named_id _decoding_of "
         "_flatten Tokenizer._longest_token Tokenizer._special_tokens Tokenizer._around Tokenizer._template",
         "jaxllm.types": "default_sampling_params",
+        "jaxllm_server.clients": "Shares.__init__",
         "jaxllm_server.grpc_gate": "Gate.__init__ Gate._guard",
         "jaxllm_server.grpc_service": "InferenceService.__init__ ControlService.__init__",
         "jaxllm_server.http_app": "make_app Endpoints.__init__ Endpoints.routes Endpoints._gated Front.__init__ "

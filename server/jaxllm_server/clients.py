@@ -1,0 +1,57 @@
+"""Who asks: clients are told apart by their API key or, where there are no keys, by their address.
+
+Each may have so many sequences under way, and each that has a key has a prefix cache of its own. Knows no protocol.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jaxllm.errors import OverloadedError
+
+
+def client_of(key: str | None, host: str | None) -> str:
+    """Name a client: by the name of its key, else by its IP address; "" where there is neither, as on a Unix socket."""
+    if key is not None or not host:
+        return key or ""
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return ""
+    # One machine is one client, whichever of its addresses a server on both kinds of IP sees.
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def host_of_peer(peer: str) -> str | None:
+    """Return the address in what gRPC calls a peer: "ipv4:127.0.0.1:1234", "ipv6:[::1]:1234" ("%5B::1%5D"), "unix:"."""
+    family, _, rest = peer.partition(":")
+    return rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "") if family in ("ipv4", "ipv6") else None
+
+
+class Shares:
+    """How many sequences each client has under way, on both front ends together, and that it is not too many."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most  # None: as many as there is room for
+        self._held: Counter[str] = Counter()
+
+    def check(self, client: str, num_sequences: int = 1) -> None:
+        """Refuse what would be more than a client's share; OverloadedError."""
+        held = self._held[client]  # a Counter: to look at a name does not add it
+        if self._most is not None and client and held + num_sequences > self._most:
+            raise OverloadedError(f"This client has {held} of {self._most} sequences under way.", retry_after=1.0)
+
+    @contextmanager
+    def place(self, client: str, num_sequences: int) -> Iterator[None]:
+        """Count a call's sequences as its client's while the body runs."""
+        self.check(client, num_sequences)
+        self._held[client] += num_sequences
+        try:
+            yield
+        finally:
+            self._held[client] -= num_sequences
+            if not self._held[client]:
+                del self._held[client]  # or every address that ever called would be remembered

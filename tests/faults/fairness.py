@@ -1,0 +1,124 @@
+"""One client that asks for nine tenths of what a server can do, beside ten that ask for little: what do those notice?
+
+    python -m tests.faults.fairness [seconds of each side]
+
+The ten make a tenth of the calls that the server could answer, first alone and then beside the one, which is bounded by
+`--max-sequences-per-client`; the two sides take turns. Everybody has a key of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+from typing import NamedTuple
+
+import aiohttp
+
+from tests.faults.overload import PROMPT, quantile
+from tests.serving_process import ServingProcess
+
+NUM_SMALL = 10
+HOG = "hog"
+KEYS = (HOG, *(f"small-{number}" for number in range(NUM_SMALL)))
+SHARE = 2  # sequences under way, of eight slots
+SERVER = (
+    *("--precompile", "covering", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
+    *("--max-sequences-per-client", f"{SHARE}"),
+    *(part for key in KEYS for part in ("--api-key", key)),
+)
+TOKENS = 32  # of an answer
+ROUNDS = 3  # of both sides in turns
+MOST_SLOWDOWN = 1.5  # of the small clients' 99th percentile
+
+
+class Side(NamedTuple):
+    """What one side's calls came to."""
+
+    ends: Counter[int]  # statuses
+    seconds: list[float]  # of the answers, in order
+
+
+class Fairness(NamedTuple):
+    """What the ten see alone and beside the one, and what that one gets."""
+
+    capacity: float  # calls a second
+    alone: Side
+    beside: Side
+    hog: Side
+
+    def slowdown(self, share: float = 0.99) -> float:
+        """Times that a percentile of the small clients' answers takes, beside the one."""
+        return quantile(self.beside.seconds, share) / quantile(self.alone.seconds, share)
+
+
+async def call(http: aiohttp.ClientSession, key: str, side: Side) -> None:
+    began = time.monotonic()
+    body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
+    async with http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}) as answer:
+        await answer.read()
+        side.ends[answer.status] += 1
+        if answer.status == 200:
+            side.seconds.append(time.monotonic() - began)
+
+
+async def closed_loop(http: aiohttp.ClientSession, seconds: float) -> float:
+    """Return the calls a second that the server answers when eight clients ask again and again."""
+    side, end = Side(Counter(), []), time.monotonic() + seconds
+
+    async def work(key: str) -> None:
+        while time.monotonic() < end:
+            await call(http, key, side)
+
+    await asyncio.gather(*(work(key) for key in KEYS[:8]))
+    return side.ends[200] / seconds
+
+
+async def open_loop(
+    http: aiohttp.ClientSession, keys: tuple[str, ...], rate: float, seconds: float, side: Side
+) -> None:
+    """Make calls at a random pace of `rate` a second, one key after another, whatever becomes of them."""
+    rng, end, due = random.Random(0), time.monotonic() + seconds, time.monotonic()
+    number, tasks = 0, set[asyncio.Task[None]]()
+    while (due := due + rng.expovariate(rate)) < end:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        task = asyncio.ensure_future(call(http, keys[number % len(keys)], side))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        number += 1
+    await asyncio.gather(*tasks)
+
+
+async def measure(address: str, seconds: float, rounds: int = ROUNDS) -> Fairness:
+    """Let the ten ask alone, then beside the one, in turns."""
+    alone, beside, hog = (Side(Counter(), []) for _ in range(3))
+    async with aiohttp.ClientSession(address, connector=aiohttp.TCPConnector(limit=0)) as http:
+        await closed_loop(http, 1.0)
+        capacity = await closed_loop(http, min(5.0, seconds))
+        for _ in range(rounds):
+            await open_loop(http, KEYS[1:], capacity / 10, seconds, alone)
+            await asyncio.gather(
+                open_loop(http, KEYS[1:], capacity / 10, seconds, beside),
+                open_loop(http, (HOG,), capacity * 9 / 10, seconds, hog),
+            )
+    for side in (alone, beside, hog):
+        side.seconds.sort()
+    return Fairness(capacity, alone, beside, hog)
+
+
+def main() -> None:
+    with ServingProcess(*SERVER) as server:
+        found = asyncio.run(measure(server.http, float(sys.argv[1]) if len(sys.argv) > 1 else 60.0))
+    print(f"capacity: {found.capacity:.0f} calls a second of {TOKENS} tokens; a client may have {SHARE} under way")
+    for name, side in (("ten alone", found.alone), ("ten beside", found.beside), ("the one", found.hog)):
+        median, p99 = (1000 * quantile(side.seconds, share) for share in (0.5, 0.99))
+        print(f"{name:12s} {median:6.1f} ms median {p99:6.1f} ms p99  {dict(side.ends)}")
+    print(f"the ten's p99 is {found.slowdown():.2f} x what it is alone (aim: {MOST_SLOWDOWN})")
+    if found.slowdown() > MOST_SLOWDOWN or set(found.beside.ends) != {200}:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

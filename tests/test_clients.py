@@ -1,0 +1,156 @@
+"""Who a call comes from, what one client may have under way, and whose prompts it finds in the cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxllm import Client, errors
+from jaxllm_server.clients import Shares, client_of, host_of_peer
+from jaxllm_server.options import ServerOptions
+from tests.faults import fairness
+from tests.serving_process import ServingProcess
+
+SHARE = 2
+LONG = [20 + number % 60 for number in range(100)]  # six blocks
+
+
+@pytest.mark.parametrize(
+    ("key", "host", "name"),
+    [
+        ("key-0", "10.0.0.1", "key-0"),
+        (None, "10.0.0.1", "10.0.0.1"),
+        (None, "::ffff:10.0.0.1", "10.0.0.1"),
+        (None, "2001:DB8:0::1", "2001:db8::1"),
+        (None, "[fe80::1%eth0]", "fe80::1"),
+        (None, "", ""),
+        (None, None, ""),
+        (None, "/tmp/socket", ""),
+    ],
+)
+def test_a_client_is_its_key_or_else_its_address(key: str | None, host: str | None, name: str) -> None:
+    assert client_of(key, host) == name
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:127.0.0.1:5000", "127.0.0.1"),
+        ("ipv6:[::1]:5000", "[::1]"),
+        ("ipv6:%5B::1%5D:5000", "::1"),
+        ("unix:", None),
+        ("unix:/tmp/a:b", None),
+        ("", None),
+    ],
+)
+def test_what_grpc_calls_a_peer(peer: str, host: str | None) -> None:
+    assert host_of_peer(peer) == host
+
+
+def test_a_share_is_held_as_long_as_the_work_and_no_client_is_remembered() -> None:
+    shares = Shares(3)
+    with shares.place("a", 2):
+        shares.check("a")
+        for count in (2, 3):
+            with pytest.raises(errors.OverloadedError, match="2 of 3"):
+                shares.check("a", count)
+        with shares.place("b", 3), shares.place("", 99), pytest.raises(RuntimeError):
+            with shares.place("a", 1):
+                raise RuntimeError
+        shares.check("a", 1)
+    shares.check("c")
+    assert shares._held == {}
+    with Shares(None).place("a", 10**6):
+        pass
+
+
+def test_one_call_cannot_ask_for_more_than_the_share() -> None:
+    assert ServerOptions().most_sequences == 128
+    assert ServerOptions(max_sequences_per_client=5).most_sequences == 5
+    assert ServerOptions(max_sequences_per_client=500).most_sequences == 128
+    with pytest.raises(errors.UserError, match="max_sequences_per_client is out of range: 0"):
+        ServerOptions(max_sequences_per_client=0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServingProcess]:
+    with ServingProcess(*fairness.SERVER, "--admin-api-key", "boss", "--enable-prompt-tokens-details") as server:
+        yield server
+
+
+def ask_http(server: ServingProcess, key: str, **fields: Any) -> httpx.Response:
+    body = {"prompt": LONG, "max_tokens": 2, **fields}
+    return httpx.post(f"{server.http}/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+
+
+def cached_http(server: ServingProcess, key: str, **fields: Any) -> int:
+    return ask_http(server, key, **fields).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def cached_grpc(server: ServingProcess, key: str, **fields: Any) -> int:
+    with Client(server.grpc, api_key=key, retries=False) as client:
+        return client.generate(LONG, max_tokens=2, **fields).usage.cached_prompt_tokens
+
+
+def test_no_key_finds_the_prompts_of_another(server: ServingProcess) -> None:
+    """Over both protocols, with and without a salt; the admin's key is one more."""
+    assert cached_http(server, "small-0") == 0
+    assert cached_http(server, "small-0") == cached_grpc(server, "small-0") == 96
+    for key in ("small-1", "boss"):
+        assert cached_grpc(server, key) == 0
+        assert cached_http(server, key) == 96
+    assert cached_http(server, "small-0", cache_salt="s") == 0 == cached_grpc(server, "small-1", cache_salt="s")
+    assert cached_grpc(server, "small-0", cache_salt="s") == 96 == cached_http(server, "small-1", cache_salt="s")
+    assert ask_http(server, "small-2", cache_salt="key-1:").status_code == 400  # another's name
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_client_with_its_share_is_refused_and_others_are_not(server: ServingProcess, protocol: str) -> None:
+    """The share is of both protocols together."""
+
+    async def check() -> None:
+        headers = {"authorization": f"Bearer {fairness.HOG}"}
+        long = {"prompt": [20], "max_tokens": 500, "ignore_eos": True, "stream": True}
+        async with httpx.AsyncClient(base_url=server.http, headers=headers, timeout=60.0) as http:
+            async with (
+                http.stream("POST", "/v1/completions", json=long) as first,
+                http.stream("POST", "/v1/completions", json=long) as second,
+            ):
+                assert first.status_code == second.status_code == 200
+                if protocol == "grpc":
+                    with pytest.raises(errors.OverloadedError, match="2 of 2"):
+                        await asyncio.to_thread(cached_grpc, server, fairness.HOG)
+                    assert await asyncio.to_thread(cached_grpc, server, "small-3") >= 0
+                else:
+                    full = await http.post("/v1/completions", json={"prompt": [20], "max_tokens": 1})
+                    assert full.status_code == 429 and full.headers["retry-after"] == "1"
+                    assert full.json()["error"]["message"] == "This client has 2 of 2 sequences under way."
+                    assert (await asyncio.to_thread(ask_http, server, "small-4")).status_code == 200
+        for _ in range(200):  # both have gone
+            if (await asyncio.to_thread(ask_http, server, fairness.HOG)).status_code == 200:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("a share was not given back")
+
+    asyncio.run(check())
+
+
+def test_a_call_for_more_than_the_share_is_wrong(server: ServingProcess) -> None:
+    for fields in ({"n": SHARE + 1}, {"prompt": [[20], [30], [40]]}):
+        answer = ask_http(server, "small-5", **fields)
+        assert answer.status_code == 400 and f"at most {SHARE}" in answer.json()["error"]["message"]
+
+
+def test_a_client_that_asks_for_nine_tenths_hardly_slows_ten_that_ask_for_little(server: ServingProcess) -> None:
+    """The bound allows for a machine that does other work; the figure of a quiet one is in RELIABILITY.md."""
+    for _ in range(3):
+        found = asyncio.run(fairness.measure(server.http, 3.0, rounds=1))
+        assert set(found.alone.ends) == set(found.beside.ends) == {200}
+        assert found.hog.ends[429]
+        if found.slowdown(0.9) < 2.0:
+            return
+    raise AssertionError(found)
