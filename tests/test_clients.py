@@ -12,6 +12,7 @@ import pytest
 from jaxllm import Client, errors
 from jaxllm_server.clients import Shares, client_of, host_of_peer
 from jaxllm_server.options import ServerOptions
+from tests.fake_serving import FakeServing, http_server
 from tests.faults import fairness
 from tests.serving_process import ServingProcess
 
@@ -25,8 +26,14 @@ LONG = [20 + number % 60 for number in range(100)]  # six blocks
         ("key-0", "10.0.0.1", "key-0"),
         (None, "10.0.0.1", "10.0.0.1"),
         (None, "::ffff:10.0.0.1", "10.0.0.1"),
-        (None, "2001:DB8:0::1", "2001:db8::1"),
-        (None, "[fe80::1%eth0]", "fe80::1"),
+        (None, "127.0.0.1", "loopback"),
+        (None, "127.9.9.9", "loopback"),
+        (None, "::1", "loopback"),
+        (None, "::ffff:127.0.0.1", "loopback"),
+        (None, "2001:DB8:0::1", "2001:db8::/64"),
+        (None, "2001:db8::ffff:0:0:1", "2001:db8::/64"),
+        (None, "2001:db8:0:1::1", "2001:db8:0:1::/64"),
+        (None, "[fe80::1%eth0]", "fe80::/64"),
         (None, "", ""),
         (None, None, ""),
         (None, "/tmp/socket", ""),
@@ -58,10 +65,12 @@ def test_a_share_is_held_as_long_as_the_work_and_no_client_is_remembered() -> No
         for count in (2, 3):
             with pytest.raises(errors.OverloadedError, match="2 of 3"):
                 shares.check("a", count)
-        with shares.place("b", 3), shares.place("", 99), pytest.raises(RuntimeError):
+        with shares.place("b", 3), shares.place("", 3), pytest.raises(RuntimeError):
             with shares.place("a", 1):
                 raise RuntimeError
         shares.check("a", 1)
+        with pytest.raises(errors.OverloadedError):
+            shares.check("b", 4)
     shares.check("c")
     assert shares._held == {}
     with Shares(None).place("a", 10**6):
@@ -106,6 +115,18 @@ def test_no_key_finds_the_prompts_of_another(server: ServingProcess) -> None:
     assert cached_http(server, "small-0", cache_salt="s") == 0 == cached_grpc(server, "small-1", cache_salt="s")
     assert cached_grpc(server, "small-0", cache_salt="s") == 96 == cached_http(server, "small-1", cache_salt="s")
     assert ask_http(server, "small-2", cache_salt="key-1:").status_code == 400  # another's name
+
+
+def test_no_header_says_who_a_client_is() -> None:
+    """uvicorn believes X-Forwarded-For from loopback unless it is told not to."""
+    serving = FakeServing()
+    seen: list[str] = []
+    serving.check_room = seen.append  # type: ignore[method-assign]
+    with http_server(serving) as port:
+        for address in ("10.9.8.7", "unknown"):
+            headers = {"x-forwarded-for": address, "forwarded": f"for={address}"}
+            assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={}, headers=headers).status_code == 400
+    assert seen == ["loopback", "loopback"]
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

@@ -521,7 +521,7 @@ def test_a_server_that_is_full_says_so_before_it_reads():
     serving = FakeServing()
 
     def check_room(client):
-        assert client == "127.0.0.1"
+        assert client == "loopback"
         raise OverloadedError("The queue is full.", retry_after=1.0)
 
     serving.check_room = check_room

@@ -65,6 +65,8 @@ def test_keys_open_what_they_should():
     keys = Keys(("a", "b"), ("boss",))
     for header in ("Bearer a", "bearer b", "Bearer  boss", "BEARER a "):
         keys.check(header)
+    assert [keys.check(f"Bearer {key}") for key in ("a", "b", "boss")] == ["key-0", "key-1", "admin-0"]
+    assert Keys(("a",), ("a",)).check("Bearer a", admin=True) == "admin-0"
     keys.check("Bearer boss", admin=True)
     for header in ("Bearer", "Bearer c", "a", "Basic a", "", "Bearer a b", "Bearer \udcff", "Bearer " + "a" * 10_000):
         with pytest.raises(AuthError) as caught:
@@ -82,7 +84,9 @@ def test_keys_open_what_they_should():
 def test_keys_that_are_not_configured():
     Keys().check(None)
     Keys().check(None, admin=True)
-    Keys(("a",)).check("Bearer a", admin=True)  # no admin keys: any key
+    Keys(("a",)).check("Bearer a", admin=True)  # no admin keys: the key
+    with pytest.raises(AdminRequiredError):
+        Keys(("a", "b")).check("Bearer a", admin=True)  # but not one of several: it would see what the others do
     Keys((), ("boss",)).check(None)  # only the control service is closed
     with pytest.raises(AuthError):
         Keys((), ("boss",)).check(None, admin=True)

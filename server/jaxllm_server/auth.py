@@ -1,7 +1,7 @@
 """Who may call: API keys, compared in constant time. Knows neither protocol: both hand in the Authorization header.
 
-With no keys at all every call is open. With admin keys the control service needs one of them; an admin key opens
-everything else too.
+With no keys at all every call is open. The control service needs an admin key where there are any, and where there are
+several API keys, because it shows and ends what others do; an admin key opens everything else too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class Keys:
     """The keys of one server, kept as digests."""
 
     def __init__(self, api_keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> None:
-        self._has_api, self._has_admin = bool(api_keys), bool(admin_keys)
+        self._has_api = bool(api_keys)
+        self._has_admins = bool(admin_keys) or len(api_keys) > 1
         self._known = [(f"key-{number}", _digest(key)) for number, key in enumerate(api_keys)]
         self._known += [(f"{_ADMIN}{number}", _digest(key)) for number, key in enumerate(admin_keys)]
 
@@ -32,7 +33,7 @@ class Keys:
             AuthError: no key or an unknown one, where one is needed.
             AdminRequiredError: a known key that does not open an `admin` call.
         """
-        if not self._has_api and not (admin and self._has_admin):
+        if not self._has_api and not (admin and self._has_admins):
             return None
         if header is None:
             raise AuthError("This server needs an API key: send the header 'Authorization: Bearer KEY'.", True)
@@ -43,7 +44,7 @@ class Keys:
         names = [name for name, known in self._known if hmac.compare_digest(digest, known)]
         if scheme.lower() != "bearer" or not names:
             raise AuthError("The API key is not known here.", False)
-        if admin and self._has_admin and not names[-1].startswith(_ADMIN):
+        if admin and self._has_admins and not names[-1].startswith(_ADMIN):
             raise AdminRequiredError("This call needs an admin key.")
         return names[-1]
 

@@ -14,15 +14,21 @@ from jaxllm.errors import OverloadedError
 
 
 def client_of(key: str | None, host: str | None) -> str:
-    """Name a client: by the name of its key, else by its IP address; "" where there is neither, as on a Unix socket."""
+    """Name a client: by the name of its key, else by its address; "" for all who have neither, as on a Unix socket.
+
+    This machine is one client, and so is each IPv6 network of /64, which is what a host is given to choose from.
+    """
     if key is not None or not host:
         return key or ""
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
         return ""
-    # One machine is one client, whichever of its addresses a server on both kinds of IP sees.
-    return str(getattr(address, "ipv4_mapped", None) or address)
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    if address.is_loopback:
+        return "loopback"
+    return str(address if address.version == 4 else ipaddress.ip_network((address, 64), strict=False))
 
 
 def host_of_peer(peer: str) -> str | None:
@@ -41,7 +47,7 @@ class Shares:
     def check(self, client: str, num_sequences: int = 1) -> None:
         """Refuse what would be more than a client's share; OverloadedError."""
         held = self._held[client]  # a Counter: to look at a name does not add it
-        if self._most is not None and client and held + num_sequences > self._most:
+        if self._most is not None and held + num_sequences > self._most:
             raise OverloadedError(f"This client has {held} of {self._most} sequences under way.", retry_after=1.0)
 
     @contextmanager

@@ -1,8 +1,8 @@
 """The two services of `jaxllm.v1`: what their calls do.
 
 `grpc_messages` reads the requests, `grpc_replies` writes the answers; errors are raised, and the server's interceptor
-turns them into statuses. Knows no socket and no key. Whatever ends a call (its result, a cancelled client, a deadline,
-a failed write) closes the iterator of `Serving`, and that aborts the request in any phase.
+turns them into statuses. Knows no socket; of keys, whose a call has. Whatever ends a call (its result, a cancelled
+client, a deadline, a failed write) closes the iterator of `Serving`, and that aborts the request in any phase.
 """
 
 from __future__ import annotations

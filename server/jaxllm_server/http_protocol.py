@@ -30,11 +30,12 @@ def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicor
     """Return how uvicorn serves the front end: this protocol, TLS, no logs of its own, and what `others` say."""
     return uvicorn.Config(
         app,
-        http=cast(Any, protocol_of(options)),  # uvicorn makes one and hands it to the loop, which knows both kinds
+        http=cast(Any, protocol_of(options)),  # `HttpServer` makes one for each connection
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # on loopback uvicorn would let a client say in a header who it is
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=1,

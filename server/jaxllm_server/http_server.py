@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -17,7 +17,6 @@ import uvicorn
 
 _log = logging.getLogger("jaxllm.server.http")
 RETRY_SECONDS = 1.0  # until a listener tries again; asyncio's own servers and gRPC wait as long
-_SHORT_OF = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _MOST_AT_ONCE = 64  # connections that are taken before what else the loop has to do
 
 
@@ -28,12 +27,14 @@ class Listener:
     does not get it back when another thread, gRPC's for one, was faster (a whole core in every second try, measured).
     """
 
-    def __init__(self, listening: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol], **tls: Any) -> None:
+    def __init__(
+        self, listening: socket.socket, make_protocol: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext | None
+    ) -> None:
         self._socket = listening
         self._make_protocol = make_protocol
-        self._tls = tls  # for `connect_accepted_socket`
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: set[asyncio.Task[None]] = set()  # with TLS a connection is first agreed upon
         self._retrying: asyncio.TimerHandle | None = None
         self._is_short = False  # since the last connection
         listening.setblocking(False)
@@ -44,10 +45,12 @@ class Listener:
         if self._retrying is not None:
             self._retrying.cancel()
         self._loop.remove_reader(self._socket)
+        for task in self._opening:
+            task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait for the connections that are being opened."""
-        await asyncio.gather(*self._opening)
+        """Wait until no connection is being opened."""
+        await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _resume(self) -> None:
         self._retrying = None
@@ -57,10 +60,11 @@ class Listener:
         for _ in range(_MOST_AT_ONCE):
             try:
                 connection, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return  # none is left, or its client has gone: if another waits, that is told again
             except OSError as error:
-                if error.errno in _SHORT_OF:
-                    self._pause(error)
-                return  # none is left, or the client has gone: what else waits is told again
+                self._pause(error)
+                return
             self._is_short = False
             task = self._loop.create_task(self._open(connection))
             self._opening.add(task)
@@ -68,20 +72,23 @@ class Listener:
 
     def _pause(self, error: OSError) -> None:
         if not self._is_short:
-            _log.warning("connections wait: %s", error.strerror)
+            _log.warning("connections cannot be taken: %s", error.strerror)
         self._is_short = True
         self._loop.remove_reader(self._socket)
         self._retrying = self._loop.call_later(RETRY_SECONDS, self._resume)
 
     async def _open(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._tls)
-        except OSError:  # a client that has gone, or speaks no TLS
+            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._tls)
+        except OSError:  # the client has gone, or speaks no TLS
             connection.close()
+        except Exception:
+            connection.close()
+            _log.exception("a connection could not be opened")
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server on sockets that are given to it."""
+    """uvicorn's server on sockets that listen already."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -97,5 +104,4 @@ class HttpServer(uvicorn.Server):
         def make_protocol() -> asyncio.BaseProtocol:
             return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop)
 
-        tls: dict[str, Any] = {} if self.config.ssl is None else {"ssl": self.config.ssl}
-        self.servers += [cast(Any, Listener(each, make_protocol, **tls)) for each in sockets or ()]
+        self.servers += [cast(Any, Listener(each, make_protocol, self.config.ssl)) for each in sockets or ()]

@@ -249,11 +249,11 @@ def _listen(options: ServerOptions) -> socket.socket:
         address = (options.host, options.port)
     try:
         listener.bind(address)
+        if options.uds is not None:
+            Path(options.uds).chmod(0o700)  # before anybody can connect
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         where = options.uds or f"{options.host}:{options.port}"
         raise UserError(f"HTTP cannot listen on {where}: {error.strerror}. Choose another --port.", "port") from error
-    if options.uds is not None:
-        Path(options.uds).chmod(0o700)
     return listener
