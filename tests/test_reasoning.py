@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm_server.reasoning import REASONING_PARSERS
+from tests.linear import is_linear
 from tests.naive import split_reasoning
 
 
@@ -73,16 +73,16 @@ def test_an_output_without_an_end_is_reasoning_and_one_without_a_start_is_conten
 @pytest.mark.parametrize("repeated", ["<", "</think", " ", "<think>", "<think></think>", "a"])
 @pytest.mark.parametrize("piece", [1, 2**20])
 def test_a_megabyte_of_adversarial_text_takes_linear_time(starts_inside: bool, repeated: str, piece: int) -> None:
-    def seconds(size: int) -> float:
+    def prepare(size: int) -> Callable[[], object]:
         text = repeated * (size // len(repeated))
         pieces = [text[at : at + piece] for at in range(0, len(text), piece)]
         parser = REASONING_PARSERS["qwen3"](starts_inside)
-        begin = time.process_time()
-        for one in pieces:
-            parser.push(one)
-        parser.finish()
-        return time.process_time() - begin
 
-    size = 2**19 if piece > 1 else 2**16
-    # What is not linear fails every time; a neighbour on the machine does not disturb every time.
-    assert any(seconds(2 * size) < 2.5 * max(seconds(size), 0.01) for _ in range(4))
+        def work() -> None:
+            for one in pieces:
+                parser.push(one)
+            parser.finish()
+
+        return work
+
+    assert is_linear(prepare, 2**19 if piece > 1 else 2**16)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm_server.tool_parsers import TOOL_PARSERS, ToolCallDelta
+from tests.linear import is_linear
 from tests.naive import parsed_calls
 
 _JSON = st.recursive(
@@ -220,16 +220,16 @@ _CALL = '<tool_call>{"name": "f", "arguments": '
 )
 @pytest.mark.parametrize("piece", [1, 2**20])
 def test_a_megabyte_of_adversarial_text_takes_linear_time(style: str, start: str, repeated: str, piece: int) -> None:
-    def seconds(size: int) -> float:
+    def prepare(size: int) -> Callable[[], object]:
         text = start + repeated * (size // len(repeated))
         pieces = [text[at : at + piece] for at in range(0, len(text), piece)]
         parser = TOOL_PARSERS[style](lambda: "x")
-        begin = time.process_time()
-        for one in pieces:
-            parser.push(one)
-        parser.finish()
-        return time.process_time() - begin
 
-    size = 2**18 if piece > 1 else 2**15  # a call of `push` costs ten times as much as a character
-    # What is not linear fails every time; a neighbour on the machine does not disturb every time.
-    assert any(seconds(2 * size) < 2.5 * max(seconds(size), 0.01) for _ in range(4))
+        def work() -> None:
+            for one in pieces:
+                parser.push(one)
+            parser.finish()
+
+        return work
+
+    assert is_linear(prepare, 2**18 if piece > 1 else 2**15)  # a call of `push` costs ten times as much as a character

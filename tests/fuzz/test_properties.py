@@ -23,6 +23,7 @@ from tests.fuzz import FEW, MANY, texts
 from tests.fuzz.doors import doors
 from tests.fuzz.fields import BASE, NAMES, VALUES
 from tests.fuzz.targets import TARGETS, check_verdicts
+from tests.linear import is_linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:temperature is less than")
 COUNTS = pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
@@ -217,25 +218,22 @@ def test_any_model_text_splits_the_same_however_it_is_cut(count: int) -> None:
 # Linear time.
 
 
-def _doubled(seconds: Callable[[int], float], size: int) -> bool:
-    """Say whether twice as much takes twice as long; what is not linear fails every time, a busy machine does not."""
-    return any(seconds(2 * size) < 2.5 * max(seconds(size), 0.01) for _ in range(4))
-
-
 @pytest.mark.parametrize("piece", [1, 7, 2**20])
 @pytest.mark.parametrize("repeated", ["a", "ab", "User", "\n", "aaaaaaab", "e\u0301"])
 def test_a_megabyte_of_text_without_its_stop_strings_takes_linear_time(repeated: str, piece: int) -> None:
     stops = ["a" * 63 + "b", "ab" * 31 + "c", "User:" * 12, "\n\n\n!"]
 
-    def seconds(size: int) -> float:
+    def prepare(size: int) -> Callable[[], object]:
         text = repeated * (size // len(repeated))
-        matcher = StopMatcher.of(stops)
-        started = time.process_time()
-        for at in range(0, len(text), piece):
-            matcher, _ = match_stops(matcher, text[at : at + piece])
-        return time.process_time() - started
 
-    assert _doubled(seconds, 2**19 if piece > 7 else 2**13)
+        def work() -> None:
+            matcher = StopMatcher.of(stops)
+            for at in range(0, len(text), piece):
+                matcher, _ = match_stops(matcher, text[at : at + piece])
+
+        return work
+
+    assert is_linear(prepare, 2**19 if piece > 7 else 2**13)
 
 
 @pytest.mark.parametrize("kind", ["embedded", "byte_fallback", "stripping"])
@@ -244,12 +242,13 @@ def test_a_run_of_broken_bytes_takes_linear_time(kind: str, byte: int) -> None:
     tokenizer = texts.tokenizer_of(kind)
     token = next(token for token in range(tokenizer.vocab_size) if tokenizer.piece(token) == bytes([byte]))
 
-    def seconds(size: int) -> float:
-        started = time.process_time()
-        state = begin(tokenizer, [token] * (size // 8))
-        for _ in range(size):
-            state, _ = advance(state, tokenizer, [token])
-        finish(state, tokenizer)
-        return time.process_time() - started
+    def prepare(size: int) -> Callable[[], object]:
+        def work() -> None:
+            state = begin(tokenizer, [token] * (size // 8))
+            for _ in range(size):
+                state, _ = advance(state, tokenizer, [token])
+            finish(state, tokenizer)
 
-    assert _doubled(seconds, 2**13)
+        return work
+
+    assert is_linear(prepare, 2**13)

@@ -5,8 +5,6 @@ Tool calls and reasoning have the same check beside their other tests.
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,6 +15,7 @@ from jaxllm.bench.sse import EventReader
 from jaxllm.errors import UserError
 from jaxllm.stop_strings import StopMatcher, match_stops
 from jaxllm_server import strict_json
+from tests.linear import is_linear
 
 MEGABYTE = 1 << 20
 
@@ -66,16 +65,8 @@ CUTS = [(case, piece) for case in CASES for piece in (1, MEGABYTE) if not (piece
 def test_twice_the_text_takes_twice_the_time(case: str, piece: int) -> None:
     read, start, repeated = CASES[case]
 
-    def seconds(size: int) -> float:
+    def prepare(size: int) -> Callable[[], object]:
         text = start + repeated * (size // len(repeated))
-        gc.disable()  # its passes over all that this process holds are not the scanner's
-        try:
-            began = time.process_time()
-            read(text, piece)
-            return time.process_time() - began
-        finally:
-            gc.enable()
+        return lambda: read(text, piece)
 
-    size = MEGABYTE // 2 if piece > 1 else MEGABYTE // 16  # a call costs ten times as much as a character
-    # What is not linear fails every time; a neighbour on the machine does not disturb every time.
-    assert any(seconds(2 * size) < 2.5 * max(seconds(size), 0.01) for _ in range(4))
+    assert is_linear(prepare, MEGABYTE // 2 if piece > 1 else MEGABYTE // 16)  # a call costs ten characters' time

@@ -1,0 +1,29 @@
+"""Whether something takes time in proportion to its size, on a machine that does other work too."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+LEAST_SECONDS = 0.01  # that count: less is the clock's
+TRIES = 4  # what is not linear fails every time, a neighbour on the machine does not disturb every time
+
+
+def is_linear(prepare: Callable[[int], Callable[[], object]], size: int) -> bool:
+    """Say whether twice as much takes twice as long. What `prepare` does to make the work for a size is not counted."""
+    return any(_seconds(prepare(2 * size)) < 2.5 * max(_seconds(prepare(size)), LEAST_SECONDS) for _ in range(TRIES))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the processor time of this thread alone: others compile programs, of engines that tests before have made.
+
+    Nor is the collector's counted, which goes over all that the process holds.
+    """
+    gc.disable()
+    try:
+        began = time.thread_time()
+        work()
+        return time.thread_time() - began
+    finally:
+        gc.enable()
