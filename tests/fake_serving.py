@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from jaxllm.errors import NotFoundError, UserError
+from jaxllm.errors import NotFoundError, OverloadedError, UserError
 from jaxllm.metrics import Load
 from jaxllm.types import Logprob, SamplingParams
 from jaxllm_server.calls import Chunk, Part, PromptInfo, Usage
@@ -48,13 +48,17 @@ class FakeServing:
         self.num_closed_early = 0
         self.num_off_loop = 0
         self.num_tokens = 3  # of whatever is tokenized
+        self.askers: list[str] = []  # who asked for room
+        self.is_full = False
 
     async def _off_loop(self, function, *arguments):
         self.num_off_loop += 1
         return await asyncio.to_thread(function, *arguments)
 
     def check_room(self, client):
-        """There is room for everybody."""
+        self.askers.append(client)
+        if self.is_full:
+            raise OverloadedError("The queue is full.", retry_after=1.0)
 
     def check_model(self, name):
         if name and name not in self.names:

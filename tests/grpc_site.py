@@ -41,11 +41,12 @@ class ScriptedServing:
         self.script = script or (lambda call: words("one ", "two"))
         self.calls: list[Call] = []
         self.num_open = 0
+        self.askers: list[str] = []  # who asked for room
         self.started = asyncio.Event()
         self.engine: Any = FakeEngine()
 
     def check_room(self, client: str) -> None:
-        """There is room for everybody."""
+        self.askers.append(client)
 
     def check_model(self, name: str) -> str:
         if name and name not in self.names:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 
 from jaxllm import Client, errors
+from jaxllm.v1 import inference_pb2, inference_pb2_grpc
+from jaxllm_server.auth import Keys
+from jaxllm_server.calls import Call
 from jaxllm_server.clients import Shares, client_of, host_of_peer
 from jaxllm_server.options import ServerOptions
+from jaxllm_server.serving import Serving
 from tests.fake_serving import FakeServing, http_server
 from tests.faults import fairness
+from tests.grpc_site import site
 from tests.serving_process import ServingProcess
 
-SHARE = 2
 LONG = [20 + number % 60 for number in range(100)]  # six blocks
 
 
@@ -120,13 +127,46 @@ def test_no_key_finds_the_prompts_of_another(server: ServingProcess) -> None:
 def test_no_header_says_who_a_client_is() -> None:
     """uvicorn believes X-Forwarded-For from loopback unless it is told not to."""
     serving = FakeServing()
-    seen: list[str] = []
-    serving.check_room = seen.append  # type: ignore[method-assign]
     with http_server(serving) as port:
         for address in ("10.9.8.7", "unknown"):
             headers = {"x-forwarded-for": address, "forwarded": f"for={address}"}
             assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={}, headers=headers).status_code == 400
-    assert seen == ["loopback", "loopback"]
+    assert serving.askers == ["loopback"] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "salt"),
+    [
+        ({}, None),
+        ({"api_key": ("a",)}, None),
+        ({"admin_api_key": ("a", "b")}, None),  # generating needs no key there
+        ({"api_key": ("a", "b")}, "key-0:"),
+        ({"api_key": ("a",), "admin_api_key": ("b",)}, "key-0:"),
+        ({"api_key": ("a", "b"), "share_prefix_cache": True}, None),
+    ],
+    ids=str,
+)
+def test_where_there_are_several_keys_each_has_a_cache_of_its_own(options: dict[str, Any], salt: str | None) -> None:
+    engine: Any = SimpleNamespace(config=SimpleNamespace(model="m"), tokenizer=None, max_model_len=9)
+    serving = Serving(engine, ServerOptions(**options))
+    for own in (None, "s"):
+        prompt = asyncio.run(serving.prompt_of(Call(client="key-0", prompt=[1], cache_salt=own)))
+        wanted = own if salt is None else f"{salt}{own or ''}"
+        assert prompt == {"prompt_token_ids": [1]} | ({} if wanted is None else {"cache_salt": wanted})
+
+
+@pytest.mark.parametrize(("keys", "is_tcp", "name"), [((), True, "loopback"), ((), False, ""), (("k",), True, "key-0")])
+def test_who_calls_over_grpc(keys: tuple[str, ...], is_tcp: bool, name: str, tmp_path: Path) -> None:
+    async def check() -> None:
+        where: dict[str, Any] = {} if is_tcp else {"grpc_port": None, "grpc_uds": str(tmp_path / "socket")}
+        async with site(keys=Keys(keys), **where) as own:
+            async with grpc.aio.insecure_channel(own.target) as channel:
+                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+                metadata = [("authorization", f"Bearer {key}") for key in keys]
+                await stub.Generate(inference_pb2.GenerateRequest(text="a"), metadata=metadata)
+            assert [call.client for call in own.serving.calls] == own.serving.askers == [name]
+
+    asyncio.run(check())
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -161,9 +201,9 @@ def test_a_client_with_its_share_is_refused_and_others_are_not(server: ServingPr
 
 
 def test_a_call_for_more_than_the_share_is_wrong(server: ServingProcess) -> None:
-    for fields in ({"n": SHARE + 1}, {"prompt": [[20], [30], [40]]}):
+    for fields in ({"n": fairness.SHARE + 1}, {"prompt": [[20], [30], [40]]}):
         answer = ask_http(server, "small-5", **fields)
-        assert answer.status_code == 400 and f"at most {SHARE}" in answer.json()["error"]["message"]
+        assert answer.status_code == 400 and f"at most {fairness.SHARE}" in answer.json()["error"]["message"]
 
 
 def test_a_client_that_asks_for_nine_tenths_hardly_slows_ten_that_ask_for_little(server: ServingProcess) -> None:

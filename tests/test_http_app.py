@@ -519,13 +519,9 @@ def test_an_app_can_be_made_before_the_model_is_there():
 
 def test_a_server_that_is_full_says_so_before_it_reads():
     serving = FakeServing()
-
-    def check_room(client):
-        assert client == "loopback"
-        raise OverloadedError("The queue is full.", retry_after=1.0)
-
-    serving.check_room = check_room
+    serving.is_full = True
     with http_server(serving) as port:
         for path in ("/v1/completions", "/v1/chat/completions"):
             response = httpx.post(f"http://127.0.0.1:{port}{path}", content=b"{", headers={"content-type": "text/html"})
             assert response.status_code == 429 and response.headers["retry-after"] == "1"
+    assert serving.askers == ["loopback"] * 2

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from jaxllm.errors import OverloadedError, UserError
 from jaxllm_server.grpc_errors import Failure, failure_of
 from jaxllm_server.grpc_health import CONTROL, HEALTH
-from jaxllm_server.grpc_service import REQUEST_ID
+from jaxllm_server.grpc_service import REQUEST_ID, first
 
 if TYPE_CHECKING:
     from jaxllm_server.auth import Keys
@@ -63,7 +63,7 @@ class Gate(grpc.aio.ServerInterceptor):
         method: str = handler_call_details.method
         if not method.startswith(_HEALTH_PREFIX):
             try:
-                header = _first(handler_call_details.invocation_metadata, "authorization")
+                header = first(handler_call_details.invocation_metadata, "authorization")
                 self._keys.check(header, admin=method.startswith(_ADMIN_PREFIXES))
             except Exception as error:  # what gRPC sees of it, a client sees, with the name of its class
                 return self._refusal(method, error)
@@ -110,7 +110,7 @@ class Gate(grpc.aio.ServerInterceptor):
         """Answer one call and account for it; every exception becomes a status, and the log has the unforeseen ones."""
         is_counted = not method.startswith(_HEALTH_PREFIX)
         began = time.monotonic()
-        span = self._tracer.start(_first(context.invocation_metadata(), "traceparent"), method[1:], _SPAN)
+        span = self._tracer.start(first(context.invocation_metadata(), "traceparent"), method[1:], _SPAN)
         asked: list[Message] = []
         error: BaseException | None = None
         code = "OK"
@@ -185,7 +185,7 @@ async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
 
 def _request_id(context: grpc.aio.ServicerContext) -> str:
     """Return the id that the service has given to the call so far; "" if none."""
-    return _first(context.trailing_metadata(), REQUEST_ID) or ""
+    return first(context.trailing_metadata(), REQUEST_ID) or ""
 
 
 def _parse(raw: bytes, parse: Callable[[bytes], Message]) -> Message:
@@ -198,8 +198,3 @@ def _parse(raw: bytes, parse: Callable[[bytes], Message]) -> Message:
 async def _parsed(raws: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> AsyncIterator[Message]:
     async for raw in raws:
         yield _parse(raw, parse)
-
-
-def _first(metadata: Any, key: str) -> str | None:
-    """Return the first value of a key of metadata as text."""
-    return next((value for name, value in metadata or () if name == key and isinstance(value, str)), None)

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import grpc.aio
@@ -142,10 +142,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         remaining = context.time_remaining()
         if remaining is not None and remaining < _LEAST_REMAINING:
             raise DeadlineError("The deadline of this call was over before it began.")
-        key = self._keys.check(_metadata(context, "authorization") or None)  # the gate has let it in: whose is it?
+        metadata = context.invocation_metadata()
+        key = self._keys.check(first(metadata, "authorization"))  # the gate has let it in: whose is it?
         client = client_of(key, host_of_peer(context.peer()))
         self._serving.check_room(client)
-        hint = "" if request.request_id else _metadata(context, REQUEST_ID)
+        hint = "" if request.request_id else first(metadata, REQUEST_ID) or ""
         request_id = request.request_id or hint or uuid4().hex
         # So that a failure, too, can be found in the log: the interceptor reads it from here.
         if _can_be_metadata(request_id):
@@ -334,10 +335,9 @@ class Writer:
             self._task.cancel()
 
 
-def _metadata(context: grpc.aio.ServicerContext, key: str) -> str:
-    """Return the first value that the client sent under `key`; "" if none."""
-    values = (value for name, value in context.invocation_metadata() or () if name == key)
-    return next((value for value in values if isinstance(value, str)), "")
+def first(metadata: Any, key: str) -> str | None:
+    """Return the first value of a key of metadata as text."""
+    return next((value for name, value in metadata or () if name == key and isinstance(value, str)), None)
 
 
 def _can_be_metadata(value: str) -> bool:
