@@ -115,7 +115,7 @@ def main() -> None:
     for name, side in (("ten alone", found.alone), ("ten beside", found.beside), ("the one", found.hog)):
         median, p99 = (1000 * quantile(side.seconds, share) for share in (0.5, 0.99))
         print(f"{name:12s} {median:6.1f} ms median {p99:6.1f} ms p99  {dict(side.ends)}")
-    print(f"the ten's p99 is {found.slowdown():.2f} x what it is alone (aim: {MOST_SLOWDOWN})")
+    print(f"fairness: the ten's p99 is {found.slowdown():.2f} times what it is alone (aim: {MOST_SLOWDOWN})")
     if found.slowdown() > MOST_SLOWDOWN or set(found.beside.ends) != {200}:
         sys.exit(1)
 

@@ -2,9 +2,10 @@
 
     python -m tests.faults.overload [seconds of each load]
 
-Prints a row for each load, and one for a burst of 2,000 calls in a second; every fiftieth prompt is long. The server is
-a process of its own; calls come from this one, half of them over each protocol, and a third process asks now and then
-how long a refusal and a look at the health take, so that this one's own queue is not measured.
+Prints a row for each load, one for a burst of 2,000 calls in a second, and a line that holds the two aims of row 35; it
+ends with 1 where one is missed. Every fiftieth prompt is long. The server is a process of its own; calls come from this
+one, half of them over each protocol, and a third process asks now and then how long a refusal and a look at the health
+take, so that this one's own queue is not measured.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ SERVER = ("--precompile", "covering", "--max-num-seqs", "8", "--max-num-batched-
 PROMPT = [20, 30, 40, 50, 60, 70, 80, 90]
 LONG_PROMPT = PROMPT * 50
 BURST = 2000  # calls in a second
+LEAST_SHARE, MOST_REFUSAL_MS = 0.9, 20.0  # row 35: of the peak, at the last of the loads; median
 TOKENS = 64  # of an answer
 TITLE = (
     "load  offered/s answered/s  of peak  refused  refusal ms p50/p99  health ms p50/p99  answer ms"
@@ -231,6 +233,14 @@ def main() -> None:
             f" {row.most_waiting:8d} {row.server_busy:7.2f} {row.client_busy:7.2f} {row.late_ms:8.0f}"
             f"  {dict(row.ends)}"
         )
+    worst = rows[len(LOADS) - 1]
+    share, refusal = worst.goodput / peak, quantile(worst.refusal_ms, 0.5)
+    print(
+        f"overload: at {worst.load:g} times the capacity {share:.0%} of the peak is answered (aim: {LEAST_SHARE:.0%}),"
+        f" a refusal takes {refusal:.1f} ms (aim: {MOST_REFUSAL_MS:g})"
+    )
+    if not (share >= LEAST_SHARE and refusal < MOST_REFUSAL_MS):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
