@@ -254,6 +254,7 @@ def unpack_rows(packed: jax.Array) -> SamplingState:
     )
 
 
+@partial(jax.jit, static_argnames=("variant", "num_logprobs", "vocabulary", "processors", "kernel"))
 def sample(
     logits: jax.Array,
     rows: SamplingState,

@@ -168,10 +168,7 @@ class Vocabulary:
             return lax.fori_loop(0, jnp.where(jnp.any(is_wanted), 32 // bits, 0), settle, start)
 
         def search_unrolled() -> jax.Array:
-            found = start
-            for turn in range(32 // bits):
-                found = settle(turn, found)
-            return found
+            return lax.fori_loop(0, 32 // bits, settle, start, unroll=True)
 
         # A loop would take the step out of its CUDA graph. On a CPU it compiles in a fifth of the time, and is skipped
         # when no row asks for it. Decided when lowering: the program holds one of the two.

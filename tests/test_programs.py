@@ -23,7 +23,8 @@ from jaxllm.metrics import Metrics
 from jaxllm.programs import Key, Programs
 from jaxllm.runner import Runner
 from jaxllm.sampling import Variant
-from jaxllm.setup import prepare
+from jaxllm.setup import free_bytes, plan_memory, prepare
+from jaxllm.sharding import make_mesh
 from jaxllm.state import Plan
 from tests.bench import padding
 
@@ -116,6 +117,18 @@ def test_every_program_keeps_the_cache_in_place(llm: LLM) -> None:
         copies = re.findall(rf"= f32\[{shape}\][^ ]* copy\(", program.as_text())
         assert not copies, f"{key} copies the cache"
         assert program.memory_analysis().alias_size_in_bytes == state_bytes, f"{key} does not reuse the whole state"
+
+
+def test_layers_share_what_is_traced(llm: LLM) -> None:
+    """A program's text holds attention, cache writes and the feed-forward once, however many layers call them."""
+    runner = llm.engine.runner
+    for key in runner.programs.covering:
+        text = runner._lower(key).as_text()
+        shared = ["write_kv", "paged_decode", "_mlp", *(["paged_prefill"] if key.shape.tiles else [])]
+        assert runner.setup.spec.num_layers == 2
+        for name in shared:
+            found = len(re.findall(rf"func private @{name}\(", text)), len(re.findall(rf"call @{name}\(", text))
+            assert found == (1, 2), (name, found)
 
 
 def test_tables_of_sizes() -> None:
@@ -237,10 +250,12 @@ def test_the_number_of_blocks_is_coarse(count: int) -> None:
 
 
 def test_a_pool_asked_for_by_nobody_holds_at_least_one_sequence() -> None:
-    with LLM(
-        str(GOLDEN / "stories260K"), precompile="covering", max_num_seqs=1, max_model_len=300, block_size=4
-    ) as llm:
-        assert llm.engine.max_model_len == 300 and llm.engine.runner.geometry.num_blocks == 75
+    config = EngineConfig(
+        model=str(GOLDEN / "stories260K"), device="cpu", max_num_seqs=1, max_model_len=300, block_size=4
+    )
+    setup = prepare(config, needs_weights=False)
+    plan = plan_memory(config, setup, make_mesh(setup.devices, 1), free_bytes(setup, 1))
+    assert setup.max_model_len == 300 and plan.num_blocks == 75
 
 
 def test_two_thousand_steps_leave_no_memory_behind(llm: LLM) -> None:

@@ -9,9 +9,11 @@ size, F feed-forward width, V vocabulary (Vx on one shard, with its padding).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax import Array, lax, named_scope
 from jaxtyping import Float, Int
@@ -291,6 +293,7 @@ def _feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, axis: str) 
     return _all_reduce(experts.mix(spec, spec.experts, weights, x, axis).astype(x.dtype), axis)
 
 
+@partial(jax.jit, static_argnames=("spec", "axis"))
 def _mlp(spec: Spec, weights: Arrays, x: Array, axis: str) -> Array:
     inner = layers.linear(x, weights["up"], weights.get("up_bias"))  # [T, (2) F / X], float32
     if spec.mlp_gated:

@@ -60,6 +60,7 @@ def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
     return weights
 
 
+@partial(jax.jit, static_argnames=("spec", "experts", "axis"))
 def mix(spec: Spec, experts: Experts, weights: dict[str, Array], x: Array, axis: str) -> Array:
     """Compute this shard's part of what the experts give for `x` [T, D]: [T, D] float32, to be summed over shards."""
     chosen, gates = route(experts, weights, x)

@@ -25,6 +25,7 @@ from jaxllm.model.spec import Activation, BandScaling, LinearScaling, NormKind, 
 _FEW_ROWS = 64
 
 
+@jax.jit
 def linear(x: Array, weight: Array | Int8[Array], bias: Array | None = None) -> Array:
     """Multiply `x` [T, in] with `weight` [out, in] and add `bias` [out]: [T, out] in float32.
 
@@ -75,6 +76,7 @@ def _first_of_two_rows(x: Array, weight: Array) -> Array:
     return _product(jnp.concatenate([x, x]), weight)[:1]
 
 
+@partial(jax.jit, static_argnames=("kind", "eps"))
 def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float, power: Array | None = None) -> Array:
     """Normalise the last axis of `x`: root mean square (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016).
 
