@@ -18,8 +18,9 @@ from jaxllm import errors
 from jaxllm.client.channel import error_of as exception_of
 from jaxllm.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.grpc_site import details_of
+from tests.sizes import FEW_SLOTS, flags
 
-SMALL = ("--precompile", "covering", "--max-num-seqs", "2", "--max-num-batched-tokens", "128")
+SMALL = flags(FEW_SLOTS)
 LONG = {"max_tokens": 480, "ignore_eos": True}
 # What may stand in no answer: traces, addresses, paths, names of exceptions.
 SECRETS = re.compile(

@@ -11,8 +11,10 @@ import threading
 import time
 from pathlib import Path
 
+from tests.sizes import MANY_SLOTS, flags
+
 ROOT = Path(__file__).parent.parent
-QUICK = ("--precompile", "covering", "--max-num-seqs", "16", "--max-num-batched-tokens", "128")
+QUICK = flags(MANY_SLOTS)
 
 
 class ServingProcess:

@@ -27,15 +27,10 @@ from jaxllm.errors import (
 from jaxllm.samples import Sample
 from jaxllm.state import Cleared, Removed, Stored
 from jaxllm.types import RequestOutput, RequestOutputKind
+from tests.sizes import SLOTS
 
 DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
-SETTINGS: dict[str, Any] = {
-    "precompile": "covering",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "num_kv_blocks": 256,
-    "enable_kv_cache_events": True,
-}
+SETTINGS = SLOTS | {"enable_kv_cache_events": True}
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 

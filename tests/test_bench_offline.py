@@ -20,15 +20,16 @@ from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError, UserError
 from jaxllm.metrics import Load, Metrics
 from jaxllm.types import CompletionOutput, RequestOutput
+from tests.sizes import FEW_SLOTS, flags
 
 Run = Callable[..., tuple[int, str, str]]
-QUICK = ("--precompile", "covering", "--max-num-seqs", "4", "--max-model-len", "128")
+QUICK = flags(FEW_SLOTS)
 JOBS = [Job((5, 6, 7), 3, 6), Job((8, 9), 2, 3), Job((5, 6, 7, 8), 4, 1)]
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(precompile="covering", max_num_seqs=4, max_model_len=128) as llm:
+    with LLM(**FEW_SLOTS) as llm:
         yield llm
 
 
@@ -69,8 +70,7 @@ def test_every_job_gets_its_length_and_the_warm_up_leaves_nothing(llm: LLM, n: i
 
 
 def test_through_the_asynchronous_engine_it_is_the_same_work() -> None:
-    settings = {"precompile": "covering", "max_num_seqs": 4, "max_model_len": 128}
-    served = throughput.run_async(settings, JOBS * 6, num_warmups=1)  # more than four slots and their queue hold
+    served = throughput.run_async(FEW_SLOTS, JOBS * 6, num_warmups=1)  # more than the slots and their queue hold
     assert served.output_tokens == 60 and len(served.samples["ttft_ms"]) == 18
     assert served.timeline is not None and served.timeline["generated_tokens"][-1] == 60
 

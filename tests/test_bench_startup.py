@@ -12,10 +12,11 @@ import pytest
 from jaxllm import LLM, EngineError, cli
 from jaxllm.bench import startup
 from jaxllm.phases import Phase, Phases, describe
+from tests.sizes import SLOTS, flags
 
 STORIES = str(Path(__file__).parent / "golden" / "stories260K")
-SMALL = {"model": STORIES, "precompile": "covering", "max_num_seqs": 8, "max_num_batched_tokens": 64}
-FLAGS = ("--model", STORIES, "--precompile", "covering", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+SMALL = SLOTS | {"model": STORIES}
+FLAGS = flags(SMALL)
 
 
 def start(kind: startup.Kind, first: float, everything: float | None = None) -> startup.Start:

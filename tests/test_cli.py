@@ -21,6 +21,7 @@ from jaxllm.commands.chat import CHAT_HELP
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineError, UserError
 from jaxllm.types import CompletionOutput, RequestOutput, SamplingParams
+from tests.sizes import FEW_SLOTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -495,8 +496,7 @@ def test_the_real_engine_generates_and_chats(
     """The embedded model, loaded once for both commands."""
     from jaxllm.llm import LLM
 
-    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 128, "num_kv_blocks": 16}
-    with LLM(precompile="covering", **settings) as llm:
+    with LLM(**FEW_SLOTS) as llm:
         shared = SimpleNamespace(LLM=lambda *_, **__: _Kept(llm))
         monkeypatch.setitem(sys.modules, "jaxllm.llm", shared)
         expected = llm.generate(["The cat", "A dog"], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)

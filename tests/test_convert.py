@@ -21,6 +21,7 @@ from jaxllm.errors import UserError
 from jaxllm.model import orbax_checkpoint, weights
 from jaxllm.model.families import read_spec
 from tests.checkpoints import CONFIG, random_tensors, write_checkpoint
+from tests.sizes import FEW_SLOTS
 from tests.test_parity import CASES, QUICK
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -109,8 +110,7 @@ def test_the_embedded_model_tells_the_same_stories(tmp_path, capfd):
     prompts, params = ["Once upon a time", "There was once"], SamplingParams(temperature=0, max_tokens=24)
     texts = []
     for model in (None, str(target)):
-        settings = {"max_num_seqs": 2, "max_num_batched_tokens": 128, "num_kv_blocks": 24}  # programs of other tests
-        with LLM(model, precompile="covering", **settings) as llm:
+        with LLM(model, **FEW_SLOTS) as llm:
             texts.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
     assert all(len(ids) == 24 for ids in texts[0])
     assert texts[0] == texts[1]

@@ -273,6 +273,6 @@ def test_doctor_and_the_start_say_that_it_is_on(
     code, said, _ = run_jaxllm("doctor", "--deterministic")
     assert code == 0 and "deterministic: True (asked for)" in said
     assert "max_num_batched_tokens: 32 (" in said
-    with caplog.at_level("INFO", logger="jaxllm.runner"), make(WINDOWS):
+    with caplog.at_level("INFO", logger="jaxllm.runner"), make(MODEL_DIR):
         pass
     assert "deterministic: every step computes 32 tokens" in caplog.text

@@ -22,6 +22,7 @@ import pytest
 from jaxllm import LLM, EngineError, SamplingParams, UserError
 from jaxllm.runner import StepInFlight
 from jaxllm.types import MAX_REPORTED_TOKENS, RequestOutput
+from tests.sizes import FEW_BLOCKS, SHORT_BLOCKS, SLOTS
 
 GOLDEN = Path(__file__).parent / "golden"
 STORIES = str(GOLDEN / "stories260K")
@@ -35,9 +36,8 @@ PROMPTS = ["Once upon a time", "Tom had a dog", "Lily and Ben went to the", "One
 GREEDY = SamplingParams(temperature=0.0, max_tokens=136)
 
 
-def make(**settings: Any) -> LLM:
-    settings = {"precompile": "covering", "max_num_seqs": 8, "max_num_batched_tokens": 64} | settings
-    return LLM(STORIES, **settings)
+def make(sizes: dict[str, Any] = SLOTS, **settings: Any) -> LLM:
+    return LLM(STORIES, **sizes | settings)
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -69,7 +69,7 @@ def test_it_tells_the_story(llm: LLM) -> None:
     ("settings", "copies"),
     [
         pytest.param({"enable_prefix_caching": False, "max_num_batched_tokens": 8}, 2, marks=pytest.mark.slow),
-        ({"num_kv_blocks": 14}, 2),
+        (FEW_BLOCKS, 2),
         pytest.param({"block_size": 1}, 2, marks=pytest.mark.slow),
         pytest.param({"max_num_batched_tokens": 512, "max_num_seqs": 64, "block_size": 64}, 16, marks=pytest.mark.slow),
         pytest.param({"tensor_parallel_size": 4}, 2, marks=pytest.mark.slow),
@@ -108,7 +108,7 @@ def test_steps_in_flight_change_no_token_with_aborts_and_preemption() -> None:
     going = {int(name): int(random.integers(1, 40)) for name in random.choice(40, 10, replace=False)}
     told: dict[bool, dict[str, RequestOutput]] = {}
     for is_on in (False, True):
-        with make(async_scheduling=is_on, num_kv_blocks=14, block_size=8, max_num_seqs=8) as llm:
+        with make(FEW_BLOCKS, async_scheduling=is_on) as llm:
             engine = llm.engine
             for number, own in enumerate(params):
                 engine.add_request(str(number), PROMPTS[number % 4], own)
@@ -121,7 +121,7 @@ def test_steps_in_flight_change_no_token_with_aborts_and_preemption() -> None:
                         outputs.append(output)
                 ended |= {output.request_id: output for output in outputs if output.finished}
             assert engine.metrics.preemptions > 0
-            assert engine._core.state.pool.num_available == 14 and not engine._samples
+            assert engine._core.state.pool.num_available == FEW_BLOCKS["num_kv_blocks"] and not engine._samples
     assert told[True].keys() == told[False].keys() and len(told[True]) == 40
     for name, output in told[True].items():
         for one, other in zip(output.outputs, told[False][name].outputs, strict=True):
@@ -205,7 +205,7 @@ def test_shards_change_neither_tokens_nor_logprobs_and_exchange_little(llm: LLM,
 
 def test_n_samples_share_their_prompt_and_are_those_of_following_seeds() -> None:
     prompt = "Once upon a time there was a little boy who had a red ball and a big dog"
-    with make(enable_prefix_caching=False, block_size=4) as llm:
+    with make(SHORT_BLOCKS, enable_prefix_caching=False) as llm:
         params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=12)
         (output,) = generate(llm, prompt, params)
         admitted = llm.engine.metrics.computed_tokens
@@ -233,19 +233,18 @@ def test_penalties_see_the_tokens_that_the_prefix_cache_supplied(llm: LLM) -> No
     assert tokens(first) == tokens(again)
 
 
-def test_a_bias_holds_for_its_request_alone_in_slots_that_change_hands() -> None:
+def test_a_bias_holds_for_its_request_alone_in_slots_that_change_hands(llm: LLM) -> None:
     plain = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     always, never = ({"logit_bias": {300: bias}} for bias in (100.0, -100.0))
-    with make(max_num_seqs=2) as llm:
-        (alone,) = tokens(generate(llm, PROMPTS[0], plain))
-        banned = dataclasses.replace(plain, logit_bias={alone[0]: -100.0})
-        params = [plain, dataclasses.replace(plain, **always), banned] * 3
-        outputs = tokens(generate(llm, [PROMPTS[0]] * 9, params))
-        assert outputs[0::3] == [alone] * 3
-        assert outputs[1::3] == [[300] * 6] * 3
-        assert all(alone[0] not in output for output in outputs[2::3])
-        assert tokens(generate(llm, PROMPTS[0], dataclasses.replace(plain, **never))) == [alone]
-        assert llm.engine.metrics.compilations_after_ready == 0
+    (alone,) = tokens(generate(llm, PROMPTS[0], plain))
+    banned = dataclasses.replace(plain, logit_bias={alone[0]: -100.0})
+    params = [plain, dataclasses.replace(plain, **always), banned] * 9
+    outputs = tokens(generate(llm, [PROMPTS[0]] * 27, params))
+    assert outputs[0::3] == [alone] * 9
+    assert outputs[1::3] == [[300] * 6] * 9
+    assert all(alone[0] not in output for output in outputs[2::3])
+    assert tokens(generate(llm, PROMPTS[0], dataclasses.replace(plain, **never))) == [alone]
+    assert llm.engine.metrics.compilations_after_ready == 0
 
 
 def test_ends(llm: LLM, alone: dict[str, list[int]]) -> None:
@@ -349,15 +348,16 @@ def test_other_refusals(llm: LLM) -> None:
     ]:
         with pytest.raises(UserError, match=message):
             LLM(STORIES, **settings)
-    with make(num_kv_blocks=3) as small, pytest.raises(UserError, match="maximum context length is 48 tokens"):
-        generate(small, [[5] * 48], SamplingParams(max_tokens=1))
+    with make(FEW_BLOCKS) as small, pytest.raises(UserError, match="maximum context length is 160 tokens"):
+        generate(small, [[5] * 160], SamplingParams(max_tokens=1))
 
 
 def test_a_higher_priority_is_served_first() -> None:
-    with make(scheduling_policy="priority", max_num_seqs=1, max_num_batched_tokens=16) as llm:
+    with make(FEW_BLOCKS, scheduling_policy="priority") as llm:
         ends: list[str] = []
-        for name, priority in (("late", 5), ("early", -5), ("middle", 0)):
-            llm.engine.add_request(name, "Tom", SamplingParams(temperature=0.0, max_tokens=2), priority=priority)
+        for name, token, priority in (("late", 5, 5), ("early", 6, -5), ("middle", 7, 0)):
+            prompt = [token] * 150  # of which the pool holds one
+            llm.engine.add_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=2), priority=priority)
         while llm.engine.has_unfinished_requests():
             ends += [output.request_id for output in llm.engine.step() if output.finished]
     assert ends == ["early", "middle", "late"]
@@ -443,12 +443,12 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
 
 @pytest.mark.parametrize(
     ("block_size", "length"),
-    [(2, 100), pytest.param(16, 480, marks=pytest.mark.slow), pytest.param(1, 480, marks=pytest.mark.slow)],
+    [(4, 200), pytest.param(16, 480, marks=pytest.mark.slow), pytest.param(1, 480, marks=pytest.mark.slow)],
 )
 def test_more_blocks_than_fit_into_a_steps_buffer_are_sent_ahead(block_size: int, length: int) -> None:
     prompts = [[5 + (7 * position + name) % 400 for position in range(length)] for name in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    with make(block_size=block_size, max_num_seqs=4, max_num_batched_tokens=32) as llm:
+    with make(SHORT_BLOCKS, block_size=block_size) as llm:
         chunked = tokens(generate(llm, prompts, params))
         assert tokens(generate(llm, prompts, params)) == chunked, "and from the prefix cache"
     with make() as llm:

@@ -47,6 +47,7 @@ from tests.failures import (
 )
 from tests.grpc_site import one_loop
 from tests.serving_process import ServingProcess
+from tests.sizes import FEW_SLOTS
 
 UNLUCKY = 300  # a token whose text cannot be made, every eighth time
 
@@ -131,9 +132,7 @@ def run() -> Iterator[Any]:
 
 
 def new_server(**options: Any) -> Server:
-    config = EngineConfig(
-        model=str(MODEL_DIR), precompile="covering", max_num_seqs=2, max_num_batched_tokens=128, num_kv_blocks=24
-    )
+    config = EngineConfig(model=str(MODEL_DIR), **FEW_SLOTS)
     return Server(config, ServerOptions(**{"port": 0, "grpc_port": 0, "log_stats_interval": 0.0, **options}))
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, Logprob, RequestOutput, RequestOutputKind, SamplingParams, UserError
+from tests.sizes import SHORT_BLOCKS
 
 FOLDER = Path(__file__).parent / "golden" / "stories260K"
 TOLERANCE = 1e-4
@@ -25,8 +26,7 @@ PROMPT = TOKENS[:50]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, "precompile": "covering"}
-    with LLM(str(FOLDER), max_logprobs=-1, **settings) as llm:
+    with LLM(str(FOLDER), max_logprobs=-1, **SHORT_BLOCKS) as llm:
         yield llm
 
 
@@ -117,7 +117,7 @@ def test_nothing_is_compiled_for_them(llm: LLM) -> None:
 
 
 def test_the_bound_is_the_configs() -> None:
-    with LLM(str(FOLDER), max_logprobs=25, max_num_seqs=2, max_num_batched_tokens=16, precompile="covering") as llm:
+    with LLM(str(FOLDER), max_logprobs=25, **SHORT_BLOCKS) as llm:
         assert len(ask(llm, logprobs=25).outputs[0].logprobs[0]) == 25  # pyright: ignore[reportOptionalSubscript]
         for name, kind in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
             for count in (26, -1):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from tests.sizes import FEW_BLOCKS, SLOTS
 
 STORIES = str(Path(__file__).parent / "golden" / "stories260K")
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day,"
 PROMPTS = ["Once upon a time", "Tom had a dog", "Lily and Ben went to the", "One day, a big bear"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=136)
-USUAL: dict[str, Any] = {"precompile": "covering", "max_num_seqs": 8, "max_num_batched_tokens": 64}
 SETTINGS: list[tuple[dict[str, Any], int]] = [
     ({"enable_prefix_caching": False}, 2),
     ({"block_size": 1}, 2),
@@ -22,13 +22,13 @@ SETTINGS: list[tuple[dict[str, Any], int]] = [
     ({"max_num_batched_tokens": 8}, 2),
     ({"max_num_batched_tokens": 32}, 2),
     ({"max_num_batched_tokens": 256, "max_num_seqs": 32}, 8),
-    ({"num_kv_blocks": 14}, 2),
+    (FEW_BLOCKS, 2),
 ]
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    with LLM(STORIES, **USUAL) as llm:
+    with LLM(STORIES, **SLOTS) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert (PROMPTS[0] + outputs[0].outputs[0].text).startswith(STORY)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -38,7 +38,7 @@ def expected() -> list[list[int]]:
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize(("settings", "copies"), SETTINGS, ids=str)
 def test_the_same_tokens(settings: dict[str, Any], copies: int, shards: int, expected: list[list[int]]) -> None:
-    with LLM(STORIES, tensor_parallel_size=shards, **USUAL | settings) as llm:
+    with LLM(STORIES, tensor_parallel_size=shards, **SLOTS | settings) as llm:
         engine = llm.engine
         for depth in (2, 1):  # with overlap and without, in the same programs
             engine._depth = depth

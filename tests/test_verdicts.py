@@ -23,6 +23,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm_server.launch import Server
 from jaxllm_server.options import ServerOptions
+from tests.sizes import MANY_SLOTS
 
 NAN, INF = math.nan, math.inf
 TINY = 5e-324  # the least double above zero
@@ -40,13 +41,7 @@ def no_change_either(logits: Any, arguments: Any, positions: Any) -> Any:
     return logits
 
 
-SETTINGS: dict[str, Any] = {
-    "logits_processors": (no_change, no_change_either),
-    "model": str(MODEL_DIR),
-    "precompile": "covering",
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 128,
-}
+SETTINGS = MANY_SLOTS | {"logits_processors": (no_change, no_change_either), "model": str(MODEL_DIR)}
 BASE: dict[str, Any] = {"prompt": "Once", "temperature": 1.0, "max_tokens": 2, "seed": 3}
 VOCABULARY = 1536  # asserted below
 

@@ -19,13 +19,14 @@ import aiohttp
 
 from tests.faults.overload import PROMPT, quantile
 from tests.serving_process import ServingProcess
+from tests.sizes import SLOTS, flags
 
 NUM_SMALL = 10
 HOG = "hog"
 KEYS = (HOG, *(f"small-{number}" for number in range(NUM_SMALL)))
 SHARE = 2  # sequences under way, of eight slots
 SERVER = (
-    *("--precompile", "covering", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
+    *flags(SLOTS),
     *("--max-sequences-per-client", f"{SHARE}"),
     *(part for key in KEYS for part in ("--api-key", key)),
 )

@@ -28,9 +28,10 @@ import psutil
 
 from jaxllm.v1 import inference_pb2, inference_pb2_grpc
 from tests.serving_process import ROOT, ServingProcess
+from tests.sizes import SLOTS, flags
 
 LOADS = (1, 2, 5, 10)  # times capacity
-SERVER = ("--precompile", "covering", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+SERVER = flags(SLOTS)
 PROMPT = [20, 30, 40, 50, 60, 70, 80, 90]
 LONG_PROMPT = PROMPT * 50
 BURST = 2000  # calls in a second

@@ -19,14 +19,9 @@ from jaxllm.v1 import inference_pb2_grpc
 from jaxllm_server.launch import Server
 from jaxllm_server.options import ServerOptions
 from tests.failures import SECRETS
+from tests.sizes import SLOTS
 
-ENGINE: dict[str, Any] = {
-    "precompile": "covering",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "num_kv_blocks": 256,
-    "max_logprobs": 24,
-}
+ENGINE = SLOTS | {"max_logprobs": 24}
 
 
 class Answer(NamedTuple):

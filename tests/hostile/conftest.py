@@ -15,6 +15,7 @@ import pytest
 
 from tests.hostile.machine import num_descriptors
 from tests.serving_process import ROOT, ServingProcess
+from tests.sizes import SLOTS, flags
 
 STALL_SECONDS = 2.0
 MAX_BODY_BYTES = 1 << 20
@@ -45,8 +46,7 @@ def fake(fake_process: ServingProcess) -> Iterator[ServingProcess]:
 
 @pytest.fixture(scope="session")
 def server_process() -> Iterator[ServingProcess]:
-    own = ("--precompile", "covering", "--max-num-seqs", "8", "--max-num-batched-tokens", "128")
-    own += ("--num-kv-blocks", "64", "--max-queued-requests", "400", "--stall-timeout", f"{STALL_SECONDS}")
+    own = (*flags(SLOTS), "--max-queued-requests", "400", "--stall-timeout", f"{STALL_SECONDS}")
     env = {"PYTHONPATH": os.pathsep.join(map(str, (AUDIT, ROOT, ROOT / "server")))}
     with ServingProcess(*own, "--enable-log-requests", env=env) as process:
         yield process

@@ -33,6 +33,7 @@ from jaxllm_server.options import ServerOptions
 from tests.failures import SECRETS
 from tests.hostile.frames import SERVICE, Frames
 from tests.hostile.wire import post
+from tests.sizes import FEW_SLOTS
 
 PHASES = ("queue", "prefill", "decode")
 STEPS = {"queue": 0.03, "prefill": 0.15, "decode": 0.03}  # seconds of a step
@@ -48,9 +49,7 @@ class Site:
         self.loop = uvloop.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
-        config = EngineConfig(
-            model=str(MODEL_DIR), precompile="covering", max_num_seqs=2, max_num_batched_tokens=128, num_kv_blocks=24
-        )
+        config = EngineConfig(model=str(MODEL_DIR), **FEW_SLOTS)
         self.server = Server(config, ServerOptions(port=0, grpc_port=0, log_stats_interval=0.0))
         self.run(self.server.open())
         self.run(self.server.engine.start())

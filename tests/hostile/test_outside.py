@@ -27,6 +27,7 @@ from tests.hostile.conftest import wait_idle
 from tests.hostile.machine import tcp_sockets
 from tests.hostile.wire import address_of, statuses_of
 from tests.serving_process import ROOT, ServingProcess
+from tests.sizes import SLOTS, flags
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as the kernel writes it, also of IPv6 sockets
 
@@ -155,7 +156,7 @@ def test_it_has_called_nobody_since_its_start(server: ServingProcess) -> None:
     reason="needs a namespace of its own",
 )
 def test_it_starts_where_there_is_no_network(tmp_path: Any) -> None:
-    command = ["unshare", "-rn", sys.executable, "-m", "jaxllm", "serve", "--precompile", "covering"]
+    command = ["unshare", "-rn", sys.executable, "-m", "jaxllm", "serve", *flags(SLOTS)]
     sockets = [
         "--port",
         "none",
@@ -166,8 +167,7 @@ def test_it_starts_where_there_is_no_network(tmp_path: Any) -> None:
         "--grpc-uds",
         str(tmp_path / "g"),
     ]
-    sizes = ["--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--num-kv-blocks", "64"]
-    with subprocess.Popen([*command, *sockets, *sizes], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, *sockets], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             log = ""

@@ -1,0 +1,25 @@
+"""The sizes of engines that tests start, few of them, so that they share programs.
+
+XLA took half of the tests' processor time, 11 s for the two programs that an engine must have, and nobody who has found
+them in the cache takes a third of that. A program depends on the model and on these sizes; on others only where they
+are what a test is about.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+FEW_SLOTS: dict[str, Any] = {"precompile": "covering", "max_num_seqs": 2, "max_num_batched_tokens": 128}
+SLOTS: dict[str, Any] = {"precompile": "covering", "max_num_seqs": 8, "max_num_batched_tokens": 64}
+MANY_SLOTS: dict[str, Any] = {"precompile": "covering", "max_num_seqs": 16, "max_num_batched_tokens": 128}
+FEW_BLOCKS = SLOTS | {"num_kv_blocks": 10}  # of 16 tokens: too few for eight sequences
+SHORT_BLOCKS = SLOTS | {"block_size": 4, "max_num_batched_tokens": 32}
+
+
+def flags(sizes: dict[str, Any]) -> tuple[str, ...]:
+    """Say sizes as a command line does.
+
+    >>> flags({"precompile": "covering", "max_num_seqs": 2})
+    ('--precompile', 'covering', '--max-num-seqs', '2')
+    """
+    return tuple(word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", str(value)))
