@@ -132,7 +132,7 @@ class FileRecorder:
             known: Any = np.where(plan.samples, tokens, 0).astype(np.int32).tobytes()
             grown = None
         else:
-            known, grown = self._redacted(events)
+            known, grown = self._redacted(plan, events)
             self._forget((*events.finished, *events.failed))
         self._write([Kind.COMMIT, self._now(), plan.number, known, failed, grown])
         if self._size >= self._piece_bytes:
@@ -145,18 +145,23 @@ class FileRecorder:
             with suppress(OSError):
                 file.close()
 
-    def _redacted(self, events: Events) -> tuple[dict[int, int], dict[int, list[bytes]]]:
-        """Return what a replay needs of a step's tokens: stop tokens by row, and blocks that are full now by id."""
-        stops: dict[int, int] = {}
+    def _redacted(self, plan: Plan, events: Events) -> tuple[dict[int, int], dict[int, list[bytes]]]:
+        """Return what a replay needs of a step's tokens: stop tokens by row, and blocks that are full now by id.
+
+        Most rows give neither, and are not looked at one by one: at 64 that was two thirds of a redacted step's cost.
+        """
+        stops = {
+            int(events.rows[at]): int(events.tokens[at])
+            for request_id, reason in events.finished.items()
+            if reason == "stop"
+            for at in np.flatnonzero(events.ids == request_id)
+        }
         grown: dict[int, list[bytes]] = {}
         limits = self._core.limits
-        for row, request_id, token in zip(
-            events.rows.tolist(), events.ids.tolist(), events.tokens.tolist(), strict=True
-        ):
-            if events.finished.get(request_id) == "stop":
-                stops[row] = token
+        lengths = (plan.starts + plan.lengths)[events.rows] + 1  # of the sequences, with what was sampled
+        for request_id in events.ids[lengths % limits.block_size == 0].tolist():
             request = self._core.requests.get(request_id)
-            if request is not None and len(request.tokens) % limits.block_size == 0:
+            if request is not None:
                 before = self._digests[request_id]
                 self._digests[request_id] = list(digests_of(request, limits, before, len(request.tokens)))
                 grown[request_id] = list(map(self._hide, self._digests[request_id][len(before) :]))
