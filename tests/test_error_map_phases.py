@@ -132,7 +132,7 @@ def run() -> Iterator[Any]:
 
 
 def new_server(**options: Any) -> Server:
-    config = EngineConfig(model=str(MODEL_DIR), **FEW_SLOTS)
+    config = EngineConfig(model=str(MODEL_DIR), num_kv_blocks=24, **FEW_SLOTS)
     return Server(config, ServerOptions(**{"port": 0, "grpc_port": 0, "log_stats_interval": 0.0, **options}))
 
 

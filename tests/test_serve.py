@@ -25,6 +25,7 @@ from jaxllm import AsyncClient, Client, cli
 from jaxllm.bench.explain import programs_in, read_trace
 from jaxllm.v1 import inference_pb2, inference_pb2_grpc
 from tests.serving_process import QUICK, ServingProcess
+from tests.sizes import SLOTS
 
 MODEL = "jaxllm-embedded"
 PROMPT = "Once upon a time"
@@ -98,10 +99,10 @@ def test_bench_serve_measures_it(
 
 
 def offline() -> str:
-    """The Python API in a process of its own, since this one has four virtual devices."""
+    """The Python API in a process of its own, with programs of other sizes than the server's."""
     code = f"""
 from jaxllm import LLM, SamplingParams
-with LLM(precompile="covering") as llm:
+with LLM(**{SLOTS!r}) as llm:
     print(llm.generate({PROMPT!r}, SamplingParams(**{SAMPLED!r}), use_tqdm=False)[0].outputs[0].text, end="")
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
