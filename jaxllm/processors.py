@@ -7,6 +7,7 @@ request: a request brings names and numbers. Knows how to find and check functio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
 import jax
@@ -43,7 +44,7 @@ def load_processors(given: Sequence[Processor | str], vocab_size: int) -> dict[s
         if name in found:
             raise UserError(f"logits_processors has two functions that are called {name!r}.", "logits_processors")
         _check(name, processor, vocab_size)
-        found[name] = processor
+        found[name] = partial(processor)  # this engine's own: JAX keeps traces by function, and wants to hash it
     return found
 
 

@@ -1,8 +1,7 @@
 """The sizes of engines that tests start, few of them, so that they share programs.
 
-XLA took half of the tests' processor time, 11 s for the two programs that an engine must have, and nobody who has found
-them in the cache takes a third of that. A program depends on the model and on these sizes; on others only where they
-are what a test is about.
+To compile the two programs that an engine must have takes 11 s of a slow core, to find them in the cache one. They
+depend on the model and on these sizes: take others only where they are what the test is about (DECISIONS.md, 69).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -13,7 +14,7 @@ from jaxllm import UserError
 from jaxllm.processors import load_processors
 from jaxllm.sampling import Extras, Sampled, SamplingState, Variant, pack_row, sample, unpack_rows
 from jaxllm.step import patch_extras
-from jaxllm.types import MAX_BAD_WORD_TOKENS, SamplingParams
+from jaxllm.types import MAX_BAD_WORD_TOKENS, MAX_PROCESSOR_ARGUMENTS, SamplingParams
 from jaxllm.vocabulary import Vocabulary
 
 V = 70  # more than two words of 32 bits, and no multiple of them
@@ -188,7 +189,32 @@ def test_extras_are_written_into_their_slots_alone() -> None:
 
 def test_processors_are_found_by_path_and_by_function() -> None:
     found = load_processors((scale, f"{__name__}:ban_below"), V)
-    assert list(found) == ["scale", "ban_below"] and found["ban_below"].__name__ == "ban_below"
+    assert list(found) == ["scale", "ban_below"]
+    logits = jnp.arange(2.0 * V).reshape(2, V)
+    for name, processor in (("scale", scale), ("ban_below", ban_below)):
+        given = logits, jnp.full((2, MAX_PROCESSOR_ARGUMENTS), 2.0), jnp.zeros(2, jnp.int32)
+        np.testing.assert_array_equal(found[name](*given), processor(*given))
+
+
+@dataclass
+class Minus:
+    """A function of JAX with a number of its own, equal to one with the same number, and not hashable."""
+
+    number: float
+    __name__ = "minus"
+
+    def __call__(self, logits: jax.Array, arguments: jax.Array, positions: jax.Array) -> jax.Array:
+        del arguments, positions
+        return logits - self.number
+
+
+def test_what_is_traced_of_a_processor_is_its_engines_own() -> None:
+    """JAX keeps traces by the function: one that has changed since must not be found again by another engine."""
+    minus, logits = Minus(1.0), jnp.zeros((2, V))
+    traced = jax.jit(lambda processor, given: processor(given, given, given), static_argnums=0)
+    for number in (1.0, 5.0):
+        minus.number = number
+        assert traced(load_processors((minus,), V)["minus"], logits)[0, 0] == -number
 
 
 def wrong_shape(logits: jax.Array, arguments: jax.Array, positions: jax.Array) -> jax.Array:
