@@ -148,7 +148,7 @@ class FileRecorder:
     def _redacted(self, plan: Plan, events: Events) -> tuple[dict[int, int], dict[int, list[bytes]]]:
         """Return what a replay needs of a step's tokens: stop tokens by row, and blocks that are full now by id.
 
-        Most rows give neither, and are not looked at one by one: at 64 that was two thirds of a redacted step's cost.
+        Most rows give neither, and are not looked at one by one: 5 us for 64 rows where that took 14.
         """
         stops = {
             int(events.rows[at]): int(events.tokens[at])
