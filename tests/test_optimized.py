@@ -50,7 +50,6 @@ def clients() -> Iterator[Clients]:
         clients.close()
 
 
-@pytest.mark.slow
 def test_a_server_has_the_same_verdicts(clients: Clients) -> None:
     wrong = []
 

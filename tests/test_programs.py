@@ -35,7 +35,7 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     model, stories = str(GOLDEN / "llama-3.1"), str(GOLDEN / "stories260K")
-    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "num_kv_blocks": 200}  # eight programs, all compiled
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_kv_blocks": 200}
     with LLM(model, tokenizer=stories, precompile="all", **sizes) as llm:
         yield llm
 
