@@ -43,8 +43,7 @@ soak: $(VENV)/.dev  ## 100,000 requests with faults against one process: nothing
 	$(VENV)/bin/python -m tests.faults.soak $(REQUESTS)
 
 overload: $(VENV)/.dev  ## calls at 1, 2, 5 and 10 times a server's capacity, one client beside ten, a minute each; SECONDS=
-	$(VENV)/bin/python -m tests.faults.overload $(SECONDS)
-	$(VENV)/bin/python -m tests.faults.fairness $(SECONDS)
+	failed=0; for each in overload fairness; do $(VENV)/bin/python -m tests.faults.$$each $(SECONDS) || failed=1; done; exit $$failed
 
 simulate: $(VENV)/.dev  ## five million steps of the simulation, on all cores; SEED=, STEPS=
 	$(VENV)/bin/python -m tests.simulation --processes 2 --steps $(or $(STEPS),5000000) --seed $(or $(SEED),0)

@@ -1,5 +1,6 @@
 """The arithmetic inside a decoder: products, norms, rotations, activations. Pure functions of arrays.
 
+What every layer calls is a function of its own to JAX, and so traced once (step.py says what that saves).
 Knows no layer order, no collective and no cache. Norms, rotations and activations are computed in float32 and returned
 in the type they were given; products accumulate in float32, those of 8-bit integers exactly. Letters: T tokens,
 D width, H heads, C head size.
