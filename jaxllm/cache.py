@@ -17,9 +17,9 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 
-from jaxllm import sampling, sharding
+from jaxllm import sharding
 from jaxllm.model.spec import Spec, heads_per_shard
-from jaxllm.sampling import Extras, SamplingState
+from jaxllm.sampling import ROW_WIDTH, Extras
 
 Leaf = TypeVar("Leaf")
 KV_AXES = (None, "kv_heads", None, "head")
@@ -47,7 +47,7 @@ class DeviceState(Generic[Leaf]):
     kv: tuple[tuple[Leaf, Leaf | None], ...]  # by layer: keys and values, each [N, K, P, C]; see `block_bytes`
     tables: Leaf  # int32[S, M]: the blocks of each slot; behind its length, any block
     tokens: Leaf  # int32[S, M * P]: the sequence of each slot as far as this device has seen it
-    sampling: SamplingState  # a row per slot
+    sampling: Leaf  # int32[S, ROW_WIDTH]: of each slot a `sampling.pack_row`
     extras: Leaf  # int32[S, F] of `sampling.Extras`; how much is the slot's own is in its sampling row
     hidden: Leaf  # [T, D]: what the last step of the widest variant computed, for those who score more than its rows
 
@@ -75,13 +75,12 @@ def abstract(
         dtype,
         sharding=sharding.named(mesh, KV_AXES),
     )
-    rows = jax.eval_shape(lambda: sampling.initial(geometry.num_slots, spec.vocab_size))
     int32 = jnp.dtype(jnp.int32)
     return DeviceState(
         kv=((block, block if spec.latent is None else None),) * spec.num_layers,
         tables=whole((geometry.num_slots, geometry.max_blocks), int32),
         tokens=whole((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32),
-        sampling=jax.tree.map(lambda row: whole(row.shape, row.dtype), rows),
+        sampling=whole((geometry.num_slots, ROW_WIDTH), int32),
         extras=whole((geometry.num_slots, extras.width), int32),
         hidden=whole((max_tokens, spec.width), dtype),
     )

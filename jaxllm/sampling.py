@@ -59,25 +59,25 @@ class Variant(StrEnum):
 
 
 @struct.dataclass
-class SamplingState:
-    """What sampling needs to know of each request: one row per slot [S], or per row of a batch [R] once gathered."""
+class SamplingRows:
+    """What sampling needs to know of each row of a batch, R: the packed rows of its slots, taken apart."""
 
-    temperature: jax.Array  # f32[S], 0 is greedy
-    top_p: jax.Array  # f32[S], 1 keeps all
-    min_p: jax.Array  # f32[S], 0 keeps all
-    top_k: jax.Array  # i32[S], 0 keeps all
-    repetition_penalty: jax.Array  # f32[S]
-    presence_penalty: jax.Array  # f32[S]
-    frequency_penalty: jax.Array  # f32[S]
-    key: jax.Array  # u32[S, 2], key data of threefry2x32
-    prompt_length: jax.Array  # i32[S], tokens
-    min_length: jax.Array  # i32[S], tokens of prompt and output before which stop_ids cannot be sampled
+    temperature: jax.Array  # f32[R], 0 is greedy
+    top_p: jax.Array  # f32[R], 1 keeps all
+    min_p: jax.Array  # f32[R], 0 keeps all
+    top_k: jax.Array  # i32[R], 0 keeps all
+    repetition_penalty: jax.Array  # f32[R]
+    presence_penalty: jax.Array  # f32[R]
+    frequency_penalty: jax.Array  # f32[R]
+    key: jax.Array  # u32[R, 2], key data of threefry2x32
+    prompt_length: jax.Array  # i32[R], tokens
+    min_length: jax.Array  # i32[R], tokens of prompt and output before which stop_ids cannot be sampled
     # How much of the slot's extras is this request's; what lies behind is a former one's.
-    num_biased: jax.Array  # i32[S], entries of logit_bias
-    num_bad_word_tokens: jax.Array  # i32[S]
-    is_restricted: jax.Array  # i32[S], 1 where there are allowed_token_ids
-    processors: jax.Array  # i32[S], bit i: it asked for the engine's i-th logits processor
-    stop_ids: jax.Array  # i32[S, Z], V where there is none
+    num_biased: jax.Array  # i32[R], entries of logit_bias
+    num_bad_word_tokens: jax.Array  # i32[R]
+    is_restricted: jax.Array  # i32[R], 1 where there are allowed_token_ids
+    processors: jax.Array  # i32[R], bit i: it asked for the engine's i-th logits processor
+    stop_ids: jax.Array  # i32[R, Z], V where there is none
 
 
 @struct.dataclass
@@ -102,7 +102,7 @@ class Extras:
     """
 
     vocab_size: int
-    processors: tuple[str, ...] = ()  # names, in the order of the bits of `SamplingState.processors`
+    processors: tuple[str, ...] = ()  # names, in the order of the bits of `SamplingRows.processors`
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -194,12 +194,6 @@ def reads_history(params: SamplingParams) -> bool:
     return penalties != (1.0, 0.0, 0.0) or bool(params.bad_words)
 
 
-def initial(num_slots: int, vocab_size: int) -> SamplingState:
-    """Build the state of slots that hold no request: greedy, nothing penalized, nothing held back."""
-    row = pack_row(SamplingParams(temperature=0.0), 0, 0, (), vocab_size)
-    return unpack_rows(jnp.tile(row, (num_slots, 1)))
-
-
 def pack_row(
     params: SamplingParams,
     seed: int,
@@ -209,7 +203,7 @@ def pack_row(
     num_bad_word_tokens: int = 0,
     processors: int = 0,
 ) -> np.ndarray:
-    """Write one request's row of the state as int32[ROW_WIDTH], floats by their bits, for the step's one buffer.
+    """Write what sampling needs to know of a request as int32[ROW_WIDTH], floats by their bits.
 
     `seed` is the request's own or the one drawn for it, a 64-bit integer. `stop_ids` are all that `min_tokens` holds
     back, at most `MAX_MASKED_STOP_IDS` (`validate_for_model` sees to it), and are not kept when it is 0. `processors`
@@ -242,12 +236,12 @@ def pack_row(
     return row
 
 
-def unpack_rows(packed: jax.Array) -> SamplingState:
-    """Read rows of `pack_row`, int32[R, ROW_WIDTH], back into columns."""
+def unpack_rows(packed: jax.Array) -> SamplingRows:
+    """Take rows of `pack_row`, int32[R, ROW_WIDTH], apart."""
     floats = lax.bitcast_convert_type(packed[:, : len(_FLOATS)], jnp.float32)
     columns = {name: floats[:, at] for at, name in enumerate(_FLOATS)}
     columns |= {name: packed[:, len(_FLOATS) + at] for at, name in enumerate(_INTEGERS)}
-    return SamplingState(
+    return SamplingRows(
         **columns,
         key=lax.bitcast_convert_type(packed[:, _KEY_AT:_STOP_IDS_AT], jnp.uint32),
         stop_ids=packed[:, _STOP_IDS_AT:],
@@ -257,7 +251,7 @@ def unpack_rows(packed: jax.Array) -> SamplingState:
 @partial(jax.jit, static_argnames=("variant", "num_logprobs", "vocabulary", "processors", "kernel"))
 def sample(
     logits: jax.Array,
-    rows: SamplingState,
+    rows: SamplingRows,
     positions: jax.Array,
     history: jax.Array | None,
     extras: Mapping[str, jax.Array] | None,
@@ -276,7 +270,7 @@ def sample(
 
     Args:
         logits: f32[R, Vx], finite; this shard's columns of the vocabulary, whatever it likes in its padding.
-        rows: the state gathered to the batch's rows. All ids are those of the whole vocabulary.
+        rows: of the batch. All ids are those of the whole vocabulary.
         positions: i32[R], index of the token to be sampled, which is the request's length so far.
         history: i32[R, length], prompt and output tokens, valid below `positions`; read by FULL alone.
         extras: of `Extras.unpack`, valid as far as `rows` says; read by FULL alone.
@@ -339,7 +333,7 @@ def all_logprobs(logits: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     return logits - (largest + jnp.log(total))
 
 
-def biased(logits: jax.Array, rows: SamplingState, bias: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+def biased(logits: jax.Array, rows: SamplingRows, bias: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """Add each row's own entries of `bias`, i32[R, 2, E] of ids and values, to its logits, f32[R, Vx]."""
     is_own = jnp.arange(bias.shape[-1]) < rows.num_biased[:, None]  # [R, E]
     ids = jnp.where(is_own, bias[:, 0], vocabulary.size)  # out of range: dropped
@@ -349,7 +343,7 @@ def biased(logits: jax.Array, rows: SamplingState, bias: jax.Array, vocabulary: 
 
 
 def penalized(
-    logits: jax.Array, rows: SamplingState, positions: jax.Array, history: jax.Array, vocabulary: Vocabulary
+    logits: jax.Array, rows: SamplingRows, positions: jax.Array, history: jax.Array, vocabulary: Vocabulary
 ) -> jax.Array:
     """Apply the repetition penalty (Keskar et al. 2019, arXiv:1909.05858), then OpenAI's two penalties; f32[R, Vx].
 
@@ -374,7 +368,7 @@ def penalized(
 
 def processed(
     logits: jax.Array,
-    rows: SamplingState,
+    rows: SamplingRows,
     positions: jax.Array,
     arguments: jax.Array,
     processors: Sequence[Processor],
@@ -399,7 +393,7 @@ def processed(
 
 def without_bad_words(
     logits: jax.Array,
-    rows: SamplingState,
+    rows: SamplingRows,
     positions: jax.Array,
     history: jax.Array,
     sequences: jax.Array,
@@ -424,14 +418,14 @@ def without_bad_words(
     return logits.at[row, column].set(-jnp.inf, mode="drop")
 
 
-def restricted(logits: jax.Array, rows: SamplingState, allowed: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+def restricted(logits: jax.Array, rows: SamplingRows, allowed: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """Ban all tokens but those allowed, in rows that are restricted; `allowed` is i32[R, V / 32], a bit for each id."""
     bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1  # [R, V / 32, 32]
     is_allowed = vocabulary.columns(bits.reshape(len(bits), -1), logits.shape[-1]) > 0  # [R, Vx]
     return jnp.where(is_allowed | (rows.is_restricted == 0)[:, None], logits, -jnp.inf)
 
 
-def _held_back(logits: jax.Array, rows: SamplingState, positions: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+def _held_back(logits: jax.Array, rows: SamplingRows, positions: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """Make stop ids impossible in rows that are too short to end. After penalties, which leave -inf as it is."""
     is_short = (positions < rows.min_length)[:, None]
     ids = jnp.where(is_short, rows.stop_ids, vocabulary.size)  # [R, Z]; out of range: dropped
@@ -443,7 +437,7 @@ def _held_back(logits: jax.Array, rows: SamplingState, positions: jax.Array, voc
 def _chosen(
     logits: jax.Array,
     is_finite: jax.Array,
-    rows: SamplingState,
+    rows: SamplingRows,
     positions: jax.Array,
     variant: Variant,
     vocabulary: Vocabulary,
@@ -465,7 +459,7 @@ def _chosen_by_kernel(
     kernel: Choice,
     logits: jax.Array,
     is_finite: jax.Array,
-    rows: SamplingState,
+    rows: SamplingRows,
     positions: jax.Array,
     variant: Variant,
     vocabulary: Vocabulary,
@@ -489,9 +483,7 @@ def _chosen_by_kernel(
     return tokens, is_finite if has_filters else is_all_finite
 
 
-def kept_tokens(
-    logits: jax.Array, divisor: jax.Array | float, rows: SamplingState, vocabulary: Vocabulary
-) -> jax.Array:
+def kept_tokens(logits: jax.Array, divisor: jax.Array | float, rows: SamplingRows, vocabulary: Vocabulary) -> jax.Array:
     """Say which tokens min_p, top_k and top_p leave, as bool[R, Vx]; tokens that tie with the last one kept are kept.
 
     `logits` are f32[R, Vx], and `divisor`, f32[R, 1], is the temperature.

@@ -280,11 +280,7 @@ def _step(
         is_on_device = jnp.arange(shape.tokens) < field["num_decodes"]
         tokens = jnp.where(is_on_device, known.at[slots, positions].get(mode="clip"), field["tokens"])
         known = known.at[slots, positions].set(tokens, mode="drop")
-        rows = jax.tree.map(
-            lambda column, new: column.at[row_slot].set(new, mode="drop"),
-            rows,
-            sampling.unpack_rows(field["sampling"]),
-        )
+        rows = rows.at[row_slot].set(field["sampling"], mode="drop")
         last, samples = field["row_last"], field["row_samples"] > 0
 
     kv = list(state.kv)
@@ -297,7 +293,7 @@ def _step(
 
     with named_scope("sampling"):
         ends = field["row_position"] + 1
-        here = jax.tree.map(lambda column: column.at[row_slot].get(mode="clip"), rows)
+        here = sampling.unpack_rows(rows.at[row_slot].get(mode="clip"))
         history, own = None, None
         if variant is Variant.FULL:
             history = known.at[row_slot].get(mode="clip")

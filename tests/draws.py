@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.sampling import Extras, Sampled, SamplingState, Variant, pack_row, sample, unpack_rows
+from jaxllm.sampling import Extras, Sampled, SamplingRows, Variant, pack_row, sample, unpack_rows
 from jaxllm.types import SamplingParams
 from jaxllm.vocabulary import Vocabulary
 
@@ -23,7 +23,7 @@ jitted = jax.jit(partial(sample, vocabulary=WHOLE), static_argnames=("variant", 
 
 def rows_of(
     params: list[SamplingParams], prompt_length: int = 3, stop_ids: tuple[int, ...] = (), vocab_size: int = V
-) -> SamplingState:
+) -> SamplingRows:
     packed = [pack_row(each, each.seed or 0, prompt_length, stop_ids, vocab_size) for each in params]
     return unpack_rows(jnp.asarray(np.stack(packed)))
 
@@ -36,7 +36,7 @@ def padded(rows: np.ndarray | jax.Array, count: int) -> np.ndarray:
 
 def draw(
     logits: np.ndarray,
-    rows: SamplingState,
+    rows: SamplingRows,
     variant: Variant,
     positions: np.ndarray | None = None,
     history: np.ndarray | None = None,

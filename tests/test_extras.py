@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm import UserError
 from jaxllm.processors import load_processors
-from jaxllm.sampling import Extras, Sampled, SamplingState, Variant, pack_row, sample, unpack_rows
+from jaxllm.sampling import Extras, Sampled, SamplingRows, Variant, pack_row, sample, unpack_rows
 from jaxllm.step import patch_extras
 from jaxllm.types import MAX_BAD_WORD_TOKENS, MAX_PROCESSOR_ARGUMENTS, SamplingParams
 from jaxllm.vocabulary import Vocabulary
@@ -63,7 +63,7 @@ def draw(
     return jax.tree.map(np.asarray, run(logits, rows, positions, history, LAYOUT.unpack(jnp.asarray(packed))))
 
 
-def rows_of(params: list[SamplingParams], words: list[Words]) -> SamplingState:
+def rows_of(params: list[SamplingParams], words: list[Words]) -> SamplingRows:
     packed = [
         pack_row(each, each.seed or 0, PROMPT, (), V, sum(map(len, own)), LAYOUT.bits(each))
         for each, own in zip(params, words, strict=True)

@@ -14,7 +14,6 @@ from jaxllm.errors import EngineError
 from jaxllm.sampling import (
     ROW_WIDTH,
     Variant,
-    initial,
     kept_tokens,
     needs,
     pack_row,
@@ -28,6 +27,7 @@ from jaxllm.vocabulary import Vocabulary
 from tests.draws import HISTORY, MANY, WHOLE, V, draw, naive_penalized, random_logits, rows_of
 
 WITH_FILTERS = (Variant.FILTERED, Variant.FULL)
+TWO_GREEDY = rows_of([SamplingParams(temperature=0.0)] * 2)
 
 jitted_kept = jax.jit(lambda logits, rows: kept_tokens(logits, 1.0, rows, WHOLE))
 
@@ -82,14 +82,6 @@ def test_too_many_ids_to_hold_back_are_an_engine_error():
     with pytest.raises(EngineError, match="33 stop ids"):
         pack_row(SamplingParams(min_tokens=1), 0, 1, ids, 100)
     assert (pack_row(SamplingParams(), 0, 1, ids, 100)[-MAX_MASKED_STOP_IDS:] == 100).all()
-
-
-def test_empty_slots_are_greedy():
-    state = initial(3, V)
-    logits = random_logits(3)
-    assert {column.shape[0] for column in jax.tree.leaves(state)} == {3}
-    for variant in Variant:
-        assert draw(logits, state, variant).tokens.tolist() == logits.argmax(-1).tolist()
 
 
 # Variants
@@ -147,7 +139,7 @@ def test_wider_variants_give_the_same_tokens():
 
 def test_variants_without_logprobs_make_none():
     for variant in Variant:
-        sampled = draw(random_logits(2), initial(2, V), variant)
+        sampled = draw(random_logits(2), TWO_GREEDY, variant)
         made = [part is not None for part in (sampled.logprob, sampled.rank, sampled.top_logprobs, sampled.top_ids)]
         assert made == [variant in WITH_FILTERS] * 4
 
@@ -236,12 +228,12 @@ def test_top_p_is_exact_over_a_large_vocabulary():
 
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
 def test_the_search_is_a_loop_on_a_cpu_only(platform: str):
-    lowered = jitted_kept.trace(jnp.zeros((2, V)), initial(2, V)).lower(lowering_platforms=(platform,))
+    lowered = jitted_kept.trace(jnp.zeros((2, V)), TWO_GREEDY).lower(lowering_platforms=(platform,))
     assert ("stablehlo.while" in lowered.as_text()) == (platform == "cpu")
 
 
 def test_no_branch_is_left_in_the_program():
-    compiled = jitted_kept.lower(jnp.zeros((2, V)), initial(2, V)).compile()
+    compiled = jitted_kept.lower(jnp.zeros((2, V)), TWO_GREEDY).compile()
     assert "conditional(" not in compiled.as_text()
 
 
@@ -470,6 +462,6 @@ def test_logprobs_are_those_of_the_raw_logits(variant: Variant):
 def test_no_likeliest_tokens_can_be_asked_for():
     logits = random_logits(2)
     run = partial(sample, variant=Variant.FILTERED, num_logprobs=0, vocabulary=WHOLE)
-    sampled = jax.jit(run)(logits, initial(2, V), np.array([1, 1], np.int32), None, None)
+    sampled = jax.jit(run)(logits, TWO_GREEDY, np.array([1, 1], np.int32), None, None)
     assert sampled.top_logprobs.shape == sampled.top_ids.shape == (2, 0)
     assert sampled.rank.tolist() == [1, 1]

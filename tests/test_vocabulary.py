@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.sampling import Extras, SamplingState, Variant, all_logprobs, logprobs_of, pack_row, sample, unpack_rows
+from jaxllm.sampling import Extras, SamplingRows, Variant, all_logprobs, logprobs_of, pack_row, sample, unpack_rows
 from jaxllm.setup import prepare
 from jaxllm.sharding import AXIS, make_mesh
 from jaxllm.types import MAX_REPORTED_TOKENS, SamplingParams
@@ -76,7 +76,7 @@ def random_params(variant: Variant, vocab_size: int, rng: np.random.Generator) -
 
 def batch_of(
     variant: Variant, vocab_size: int, seed: int
-) -> tuple[np.ndarray, SamplingState, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+) -> tuple[np.ndarray, SamplingRows, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """Make logits, rows, positions, history and extras of random requests; every third row's logits have many ties."""
     rng = np.random.default_rng(seed)
     params = random_params(variant, vocab_size, rng)

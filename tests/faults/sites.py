@@ -107,7 +107,7 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "_exporter _tracer_to",
     },
     "traced into a program": {
-        "jaxllm.sampling": "Extras.fields Extras.unpack initial unpack_rows sample logprobs_of all_logprobs biased "
+        "jaxllm.sampling": "Extras.fields Extras.unpack unpack_rows sample logprobs_of all_logprobs biased "
         "penalized processed without_bad_words restricted _held_back _chosen _chosen_by_kernel kept_tokens",
     },
     "a whole step, whose failure ends the engine or is recovered from: test_step_faults, test_process_faults": {
