@@ -26,7 +26,7 @@ from jaxllm.errors import EngineError, RequestIdInUseError, UserError, too_long
 from jaxllm.metrics import Load, Metrics
 from jaxllm.parts import Parts, load_parts
 from jaxllm.profiling import DEFAULT_STEPS, Profile, span
-from jaxllm.prompts import Prompt, read_bad_words, read_prompt
+from jaxllm.prompts import Prompt, check_allows_a_token, read_bad_words, read_prompt
 from jaxllm.repetition import RepetitionDetector
 from jaxllm.runner import StepInFlight
 from jaxllm.samples import Group, Sample
@@ -135,6 +135,7 @@ class LLMEngine:
         extras = self.runner.extras
         validate_for_model(params, self.vocab_size, self.config.max_logprobs, self.eos_ids, extras.processors)
         bad_words = read_bad_words(params.bad_words, self.tokenizer)
+        check_allows_a_token(params, bad_words, self.eos_ids)
         text, ids, salt = read_prompt(prompt, params, self.tokenizer, self.vocab_size, self.max_model_len)
         if len(ids) + params.min_tokens > self.max_model_len:
             raise too_long(self.max_model_len, len(ids), params.min_tokens)
@@ -270,6 +271,7 @@ class LLMEngine:
         """Forget all cached blocks; refused (False) while requests run, because they hold some of them."""
         if self._core.state.num_running:
             return False
+        self._in_flight.clear()  # whoever they were for has ended or gone, and a replay knows no plan across a reset
         self._core.reset()
         return True
 

@@ -5,7 +5,7 @@ Pure functions over a tokenizer; knows no engine and no queue. Any thread may ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,22 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[in
             "bad_words",
         )
     return sequences
+
+
+def check_allows_a_token(
+    params: SamplingParams, bad_words: Sequence[Sequence[int]], eos_token_ids: Collection[int]
+) -> None:
+    """Refuse parameters that forbid each of the allowed tokens already as the first one."""
+    if params.allowed_token_ids is None:
+        return
+    left = set(params.allowed_token_ids).difference(word[0] for word in bad_words if len(word) == 1)
+    if params.min_tokens > 0:
+        left -= {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    if not left:
+        raise UserError(
+            "allowed_token_ids leave no token that can come first: bad_words, or min_tokens, forbid all of them.",
+            "allowed_token_ids",
+        )
 
 
 def _salt(salt: Any) -> bytes:

@@ -192,8 +192,10 @@ class Stream:
         output.request_id = self.request_id
         if output.metrics is not None:
             output.metrics.arrival_time = self._arrival
-        if any(completion.finish_reason == "error" for completion in output.outputs):
-            self._error = RequestFailedError("The request failed inside a step of the engine; others go on.")
+        for completion in output.outputs:
+            if completion.finish_reason == "error":
+                why = f"The request failed, others go on: {completion.stop_reason}."
+                self._error = RequestFailedError(why)
         if self.params.output_kind is RequestOutputKind.DELTA and self._pending is not None:
             merge(self._pending, output)
         else:

@@ -274,7 +274,9 @@ def test_exceptions_become_statuses(
                 assert [handled[2] for handled in own.observer.handled] == [code] * len(told)
 
     run(check())
-    assert bool([record for record in caplog.records if record.exc_info]) == (code == "INTERNAL")
+    is_unforeseen = code == "INTERNAL" and not isinstance(error, errors.EngineError)
+    assert bool([record for record in caplog.records if record.exc_info]) == is_unforeseen
+    assert (str(error) in caplog.text) == (code == "INTERNAL")
 
 
 def test_violations_have_the_path_of_the_request(run: Any) -> None:

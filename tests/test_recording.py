@@ -7,6 +7,7 @@ import json
 import random
 import urllib.request
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -14,13 +15,18 @@ import numpy as np
 import pytest
 
 from jaxllm import cli, recording
+from jaxllm.config import EngineConfig
 from jaxllm.core import Core
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.engine import LLMEngine
 from jaxllm.errors import UserError
 from jaxllm.recording import FileRecorder, Kind
 from jaxllm.replay import Moment, Replay
 from jaxllm.scheduler import NO_TOKEN, digests_of
 from jaxllm.state import Limits, Plan, Request
+from jaxllm.types import SamplingParams
 from tests.serving_process import QUICK, ServingProcess
+from tests.sizes import MANY_SLOTS
 
 LIMITS = Limits(num_slots=6, num_blocks=24, block_size=4, max_step_tokens=24, max_step_chunks=3)
 STOP = 7
@@ -89,6 +95,25 @@ def test_a_replay_makes_the_same_plans(tmp_path: Path, is_redacted: bool) -> Non
         driver.run(400)
         assert sum(1 for plan in driver.plans if plan[2]) > 300
         assert plans_of(tmp_path / f"log{seed}") == driver.plans
+
+
+@pytest.mark.parametrize("ends", ["stop", "abort"])
+def test_a_cache_that_is_reset_with_a_step_in_flight_can_be_replayed(tmp_path: Path, ends: str) -> None:
+    """A request has ended on the host, and the step after its last is still on its way."""
+    recorder = FileRecorder(tmp_path / "log")
+    engine = LLMEngine(EngineConfig(model=MODEL_DIR, **MANY_SLOTS), recorder=recorder)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    if ends == "stop":
+        params = replace(params, stop=["a"])  # found late: the scheduler knows no text
+    for name in "once", "again":
+        engine.add_request(name, "Once upon a time", params)
+        while engine.has_unfinished_requests():
+            engine.step()
+            if ends == "abort":
+                engine.abort_request(name)
+        assert engine._in_flight and engine.reset_prefix_cache()
+    engine.close()
+    assert len(plans_of(tmp_path / "log")) > 2
 
 
 @pytest.mark.parametrize("is_redacted", [False, True])

@@ -152,6 +152,9 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 1, "stop_token_ids": list(range(5, 5 + 40))}, "stop_token_ids"),
     ({"prompt": [5] * 512, "max_tokens": 1}, "prompt"),
     ({"prompt": "a", "stop": ["a", 1], "temperature": 1.0}, "stop"),
+    ({"allowed_token_ids": [2], "min_tokens": 2}, "allowed_token_ids"),  # the end-of-sequence token
+    ({"allowed_token_ids": [14, 14], "min_tokens": 2, "stop_token_ids": [14]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [16], "bad_words": ["."]}, "allowed_token_ids"),  # that very token
 ]
 
 # Bounds that only a server has: what it takes at most, and one more. The second is refused by name.
@@ -409,6 +412,7 @@ def test_an_output_that_repeats_itself_ends_everywhere_alike(site: Site) -> None
 MASKS: list[dict[str, Any]] = [
     {},
     {"allowed_token_ids": [40]},
+    {"allowed_token_ids": [2, 40], "min_tokens": 2},
     {"allowed_token_ids": [5, 40, 1535], "temperature": 2.0},
     {"logit_bias": {5: 100, 6: -100}, "top_k": 1, "temperature": 1.0},
     {"logit_bias": {token: -100 for token in range(200)}, "top_p": 1e-6, "temperature": 0.7},

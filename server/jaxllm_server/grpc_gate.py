@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from jaxllm.errors import OverloadedError, UserError
+from jaxllm.errors import EngineError, OverloadedError, UserError
 from jaxllm_server.grpc_errors import Failure, failure_of
 from jaxllm_server.grpc_health import CONTROL, HEALTH
 from jaxllm_server.grpc_service import REQUEST_ID, first
@@ -131,7 +131,10 @@ class Gate(grpc.aio.ServerInterceptor):
             told = failure_of(failure, asked[0] if asked else None, _request_id(context))
             code = told.code
             if code == "INTERNAL":
-                _log.error("%s failed, request %s", method, _request_id(context) or "without an id", exc_info=failure)
+                # What the engine says itself is all there is to know; what nobody foresaw has a traceback.
+                unforeseen = None if isinstance(failure, EngineError) else failure
+                name = _request_id(context) or "without an id"
+                _log.error("%s failed, request %s: %s", method, name, failure, exc_info=unforeseen)
             await _fail(context, told)
         finally:
             self._num_rpcs[peer] -= is_counted

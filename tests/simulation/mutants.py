@@ -398,6 +398,12 @@ SLIPS = [
         "tokens[: length]",
     ),
     Mutant("sampling rows are shifted", "batch.pack", "sampling[plan.slots]", "sampling[np.sort(plan.slots)]"),
+    Mutant(
+        "a reset of the cache leaves a step in flight",
+        "engine.LLMEngine.reset_prefix_cache",
+        "self._in_flight.clear()",
+        "pass",
+    ),
     Mutant("min_tokens are forgotten", "sampling.pack_row", "prompt_length + params.min_tokens", "prompt_length"),
     Mutant("a shape too small is taken", "batch.fits", "size.tiles <= shape.tiles", "True"),
     # the queue and the readers

@@ -95,6 +95,8 @@ class Recorder(Reference):
     def was_reset(self) -> None:
         if self.running and not self.world.is_recovering:
             raise Violation("the cache is reset under requests that run")
+        if self.world.engine._in_flight:
+            raise Violation("the cache is reset under a step in flight, which a replay would not know")
         super().was_reset()
 
     def committed(self, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None, events: Events) -> None:
