@@ -97,6 +97,7 @@ class AsyncLLM:
         self._num_preparing = 0  # samples whose prompts are being made
         self._failure: BaseException | None = None
         self._is_paused = self._is_leaving = self._is_draining = self._is_stopped = False
+        self._num_resumed = 0  # times that pauses were ended, those that still waited included
         self._tokenizing: ThreadPoolExecutor | None = None
 
     async def start(self) -> None:
@@ -335,13 +336,13 @@ class AsyncLLM:
             raise UserError("The requests that are kept need the cache: leave clear_cache off.", "clear_cache")
         if self.state not in ("serving", "paused"):
             self._check_serving()
-        self._is_paused = True
+        self._is_paused, resumed = True, self._num_resumed
         if mode == "abort":
             await self.abort(self._streams.ids())
         if mode != "keep":
             await self._streams.wait_quiet()
-            if not self._is_paused:
-                return  # somebody has resumed meanwhile
+            if self._num_resumed > resumed:
+                return  # somebody has resumed meanwhile, or drains; there may be another pause already
         self._inbox.set_paused(True)
         if mode != "keep" and clear_cache is not False:
             await self.reset_prefix_cache()
@@ -349,6 +350,7 @@ class AsyncLLM:
     async def resume(self) -> None:
         """Go on after `pause`."""
         self._is_paused = False
+        self._num_resumed += 1
         self._inbox.set_paused(False)
 
     def announce_drain(self) -> None:
@@ -361,7 +363,7 @@ class AsyncLLM:
         Returns whether everything was through. There is no way back.
         """
         self._is_draining = True
-        self._inbox.set_paused(False)
+        await self.resume()
         is_through = True
         try:
             async with asyncio.timeout(timeout):
@@ -374,7 +376,7 @@ class AsyncLLM:
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._streams.wait_idle()
-        return is_through and self._failure is None
+        return is_through and self._failure is None and not self._is_stopped
 
     async def wait_dead(self) -> BaseException:
         """Wait until the engine dies, and return of what; UnavailableError if it was never started."""

@@ -37,6 +37,18 @@ def check_turn(world: World, began: float) -> None:
     )
     if counted != due:
         raise Violation(f"I11: metrics count {counted}, where {due} is due")
+    if world.reported != [world.runner.device.num_tokens, reference.num_generated]:
+        raise Violation(f"I11: the observer was told of {world.reported} tokens")
+    if world.num_told != world.due_to_tell and not world.is_deaf:
+        raise Violation(f"I8: the observer was told of {world.num_told} tokens of {world.due_to_tell}")
+    rests = world.pausing and not reference.by_id and not world.submitted
+    world.turns_pausing = world.turns_pausing + 1 if rests else 0
+    if world.turns_pausing > 3:
+        raise Violation("a pause waits, and nothing runs")
+    if world.is_draining and began >= world.drain_until + ROUNDING:
+        for client in world.clients:
+            if client.pause is None:
+                raise Violation(f"I7: {client.name} waits although the time of the drain is over")
     if world.setting["block_events"] and len(world.stored) != len(reference.index):
         raise Violation("the events of the prefix cache do not add up to it")
     if len(world.engine._samples) != len(reference.by_id):
@@ -45,9 +57,11 @@ def check_turn(world: World, began: float) -> None:
         if turn < world.turn and any(entry.slot > -2 for entry in client.entries):
             raise Violation(f"{client.name} has gone, and its request runs on")
     world.left = [(turn, client) for turn, client in world.left if turn == world.turn]
-    interval = world.interval
+    interval = world.last_interval
     for client in world.clients:
         if client.pause is not None:
+            for entry in client.entries:
+                entry.seen = entry.known
             continue
         if client.aborted_in is not None and client.aborted_in < world.turn:
             raise Violation(f"I7: {client.name} was aborted, and still waits")
@@ -64,7 +78,9 @@ def check_turn(world: World, began: float) -> None:
             new = entry.known - entry.truth.num_prompt - told
             if entry.slot == -2 and index not in client.ends:
                 raise Violation(f"{client.name} was not told that sample {index} has ended")
-            if entry.slot > -2 and (new >= enough or (new and not told)):
+            # Where the interval is the engine's own, who gets no token is not looked at when it becomes shorter.
+            has_grown, entry.seen = entry.known > entry.seen or bool(client.params.stream_interval), entry.known
+            if entry.slot > -2 and ((new >= enough and has_grown) or (new and not told)):
                 raise Violation(f"{client.name} was not shown {new} tokens")
 
 
@@ -78,6 +94,8 @@ def check_idle(world: World) -> None:
         raise Violation("I13: requests are kept after their end")
     if world.llm._inbox.counts() != (0, 0) or len(world.llm._streams):
         raise Violation("I13: the inbox counts what is not there")
+    if world.draining is None and world.loop.next_timer() is not None:
+        raise Violation("I13: a timer is kept for nobody")
     if engine.metrics.finished != dict(world.reasons):
         raise Violation(f"I11: {engine.metrics.finished} ended, where {dict(world.reasons)} were told")
 
@@ -86,9 +104,11 @@ def check_over(world: World) -> None:
     """Nobody is left waiting, and no stream is kept."""
     for client in world.clients:
         raise Violation(f"I7: {client.name} waits for a dead engine")
+    if world.draining is not None and world.draining.done():
+        world.draining.result()
     streams = world.llm._streams
     if len(streams) or streams._by_key or streams._num_awaited:
         raise Violation("I13: streams are kept although their readers have gone")
-    for task in world.tasks:
+    for task in (*world.tasks, *([world.following] if world.following else [])):
         if not task.done():
             raise Violation("a call of the engine never returns")

@@ -5,10 +5,20 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.engine import MANY_STREAMS_INTERVAL
 from jaxllm.errors import EngineError, UserError
 from jaxllm.types import RequestOutput, RequestOutputKind, SamplingParams
 from tests.simulation.device import Violation
-from tests.simulation.oracle import BROKEN, PIECES, SPECIAL, BrokenTextError, Truth, logprob
+from tests.simulation.oracle import (
+    BROKEN,
+    NUM_LOGPROBS,
+    PIECES,
+    SPECIAL,
+    VOCABULARY,
+    BrokenTextError,
+    Truth,
+    logprob,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.reference import Entry
@@ -20,6 +30,7 @@ class Client:
 
     def __init__(self, world: World, request: dict[str, Any], ids: list[int], params: SamplingParams) -> None:
         self.world = world
+        self.request = request
         self.name: str = request["name"]
         self.ids = ids
         self.params = params
@@ -34,7 +45,10 @@ class Client:
         self.timeout: float | None = request.get("timeout")
         self.time_limit: float | None = request.get("time_limit")
         self.reads: int | None = request.get("reads")
-        self.arrival = self.latest = world.now  # what a clock that goes back has shown before counts: see `events`
+        self.arrival = world.now
+        if self.timeout is not None and self.time_limit is None and len(ids) % 2:  # it came before the call
+            self.arrival -= self.timeout / 2
+        self.latest = world.now  # what a clock that goes back has shown before counts: see `events`
         self.limit = min(world.max_model_len, len(ids) + (params.max_tokens or world.max_model_len))
         self.truths: list[Truth] = []  # by sample, once the engine has taken it in
         self.entries: list[Entry] = []  # of the reference
@@ -45,6 +59,9 @@ class Client:
         self.ends: dict[int, tuple[str, Any]] = {}
         self.num_outputs = 0
         self.is_submitted = False
+        self.has_end = False  # its last output was handed over, and nothing had failed it
+        self.times: dict[str, float] = {}
+        self.enough = MANY_STREAMS_INTERVAL  # tokens for which it may be shown something: what held when that was made
         self.is_over = False
         self.may_be_aborted = False
         self.aborted_in: int | None = None  # the turn
@@ -80,6 +97,7 @@ class Client:
             priority=self.priority,
             time_limit=self.time_limit,
             timeout=self.timeout,
+            arrival=self.arrival,
         )
         try:
             async for output in stream:
@@ -118,7 +136,7 @@ class Client:
             raise Violation(f"{self.name} got an output before its end")
         news = 0
         is_due = output.finished
-        enough = params.stream_interval or self.world.interval
+        enough, self.enough = params.stream_interval or self.enough, MANY_STREAMS_INTERVAL
         for part in output.outputs:
             known, text = self.tokens.setdefault(part.index, []), self.texts.get(part.index, "")
             if is_delta:
@@ -150,8 +168,14 @@ class Client:
             raise Violation(f"I7: {self.name} is finished, and not")
         if output.finished:
             self._check_times(output)
+        for name in ("first_scheduled_time", "first_token_time"):
+            value = getattr(output.metrics, name, None)
+            if value is not None and self.times.setdefault(name, value) != value:
+                raise Violation(f"{self.name} is told another {name} than before")
         if output.prompt_logprobs is not None:
             self._check_prompt(output.prompt_logprobs)
+            if is_delta and self.prompt_logprobs_told > 1:
+                raise Violation(f"{self.name} is told the log-probabilities of its prompt twice")
         reached = any(self.tokens.values())
         if reached and params.prompt_logprobs is not None and not self.prompt_logprobs_told:
             raise Violation(f"{self.name} misses the log-probabilities of its prompt")
@@ -169,7 +193,7 @@ class Client:
         truth, params = self.truths[part.index], self.params
         if tuple(tokens) != truth.output(len(tokens)):
             raise Violation(f"I6: {self.name} got tokens that are not its own")
-        if params.temperature and part.seed != truth.seed:
+        if part.seed != (truth.seed if params.temperature else None):
             raise Violation(f"{self.name} is told another seed")
         self._check_logprobs(part, truth, len(tokens), is_delta, num_known)
         reason, stop = part.finish_reason, part.stop_reason
@@ -209,10 +233,8 @@ class Client:
             raise Violation(f"{self.name} is told another sum of log-probabilities")
         for at, entry in enumerate(part.logprobs, truth.num_prompt + first):
             token, chain = int(truth.tokens[at]), int(truth.chain[at - 1])
-            if next(iter(entry)) != token or entry[token].logprob != logprob(chain, token):
-                raise Violation(f"{self.name} is told another token's log-probability")
-            if not wanted <= len(entry) <= wanted + 1:
-                raise Violation(f"{self.name} is told {len(entry)} log-probabilities of {wanted}")
+            if told_of(entry) != logprobs_of(chain, token, wanted):
+                raise Violation(f"{self.name} is told {entry}, where {logprobs_of(chain, token, wanted)} is due")
 
     def _check_prompt(self, told: list[Any]) -> None:
         self.prompt_logprobs_told += 1
@@ -221,5 +243,19 @@ class Client:
             raise Violation(f"{self.name}: the log-probabilities of its prompt are shifted")
         for at in range(1, len(self.ids)):
             token = self.ids[at]
-            if told[at][token].logprob != logprob(int(truth.chain[at - 1]), token):
+            due = logprobs_of(int(truth.chain[at - 1]), token, self.params.prompt_logprobs or 0)
+            if told_of(told[at]) != due:
                 raise Violation(f"{self.name} is told another log-probability of its prompt")
+
+
+def told_of(entry: dict[int, Any]) -> list[tuple[int, float, int]]:
+    """Take what was told of a position apart: tokens with their log-probabilities and ranks, in order."""
+    return [(token, each.logprob, each.rank) for token, each in entry.items()]
+
+
+def logprobs_of(chain: int, token: int, count: int) -> list[tuple[int, float, int]]:
+    """Say what must be told of a position: its token, then the likeliest, as `device._fill_logprobs` makes them."""
+    due = {token: (logprob(chain, token), 1 + chain % NUM_LOGPROBS)}
+    for number in range(count):
+        due.setdefault((chain + number) % VOCABULARY, (logprob(chain, (chain + number) % VOCABULARY), number + 1))
+    return [(each, *rest) for each, rest in due.items()]

@@ -40,6 +40,7 @@ class Faults(Protocol):
     def before_dispatch(self, shape: Shape) -> None: ...
     def while_in_flight(self, flight: Flight) -> None: ...
     def not_finite(self, samples: Sequence[bool]) -> Sequence[int]: ...
+    def strikes_score(self) -> bool: ...
 
 
 class Flight:
@@ -130,6 +131,12 @@ class Device:
         wanted = [(index, token) for index, token in places.tolist() if token]  # no prompt holds token 0
         chains = [int(self.hidden[index]) if index < len(self.hidden) else 0 for index, _ in wanted]
         _fill_logprobs(joined, chains, [token for _, token in wanted])
+        if wanted and self.faults.strikes_score():
+            joined[: len(wanted), 2] = np.float32(np.nan).view(np.int32)
+            for index, _ in wanted:
+                owner = self.owners[self._hidden_slots[index]]
+                assert owner is not None
+                owner.may_fail = True
         return joined
 
     def _check_state(self) -> None:
@@ -171,7 +178,7 @@ class Device:
         if len(set(place_list)) < len(place_list):
             raise Violation("I4: two tokens are written to one place")
         self.content[places] = content
-        self.hidden = content
+        self.hidden, self._hidden_slots = content, token_slots
         self.num_tokens += len(place_list)
 
         # Read: every place of every row.
@@ -195,6 +202,8 @@ class Device:
             assert owner is not None
             if not samples[row]:
                 continue
+            if end < owner.num_prompt:
+                raise Violation("a row samples inside its prompt")
             if end > owner.limit:
                 raise Violation("a row samples beyond its limit")
             if owner.variant > variant:

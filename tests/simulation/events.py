@@ -11,7 +11,7 @@ from jaxllm.errors import EngineError
 from jaxllm.state import Plan
 from tests.simulation.client import Client
 from tests.simulation.device import Violation
-from tests.simulation.requests import burst, submit
+from tests.simulation.requests import burst, race, submit
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -25,7 +25,9 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
         case "disconnect" | "abort":
             stop_one(world, kind, *arguments)
         case "duplicate_id":
-            if world.live:
+            if arguments[0] % 4 == 0:
+                world.fired["duplicate_at_once"] += race(world, arguments[1] | {"text": "abcabcab"})
+            elif world.live:
                 name = list(world.live)[arguments[0] % len(world.live)]
                 world.fired[kind] += submit(world, arguments[1] | {"name": name})
         case "tokenizer_error":
@@ -66,13 +68,20 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
         case "drain":
             if world.draining is None:
                 world.fired[kind] += 1
+                if world.turn % 3 == 0:
+                    pause(world, "keep", 1)  # there is no way back from a drain, but what was kept is finished
                 world.is_draining = True
                 world.resume_at = None
-                world.draining = world.loop.create_task(world.llm.drain(arguments[0]))
+                world.is_held = False
+                world.drain_until = world.now + arguments[0]
+                world.draining = world.loop.create_task(drain(world, arguments[0]))
         case "restart":
             world.fired[kind] += 1
             world.end()
             world.begin()
+        case "not_finite":
+            world.armed[kind] = arguments[0]
+            world.armed["score_not_finite"] = True
         case "dies":
             world.armed[kind] = True
         case _:
@@ -96,6 +105,8 @@ def stop_one(world: World, kind: str, number: int, _is_mid: bool, is_twice: bool
             assert client.task is not None
             client.task.cancel()
             world.loop.run()
+            if not _is_mid and number % 4 == 0 and client.name not in world.live:
+                world.fired["id_again"] += submit(world, client.request)
         else:
             client.may_be_aborted = True
             client.aborted_in = world.turn if client.aborted_in is None else client.aborted_in
@@ -132,12 +143,40 @@ def pause(world: World, mode: str, turns: int) -> None:
     if mode == "abort":
         for client in world.clients:
             client.may_be_aborted = True
-    call(world, world.llm.pause(mode))  # type: ignore[arg-type]
+            client.aborted_in = world.turn if client.aborted_in is None else client.aborted_in
+    call(world, paused(world, mode))
+
+
+async def paused(world: World, mode: str) -> None:
+    """Pause, and see whether that is what it is said to be once the call returns."""
+    resets, resumed = world.reference.num_resets, world.num_resumed
+    world.pausing += 1
+    try:
+        await world.llm.pause(mode)  # type: ignore[arg-type]
+    finally:
+        world.pausing -= 1
+    if world.num_resumed > resumed or world.is_draining:
+        return
+    world.is_held = True
+    if mode != "keep":
+        if world.reference.by_id:
+            raise Violation(f"a pause that was to {mode} leaves requests behind")
+        if world.reference.num_resets == resets:
+            raise Violation("a pause leaves the cache as it was")
+
+
+async def drain(world: World, timeout: float) -> bool:
+    """Drain, and see whether it tells the truth of that."""
+    is_through = await world.llm.drain(timeout)
+    if is_through and (world.clients or world.has_died):
+        raise Violation("a drain says that all were through, and some wait, or the engine is dead")
+    return is_through
 
 
 def resume(world: World) -> None:
     world.resume_at = None
-    world.is_paused = False
+    world.is_paused = world.is_held = False
+    world.num_resumed += 1
     call(world, world.llm.resume())
 
 

@@ -20,6 +20,7 @@ class Loop(asyncio.AbstractEventLoop):
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
+        self.held: list[Callable[[], None]] | None = None  # what other threads would do, if they are slow
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
@@ -55,7 +56,10 @@ class Loop(asyncio.AbstractEventLoop):
             else:
                 future.set_result(result)
 
-        self.call_soon(run)
+        if self.held is None:
+            self.call_soon(run)
+        else:
+            self.held.append(run)
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:

@@ -132,9 +132,11 @@ class Truth:
         self.row_bytes = row_of(params, seed, self.num_prompt).tobytes()
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
         self.has_extras = bool(params.logit_bias or params.allowed_token_ids)
-        self.reads_history = params.repetition_penalty != 1.0
+        self.reads_history = bool(
+            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        )
         penalized = self.has_extras or self.reads_history
-        filtered = params.top_k or params.min_tokens or params.logprobs is not None
+        filtered = params.top_k or params.top_p < 1 or params.min_p or params.min_tokens or params.logprobs is not None
         self.variant = 3 if penalized else 2 if filtered else int(params.temperature > 0)
         self.may_fail = False  # a fault has touched it
         self.tokens = np.zeros(limit + 2, np.int32)

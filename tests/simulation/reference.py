@@ -34,6 +34,7 @@ class Entry:
     is_shared: bool  # may its blocks be found by others
     reads_cache: bool
     known: int
+    seen: int = 0  # of `known`, when it was last looked at whether its reader has them
     brought: int = 0  # full blocks that it brought when it was queued
     slot: int = -1  # -1: waits, -2: has ended
     admission: int = 0  # counts those of this request

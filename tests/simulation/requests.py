@@ -48,6 +48,30 @@ def submit(world: World, request: dict[str, Any]) -> bool:
     return True
 
 
+def race(world: World, request: dict[str, Any]) -> bool:
+    """Send two requests with one id, whose prompts are made by other threads at once: the second is refused."""
+    ids, params = ids_of(world, request), params_of(world, request["params"])
+    first, second = (Client(world, request, ids, params) for _ in range(2))
+    if refusal(world, first) is not None or queue_is_full(world, params.n + 1, params.n * len(ids)):
+        return False
+    held = world.loop.held = []
+    for client in (first, second):
+        client.task = world.loop.create_task(client.run())
+    world.loop.run()
+    world.loop.held = None
+    if len(held) != 2 or world.llm._num_preparing != 2:
+        raise Violation("prompts that are being made are not counted into the queue")
+    world.live[first.name] = first
+    world.clients.append(first)
+    world.submitting = first
+    for run in held:
+        run()
+    world.loop.run()
+    if not first.is_submitted or not isinstance(second.error, RequestIdInUseError) or world.llm._num_preparing:
+        raise Violation("two requests have one id, or none was taken")
+    return True
+
+
 def edges(world: World, client: Client) -> Iterator[tuple[str, bool]]:
     size, most, length = world.setting["block_size"], world.max_model_len, len(client.ids)
     yield "length_1", length == 1

@@ -54,6 +54,8 @@ class SimulatedThread(EngineThread):
         self.running = self.turns()
 
     def join(self, timeout: float) -> bool:
+        if self.world.is_asleep and not self.world.condition.is_notified:
+            raise Violation("the engine's thread was not woken to end")
         for _ in self.running:
             pass
         return True
@@ -61,8 +63,6 @@ class SimulatedThread(EngineThread):
     def tell(self, function: Any, *arguments: Any) -> None:
         if function == self._to.deliver:
             self.world.note_outputs(arguments[0])
-        if function == self._to.block_events:
-            self.world.note_block_events(arguments[2])
         super().tell(function, *arguments)
 
 
@@ -84,6 +84,7 @@ class Recorder(Reference):
             world.digest = zlib.crc32(part.tobytes(), world.digest)
         world.plans.append(plan)
         world.fired["preemption"] += len(plan.preempted)
+        world.counted = []
         for admission in plan.admitted:
             client = world.client_of[admission.request.id]
             if client not in world.was_admitted:
@@ -91,6 +92,7 @@ class Recorder(Reference):
                 world.cached_of[client.name] = admission.num_cached
                 world.prompt_tokens += len(client.ids)
                 world.cached_tokens += admission.num_cached
+                world.counted.append((admission.request.id, client, admission.num_cached))
 
     def was_reset(self) -> None:
         if self.running and not self.world.is_recovering:

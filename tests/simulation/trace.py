@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.oracle import BROKEN, VOCABULARY
+from tests.simulation.oracle import BROKEN, PIECES, VOCABULARY
 
 # Every kind of fault that can be switched on for a seed. What is not a fault (an edge of lengths, a fork) is always on.
 FAULTS = (
@@ -17,8 +17,10 @@ FAULTS = (
     *("clock_forward", "clock_back", "clock_freeze", "allocation_refused", "raise_before", "raise_after"),
     *("result_lost", "result_late", "result_duplicated", "result_of_gone", "not_finite", "out_of_memory"),
     *("compile_stall", "tokenizer_error", "detokenizer_error", "same_prefix", "prefix_thrash", "priority_inversion"),
-    *("burst", "drain", "restart", "reset_cache", "pause", "dies"),
+    *("burst", "drain", "restart", "reset_cache", "pause", "dies", "request_fault"),
 )
+# What a prompt may end in: characters that it has begun, of two bytes, three and four.
+HALVES = tuple(tuple(PIECES.index(bytes([byte])) for byte in end) for end in (b"ab\xc3", b"a\xe2\x82", b"\xf0\x9f\x98"))
 BLOCK_SIZES = (1, 2, 2, 16, 16, 64, 128)
 
 
@@ -108,6 +110,7 @@ class _Maker:
             "result_lost": 0.008, "result_late": 0.008, "result_duplicated": 0.02, "result_of_gone": 0.02,
             "not_finite": 0.012, "out_of_memory": 0.008, "compile_stall": 0.008, "tokenizer_error": 0.01,
             "burst": 0.005, "drain": 0.006, "restart": 0.006, "reset_cache": 0.01, "pause": 0.02, "dies": 0.005,
+            "request_fault": 0.01,
             "resume_reading": 0.2,
         }  # fmt: skip
         is_on = [(kind, rate) for kind, rate in rates.items() if kind in faults or kind == "resume_reading"]
@@ -205,6 +208,8 @@ class _Maker:
             request["reads"] = -chance.randint(1, 3)  # outputs, then it never reads again
         if "detokenizer_error" in faults and draw() < 0.15 and ids:
             request["ids"] = [*ids[:-1], BROKEN]
+        if draw() < 0.05 and length > 3:
+            request["ids"] = [*ids[:-3], *chance.choice(HALVES)]
         if draw() < 0.1 and length and length < 12:
             request["text"] = "".join(chance.choice("ab c") for _ in range(length))
         return request
@@ -246,13 +251,20 @@ class _Maker:
             params["prompt_logprobs"] = chance.randint(0, 2)
         if chance.random() < 0.08:
             params["repetition_penalty"] = 1.5
+        for name, value in (("presence_penalty", 0.5), ("frequency_penalty", 0.25), ("top_k", 7)):
+            if chance.random() < 0.04:
+                params[name] = value
+        for name, value in (("top_p", 0.75), ("min_p", 0.125)):
+            if chance.random() < 0.04:
+                params[name] = value
         if chance.random() < 0.06:
             params["logit_bias"] = {str(chance.randrange(VOCABULARY)): 1.5}
         if chance.random() < 0.06:
             params["allowed_token_ids"] = sorted(chance.sample(range(2, 40), 5))
         if chance.random() < 0.1:
             params["repetition_detection"] = {
-                "max_pattern_size": chance.randint(1, 3),
+                "max_pattern_size": chance.randint(2, 3),
+                "min_pattern_size": chance.choice((0, 0, 2)),
                 "min_count": chance.randint(2, 4),
             }
         if chance.random() < 0.1:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import zlib
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from hashlib import sha256
 from typing import Any
@@ -19,11 +19,11 @@ from unittest import mock
 
 import numpy as np
 
-from jaxllm import blocks, engine, runner
+from jaxllm import async_engine, blocks, engine, runner, streams
 from jaxllm.batch import Shape
 from jaxllm.blocks import PoolEditor
 from jaxllm.cache import Geometry
-from jaxllm.engine import FEW_STREAMS, MANY_STREAMS_INTERVAL, MAX_FAILURES, Accepted, LLMEngine
+from jaxllm.engine import FEW_STREAMS, MANY_STREAMS_INTERVAL, MAX_EXHAUSTED, MAX_FAILURES, Accepted, LLMEngine
 from jaxllm.errors import (
     DeadlineError,
     DrainingError,
@@ -32,8 +32,9 @@ from jaxllm.errors import (
 )
 from jaxllm.metrics import StepReport
 from jaxllm.parts import Parts
+from jaxllm.seats import RequestFault, Seats
 from jaxllm.state import Cleared, Plan, Removed, Request, Stored
-from jaxllm.types import RequestOutput, SamplingParams
+from jaxllm.types import RequestOutput, RequestOutputKind, SamplingParams
 from tests.simulation.checks import ROUNDING, TICK, check_idle, check_over, check_turn
 from tests.simulation.client import Client
 from tests.simulation.device import Flight, SimulatedRunner, Violation
@@ -88,7 +89,20 @@ class World:
         self.was_admitted: set[Client] = set()
         self.cached_of: dict[str, int] = {}  # by name: cached tokens at the first admission
         self.prompt_tokens = self.cached_tokens = 0
+        self.counted: list[tuple[int, Client, int]] = []  # who was admitted for the first time in the last plan
         self.num_told = 0  # tokens, to the observer
+        self.is_deaf = False  # it has failed, and was not told of the others
+        self.last_interval = 1  # when outputs were last made
+        self.due_to_tell = 0  # tokens that it must hear of
+        self.shown: dict[tuple[str, int], int] = {}  # tokens by key and sample, in outputs
+        self.reported = [0, 0]  # tokens computed and sampled, by the reports of steps
+        self.is_asleep = True  # whether the engine's thread waits to be woken
+        self.is_held = False  # whether a pause has been told to be there
+        self.num_resumed = 0
+        self.pausing = 0  # calls of `pause` that have not returned
+        self.turns_pausing = 0  # in which they had nothing to wait for
+        self.drain_until = 0.0
+        self.most_failures = MAX_FAILURES
         self.reasons: Counter[str] = Counter()  # samples by how they ended, as the engine told
         self.told: dict[str, set[int]] = {}  # by key: samples whose end was told
         self.finished_keys: set[str] = set()
@@ -104,6 +118,7 @@ class World:
         self.plans: deque[Plan] = deque(maxlen=8)
         self.last_commit: Any = None
         self.is_paused = self.is_draining = self.is_dead = self.is_hung = False
+        self.has_died = False  # by itself
         self.resume_at: int | None = None
         self.draining: asyncio.Task[bool] | None = None
         self.num_drain_failures = 0
@@ -161,6 +176,14 @@ class World:
         self.loop.run()
         self.engine = llm.engine
         self.engine._recover = self._recover  # type: ignore[method-assign]
+        outputs = self.engine._outputs
+
+        def make(changed: Iterable[Any], now: float) -> list[RequestOutput]:
+            self.last_interval = self.interval
+            return outputs(changed, now)
+
+        self.engine._outputs = make  # type: ignore[method-assign]
+        self.following = self.loop.create_task(self._follow()) if setting["block_events"] else None
 
     def end(self) -> None:
         """Close the engine and check that nothing is left of it."""
@@ -176,14 +199,34 @@ class World:
 
     def _recover(self, error: Exception) -> list[RequestOutput]:
         """Let the engine recover from what was injected; anything else is what we are looking for."""
-        if not isinstance(error, InjectedError):
+        blamed: list[Entry] = []
+        if isinstance(error, RequestFault) and isinstance(error.__cause__, InjectedError):
+            blamed = [self.reference.by_id[error.sample.id]]
+        elif not isinstance(error, InjectedError):
             self.unexpected = error
             raise error
+        elif "RESOURCE_EXHAUSTED" in str(error) and not self.failures % MAX_FAILURES:
+            if self.failures < MAX_EXHAUSTED * MAX_FAILURES:
+                blamed = self._largest()
+                self.most_failures += MAX_FAILURES * bool(blamed)
+        for entry in blamed:
+            for truth in self.client_of[entry.id].truths:
+                truth.may_fail = True
         self.is_recovering = True
         try:
-            return LLMEngine._recover(self.engine, error)
+            outputs = LLMEngine._recover(self.engine, error)
         finally:
             self.is_recovering = False
+        if any(entry.slot > -2 for entry in blamed) or len(outputs) != len(blamed):
+            raise Violation("a step failed because of a request that goes on, or ended another")
+        return outputs
+
+    def _largest(self) -> list[Entry]:
+        """Find who has the most tokens in the step that failed; of equals the last."""
+        plan = self.engine._planned
+        rows = self.reference.plans.get(plan.number, []) if plan is not None else []
+        living = [(int(plan.lengths[at]), at, row[0]) for at, row in enumerate(rows) if row[0].slot > -2]
+        return [max(living)[2]] if living else []
 
     def _claim(self, requests: Sequence[Request]) -> list[Entry]:
         """Find out whose requests the engine has taken in, and what they must become."""
@@ -232,6 +275,18 @@ class World:
             if key in self.finished_keys:
                 raise Violation("I9: an output after the last one")
             told = self.told.setdefault(key, set())
+            stream = self.llm._streams.of_key(key)
+            for part in output.outputs:
+                before = self.shown.get((key, part.index), 0)
+                is_delta = stream is not None and stream.params.output_kind is RequestOutputKind.DELTA
+                new = len(part.token_ids) - (0 if is_delta else before)
+                self.shown[key, part.index] = before + new
+                self.due_to_tell += new if stream is not None else 0
+            if stream is not None:
+                reader = self.live[stream.request_id]
+                reader.enough = min(reader.enough, self.last_interval)
+            if output.finished and stream is not None and stream._error is None:
+                self.live[stream.request_id].has_end = all(each.finish_reason != "error" for each in output.outputs)
             for part in output.outputs:
                 if part.finish_reason is not None and part.index not in told:
                     told.add(part.index)
@@ -239,6 +294,20 @@ class World:
             if output.finished:
                 self.finished_keys.add(key)
                 del self.told[key]
+
+    async def _follow(self) -> None:
+        """Read what the engine tells of its prefix cache, to its end."""
+        number = 0
+        try:
+            async for batch in self.llm.kv_events():
+                if batch.sequence != number:
+                    raise Violation("a batch of the prefix cache's events is lost")
+                number += 1
+                self.note_block_events(batch.events)
+        except EngineDeadError:
+            pass
+        except Exception as error:
+            self.loop.failures.append(error)
 
     def note_block_events(self, events: Sequence[Any]) -> None:
         """Follow what the engine tells of its prefix cache."""
@@ -250,7 +319,11 @@ class World:
                     if event.digest in self.stored or len(event.tokens) != self.setting["block_size"]:
                         raise Violation("a block is told to be stored twice, or in part")
                     tokens = np.array(event.tokens, "<i4").tobytes()
-                    if event.parent is not None and sha256(event.parent + tokens).digest() != event.digest:
+                    roots = [sha256(salt).digest() for salt in (b"", b"one", b"two")]
+                    parents = roots if event.parent is None else [event.parent]
+                    if event.parent is None and not self.setting["prefix_caching"]:
+                        parents = [sha256(f"{number}".encode()).digest() for number in range(max(self.client_of) + 1)]
+                    if all(sha256(parent + tokens).digest() != event.digest for parent in parents):
                         raise Violation("a block is told to hold other tokens")
                     self.stored.add(event.digest)
                 case Removed():
@@ -274,8 +347,10 @@ class World:
             DeadlineError: client.timeout is not None
             and max(self.now, client.latest) >= client.arrival + client.timeout - ROUNDING,
             EngineDeadError: self.is_dead,
-            DrainingError: self.is_draining,
+            DrainingError: self.is_draining and max(self.now, client.latest) >= self.drain_until - ROUNDING,
         }
+        if client.has_end:
+            raise Violation(f"I7: {client.name} failed with {error!r} behind its end")
         if not may.get(type(error), False):  # type: ignore[call-overload]
             raise Violation(f"I7: {client.name} failed with {error!r} for no reason")
         if isinstance(error, DrainingError):
@@ -289,8 +364,8 @@ class World:
 
     def step(self, report: StepReport) -> None:
         """A step has ended."""
-        if report.num_rows < 0 or report.num_sampled < 0:
-            raise Violation("a step reports nonsense")
+        self.reported[0] += report.num_tokens
+        self.reported[1] += report.num_sampled
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
         """Tokens came."""
@@ -298,7 +373,15 @@ class World:
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
         """A request has ended; its reader may not have read all of it."""
-        client = self.live[output.request_id]
+        try:
+            self._check_summary(self.live[output.request_id], output)
+        except Exception as error:  # production says nothing of an observer that fails
+            self.loop.failures.append(error)
+        if self.setting["seed"] % 5 == 0:
+            self.is_deaf = True
+            raise InjectedError("an observer fails")
+
+    def _check_summary(self, client: Client, output: RequestOutput) -> None:
         if len(output.outputs) < len(client.truths):
             return  # samples that ended without a token
         for part, truth in zip(output.outputs, client.truths, strict=True):
@@ -322,8 +405,12 @@ class World:
             self.is_hung = False
         limit = self.armed.get("out_of_memory")
         if limit is not None and shape.tokens >= limit:
-            del self.armed["out_of_memory"]
-            self._fail("out_of_memory", is_lost=True)
+            # Once, or until somebody has made room, or as long as anybody may be given up.
+            times = self.armed.get("exhausted", 0) + 1
+            self.armed["exhausted"] = times
+            if times == {1: 1, 4: MAX_FAILURES, 16: MAX_EXHAUSTED * MAX_FAILURES}[limit]:
+                del self.armed["out_of_memory"], self.armed["exhausted"]
+            self._fail("out_of_memory", is_lost=True, words="RESOURCE_EXHAUSTED")
         if "dies" in self.armed:
             self._fail("dies", is_lost=False)
         for kind in ("raise_before", "raise_after"):
@@ -335,13 +422,19 @@ class World:
         if self.armed.pop("result_late", None):
             self.fired["result_late"] += 1
             self.now += 5.0
+            since = self.thread.step_since
+            if since is None or (self.llm._working_state() == "hung") != (self.now - since > HANG):
+                raise Violation("a step that is late counts as hung before its time, or not behind it")
+        load, (num_new, _) = self.thread.load, self.llm._inbox.counts()
+        if load.running + load.waiting + num_new < len(self.reference.by_id):
+            raise Violation("I11: what was taken in is in no load while a step runs")
         events, self.mid = self.mid, []
         for event in events:
             happen(self, event[1], event[2:])
         if self.armed.pop("result_lost", None):
             self._fail("result_lost", is_lost=True)
         self.loop.run()
-        self.failures = 0
+        self.failures, self.most_failures = 0, MAX_FAILURES
 
     def not_finite(self, samples: Sequence[bool]) -> Sequence[int]:
         """Strike a row that samples."""
@@ -351,18 +444,30 @@ class World:
         self.fired["not_finite"] += 1
         return (candidates[self.armed.pop("not_finite") % len(candidates)],)
 
-    def _fail(self, kind: str, is_lost: bool) -> None:
+    def strikes_score(self) -> bool:
+        """Whether the log-probabilities of the prompts of this step are not finite."""
+        if self.armed.pop("score_not_finite", None) is None:
+            return False
+        self.fired["score_not_finite"] += 1
+        return True
+
+    def _fail(self, kind: str, is_lost: bool, words: str = "") -> None:
         self.fired[kind] += 1
         self.failures += 1
         self.num_recoveries += 1
         if is_lost:
             self.runner.device.is_lost = True
-        raise InjectedError(kind)
+        raise InjectedError(f"{kind} {words}")
 
     @property
     def interval(self) -> int:
         """Tokens after which a reader who did not say is shown them."""
-        return 1 if len(self.reference.running) <= FEW_STREAMS else MANY_STREAMS_INTERVAL
+        return 1 if len(self.reference.running) <= self.few_streams else MANY_STREAMS_INTERVAL
+
+    @property
+    def few_streams(self) -> int:
+        """Running requests up to which every token is shown: few enough, in some worlds, to have more."""
+        return 3 if self.setting["seed"] % 4 == 0 else FEW_STREAMS
 
     # Playing.
 
@@ -401,6 +506,21 @@ class World:
                     self._fail("allocation_refused", is_lost=False)
             return take(editor, count)
 
+        give = Seats.give
+
+        def giving(seats: Seats, slot: int, sample: Any) -> None:
+            if self.armed.pop("request_fault", None):
+                self.fired["request_fault"] += 1
+                self.num_recoveries += 1
+                admitted = [each.request.id for each in self.plans[-1].admitted]
+                for number, client, cached in self.counted:  # they are admitted again, and count then
+                    if number in admitted[admitted.index(sample.id) :]:
+                        self.was_admitted.remove(client)
+                        self.prompt_tokens -= len(client.ids)
+                        self.cached_tokens -= cached
+                raise InjectedError("request_fault")
+            give(seats, slot, sample)
+
         logger = logging.getLogger("jaxllm")
         before = logger.level
         logger.setLevel(logging.CRITICAL + 1)
@@ -409,6 +529,13 @@ class World:
             with (
                 mock.patch.object(PoolEditor, "take", refusing if refuses else take),
                 mock.patch.object(blocks, "MOST_STALE", 8),  # so that the queue of cached blocks is swept
+                mock.patch.object(async_engine, "LONG_TEXT", 6),
+                mock.patch.object(streams, "LOGGED_EVENTS", 20),
+                mock.patch.object(Seats, "give", giving),
+                mock.patch.object(engine, "FEW_STREAMS", self.few_streams),
+                mock.patch.object(runner, "PATCH_ENTRIES", 3),  # so that more is sent than one call takes
+                mock.patch.object(runner, "PATCH_EXTRAS", 1),
+                mock.patch.object(runner, "SCORED_ROWS", 5),
                 mock.patch.object(engine, "span", no_span),
                 mock.patch.object(runner, "span", no_span),
                 mock.patch.object(engine, "_uninterrupted", nullcontext),  # the engine's thread is not the main one
@@ -453,27 +580,32 @@ class World:
         """Let the engine's thread make a turn, if it would not sleep."""
         inbox, served = self.llm._inbox, self.engine
         has_news = bool(inbox._added or inbox._aborted or inbox._calls or inbox._is_stopped)
-        works = served.has_unfinished_requests() and not inbox._is_paused
-        if has_news and not self.condition.is_notified:
+        works = served.has_unfinished_requests() and not self.is_held
+        if (has_news or (works and self.is_asleep)) and not self.condition.is_notified:
             raise Violation("the engine's thread was not woken")
         self.condition.is_notified = False
         if not has_news and not works:
             return
         steps, recoveries = self.runner.device.num_steps, self.num_recoveries
-        is_held = inbox._is_paused
+        is_held = self.is_held
         try:
             next(self.thread.running)
             while self.submitted:  # what is left there was refused by the engine
                 self._note_refused(self.submitted.popleft())
         except StopIteration:
+            self.is_asleep = False
             if self.unexpected is not None:
                 raise self.unexpected from None
-            if self.failures < MAX_FAILURES and not self.llm._is_stopped:
+            if self.failures < self.most_failures and not self.llm._is_stopped:
                 self.loop.run()
                 raise self.llm._failure or Violation("the engine has stopped") from None
             self.is_dead = True
+            self.has_died = self.failures >= self.most_failures
             return
-        if self.failures >= MAX_FAILURES:
+        self.is_asleep = inbox._is_paused or not served.has_unfinished_requests()
+        if len(served._in_flight) > int(self.setting["async_scheduling"]):
+            raise Violation("steps are given to the device ahead of time")
+        if self.failures >= self.most_failures:
             raise Violation("the engine goes on although every step fails")
         if is_held and self.runner.device.num_steps > steps:
             raise Violation("a paused engine computes")
@@ -516,9 +648,13 @@ class World:
         self.begin()
 
     def _drop_all(self) -> None:
-        """Let readers that do not read go."""
+        """Let readers that do not read go; whose end is there finds it, whatever has happened since."""
         for client in list(self.clients):
             if client.pause is not None and client.task is not None:
                 self.fired["stopped_reader"] += (client.reads or 0) < 0
-                client.task.cancel()
+                if client.has_end and not client.pause.done():
+                    client.reads = None
+                    client.pause.set_result(None)
+                else:
+                    client.task.cancel()
         self.loop.run()
