@@ -15,9 +15,7 @@ import jax.numpy as jnp
 
 from jaxllm.errors import UserError
 from jaxllm.sampling import Processor
-from jaxllm.types import MAX_PROCESSOR_ARGUMENTS
-
-MAX_PROCESSORS = 31  # bits of an int32 that is never negative
+from jaxllm.types import MAX_PROCESSOR_ARGUMENTS, MAX_PROCESSORS
 
 
 def processor_name(given: Processor | str) -> str:

@@ -11,7 +11,7 @@ import math
 import numbers
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from enum import IntEnum
 from typing import Any, Literal, Self
@@ -23,11 +23,14 @@ MAX_BIASED_TOKENS = 300  # entries of logit_bias, OpenAI's own bound: columns of
 MAX_BAD_WORD_TOKENS = 512  # of all bad_words together, each with and without a space before it: columns as well
 MAX_REPORTED_TOKENS = 128  # logprob_token_ids, vLLM's bound: columns as well
 MAX_PROCESSOR_ARGUMENTS = 8  # numbers for a logits processor: columns as well
+MAX_PROCESSORS = 31  # of an engine: bits of an int32 that is never negative
+MAX_IDS = 2**20  # of a list of token ids, repetitions counted: several times the largest vocabularies, 0.1 s to read
 MAX_PATTERN_SIZE = 1024  # tokens of a pattern that repetition_detection looks for
 INT32_MAX = 2**31 - 1
 _GREEDY_BELOW = 1e-5  # temperatures under it mean greedy, as in vLLM
 _LEAST_TEMPERATURE = 0.01  # of a request that is not greedy: logits divided by less overflow
 _MOST_SEQUENCES = 16384  # vLLM's default bound of n
+_MOST_SHOWN = 100  # characters of a value that an error repeats
 
 
 class RequestOutputKind(IntEnum):
@@ -278,12 +281,34 @@ class RequestOutput:
 
 
 def _shown(value: object) -> str:
-    """Write `value` as `repr` does, on one line of at most 100 characters, whatever it is."""
+    """Write `value` as `repr` does, on one line of at most 100 characters, whatever it is and however long."""
+    text = ""
     try:
-        text = " ".join(repr(value).split())
+        for piece in _pieces(value):
+            text += piece
+            if len(text) > 2 * _MOST_SHOWN:
+                break
     except ValueError:  # CPython prints no integer of more than 4,300 digits, alone or in a list
         return f"{type(value).__name__} too long to print"
-    return text if len(text) <= 100 else f"{text[:97]}..."
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """Write a value piece by piece, so that whoever has enough can stop: all of half a million texts takes 0.14 s."""
+    if isinstance(value, str | bytes):
+        yield repr(value[: 2 * _MOST_SHOWN])
+    elif type(value) is list or type(value) is dict:
+        yield "[" if type(value) is list else "{"
+        for number, item in enumerate(value):
+            yield ", " if number else ""
+            yield from _pieces(item)
+            if type(value) is dict:
+                yield ": "
+                yield from _pieces(value[item])
+        yield "]" if type(value) is list else "}"
+    else:
+        yield repr(value)
 
 
 def _integer(name: str, value: object, low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> int:
@@ -313,9 +338,11 @@ def _flag(name: str, value: object) -> bool:
     return value
 
 
-def _sequence(name: str, value: object, of: str) -> tuple[object, ...]:
+def _sequence(name: str, value: object, of: str, most: int | None) -> tuple[object, ...]:
     if not isinstance(value, list | tuple):
         raise UserError(f"{name} must be a list of {of}, got {_shown(value)}.", name, value)
+    if most is not None and len(value) > most:  # before anything looks at each
+        raise UserError(f"{name} must hold at most {most} {of}, got {len(value)}.", name, len(value))
     return tuple(value)
 
 
@@ -345,18 +372,18 @@ def _normalized(given: dict[str, Any]) -> dict[str, Any]:
         values["top_k"] = 0
     stop = (given["stop"],) if isinstance(given["stop"], str) else given["stop"]
     values["stop"] = _texts("stop", stop)
-    values["bad_words"] = _texts("bad_words", given["bad_words"])
+    values["bad_words"] = _texts("bad_words", given["bad_words"], MAX_BAD_WORD_TOKENS)
     values["stop_token_ids"] = _ids("stop_token_ids", given["stop_token_ids"])
-    for name in ("allowed_token_ids", "logprob_token_ids"):
-        values[name] = None if given[name] is None else _ids(name, given[name])
+    for name, most in (("allowed_token_ids", MAX_IDS), ("logprob_token_ids", MAX_REPORTED_TOKENS)):
+        values[name] = None if given[name] is None else _ids(name, given[name], most)
     values["extra_args"] = None if given["extra_args"] is None else _extra_args(given["extra_args"]) or None
     values["repetition_detection"] = _repetition_detection(given["repetition_detection"])
     return values
 
 
-def _texts(name: str, value: object) -> tuple[str, ...]:
+def _texts(name: str, value: object, most: int | None = None) -> tuple[str, ...]:
     """Check a list of texts; None is an empty one."""
-    texts = () if value is None else _sequence(name, value, "strings")
+    texts = () if value is None else _sequence(name, value, "strings", most)
     if any(not isinstance(text, str) for text in texts):
         raise UserError(f"{name} must contain only strings, got {_shown(list(texts))}.", name, value)
     try:
@@ -366,18 +393,26 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
     return texts  # pyright: ignore[reportReturnType] - looked at above
 
 
-def _ids(name: str, value: object) -> tuple[int, ...]:
+def _ids(name: str, value: object, most: int = MAX_IDS) -> tuple[int, ...]:
     """Check a list of token ids and keep each once, in the order given; None is an empty one."""
-    ids = () if value is None else _sequence(name, value, "integers")
-    if any(isinstance(token, bool) or not isinstance(token, numbers.Integral) for token in ids):
+    ids = () if value is None else _sequence(name, value, "integers", most)
+    kinds = set(map(type, ids))  # what an abstract class says of each id takes 2 µs of it, and the ids are many
+    if any(kind is bool or not issubclass(kind, numbers.Integral) for kind in kinds):
         raise UserError(f"{name} must contain only integers, got {_shown(list(ids))}.", name, value)
-    return tuple(dict.fromkeys(_integer(name, token) for token in ids))
+    unique: dict[int, None] = dict.fromkeys(ids if kinds <= {int} else map(int, ids))  # pyright: ignore
+    if unique and not -INT32_MAX - 1 <= min(unique) <= max(unique) <= INT32_MAX:
+        for token in unique:
+            _integer(name, token)
+    return tuple(unique)
 
 
 def _extra_args(value: object) -> dict[str, tuple[float, ...]]:
     if not isinstance(value, Mapping):
         message = f"extra_args must map names of logits processors to numbers, got {_shown(value)}."
         raise UserError(message, "extra_args", value)
+    if len(value) > MAX_PROCESSORS:
+        message = f"extra_args must name at most {MAX_PROCESSORS} logits processors, got {len(value)}."
+        raise UserError(message, "extra_args", len(value))
     arguments: dict[str, tuple[float, ...]] = {}
     for name, given in value.items():
         if not isinstance(name, str):
@@ -481,7 +516,3 @@ def _check_ranges(values: dict[str, Any]) -> None:
         raise UserError("allowed_token_ids is not None and empty!", "allowed_token_ids", ())
     if values["logprob_token_ids"] == ():
         raise UserError("logprob_token_ids must not be empty.", "logprob_token_ids", ())
-    if len(values["logprob_token_ids"] or ()) > MAX_REPORTED_TOKENS:
-        count = len(values["logprob_token_ids"])
-        message = f"logprob_token_ids must hold at most {MAX_REPORTED_TOKENS} ids, got {count}."
-        raise UserError(message, "logprob_token_ids", count)

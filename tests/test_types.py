@@ -14,9 +14,12 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
+from jaxllm import types
 from jaxllm.errors import UserError
 from jaxllm.types import (
+    MAX_IDS,
     MAX_MASKED_STOP_IDS,
+    MAX_PROCESSORS,
     CompletionOutput,
     Logprob,
     RequestMetrics,
@@ -98,7 +101,7 @@ def test_defaults_are_those_of_vllm():
         ({"allowed_token_ids": []}, "allowed_token_ids is not None and empty!"),
         ({"bad_words": ["a", ""]}, "bad_words cannot contain an empty string."),
         ({"bad_words": "a"}, "bad_words must be a list of strings, got 'a'."),
-        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids must hold at most 128 ids, got 129."),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids must hold at most 128 integers, got 129."),
         ({"extra_args": {"a": [1] * 9}}, "extra_args may give a logits processor at most 8 numbers, got 9."),
         ({"extra_args": {"a": "1"}}, "extra_args must be a number, got '1'."),
         ({"stop": ""}, "stop cannot contain an empty string."),
@@ -337,6 +340,71 @@ def test_a_model_limits_ids_and_logprobs():
         assert str(caught.value) == (
             f"Requested sample logprobs of {logprobs}, which is greater than max allowed: {most}"
         )
+
+
+class Unread(list):
+    """A list that nobody may go through."""
+
+    def __iter__(self):
+        raise AssertionError("read")
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "of"),
+    [
+        ("stop_token_ids", MAX_IDS, "integers"),
+        ("allowed_token_ids", MAX_IDS, "integers"),
+        ("logprob_token_ids", 128, "integers"),
+        ("bad_words", 512, "strings"),
+    ],
+)
+def test_a_list_that_is_too_long_is_not_read(name: str, most: int, of: str):
+    assert refusal(**{name: Unread([1] * (most + 1))}) == f"{name} must hold at most {most} {of}, got {most + 1}."
+
+
+def test_names_of_processors_that_are_too_many_are_not_read():
+    class UnreadMapping(dict):
+        def items(self):
+            raise AssertionError("read")
+
+    names = [f"p{number}" for number in range(MAX_PROCESSORS + 1)]
+    SamplingParams(extra_args=dict.fromkeys(names[1:], 1))
+    message = refusal(extra_args=UnreadMapping.fromkeys(names, 1))
+    assert message == "extra_args must name at most 31 logits processors, got 32."
+
+
+def test_a_long_list_of_ids_is_not_looked_at_id_by_id(monkeypatch: pytest.MonkeyPatch):
+    looks = 0
+
+    def counted(value: object, kinds: type) -> bool:
+        nonlocal looks
+        looks += 1
+        return isinstance(value, kinds)
+
+    monkeypatch.setattr(types, "isinstance", counted, raising=False)
+    ids = [*range(5000), *range(5000)]
+    assert SamplingParams(allowed_token_ids=ids).allowed_token_ids == tuple(range(5000))
+    assert SamplingParams(allowed_token_ids=[np.int64(5), 5, np.int8(6)]).allowed_token_ids == (5, 6)
+    with pytest.raises(UserError, match="must contain only integers"):
+        SamplingParams(allowed_token_ids=[*ids, True])
+    assert looks < 500
+
+
+def test_of_a_long_value_only_the_beginning_is_written():
+    written = 0
+
+    class Counted:
+        def __repr__(self) -> str:
+            nonlocal written
+            written += 1
+            return "it"
+
+    for value in ([Counted()] * 5000, [[Counted()] * 5000], dict.fromkeys(range(5000), Counted())):
+        assert len(refusal(temperature=value)) < 200
+    assert 0 < written < 500
+    for value in ([], [[]], {}, {"a": [1, {"b": None}], 2: "it's"}, (), (1,), ["a", "b"], b"c", {1}, 1j):
+        assert refusal(temperature=value) == f"temperature must be a number, got {value!r}."
+    assert refusal(temperature="a" * 300) == f"temperature must be a number, got '{'a' * 96}...."
 
 
 def test_min_tokens_limits_the_stop_ids():

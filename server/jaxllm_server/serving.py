@@ -183,6 +183,7 @@ class Serving:
         """Refuse what is more than this server takes, before anything of that size is made."""
         options = self.options
         n, stops, ids = given.get("n"), given.get("stop"), given.get("stop_token_ids")
+        allowed, vocab_size = given.get("allowed_token_ids"), self.engine.vocab_size
         most = min(options.max_n, options.most_sequences)
         if isinstance(n, int) and n > most:
             raise UserError(f"n must be at most {most}, got {n}.", "n", n)
@@ -193,6 +194,9 @@ class Serving:
                 raise UserError(f"a stop string may have at most {options.max_stop_chars} characters.", "stop")
         if isinstance(ids, list | tuple) and len(ids) > options.max_stop_token_ids:
             raise UserError(f"stop_token_ids may hold at most {options.max_stop_token_ids} ids.", "stop_token_ids")
+        if isinstance(allowed, list | tuple) and len(allowed) > vocab_size:
+            message = f"allowed_token_ids may hold at most {vocab_size} ids, as many as there are."
+            raise UserError(message, "allowed_token_ids")
 
     def _check_text(self, name: str, value: str | None) -> None:
         """Refuse names that are long or would be unreadable in a log."""

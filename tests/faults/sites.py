@@ -131,7 +131,7 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "jaxllm.samples": "Group.show_failure",
         "jaxllm.seats": "RequestFault.__init__",
         "jaxllm.streams": "Stream.fail StreamTable.fail",
-        "jaxllm.types": "_shown",
+        "jaxllm.types": "_shown _pieces",
         "jaxllm_server.grpc_gate": "Gate._refusal _fail _request_id",
         "jaxllm_server.http_answers": "Answer._name_of",
         "jaxllm_server.http_app": "_send_error",
