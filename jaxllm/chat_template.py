@@ -15,6 +15,8 @@ from jaxllm.errors import UnsupportedError, UserError
 
 MAX_SOURCE = 1 << 18  # characters of a template; the longest published ones have a tenth
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
+# What JSON calls the kinds of values that a part of a content cannot be; whoever sent them knows nothing of Python's.
+_KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", list: "array"}
 _CONTINUES_HERE = "JAXLLM_CONTINUES_HERE"
 
 
@@ -123,7 +125,7 @@ def _fitting_content(content: Any, template: ChatTemplate, name: str) -> Any:
         return content  # the template says what is wrong with it
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     for at, part in enumerate(parts):
-        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        kind = part.get("type", "text") if isinstance(part, dict) else _KINDS[type(part)]
         if kind != "text":
             raise UnsupportedError(
                 f"{name}.content[{at}] is a part of type {kind!r}; jaxllm takes parts of text only.", "messages", kind

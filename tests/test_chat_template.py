@@ -288,7 +288,11 @@ def test_content_comes_as_the_template_takes_it(template: str, kind: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("part", "kind"),
-    [({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "image_url"), (3, "int"), ({"type": 7}, 7)],
+    [
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "image_url"),
+        ({"type": 7}, 7),
+        *((3, "number"), (0.5, "number"), (None, "null"), (True, "boolean"), ([], "array"), ((), "array")),
+    ],
 )
 def test_parts_that_are_no_text_are_refused_by_their_type(part: Any, kind: Any, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(_folder(tmp_path, TRIMMED))
