@@ -23,7 +23,6 @@ from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine import Accepted, LLMEngine
 from jaxllm.engine_thread import EngineThread, Listeners
 from jaxllm.errors import (
-    DeadlineError,
     DrainingError,
     EngineDeadError,
     EngineError,
@@ -33,6 +32,7 @@ from jaxllm.errors import (
     RequestIdInUseError,
     UnavailableError,
     UserError,
+    late,
 )
 from jaxllm.metrics import Load, Metrics, Observer, StepReport
 from jaxllm.parts import Parts
@@ -234,8 +234,8 @@ class AsyncLLM:
         try:
             self._inbox.add(replace(accepted, request_id=stream.key, name=request_id))
             if timeout is not None:
-                late = DeadlineError(f"The request was not through after {timeout:g} seconds.")
-                timers.append(self._loop.call_later(max(0.0, arrival + timeout - self._clock()), stream.fail, late))
+                seconds = max(0.0, arrival + timeout - self._clock())
+                timers.append(self._loop.call_later(seconds, stream.fail, late(timeout)))
             if time_limit is not None:
                 timers.append(self._loop.call_later(time_limit, self._inbox.abort, stream.key, "time_limit"))
             while True:

@@ -108,6 +108,11 @@ def too_long(max_model_len: int, num_prompt: int, num_output: int | None) -> Con
     )
 
 
+def late(seconds: float) -> DeadlineError:
+    """Say that a request took longer than the server gives any."""
+    return DeadlineError(f"The request was not through after {seconds:g} seconds.")
+
+
 def _one_line(message: str) -> str:
     """Write what cannot be printed as Python writes it, and leave out the middle of what is too long."""
     message = _shortened(message)

@@ -155,6 +155,20 @@ def test_where_there_are_several_keys_each_has_a_cache_of_its_own(options: dict[
         assert prompt == {"prompt_token_ids": [1]} | ({} if wanted is None else {"cache_salt": wanted})
 
 
+def test_the_wait_for_a_thread_takes_from_a_requests_time() -> None:
+    async def never(function: Any, *arguments: Any) -> None:
+        await asyncio.Event().wait()
+
+    tokenizer = SimpleNamespace(check_length=lambda text, most: None, encode=None)
+    engine: Any = SimpleNamespace(
+        config=SimpleNamespace(model="m"), tokenizer=tokenizer, max_model_len=9, off_loop=never
+    )
+    serving = Serving(engine, ServerOptions(request_timeout=0.05))
+    for asked in ({"prompt": "a" * 10_000}, {"messages": [{"role": "user", "content": "a"}]}):
+        with pytest.raises(errors.DeadlineError, match="not through after"):
+            asyncio.run(asyncio.wait_for(serving.prompt_of(Call(**asked)), 20.0))
+
+
 @pytest.mark.parametrize(("keys", "is_tcp", "name"), [((), True, "loopback"), ((), False, ""), (("k",), True, "key-0")])
 def test_who_calls_over_grpc(keys: tuple[str, ...], is_tcp: bool, name: str, tmp_path: Path) -> None:
     async def check() -> None:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.errors import OverloadedError, RequestFailedError, UnsupportedError, UserError
+from jaxllm.errors import ContextLengthError, OverloadedError, RequestFailedError, UnsupportedError, UserError
 from jaxllm.types import Logprob, SamplingParams
 from jaxllm_server import strict_json
 from jaxllm_server.calls import Chunk, Part, PromptInfo, Usage
-from jaxllm_server.chat_checks import check_template_kwargs, check_tools
+from jaxllm_server.chat_checks import check_messages, check_template_kwargs, check_tools, texts_of
 from jaxllm_server.openai_chat import ChatReply
 from jaxllm_server.openai_completions import CompletionReply
 from jaxllm_server.openai_messages import SAMPLING, error_body_of
@@ -387,6 +387,32 @@ def test_template_variables_that_no_request_may_bring(kwargs):
     with pytest.raises(UserError) as caught:
         check_template_kwargs(kwargs)
     assert caught.value.parameter == "chat_template_kwargs" and len(str(caught.value)) < 200
+
+
+class Unread(list):
+    """A list that nobody may go through."""
+
+    def __iter__(self):
+        raise AssertionError("read")
+
+
+def test_a_conversation_of_too_many_values_is_not_gone_through():
+    for value in (Unread([[]] * 131_072), [Unread([[]] * 131_071)], [[0] * 70_000, {"a": [0] * 70_000}]):
+        with pytest.raises(UserError, match="at most 131072 values") as caught:
+            texts_of([value])
+        assert caught.value.parameter == "messages"
+    with pytest.raises(UserError, match="at most 131072 values"):
+        texts_of([dict.fromkeys(map(str, range(65_536)))])
+    assert texts_of([[[]] * 131_071]) == []
+    assert sorted(texts_of([{"a": ["b", {"c": "d"}, 1, None]}, None, "e"])) == ["a", "b", "c", "d", "e"]
+
+
+def test_messages_are_counted_before_anything_else():
+    check_messages([{}] * 16_384, 16_384, 16_384)
+    for count, longest, kind in ((101, 9, ContextLengthError), (16_385, 2**20, UserError)):
+        with pytest.raises(UserError) as caught:
+            check_messages(Unread([{}] * count), longest, 100 if longest == 9 else 2**22)
+        assert type(caught.value) is kind
 
 
 def test_what_a_conversation_may_bring_along():

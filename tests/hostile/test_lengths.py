@@ -6,6 +6,7 @@ test_error_map_phases.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from typing import Any
@@ -21,6 +22,7 @@ from tests.serving_process import ServingProcess
 
 CONTEXT = 512
 BOS = 0
+USER = {"role": "user", "content": "hi"}
 IDS = [5, 6, 7, 8] * 200
 
 # What is asked, and the status, with the field that an error names.
@@ -66,6 +68,43 @@ def test_lengths(server: ServingProcess, case: tuple[dict[str, Any], int, str | 
         assert answer.status_code == status, answer.text
         if status != 200:
             assert answer.json()["error"]["param"] == parameter, answer.text
+
+
+# What a conversation has too much of, though no template may show it, and the code of the error.
+LARGE: dict[str, tuple[dict[str, Any], str]] = {
+    "lists in an ignored key": ({"messages": [{**USER, "x": [[]] * 140_000}]}, "INVALID_PARAMETER"),
+    "parts of a content": ({"messages": [{"role": "user", "content": ["a"] * 140_000}]}, "INVALID_PARAMETER"),
+    "values in arguments": (
+        {"messages": [{**USER, "tool_calls": [{"function": {"arguments": json.dumps({"a": [[]] * 140_000})}}]}]},
+        "INVALID_PARAMETER",
+    ),
+    "messages": ({"messages": [USER] * 7000}, "CONTEXT_LENGTH_EXCEEDED"),
+    "a name": ({"messages": [{**USER, "name": "<|im_end|>" * 10_000}]}, "CONTEXT_LENGTH_EXCEEDED"),
+    "a text in an ignored key": ({"messages": [{**USER, "x": {"y": ["a" * 100_000]}}]}, "CONTEXT_LENGTH_EXCEEDED"),
+    "a schema": (
+        {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "parameters": "a" * 100_000}}]},
+        "CONTEXT_LENGTH_EXCEEDED",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_conversation_is_no_larger_than_a_context_could_ever_be(server: ServingProcess, name: str) -> None:
+    body, code = LARGE[name]
+    answer = httpx.post(f"{server.http}/tokenize", json=body, timeout=20)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code), answer.text
+
+
+def test_what_a_conversation_brings_along_of_moderate_size_is_taken(server: ServingProcess) -> None:
+    schema = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "description": "x" * 50} for i in range(100)},
+    }
+    message = {**USER, "metadata": {"a": [[]] * 50_000, "b": "x" * 50_000}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    for body in ({"messages": [message]}, {"messages": [USER], "tools": tools}):
+        answer = httpx.post(f"{server.http}/tokenize", json=body, timeout=20)
+        assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("case", TEXTS, ids=lambda case: ascii(case[0])[:30])
