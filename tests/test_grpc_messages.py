@@ -271,6 +271,25 @@ def test_a_request_of_countless_messages_is_refused_at_once() -> None:
         call_of(pb.GenerateRequest(chat=ty.ChatPrompt(messages=[message])))
 
 
+@pytest.mark.parametrize("path", ["sampling.logit_bias", "sampling.extra_args", "chat.template_kwargs"])
+def test_a_map_of_countless_entries_is_refused_before_it_is_copied(path: str) -> None:
+    def request_of(count: int) -> pb.GenerateRequest:
+        request = pb.GenerateRequest(chat={"messages": [{"role": "user", "content": "a"}]})
+        for number in range(count):
+            if path == "sampling.logit_bias":
+                request.sampling.logit_bias[number] = 1.0
+            elif path == "sampling.extra_args":
+                request.sampling.extra_args[f"{number}"].SetInParent()
+            else:
+                request.chat.template_kwargs.fields[f"{number}"].number_value = 1.0
+        return request
+
+    call_of(request_of(grpc_messages.MAX_NESTED_MESSAGES))
+    with pytest.raises(errors.UserError, match="more than 16384 messages") as caught:
+        call_of(request_of(grpc_messages.MAX_NESTED_MESSAGES + 1))
+    assert caught.value.parameter == path
+
+
 def test_the_mapping_is_pure() -> None:
     for name in ("grpc_messages.py", "grpc_replies.py", "grpc_errors.py"):
         tree = ast.parse((SOURCES / name).read_text())

@@ -260,12 +260,12 @@ def _seconds(duration: Duration, path: str) -> float:
 def _refuse_unknown_fields(request: Message) -> None:
     """Refuse what a newer client may set and this server would ignore: protobuf keeps such fields without a word.
 
-    Refuses more than `MAX_NESTED_MESSAGES` messages, too, and names no field where there is much that is unknown:
-    protobuf makes a Python object of each, two seconds for the millions that fit into 8 MiB.
+    Refuses more than `MAX_NESTED_MESSAGES` messages, too, or entries of one map, and names no field where there is much
+    that is unknown: protobuf makes a Python object of each, two seconds for the millions that fit into 8 MiB.
     """
     found = list(islice(_messages_in(request), MAX_NESTED_MESSAGES + 1))
     if len(found) > MAX_NESTED_MESSAGES:
-        raise UserError(f"the request holds more than {MAX_NESTED_MESSAGES} messages.", found[-1][1] or None)
+        raise _too_many(found[-1][1])
     known = type(request)()
     known.CopyFrom(request)
     known.DiscardUnknownFields()
@@ -280,14 +280,23 @@ def _refuse_unknown_fields(request: Message) -> None:
             raise UnsupportedError(f"{at} has a field number {number} that this server does not know.", path or None)
 
 
+def _too_many(path: str) -> UserError:
+    return UserError(f"the request holds more than {MAX_NESTED_MESSAGES} messages.", path or None)
+
+
 def _messages_in(message: Message, path: str = "") -> Iterator[tuple[Message, str]]:
     """Give a message and the messages in it, each with its path; what a Struct holds is a value."""
     yield message, path
     for descriptor, value in message.ListFields():
         kind = descriptor.message_type  # None for a field that is no message
-        if kind is None or kind is Struct.DESCRIPTOR or kind.GetOptions().map_entry:
+        if kind is None:
             continue
         below = f"{path}.{descriptor.name}" if path else descriptor.name
+        entries = value.fields if kind is Struct.DESCRIPTOR else value if kind.GetOptions().map_entry else None
+        if entries is not None:
+            if len(entries) > MAX_NESTED_MESSAGES:  # to copy one takes 10 µs
+                raise _too_many(below)
+            continue
         if isinstance(value, Message):
             yield from _messages_in(value, below)
         else:
