@@ -31,6 +31,7 @@ _WORD = re.compile(r"[\w.-]*")  # templates compare such strings ('function', 'l
 _FIRST_TWIN, _LAST_TWIN = 0x1D800, 0x1D9FF
 _TWINS = re.compile(f"[{chr(_FIRST_TWIN)}-{chr(_LAST_TWIN)}]")
 _MOST_IDS = 2**24  # a tokenizer is written out id by id, with or without a token: 17 ns each
+_LONG_TEXT = 1024  # characters from which on a text is encoded without the GIL: 0.6 ms
 _MOST_PASSES = 16  # of the search for special tokens that appear once others are disguised
 
 
@@ -77,7 +78,7 @@ class SpecialTokens:
         """List the special tokens that the tokenizer sees in a text, in order: id, start, end."""
         if self._hint is not None and self._hint.search(text) is None:
             return []
-        encoding = self._finder.encode(text, add_special_tokens=False)
+        encoding = encoding_of(self._finder, text)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
         return [(self._ids[own], start, end) for own, (start, end) in pairs if own in self._ids]
 
@@ -108,7 +109,7 @@ class SpecialTokens:
 
     def encode(self, text: str) -> list[int]:
         """Encode a text with its special tokens; `UserError` if the model makes another out of plain characters."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = encoding_of(self._backend, text)
         ids = encoding.ids
         spelled: set[tuple[int, str]] = set()
         for index, token_id in enumerate(ids):
@@ -123,9 +124,9 @@ class SpecialTokens:
     def encode_literally(self, text: str, is_first: bool) -> list[int]:
         """Encode plain text, at a prompt's start or behind a special token; errors as of `encode`."""
         if is_first:
-            ids = self._literal.encode(text, add_special_tokens=False).ids
+            ids = encoding_of(self._literal, text).ids
         else:
-            ids = self._literal.encode(self._anchor + text, add_special_tokens=False).ids[1:]
+            ids = encoding_of(self._literal, self._anchor + text).ids[1:]
         made = next((token_id for token_id in ids if token_id in self.ids), None)
         if made is not None:
             raise self._refusal(made)
@@ -196,6 +197,18 @@ class Disguise:
             if not twin:
                 raise UserError("messages use every sign of SignWriting; leave some out.", "messages")
         return twin
+
+
+def encoding_of(backend: Any, text: str, add_special_tokens: bool = False) -> Any:
+    """Encode a text with a backend of the `tokenizers` library; a long one lets other threads run meanwhile.
+
+    `encode` holds the GIL throughout: 600 kB kept the event loop waiting for 0.61 of 0.62 s. `encode_batch` lets it go
+    (0.02 s), and gives the same; it costs 3 to 6 µs more, a tenth of what 100 characters take (all measured).
+    """
+    if len(text) <= _LONG_TEXT:
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    (encoding,) = backend.encode_batch([text], add_special_tokens=add_special_tokens)
+    return encoding
 
 
 def encode(special: SpecialTokens, text: str, disguise: Disguise) -> tuple[str, list[int]]:

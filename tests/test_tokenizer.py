@@ -9,8 +9,9 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,55 @@ def test_text_and_ids_out_of_range(tokenizers: dict[str, Tokenizer]) -> None:
         with pytest.raises(UserError, match="Token ids must be integers from 0 to 4294967295"):
             tokenizer.decode([bad])  # type: ignore[list-item]
     assert tokenizer.decode([tokenizer.vocab_size + 7]) == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_texts_are_read_and_written_as_short_ones_are(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    text = (TEXT + " <|end|> the ") * 400
+    for special in (True, False):
+        ids = tokenizer.encode(text, special)
+        assert ids == tokenizer._backend.encode(text, add_special_tokens=special).ids
+        assert len(ids) > 4096 and tokenizer.decode(ids, special) == tokenizer._backend.decode(ids, special)
+    for bad in (-1, 2**32, "1", 1.5):
+        with pytest.raises(UserError, match="Token ids must be integers from 0 to 4294967295"):
+            tokenizer.decode([*ids, bad])  # type: ignore[list-item]
+
+
+def test_others_run_while_a_long_text_is_read_or_written() -> None:
+    """With the GIL held they wait for as long as it takes."""
+    tokenizer = load_tokenizer(STORIES)
+    content = "Once <s>upon a time" + " there was a dog." * 12000
+    ids = tokenizer.encode(content)
+    messages = [{"role": "user", "content": content}]
+    template = "<s>{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.encode_chat([{"role": "user", "content": "a"}], chat_template=template)
+    for work in (
+        lambda: tokenizer.encode(content),
+        lambda: tokenizer.encode_chat(messages, chat_template=template),
+        lambda: tokenizer.decode(ids * 10),
+    ):
+        assert min(_longest_wait(work) for _ in range(4)) < 0.5
+
+
+def _longest_wait(work: Callable[[], object]) -> float:
+    """The longest that another thread has waited for its turn while something ran, as a part of what that took."""
+    ticks = [time.monotonic()]
+    is_over = threading.Event()
+
+    def tick() -> None:
+        while not is_over.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.monotonic()
+    work()
+    ended = time.monotonic()
+    is_over.set()
+    thread.join()
+    turns = [began, *(at for at in ticks if began < at < ended), ended]
+    return max(later - earlier for earlier, later in itertools.pairwise(turns)) / (ended - began)
 
 
 def test_token_text_reads_as_after_other_text(tokenizers: dict[str, Tokenizer]) -> None:
