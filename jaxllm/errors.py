@@ -34,7 +34,10 @@ class UnsupportedError(UserError):
 
 
 class ContextLengthError(UserError):
-    """The prompt, with the output that was asked for, is longer than the model's context or than the KV pool."""
+    """The prompt, with the output that was asked for, is longer than the model's context or than the KV pool.
+
+    `num_prompt_tokens` is the least that the prompt can have, where it was refused without being tokenized.
+    """
 
     def __init__(self, message: str, num_prompt_tokens: int, max_model_len: int, parameter: str = "prompt") -> None:
         super().__init__(message, parameter, None)
@@ -94,9 +97,14 @@ class SlowConsumerError(EngineError):
     """The client did not read its stream for too long."""
 
 
-def too_long(max_model_len: int, num_prompt: int, num_output: int | None) -> ContextLengthError:
-    """Say that a prompt, with its output where that is known, is too long; proxies look for these first words."""
-    request = f"your prompt contains {num_prompt} input tokens"
+def too_long(
+    max_model_len: int, num_prompt: int, num_output: int | None, *, is_bound: bool = False
+) -> ContextLengthError:
+    """Say that a prompt, with its output where that is known, is too long; proxies look for these first words.
+
+    `is_bound`: nobody has counted the prompt's tokens, `num_prompt` is the least there can be.
+    """
+    request = f"your prompt contains {'at least ' if is_bound else ''}{num_prompt} input tokens"
     if num_output is not None:
         request = f"you requested {num_output} output tokens and {request}"
     return ContextLengthError(

@@ -122,10 +122,14 @@ class Tokenizer:
         with typed_errors(self._refusal):
             return chat_tokens.encoding_of(self._backend, text, add_special_tokens).ids
 
-    def check_length(self, text: str, max_tokens: int) -> None:
-        """Refuse a text that must be longer than `max_tokens`, without tokenizing it: that takes 2 s a megabyte."""
-        if self._longest_token is not None and len(text) > max_tokens * self._longest_token:
-            raise too_long(max_tokens, -(-len(text) // self._longest_token), None)
+    def check_length(self, text: str, max_model_len: int, most_tokens: int | None = None) -> None:
+        """Refuse a text that must be longer than the context, without tokenizing it: that takes 2 s a megabyte.
+
+        `most_tokens` may be given for a text of which the context need not hold all.
+        """
+        most = max_model_len if most_tokens is None else most_tokens
+        if self._longest_token is not None and len(text) > most * self._longest_token:
+            raise too_long(max_model_len, -(-len(text) // self._longest_token), None, is_bound=True)
 
     @functools.cached_property
     def _longest_token(self) -> int | None:

@@ -141,6 +141,25 @@ def test_a_violation_names_the_field(rpc: Grpc, http: httpx.Client) -> None:
     assert (metadata["prompt_tokens"], metadata["max_model_len"]) == ("600", "512")
 
 
+def test_a_length_that_nobody_has_counted_is_told_as_a_bound(rpc: Grpc, http: httpx.Client) -> None:
+    long = "x" * 90_000
+    messages = [{"role": "user", "content": long}]
+    for path, body in (
+        ("/v1/completions", {"prompt": long}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": messages}),
+    ):
+        said = http.post(path, json=body).json()["error"]["message"]
+        assert said.startswith(
+            "This model's maximum context length is 512 tokens. However, your prompt contains at least "
+        ), (path, said)
+    with pytest.raises(grpc.RpcError) as caught:
+        rpc.inference.Generate(Request(chat={"messages": messages}), metadata=bearer(USER))
+    assert "contains at least" in (caught.value.details() or "")
+    assert details_of(caught.value)["ErrorInfo"].metadata["max_model_len"] == "512"
+
+
 def test_what_this_server_could_be_but_is_not(rpc: Grpc, http: httpx.Client) -> None:
     disabled = ("FAILED_PRECONDITION", "FEATURE_DISABLED", errors.FeatureDisabledError)
     user, admin = {"metadata": bearer(USER)}, {"metadata": bearer(ADMIN)}

@@ -243,7 +243,7 @@ def test_long_texts_are_read_and_written_as_short_ones_are(kind: str, tokenizers
 
 
 def test_others_run_while_a_long_text_is_read_or_written() -> None:
-    """With the GIL held they wait for as long as it takes."""
+    """With the GIL held they wait for all of it, or half of it where a text is gone through twice."""
     tokenizer = load_tokenizer(STORIES)
     content = "Once <s>upon a time" + " there was a dog." * 12000
     ids = tokenizer.encode(content)
@@ -255,7 +255,7 @@ def test_others_run_while_a_long_text_is_read_or_written() -> None:
         lambda: tokenizer.encode_chat(messages, chat_template=template),
         lambda: tokenizer.decode(ids * 10),
     ):
-        assert min(_longest_wait(work) for _ in range(4)) < 0.5
+        assert min(_longest_wait(work) for _ in range(4)) < 0.3
 
 
 def _longest_wait(work: Callable[[], object]) -> float:

@@ -35,7 +35,7 @@ def check_messages(messages: Sequence[Any], max_model_len: int, max_tokens: int)
         UserError: naming `messages`, or a ContextLengthError.
     """
     if len(messages) > max_tokens:
-        raise too_long(max_model_len, len(messages), None)
+        raise too_long(max_model_len, len(messages), None, is_bound=True)
     if len(messages) > _MOST_MESSAGES:
         raise UserError(f"messages may hold at most {_MOST_MESSAGES} messages, got {len(messages)}.", "messages")
 

@@ -158,7 +158,7 @@ class Serving:
         tokenizer = self.engine.tokenizer
         tools = call.tools if call.tool_choice != "none" else None
         messages = with_parsed_arguments(call.messages or ())
-        tokenizer.check_length("".join(texts_of([messages, tools])), most)
+        tokenizer.check_length("".join(texts_of([messages, tools])), self.engine.max_model_len, most)
         return tokenizer.encode_chat(
             messages,
             add_generation_prompt=call.add_generation_prompt,

@@ -78,8 +78,8 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         return PIECES[token_id].decode(errors="replace")
 
-    def check_length(self, text: str, max_tokens: int) -> None:
-        if len(text) > 8 * max_tokens:
+    def check_length(self, text: str, max_model_len: int) -> None:
+        if len(text) > 8 * max_model_len:
             raise UserError("too long", "prompt")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
