@@ -266,11 +266,22 @@ class AsyncLLM:
         self._check_serving()
         self.check_queue(1, 0)
 
-    def check_queue(self, num_samples: int, num_tokens: int) -> None:
-        """Refuse what would make the queue longer than its bounds, without asking the engine."""
+    def check_queue(self, num_samples: int, num_tokens: int, num_prompts: int = 1) -> None:
+        """Refuse what would make the queue longer than its bounds, without asking the engine.
+
+        `num_samples` and `num_tokens` are those of all `num_prompts` together. More samples than the slots and the
+        queue could ever hold are a UserError: to try again would not help.
+        """
         load = self.get_load()
         most, most_tokens = self.max_queued_requests, self.max_queued_tokens
         most = QUEUED_PER_SLOT * load.max_running if most is None else most
+        room = most + load.max_running
+        if num_samples > room:
+            n = num_samples // num_prompts
+            name = "n" if num_prompts == 1 else "n times the number of prompts"
+            asked = n if num_prompts == 1 else f"{n} times {num_prompts}"
+            message = f"{name} may be at most {room}, so many can run and wait on this server, got {asked}."
+            raise UserError(message, "n" if n > 1 else "prompt")
         most_tokens = max(LEAST_QUEUED_TOKENS, 16 * self.max_model_len) if most_tokens is None else most_tokens
         waiting = load.waiting + self._num_preparing
         if waiting + num_samples > most + load.max_running - load.running:

@@ -60,6 +60,9 @@ class FakeServing:
         if self.is_full:
             raise OverloadedError("The queue is full.", retry_after=1.0)
 
+    def check_calls(self, calls):
+        pass
+
     def check_model(self, name):
         if name and name not in self.names:
             raise NotFoundError(f"The model `{name}` does not exist.", "model")

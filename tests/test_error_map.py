@@ -229,6 +229,28 @@ def test_a_full_queue_is_told_at_once(rpc: Grpc, http: httpx.Client) -> None:
     assert {name: statistics.median(times) < 0.02 for name, times in refused.items()} == {"grpc": True, "http": True}
 
 
+def test_what_never_fits_is_refused_for_good(rpc: Grpc, http: httpx.Client) -> None:
+    """Two may run and two wait."""
+    for body, name, asked_for in (
+        ({"n": 5, "temperature": 1.0}, "n", "n may be at most 4, so many can run and wait on this server, got 5."),
+        ({"prompt": ["a"] * 5}, "prompt", "n times the number of prompts may be at most 4, so many"),
+        ({"prompt": ["a"] * 3, "n": 2, "temperature": 1.0}, "n", "got 2 times 3."),
+    ):
+        for stream in (False, True):
+            response = http.post("/v1/completions", json=asked(**body) | {"stream": stream})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, name) and asked_for in error["message"], error
+    request = Request(text="a", sampling={"temperature": 1.0, "n": 5})
+    assert over_grpc(lambda: rpc.inference.Generate(request, metadata=bearer(USER))) == INVALID
+    assert http.post("/v1/completions", json=asked(prompt=["a"] * 4)).status_code == 200
+    stream = rpc.inference.StreamGenerate(Request(text="Once", stop=LONG), metadata=bearer(USER))
+    eventually(lambda: load_of(rpc).running == 1)
+    response = http.post("/v1/completions", json=asked(prompt=["a"] * 4))
+    assert over_http(response) == (429, "QUEUE_FULL", "rate_limit_error"), "there is room for it at other times"
+    stream.cancel()
+    eventually(lambda: is_idle(rpc))
+
+
 def test_what_is_too_large(rpc: Grpc, http: httpx.Client) -> None:
     text = "a" * (LIMIT + 1)
     told = over_grpc(lambda: rpc.inference.Generate(Request(text=text), metadata=bearer(USER)))

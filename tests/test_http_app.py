@@ -130,6 +130,18 @@ def test_several_prompts_several_outputs(server):
     assert texts == dict.fromkeys(range(6), "Once upon")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_are_refused_together_before_the_first_is_generated(server, stream, monkeypatch):
+    def refuse(calls):
+        assert [(call.prompt, call.client) for call in calls] == [("a", "loopback"), ("b", "loopback")]
+        raise OverloadedError("The queue is full.", 1.0)
+
+    monkeypatch.setattr(server.serving, "check_calls", refuse, raising=False)
+    assert post(server, prompt=["a", "b"], stream=stream).status_code == 429
+    assert server.serving.calls == []
+    assert post(server, prompt="a", stream=stream).status_code == 200
+
+
 def test_echo_of_text_and_of_ids(server):
     create = server.client.completions.create
     assert create(model="fake", prompt="Hi!", echo=True, max_tokens=1).choices[0].text == "Hi!Once"

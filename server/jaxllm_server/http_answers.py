@@ -98,7 +98,10 @@ class Answer:
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
         """Yield the chunks of all calls as they come, each with its call's number."""
-        iterators = [self.serving.generate(replace(call, client=self.client)) for call in self.reply.calls]
+        calls = [replace(call, client=self.client) for call in self.reply.calls]
+        if len(calls) > 1:
+            self.serving.check_calls(calls)
+        iterators = [self.serving.generate(call) for call in calls]
         if len(iterators) > 1:
             async with aclosing(merge(iterators)) as merged:
                 async for item in merged:

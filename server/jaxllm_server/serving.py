@@ -70,6 +70,16 @@ class Serving:
         self._shares.check(client)
         self.engine.check_room()
 
+    def check_calls(self, calls: Sequence[Call]) -> None:
+        """Refuse one request's calls, which differ in their prompts alone, unless there is room for all of them.
+
+        Asked before the first is generated: one for which there is no room fails the request, and what the others
+        have cost is lost.
+        """
+        num_samples = len(calls) * self.params_of(calls[0]).n
+        self._shares.check(calls[0].client, num_samples)
+        self.engine.check_queue(num_samples, 0, len(calls))
+
     def params_of(self, call: Call) -> SamplingParams:
         """Complete a call's sampling: what it gives, then the model's generation_config.json, then neutral values."""
         given = dict(call.sampling)

@@ -126,6 +126,8 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
         return ContextLengthError
     if -(-(client.limit - 1) // setting["block_size"]) > setting["num_blocks"]:
         return ContextLengthError
+    if params.n > setting["num_slots"] + (setting["most_queued"] or QUEUED_PER_SLOT * setting["num_slots"]):
+        return UserError
     if queue_is_full(world, params.n, params.n * num_ids):
         return OverloadedError
     return None
