@@ -207,6 +207,27 @@ def test_echo_with_logprobs_asks_for_those_of_the_prompt(count):
     assert "prompt_logprobs" not in choice, "nobody has asked for them by that name"
 
 
+def test_a_choice_that_begins_late_has_all_of_its_prompt():
+    """A call's first chunk alone has the prompt, and not all of n choices begin in it."""
+    reply = completion(
+        prompt=[[7, 8], [9]], n=2, echo=True, logprobs=0, stream=True, return_token_ids=True, temperature=1
+    )
+    reply.prompt_texts = ["ab", "c"]
+    prompts = [PromptInfo([7, 8], 0, [None, {8: entry(-1.0, "b")}], "a"), PromptInfo([9], 0, [None], "c")]
+    told: dict[int, list] = {}
+    for number, index, prompt in [(0, 0, 0), (1, 1, 1), (0, 1, None), (1, 0, None), (0, 0, None), (0, 1, None)]:
+        piece = part("x", index, token_ids=[5], logprobs=[{5: entry(-2.0, "x")}])
+        for tail in reply.events(number, chunk(piece, prompt=None if prompt is None else prompts[prompt])):
+            (choice,) = tail["choices"]
+            told.setdefault(choice["index"], []).append(choice)
+    seen = {
+        index: [(own["text"], own["prompt_token_ids"], own["logprobs"]["text_offset"]) for own in choices]
+        for index, choices in told.items()
+    }
+    first, later = ("abx", [7, 8], [0, 1, 2]), ("x", None, [3])
+    assert seen == {0: [first, later], 1: [first, later], 2: [("cx", [9], [0, 1])], 3: [("cx", [9], [0, 1])]}
+
+
 @pytest.mark.parametrize("make", [completion, chat])
 def test_prompt_logprobs_are_told_in_vllms_form(make):
     reply = make(prompt_logprobs=1)

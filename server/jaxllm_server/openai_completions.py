@@ -78,7 +78,8 @@ class CompletionReply:
             for number, prompt in enumerate(prompts)
         ]
         self._usages: dict[int, Usage] = {}
-        self._lengths: dict[int, int] = {}  # choice -> characters told so far, for text_offset
+        self._prompts: dict[int, PromptInfo] = {}  # by call; a choice may begin long after its call's first chunk
+        self._lengths: dict[int, int] = {}  # choice that has begun -> characters told so far, for text_offset
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return choices and usage of the whole answer; one chunk for each call."""
@@ -102,6 +103,8 @@ class CompletionReply:
 
     def _choices(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
         self._usages[number] = chunk.usage
+        if chunk.prompt is not None:
+            self._prompts[number] = chunk.prompt
         choices = []
         for part in chunk.outputs:
             index = number * self._num_outputs + part.index
@@ -109,13 +112,13 @@ class CompletionReply:
             said = self.prompt_texts[number] if is_first and self.echo_of else ""
             offset = self._lengths.get(index, len(said))
             if not (is_first and said) and not _says_something(part, self.form):
-                self._lengths[index] = offset
                 continue
+            prompt = self._prompts.get(number) if is_first else None
             entries: Sequence[dict[int, Logprob] | None] | None = part.logprobs
             first_text = ""
-            if is_first and self._echoes_logprobs and chunk.prompt is not None and chunk.prompt.logprobs is not None:
-                entries, offset = [*chunk.prompt.logprobs, *(entries or ())], 0
-                first_text = _first_name(chunk.prompt, self.form)
+            if self._echoes_logprobs and prompt is not None and prompt.logprobs is not None:
+                entries, offset = [*prompt.logprobs, *(entries or ())], 0
+                first_text = _first_name(prompt, self.form)
             logprobs, self._lengths[index] = _logprobs(entries, offset, self.form, first_text)
             choice = {
                 "index": index,
@@ -125,10 +128,10 @@ class CompletionReply:
                 "stop_reason": part.stop_reason,
             }
             if self.form.shows_prompt_logprobs:
-                choice["prompt_logprobs"] = prompt_logprobs_of(chunk.prompt.logprobs if chunk.prompt else None)
+                choice["prompt_logprobs"] = prompt_logprobs_of(prompt.logprobs if prompt else None)
             if self.form.return_token_ids:
                 choice["token_ids"] = list(part.token_ids)
-                choice["prompt_token_ids"] = None if chunk.prompt is None else list(chunk.prompt.token_ids)
+                choice["prompt_token_ids"] = None if prompt is None else list(prompt.token_ids)
             choices.append(choice)
         return choices
 
