@@ -20,16 +20,17 @@ from jaxllm import errors
 from jaxllm.types import Logprob, SamplingParams
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1 import types_pb2 as ty
-from jaxllm_server import grpc_errors, grpc_messages, grpc_replies
+from jaxllm_server import grpc_errors, grpc_messages, grpc_replies, strict_json
 from jaxllm_server.calls import Chunk, Part, PromptInfo, Timing, Usage
 from jaxllm_server.errors import AdminRequiredError, AuthError
 from jaxllm_server.tool_parsers import ToolCallDelta
 
+MOST_DEPTH = 64
 SOURCES = Path(grpc_messages.__file__).parent
 
 
 def call_of(request: pb.GenerateRequest, *, stream: bool = True) -> Any:
-    return grpc_messages.call_of(request, "id", stream=stream)
+    return grpc_messages.call_of(request, "id", stream=stream, max_json_depth=MOST_DEPTH)
 
 
 # Requests: every field counts.
@@ -209,6 +210,10 @@ def chat_of(**fields: Any) -> dict[str, Any]:
     return {"text": None, "chat": ty.ChatPrompt(**({"messages": [ty.ChatMessage(role="user", content="x")]} | fields))}
 
 
+def tools_of_depth(levels: int) -> str:
+    return '[{"a": ' + "[" * (levels - 2) + "]" * (levels - 2) + "}]"
+
+
 @pytest.mark.parametrize(
     ("path", "request_"),
     [
@@ -229,6 +234,11 @@ def chat_of(**fields: Any) -> dict[str, Any]:
         bad("chat.tools_json", **chat_of(tools_json="[NaN]")),
         bad("chat.tools_json", **chat_of(tools_json="[" * 100_000)),
         bad("chat.tools_json", **chat_of(tools_json="[" + "1" * 5000 + "]")),
+        bad("chat.tools_json", **chat_of(tools_json='[{"a": 1e999}]')),
+        bad("chat.tools_json", **chat_of(tools_json='[{"a": 1, "a": 2}]')),
+        bad("chat.tools_json", **chat_of(tools_json='[{"a": "\\ud800"}]')),
+        bad("chat.tools_json", **chat_of(tools_json=tools_of_depth(MOST_DEPTH))),
+        bad("chat.tools_json", **chat_of(tools_json=tools_of_depth(800))),
         bad("chat.tool_choice", **chat_of(tool_choice=99)),
         bad("chat.continue_final_message", **chat_of(continue_final_message=True, add_generation_prompt=True)),
         bad("chat.template_kwargs", **chat_of(template_kwargs={"x": math.nan})),
@@ -245,6 +255,22 @@ def test_what_cannot_be_is_refused_by_its_path(path: str, request_: pb.GenerateR
     violation = details_of(grpc_errors.failure_of(caught.value, request_))["BadRequest"].field_violations[0]
     assert violation.field == path
     assert "\n" not in str(caught.value)
+
+
+def test_tools_are_read_as_a_body_over_http_is() -> None:
+    for text in ("[]", "[{}]", '[{"a": [1, -0.5, null, "\\u00e9"]}]', tools_of_depth(MOST_DEPTH - 1)):
+        assert call_of(pb.GenerateRequest(chat=chat_of(tools_json=text)["chat"])).tools == json.loads(text)
+        strict_json.read(f'{{"tools": {text}}}'.encode(), MOST_DEPTH)
+    for text, said in (
+        ('[{"a": 1e999}]', "holds a number that is too large for a double."),
+        ('[{"a": 1, "a": 2}]', "names 'a' twice in one object."),
+        (tools_of_depth(MOST_DEPTH), "is nested more than"),
+        ("[NaN]", "is not valid JSON: NaN is not a JSON number."),
+    ):
+        with pytest.raises(errors.UserError, match=f"^tools_json {said}"):
+            call_of(pb.GenerateRequest(chat=chat_of(tools_json=text)["chat"]))
+        with pytest.raises(errors.UserError, match=f"^The body {said}"):
+            strict_json.read(f'{{"tools": {text}}}'.encode(), MOST_DEPTH)
 
 
 def test_stream_options_are_of_streams_only() -> None:

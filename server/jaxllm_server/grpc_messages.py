@@ -6,7 +6,6 @@ and no clock. Every field of a request is mapped here or refused by its path, as
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -19,6 +18,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.v1 import inference_pb2, types_pb2
+from jaxllm_server import strict_json
 from jaxllm_server.calls import Call
 
 # Messages inside one request: 8 MiB could hold four million of them, seconds of the event loop.
@@ -74,8 +74,10 @@ _TOOL_CHOICES = {
 }
 
 
-def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: bool) -> Call:
+def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: bool, max_json_depth: int) -> Call:
     """Return what a request asks for; unset fields are absent from `Call.sampling`, so that the defaults decide.
+
+    `max_json_depth` is that of a body over HTTP, so that both protocols take the same tools.
 
     Values are not checked here but where all front ends' are; shapes that only this protocol can have are.
 
@@ -87,7 +89,7 @@ def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: 
     stop = request.stop
     return Call(
         model=request.model,
-        **_prompt_of(request, "prompt"),
+        **_prompt_of(request, "prompt", max_json_depth),
         sampling=_sampling_of(request),
         stream=stream,
         request_id=request_id,
@@ -99,10 +101,10 @@ def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: 
     )
 
 
-def tokenize_call_of(request: inference_pb2.TokenizeRequest) -> Call:
+def tokenize_call_of(request: inference_pb2.TokenizeRequest, *, max_json_depth: int) -> Call:
     """Return the call whose prompt is to be tokenized; raises as `call_of` does."""
     _refuse_unknown_fields(request)
-    return Call(model=request.model, **_prompt_of(request, "input"))
+    return Call(model=request.model, **_prompt_of(request, "input", max_json_depth))
 
 
 def detokenize_ids_of(request: inference_pb2.DetokenizeRequest) -> list[int]:
@@ -150,7 +152,9 @@ def _refuse_unbuilt(request: inference_pb2.GenerateRequest, *, stream: bool) -> 
         raise UserError(f"extensions: the key {key[:64]!r} is not known; this server knows none.", "extensions")
 
 
-def _prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, oneof: str) -> dict[str, Any]:
+def _prompt_of(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, oneof: str, max_json_depth: int
+) -> dict[str, Any]:
     """Return the fields of `Call` that say what the prompt is."""
     kind = request.WhichOneof(oneof)  # pyright: ignore[reportArgumentType]
     if kind is None:
@@ -164,10 +168,10 @@ def _prompt_of(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRe
     if kind == "token_ids":
         assert isinstance(request, inference_pb2.GenerateRequest)
         return {"prompt": list(request.token_ids.ids)}
-    return _chat_of(request.chat)
+    return _chat_of(request.chat, max_json_depth)
 
 
-def _chat_of(chat: types_pb2.ChatPrompt) -> dict[str, Any]:
+def _chat_of(chat: types_pb2.ChatPrompt, max_json_depth: int) -> dict[str, Any]:
     continues = chat.continue_final_message
     adds = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
     if continues and adds:
@@ -177,7 +181,7 @@ def _chat_of(chat: types_pb2.ChatPrompt) -> dict[str, Any]:
         raise UserError(f"tool_choice {chat.tool_choice} is not known.", "chat.tool_choice")
     return {
         "messages": [_message_of(message, f"chat.messages[{i}]") for i, message in enumerate(chat.messages)],
-        "tools": _tools_of(chat.tools_json) if chat.tools_json else None,
+        "tools": _tools_of(chat.tools_json, max_json_depth) if chat.tools_json else None,
         "tool_choice": _TOOL_CHOICES[chat.tool_choice],
         "template_kwargs": _from_struct(chat.template_kwargs, "chat.template_kwargs"),
         "add_generation_prompt": adds,
@@ -213,19 +217,16 @@ def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
     return plain
 
 
-def _tools_of(text: str) -> list[dict[str, Any]]:
+def _tools_of(text: str, max_json_depth: int) -> list[dict[str, Any]]:
     path = "chat.tools_json"
     try:
-        tools = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise UserError("tools_json is not JSON.", path) from error
+        # Over HTTP the array is a level below the body.
+        tools = strict_json.read_value(text.encode(), max_json_depth - 1, "tools_json")
+    except UserError as error:
+        raise UserError(str(error), path) from error
     if not isinstance(tools, list) or any(not isinstance(tool, dict) for tool in tools):
         raise UserError("tools_json must be a JSON array of objects.", path)
     return tools
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _from_struct(struct: Struct, path: str) -> dict[str, Any]:

@@ -102,7 +102,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         """Turn text or a conversation into token ids."""
-        call = grpc_messages.tokenize_call_of(request)
+        most = self._serving.options.max_json_depth
+        call = grpc_messages.tokenize_call_of(request, max_json_depth=most)
         ids = await self._serving.tokenize(call)
         return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._serving.engine.max_model_len)
 
@@ -151,7 +152,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         # So that a failure, too, can be found in the log: the interceptor reads it from here.
         if _can_be_metadata(request_id):
             context.set_trailing_metadata(((REQUEST_ID, request_id),))
-        call = replace(grpc_messages.call_of(request, request_id, stream=stream), client=client)
+        most = self._serving.options.max_json_depth
+        call = grpc_messages.call_of(request, request_id, stream=stream, max_json_depth=most)
+        call = replace(call, client=client)
         model = self._serving.check_model(request.model)
         chunks = self._hinted(call) if hint else self._serving.generate(call)
         return chunks, grpc_replies.reply_of(request, model)

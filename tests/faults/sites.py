@@ -138,8 +138,8 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "jaxllm_server.http_guard": "Guard._is_allowed _authority _answer_preflight",
         "jaxllm_server.openai_messages": "error_body error_body_of",
         "jaxllm_server.sse": "event",
-        "jaxllm_server.strict_json": "_too_deep _nothing _whole _unique _finite _refuse_constant",
-        "jaxllm_server.grpc_messages": "_refuse_constant _too_many",
+        "jaxllm_server.strict_json": "_nothing _whole _unique _finite _refuse_constant",
+        "jaxllm_server.grpc_messages": "_too_many",
     },
     "control, lists and statistics that somebody asks for": {
         "jaxllm.async_engine": "AsyncLLM.state AsyncLLM.num_live AsyncLLM.vocab_size AsyncLLM.is_paused AsyncLLM.abort "

@@ -145,11 +145,11 @@ class Doors:
 
     def _answer_message(self, kind: type[Message], message: Any, stream: bool) -> None:
         if kind is inference_pb2.TokenizeRequest:
-            self._run(self.serving.tokenize(grpc_messages.tokenize_call_of(message)))
+            self._run(self.serving.tokenize(grpc_messages.tokenize_call_of(message, max_json_depth=MOST_DEPTH)))
         elif kind is inference_pb2.DetokenizeRequest:
             self._run(self.serving.detokenize(grpc_messages.detokenize_ids_of(message)))
         else:
-            call = grpc_messages.call_of(message, message.request_id or "id", stream=stream)
+            call = grpc_messages.call_of(message, message.request_id or "id", stream=stream, max_json_depth=MOST_DEPTH)
             chunks = self._run(self._chunks(call))
             reply = grpc_replies.reply_of(message, self.serving.check_model(message.model))
             reply.response(chunks[-1]).SerializeToString()
