@@ -117,7 +117,7 @@ def test_every_sampling_name_is_one_that_the_validator_knows():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("suffix", "x"), ("best_of", 2), ("best_of", True), ("use_beam_search", True), ("length_penalty", 0.5)),
+        *(("suffix", "x"), ("best_of", 2), ("use_beam_search", True), ("length_penalty", 0.5)),
         *(("guided_json", {}), ("prompt_embeds", "x"), ("kv_transfer_params", {})),
         *(("response_format", {"type": "json_object"}), ("truncation_side", "right"), ("early_stopping", True)),
     ],
@@ -165,6 +165,7 @@ def test_unknown_fields_are_refused_with_the_nearest_name():
         *(("stream", 1), ("stream", "true"), ("echo", 0), ("model", 3), ("priority", 1.0), ("priority", True)),
         *(("cache_salt", 1), ("request_id", 5), ("add_special_tokens", "no"), ("return_token_ids", 1)),
         *(("stream_options", []), ("response_format", "text"), ("response_format", {})),
+        *(("best_of", 1.0), ("best_of", True), ("best_of", "1")),
     ],
 )
 def test_wrong_shapes_name_their_field(field, value):
@@ -261,6 +262,11 @@ def test_ids_that_were_asked_for_are_told_beside_the_likeliest():
     )
     (content,) = told["choices"][0]["logprobs"]["content"]
     assert [top["token"] for top in content["top_logprobs"]] == ["f", "g"]
+    reply = chat(logprob_token_ids=[7])
+    assert reply.calls[0].sampling == {"logprob_token_ids": [7]}
+    told = reply.response([chunk(part("e", logprobs=[row], finish_reason="stop"))])
+    (content,) = told["choices"][0]["logprobs"]["content"]
+    assert (content["token"], [top["token"] for top in content["top_logprobs"]]) == ("e", ["g"])
 
 
 # Answers of /v1/completions.
@@ -372,6 +378,8 @@ def test_reasoning_of_earlier_messages_goes_by_either_name():
         ({"logprobs": 2}, "logprobs", UserError),
         ({"logprobs": True, "top_logprobs": True}, "top_logprobs", UserError),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", UserError),
+        ({"max_tokens": 3.0, "max_completion_tokens": 3}, "max_tokens", UserError),
+        ({"max_tokens": True, "max_completion_tokens": 1}, "max_tokens", UserError),
         ({"functions": []}, "functions", UnsupportedError),
         ({"documents": [{}]}, "documents", UnsupportedError),
         ({"modalities": ["text", "audio"]}, "modalities", UnsupportedError),

@@ -21,6 +21,7 @@ from jaxllm_server.openai_messages import (
     flag,
     form_of,
     given,
+    integer,
     mapping,
     prompt_logprobs_of,
     sampling_of,
@@ -80,11 +81,13 @@ class ChatReply:
         names["extra_args"] = "vllm_xargs"
         most = fields.get("max_completion_tokens")
         if most is not None:
-            if fields.get("max_tokens", most) != most:
+            if "max_tokens" in fields and integer(fields, "max_tokens", 1) != most:
                 raise UserError("max_tokens and max_completion_tokens differ: give one of them.", "max_tokens")
             sampling["max_tokens"] = most
             names["max_tokens"] = "max_completion_tokens"
         self.names: Mapping[str, str] = names
+        if num_logprobs is None and fields.get("logprob_token_ids"):
+            num_logprobs = 0  # as in completions: they and the sampled tokens are told of
         self.form = form_of(fields, options, num_logprobs)
         own_id = text(fields, "request_id")
         self.request_id = request_id if own_id is None else own_id

@@ -22,6 +22,7 @@ from jaxllm_server.openai_messages import (
     flag,
     form_of,
     given,
+    integer,
     prompt_logprobs_of,
     sampling_of,
     shared_call_fields,
@@ -180,8 +181,7 @@ def _num_outputs(fields: Body, num_prompts: int, options: ServerOptions) -> int:
 def _check_together(fields: Body, has_echo: bool) -> None:
     """Refuse combinations that are not built."""
     # All of the best_of outputs are returned where it equals n, so that it says nothing.
-    best_of = fields.get("best_of")
-    if best_of is not None and (isinstance(best_of, bool) or best_of != fields.get("n", 1)):
+    if "best_of" in fields and integer(fields, "best_of", 1) != fields.get("n", 1):
         raise UnsupportedError(
             "best_of is not supported by jaxllm: ask for n outputs and choose among them.", "best_of"
         )
