@@ -72,10 +72,27 @@ def run() -> NoReturn:
 
     Without this the process would first wait for the program that is being compiled in the background.
     """
+    _open_closed_streams()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device where a standard stream is closed, as by `<&-` and `>&-`.
+
+    Python has None for such a stream. And its number would go to the next file that is opened: to the event loop,
+    which libuv then refuses to close, and the process dies of SIGABRT after a clean drain.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets this number: it is the lowest that is free
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))
 
 
 def _report(error: Exception) -> int:

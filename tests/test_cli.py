@@ -298,6 +298,7 @@ def test_prompts_from_a_file(run: Run, tmp_path: Path) -> None:
         (b"\xff\xfe", "is not UTF-8 text"),
         (b'{"prompt": "a"}\n{"prompt"', "line 2: Expecting"),
         (b'{"prompt": "a"}\n\n{"text": "b"}', 'line 3: expected an object with a "prompt"'),
+        (b'{"prompt": ' + b"[" * 100_000, "line 1: its lists and objects are nested too deeply"),
         (b'{"prompt": "a", "max_token": 3}', "line 1: 'max_token' is not a sampling parameter of jaxllm. Did you mean"),
         (b'{"prompt": "a", "top_p": 3}', "line 1: top_p must be in (0, 1], got 3"),
         (
@@ -352,17 +353,52 @@ def test_debug_shows_the_traceback(run: Run) -> None:
         run("generate", "-m", "odd", "--debug", "p")
 
 
+STAND_IN = (
+    "import sys; from types import ModuleType; from tests.test_cli import FakeLLM; import jaxllm.cli\n"
+    "module = ModuleType('jaxllm.llm'); module.LLM = FakeLLM; sys.modules['jaxllm.llm'] = module\n"
+)
+
+
 def test_a_reader_that_leaves_is_no_error_message() -> None:
-    program = (
-        "import sys; from types import ModuleType; from tests.test_cli import FakeLLM; import jaxllm.cli\n"
-        "module = ModuleType('jaxllm.llm'); module.LLM = FakeLLM; sys.modules['jaxllm.llm'] = module\n"
-        "sys.exit(jaxllm.cli.main(['generate', 'x' * 100_000, 'y']))"
-    )
+    program = f"{STAND_IN}sys.exit(jaxllm.cli.main(['generate', 'x' * 100_000, 'y']))"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "code"),
+    [
+        ((0,), ("generate", "p"), 0),
+        ((0,), ("generate",), 2),  # it reads a prompt, and there is none
+        ((1,), ("--help",), 0),
+        ((1,), ("generate", "p"), 0),
+        ((2,), ("generate", "p"), 0),
+        ((2,), ("generate", "-m", "broken", "p"), 1),
+        ((0, 1, 2), ("generate", "p"), 0),
+    ],
+)
+def test_closed_streams_are_the_null_device(closed: tuple[int, ...], arguments: tuple[str, ...], code: int) -> None:
+    program = f"{STAND_IN}sys.argv[1:] = {arguments!r}; jaxllm.cli.run()"
+    shell = 'exec "$0" -c "$1" ' + " ".join(("<&-", ">&-", "2>&-")[number] for number in closed)
+    command = ["/bin/sh", "-c", shell, sys.executable, program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr and "NoneType" not in done.stderr
+
+
+def test_a_file_that_is_opened_later_gets_no_streams_number() -> None:
+    """libuv aborts the process where an event loop has one, at its end."""
+    program = (
+        "import os, sys, jaxllm.cli\n"
+        "jaxllm.cli.main = lambda: print(os.open(os.devnull, os.O_RDONLY), file=sys.stderr) or 0\n"
+        "jaxllm.cli.run()"
+    )
+    command = ["/bin/sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and int(done.stderr) > 2
 
 
 # ---- chat
