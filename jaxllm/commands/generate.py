@@ -100,6 +100,8 @@ def _prompts_of_file(file: str, own: Mapping[str, Any]) -> list[tuple[Any, dict[
             SamplingParams(**{**own, **record})
         except ValueError as error:  # json's and ours
             raise UserError(f"{file}, line {number}: {error}") from error
+        except RecursionError as error:
+            raise UserError(f"{file}, line {number}: its lists and objects are nested too deeply") from error
         jobs.append((prompt, record))
     return jobs
 
