@@ -55,7 +55,8 @@ class Guard:
         if scope["raw_path"] not in OPEN_PATHS:
             key = self._keys.check(_authorization(headers))
             scope[CLIENT] = client_of(key, (scope.get("client") or ("",))[0])
-        length = headers.get(b"content-length", [b"0"])[0]
+        # With the spaces and tabs that RFC 9110 allows behind a value: llhttp has read the same number past them.
+        length = headers.get(b"content-length", [b"0"])[0].strip(b" \t")
         if not length.isdigit():
             raise Refusal(400, "Content-Length must be a number.", "BAD_HEADER", closes=True)
         if len(length) > 18 or int(length) > options.max_body_bytes:

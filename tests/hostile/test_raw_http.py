@@ -46,6 +46,8 @@ NO_HTTP: dict[str, bytes] = {
     "length with an underscore": measured(BODY, "1_4"),
     "length with a comma": measured(BODY, "14, 14"),
     "length with a space inside": measured(BODY, "1 4"),
+    "length with a vertical tab behind": measured(BODY, "14\x0b"),
+    "length with a form feed before": measured(BODY, "\x0c14"),
     "empty length": measured(BODY, ""),
     "length in other digits": measured(BODY, "١٤"),
     "length of 2^64 + 14": measured(BODY, "18446744073709551630"),
@@ -114,6 +116,7 @@ def test_what_is_no_http_is_answered_once_at_most_and_never_with_success(fake: S
     [
         (measured(BODY, "14") + INNER, [200, 200]),
         (measured(BODY, "0014"), [200]),
+        (measured(BODY, " \t 14 \t ") + INNER, [200, 200]),
         (chunked(CHUNK) + INNER, [200, 200]),
         (chunked(b"e;name=value\r\n" + BODY + b"\r\n0;last\r\nX-Trailer: y\r\n\r\n") + INNER, [200, 200]),
         (chunked(b"000000000e\r\n" + BODY + b"\r\n" + ZERO), [200]),
