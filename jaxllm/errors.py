@@ -121,12 +121,16 @@ def late(seconds: float) -> DeadlineError:
     return DeadlineError(f"The request was not through after {seconds:g} seconds.")
 
 
+def printable(text: str) -> str:
+    """Write what cannot be printed, as line ends and a terminal's escapes, as Python writes it."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def _one_line(message: str) -> str:
     """Write what cannot be printed as Python writes it, and leave out the middle of what is too long."""
-    message = _shortened(message)
-    if message.isprintable():
-        return message
-    return _shortened("".join(each if each.isprintable() else repr(each)[1:-1] for each in message))
+    return _shortened(printable(_shortened(message)))
 
 
 def _shortened(message: str) -> str:

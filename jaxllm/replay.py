@@ -7,7 +7,7 @@ is wrong with one is a UserError.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +21,8 @@ from jaxllm.snapshot import pack_request, pack_state, unpack_limits, unpack_requ
 from jaxllm.state import Events, Plan, Request, State
 
 MAX_ENTRY = 1 << 30  # bytes of one value in a recording
+END_OF_TIME = 253_402_300_800.0  # seconds from 1970 to the year 10000, which no date has
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Replay:
                 except UserError:
                     raise
                 except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                    raise UserError(f"{piece} is damaged: {type(error).__name__}: {error}.", "file") from error
+                    what = f": {error}" if isinstance(error, ValueError) else ""  # others speak of Python's classes
+                    raise UserError(f"{piece} is damaged at event {count}{what}.", "file") from error
                 except RuntimeError as error:  # what must always hold in the core does not
                     raise UserError(f"{piece}: the core fails at event {count}: {error}.", "file") from error
         if not self.headers:
@@ -118,7 +121,7 @@ class Replay:
             self._is_at_header = False
             self._begin(entry)
             return None
-        kind, time = Kind(entry[0]), entry[1] / 1e6
+        kind, time = _KINDS[entry[0]], entry[1] / 1e6
         if kind is Kind.SNAPSHOT:
             return self._snapshot(entry[2], number, time)
         core = self.core
@@ -149,8 +152,7 @@ class Replay:
             raise UserError("this is not a recording of `jaxllm serve --record`.", "file")
         if entry[1] != FORMAT:
             raise UserError(f"the recording is of format {entry[1]}, this jaxllm reads {FORMAT}.", "file")
-        header = Header(**entry[2])
-        self.headers.append(header)
+        self.headers.append(_read_header(entry[2]))
 
     def _snapshot(self, data: Mapping[str, Any], number: int, time: float) -> Moment | None:
         """Begin with a piece's state, or compare it with what the piece before it has led to."""
@@ -197,6 +199,21 @@ class Replay:
         return events
 
 
+def _read_header(data: Any) -> Header:
+    """Read what a piece says of itself; ValueError where that is not of the kind that it must be."""
+    if not isinstance(data, dict) or data.keys() != {field.name for field in fields(Header)}:
+        raise ValueError("its header has other fields")
+    for name, kind in (("run", str), ("jaxllm", str), ("is_redacted", bool), ("limits", dict), ("about", dict)):
+        if not isinstance(data[name], kind):
+            raise ValueError(f"its header's {name!r} is of another kind")
+    started = data["started"]
+    if type(started) not in (int, float) or not 0 <= started < END_OF_TIME:  # nor is NaN
+        raise ValueError("its header's 'started' is no time")
+    if not all(isinstance(text, str) for pair in data["about"].items() for text in pair):
+        raise ValueError("its header's 'about' has what is no text")
+    return Header(**data)
+
+
 def _difference(recorded: list[int], plan: Plan) -> str | None:
     made = describe(plan)
     if recorded == made:
@@ -221,8 +238,8 @@ def _entries(file: BinaryIO, path: Path) -> Iterator[list[Any]]:
                 return
             raise Cut(f"{path} is cut off at byte {place}.", "file") from None
         except (ValueError, msgpack.UnpackException, RecursionError) as error:
-            what = str(error) or type(error).__name__
-            raise UserError(f"{path} is damaged at byte {place}: {what}.", "file") from error
+            what = f": {error}" if str(error) else ""
+            raise UserError(f"{path} is damaged at byte {place}{what}.", "file") from error
         if not isinstance(entry, list) or len(entry) < 2:
             raise UserError(f"{path} is no recording, or damaged at byte {place}.", "file")
         yield entry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 import urllib.request
 from array import array
 from dataclasses import replace
@@ -232,6 +233,58 @@ def test_what_is_no_recording_is_refused(
         list(Replay(path).moments())
     assert cli.main(["replay", str(path)]) == 1
     assert capsys.readouterr().err.startswith("jaxllm: error: ")
+
+
+HEADER = {"run": "r", "jaxllm": "0", "started": 1e9, "is_redacted": False, "limits": {}, "about": {}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"started": started} for started in ("x", True, float("nan"), float("inf"), 1e300, -1e300, -1, 1 << 63)),
+        *({"about": about} for about in ([1], "x", {"x": [1]}, {1: "x"})),
+        *({name: [1]} for name in ("run", "jaxllm", "is_redacted", "limits")),
+        {"more": 1},
+    ],
+)
+def test_a_header_of_other_kinds_is_refused(
+    tmp_path: Path, changes: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(msgpack.packb(["jaxllm recording", 1, HEADER | changes]))
+    assert cli.main(["replay", str(path)]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"jaxllm: error: {path} is damaged at event 0: its header") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("entry", [[99, 1], [[], 1], ["x", 1], [0, "x"], [1, 1], [2, 1, 5], [0, 1, {}], [0, 1, [5]]])
+def test_a_damaged_entry_is_told_without_pythons_words(tmp_path: Path, entry: list[object]) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(msgpack.packb(["jaxllm recording", 1, HEADER]) + msgpack.packb(entry))
+    with pytest.raises(UserError) as caught:
+        list(Replay(path).moments())
+    assert not re.search(r"Error|\bint\b|\blist\b|Kind|jaxllm\.|__", str(caught.value).replace(str(path), ""))
+
+
+def test_foreign_names_neither_end_a_line_nor_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "\x1b[31m\nall 9 plans are the same\r\x9b"
+    driver = Driver(tmp_path / "log", about={f"a{name}": f"b{name}"})
+    driver.core.add([replace(driver._request(), name=f"c{name}")])
+    driver.run(20)
+    driver.core.abort({next(iter(driver.core.requests)): f"d{name}"})
+    for flags in ((), ("--plans",), ("--at", "1"), ("--request", "c"), ("--json",)):
+        assert cli.main(["replay", str(tmp_path / "log"), *flags]) == 0
+        shown = capsys.readouterr().out
+        assert r"\x1b[31m\nall" in shown or "--json" in flags
+        lines = shown.removesuffix("\n").split("\n")
+        assert all(line.isprintable() and not line.startswith("all 9") for line in lines)
+    entries = list(msgpack.Unpacker(io.BytesIO((tmp_path / "log").read_bytes()), strict_map_key=False))
+    next(entry for entry in entries if entry[0] == Kind.PLAN)[2] = name
+    (tmp_path / "log").write_bytes(b"".join(map(msgpack.packb, entries)))
+    assert cli.main(["replay", str(tmp_path / "log")]) == 1
+    assert capsys.readouterr().err.removesuffix("\n").isprintable()
 
 
 def test_damaged_recordings_are_a_user_error_or_a_difference(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ import re
 import sys
 from argparse import ArgumentTypeError
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.arguments import Subparsers, Usage
+from jaxllm.errors import printable
 
 if TYPE_CHECKING:
     from jaxllm.replay import Moment, Replay
@@ -63,10 +64,10 @@ def run(options: dict[str, Any]) -> int:
             if wanted is None or is_there:
                 print(json.dumps(to_json(moment)))
         elif options["plans"] and moment.plan is not None and moment.events is None:
-            print(plan_line(moment))
+            _write([plan_line(moment)])
         if is_there:
             if not options["json"] and story is None:
-                print("\n".join(state_lines(moment)))
+                _write(state_lines(moment))
             wanted = _next_place(moment) if options["step"] else None
             if wanted is None:
                 break
@@ -76,14 +77,20 @@ def run(options: dict[str, Any]) -> int:
         if not story.lines:
             raise Usage(f"no request of the recording is called {options['request']}")
         if not options["json"]:
-            print("\n".join(story.lines))
+            _write(story.lines)
     elif not options["json"] and options["at"] is None and not options["step"]:
-        print("\n".join([*header_lines(replay), *summary.lines()]))
+        _write([*header_lines(replay), *summary.lines()])
         if difference is None:
             print(f"all {summary.num_plans:,} plans were made again, and are the same")
     if difference is not None:
-        print(difference, file=sys.stderr)
+        print(printable(difference), file=sys.stderr)
     return 0 if difference is None else 1
+
+
+def _write(lines: Iterable[str]) -> None:
+    """Print lines as such: the names in them are anybody's, and could end a line or command the terminal."""
+    for line in lines:
+        print(printable(line))
 
 
 def _place(text: str) -> tuple[str, float]:
