@@ -157,7 +157,12 @@ def test_template_is_chosen_by_file_then_config_and_by_name(tmp_path: Path) -> N
         (TURNS, {"continue_final_message": True}, "exclude each other"),
         ("{{", {}, "is not valid in line 1"),
         ("a\n{% for %}", {}, "is not valid in line 2"),
-        ("{{ ''.__class__.__mro__ }}", {}, "rejects this conversation: access to attribute '__class__'"),
+        (
+            "{{ ''.__class__.__mro__ }}",
+            {},
+            "rejects this conversation: access to attribute '__class__' is not allowed.",
+        ),
+        ("{{ self.__init__.x }}", {}, "rejects this conversation: access to attribute '__init__' is not allowed."),
         ("{{ messages[0].nothing.at }}", {}, "rejects this conversation: there is no 'nothing'"),
         ("{{ nothing.at }}", {}, "rejects this conversation: there is no 'nothing'"),
         ("{{ messages.append(1) }}", {}, "rejects this conversation: access to attribute 'append'"),
@@ -173,7 +178,74 @@ def test_refusals_are_one_line(template: object, arguments: dict[str, Any], mess
 
 
 GROWING = "{% set all = namespace(x='ab', l=[1]) %}{% for i in range(99) %}"
+NESTS = "{% set ns = namespace(a=[], b=[]) %}{% for i in range(60) %}" + (
+    "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
+)
+TUPLES = NESTS.replace("[ns.a, ns.a]", "(ns.a, ns.a)").replace("[ns.b, ns.b]", "(ns.b, ns.b)").replace("[]", "()")
+AGAIN = "{% for i in range(9999) %}"
+LONG = "{% set t = 'a ' * 4000000 %}"
 HOSTILE = {
+    "equal nests": NESTS + "{{ ns.a == ns.b }}",
+    "chained nests": NESTS + "{{ 1 < 2 < 3 and ns.a == ns.b == ns.a }}",
+    "unequal nests": NESTS + "{{ ns.a != ns.b }}",
+    "ordered nests": NESTS + "{{ ns.a < ns.b }}",
+    "nests in": NESTS + "{{ ns.a in [ns.b] }}",
+    "nests not in": NESTS + "{{ ns.a not in [ns.b] }}",
+    "nests in generator": NESTS + "{{ ns.a in [none] | map('default', ns.b, true) }}",
+    "nests is eq": NESTS + "{{ ns.a is eq ns.b }}",
+    "nests is in": NESTS + "{{ ns.a is in [ns.b] }}",
+    "nests is lower": NESTS + "{{ ns.a is lower }}",
+    "nests count": NESTS + "{{ [ns.b].count(ns.a) }}",
+    "nests index": NESTS + "{{ [ns.b].index(ns.a) }}",
+    "nests selectattr": NESTS + "{{ [{'x': ns.b}] | selectattr('x', 'eq', ns.a) | list }}",
+    "nests select": NESTS + "{{ [ns.b] | select('==', ns.a) | list }}",
+    "nests changed": NESTS + "{% for x in [ns.a, ns.b] %}{{ loop.changed(x) }}{% endfor %}",
+    "nests sorted": NESTS + "{{ [ns.a, ns.b] | sort }}",
+    "nests sorted by what hides them": NESTS + "{{ [namespace(x=ns.a), namespace(x=ns.b)] | sort(attribute='x') }}",
+    "nests generated and sorted": NESTS + "{{ [ns.a, ns.b] | map('list') | sort }}",
+    "nests grouped": NESTS + "{{ [{'x': ns.a}, {'x': ns.b}] | groupby('x') }}",
+    "nests min": NESTS + "{{ [ns.a, ns.b] | min }}",
+    "nests dictsort": NESTS + "{{ {'a': ns.a, 'b': ns.b} | dictsort(by='value') }}",
+    "nests unique": TUPLES + "{{ [ns.a, ns.b] | unique | list }}",
+    "nests as key": TUPLES + "{{ {ns.a: 1} }}",
+    "nests as index": TUPLES + "{{ {}[ns.a] }}",
+    "nests got": TUPLES + "{{ {}.get(ns.a) }}",
+    "nests from keys": TUPLES + "{{ {}.fromkeys([ns.a]) }}",
+    "nests as pairs": TUPLES + "{{ dict([(ns.a, 1)]) }}",
+    "nests of views": TUPLES + "{{ {'a': ns.a}.items() - {'a': ns.b}.items() }}",
+    "nests equal by views": TUPLES + "{{ {'a': ns.a}.items() == {'a': ns.b}.items() }}",
+    "nests of disjoint views": TUPLES + "{{ {'a': ns.a}.items().isdisjoint([1]) }}",
+    "nests as an attribute": TUPLES + "{{ [{}] | map(attribute=ns.a) | list }}",
+    "written view": NESTS + "{{ {'a': ns.a}.values() }}",
+    "written namespace": NESTS + "{{ ns }}",
+    "namespace as text": NESTS + "{{ ns ~ 'x' }}",
+    "flat lists": "{% set a = range(99999) | list %}{% set b = range(99999) | list %}"
+    + AGAIN
+    + "{{ a == b }}{% endfor %}",
+    "texts": "{% set t = 'a' * 9999999 %}{% set u = 'a' * 9999999 %}"
+    + AGAIN
+    + "{{ t == u }}{{ 'ab' in t }}{% endfor %}",
+    "equal texts in a list": "{% set t = 'a' * 999999 %}{{ ([t] * 99999).count('a' * 999999) }}",
+    "wordwrap": LONG + "{{ t | wordwrap(1) | length }}",
+    "title": LONG + "{{ t | title | length }}",
+    "urlize": LONG + "{{ t | urlize | length }}",
+    "striptags": "{{ ('<!---->' * 1000000) | striptags | length }}",
+    "groups": "{% set l = [{'a': 1}] * 40000 %}" + AGAIN + "{{ l | groupby('a') | length }}{% endfor %}",
+    "sorts": "{% set l = range(99999) | list %}" + AGAIN + "{{ l | sort(reverse=true) | length }}{% endfor %}",
+    "pprint": "{{ (range(99999) | list) | pprint | length }}",
+    "rfind": "{{ ('a' * 4000000).rfind('ab' + 'a' * 2000000) }}",
+    "rsplit": "{{ ('a' * 4000000).rsplit('ab' + 'a' * 2000000) }}",
+    "strip": "{{ ('a' * 4000000).strip('b' * 3000000 ~ 'a') }}",
+    "trim": "{{ ('a' * 4000000) | trim('b' * 3000000 ~ 'a') }}",
+    "bytes": "{{ ('x'.encode() * 10**9) | length }}",
+    "integer as bytes": "{{ (1).to_bytes(10**9, 'big') | length }}",
+    "round": "{{ 1.5 | round(10**9, 'ceil') }}",
+    "many fields": "{{ ('{0}' * 9999).format('x' * 99999) | length }}",
+    "many named fields": "{{ ('%(a)s' * 9999) | format(a='x' * 99999) | length }}",
+    "many indented lines": "{{ ('\n' * 99999) | indent(9999, blank=true) | length }}",
+    "tabs": "{{ ('\t' * 99999).expandtabs(9999) | length }}",
+    "wide JSON": NESTS.replace("60", "9").replace("[ns.a, ns.a]", "[ns.a]")
+    + "{{ [[1] * 9999] | tojson(indent=9999) }}",
     "range": "{% for i in range(10**9) %}{% endfor %}",
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "loops of text": "{% for a in 'x' * 99999 %}{% for b in 'x' * 99999 %}{{ '' if a == b }}{% endfor %}{% endfor %}",
@@ -236,6 +308,34 @@ def test_a_hostile_template_is_cut(name: str) -> None:
         tracemalloc.stop()
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
     assert time.thread_time() - started < 2.0 and peak < 1 << 28
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 1 < 2 < 3 }} {{ 3 > 2 > 2 }} {{ 1 == 1 != 2 }} {{ 2 <= 2 >= 3 }}", "True False True False"),
+        ("{{ 'a' in 'ab' }} {{ 'a' not in ['b'] }} {{ 'b' in {'b': 1} }} {{ 1 in nothing }}", "True True True False"),
+        ("{{ messages[0] == messages[-1] }} {{ messages.index(messages[1]) }}", "False 1"),
+        ("{{ messages[1] in messages }}", "True"),
+        ("{{ messages[0].content == [] }} {{ 2 in messages | map('length') }}", "False True"),
+        ("{{ {messages[0].role: 1}[messages[0]['role']] }} {{ {(1, 2): 3}[(1, 2)] }}", "1 3"),
+        ("{{ messages | map(attribute='role') | unique | sort | join(',') }}", "assistant,user"),
+        ("{{ messages | groupby('role') | map('first') | list }}", "['assistant', 'user']"),
+        ("{{ 5 - 3 }} {{ [1, 2] + [3] }} {{ 'ab'.rsplit('b') }} {{ '%s-%s' % ('a', 1) }}", "2 [1, 2, 3] ['a', ''] a-1"),
+        ("{{ 2 is gt 1 }} {{ 2 is in [1, 2] }} {{ 'A' is upper }} {{ nothing == '' }}", "True True True False"),
+    ],
+)  # fmt: skip
+def test_what_is_weighed_is_the_same(source: str, text: str) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    told = render(
+        compile_template(source),
+        messages,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        tools=None,
+        variables={},
+    )
+    assert told == text
 
 
 def test_a_large_conversation_is_not_cut() -> None:
