@@ -247,7 +247,7 @@ class _Maker:
             params["stream_interval"] = chance.choice((1, 2, 5, 9))
         if chance.random() < 0.08:
             params["logprobs"] = chance.randint(0, 3)
-        if chance.random() < 0.06:
+        if chance.random() < 0.1:
             params["prompt_logprobs"] = chance.randint(0, 2)
         if chance.random() < 0.08:
             params["repetition_penalty"] = 1.5
