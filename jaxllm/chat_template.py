@@ -14,6 +14,7 @@ from typing import Any
 from jaxllm.errors import UnsupportedError, UserError
 
 MAX_SOURCE = 1 << 18  # characters of a template; the longest published ones have a tenth
+MAX_NODES = 1 << 14  # of its syntax tree, to compile which takes up to 90 µs each; published ones have a quarter
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 # What JSON calls the kinds of values that a part of a content cannot be; whoever sent them knows nothing of Python's.
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", list: "array"}
@@ -64,7 +65,7 @@ def render(
     }
     import jinja2
 
-    from jaxllm.template_sandbox import LimitError
+    from jaxllm.template_meter import LimitError
 
     meter = template.program.environment.meter
     meter.begin(sum(map(len, _strings(arguments))))
@@ -87,6 +88,7 @@ def render(
 def compile_template(source: str) -> ChatTemplate:
     """Compile a chat template. Raises `UserError` with the line where its syntax is wrong, or if it is no template."""
     import jinja2
+    from jinja2 import nodes
 
     from jaxllm.template_sandbox import Sandbox, content_kinds
 
@@ -95,7 +97,10 @@ def compile_template(source: str) -> ChatTemplate:
     environment = Sandbox()
     environment.meter.begin(len(source))
     try:
-        takes_parts, takes_text = content_kinds(environment.parse(source))
+        tree = environment.parse(source)
+        if sum(1 for _ in tree.find_all(nodes.Node)) > MAX_NODES:
+            raise jinja2.TemplateError(f"it has more than {MAX_NODES} expressions and statements")
+        takes_parts, takes_text = content_kinds(tree)
         return ChatTemplate(environment.from_string(source), takes_parts, takes_text)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(

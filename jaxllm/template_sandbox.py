@@ -16,8 +16,6 @@ import functools
 import json
 import operator
 import re
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from datetime import datetime
 from typing import Any
@@ -32,17 +30,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_SECONDS = 1.0  # of the thread's processor time, so that a busy machine refuses nothing
-LEAST_BUDGET = 32 << 20  # characters and elements made on the way, whatever the conversation's size …
-BUDGET_PER_CHARACTER = 64  # … and for each of its characters: a template may copy a text several times
+from jaxllm.template_meter import ELEMENT, MAX_WEIGHT, NESTED, LimitError, Meter
+
 MAX_WIDTH = 10_000  # that a text can be padded to
 MAX_INTEGER_BITS = 4096
-MAX_WEIGHT = 1 << 17  # of what is compared, hashed, sorted or written out as JSON at once: at most 0.5 s each
-MAX_PAIRS = 1 << 22  # of parts that `in`, `count` and `index` compare
 MAX_PAIRED_CHARACTERS = 1 << 28  # that `rfind` and `strip` compare, which take the product of both lengths
-_WEIGHED_CHARACTERS = 256  # of a text, to compare which takes as long as two numbers
-_ELEMENT = 4  # characters that an element of a list is counted as: it has 8 bytes, and most operations take longer
-_STEPS_PER_LOOK = 32  # at the clock, which costs 0.3 µs
 # Filters that neither write their argument out as text nor go through all of its parts.
 _NOT_WRITING = frozenset(
     "length count first last list map select selectattr reject rejectattr default d sort unique groupby batch slice "
@@ -60,9 +52,7 @@ _MAX_WEIGHT = {"pprint": 1 << 15} | dict.fromkeys((*_ORDERING, "tojson"), MAX_WE
 _COMPARING_TESTS = frozenset("== eq equalto != ne < lt lessthan <= le > gt greaterthan >= ge in".split())
 _FROM_THE_END = frozenset("rfind rindex rsplit rpartition strip lstrip rstrip".split())
 _UNSAFE = frozenset({"encode", "to_bytes"})  # bytes are not metered, and no text needs them
-_NESTED = (list, tuple, dict, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
-_LEAVES = frozenset({int, float, bool, type(None)})
-_VALUES = (str, int, float, type(None), Undefined, *_NESTED)
+_VALUES = (str, int, float, type(None), Undefined, *NESTED)
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "eq": operator.eq,
     "ne": operator.ne,
@@ -76,94 +66,6 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 _WIDE = re.compile(
     rf"\*|\d{{{len(str(MAX_WIDTH))},}}|\{{[^}}]*\{{"
 )  # a width in a format that is large, or an argument
-
-
-class LimitError(Exception):
-    """A template takes more than it may."""
-
-
-class Meter(threading.local):
-    """What the template that a thread is rendering may still take."""
-
-    steps = 0
-    left = LEAST_BUDGET
-    deadline = 0.0
-
-    def begin(self, num_characters: int) -> None:
-        """Start with a conversation of this size."""
-        self.left = LEAST_BUDGET + BUDGET_PER_CHARACTER * num_characters
-        self.deadline = time.thread_time() + MAX_SECONDS
-
-    def step(self, count: int = 1) -> None:
-        """Count a turn of a loop, a call, or what takes as long as so many."""
-        self.steps += count
-        if self.steps >= _STEPS_PER_LOOK:
-            self.look()
-
-    def look(self) -> None:
-        """Look at the clock."""
-        self.steps = 0
-        if time.thread_time() > self.deadline:
-            raise LimitError(f"it takes more than {MAX_SECONDS:g} s")
-
-    def take(self, amount: int) -> None:
-        """Count characters or elements."""
-        self.left -= amount
-        if self.left < 0:
-            raise LimitError("it writes too much")
-
-    def take_parts(self, value: Any, indent: int = 0, margin: int = 0) -> None:
-        """Count a value as long as its text is; each of its parts stands on a line of its own where there are indents.
-
-        `margin` is that of the lines around it.
-        """
-        if isinstance(value, str):
-            self.take(len(value))
-        elif isinstance(value, _NESTED) or type(value) is Namespace:
-            value, inner = _parts_of(value), margin + indent
-            self.step(1 + len(value) // 8)
-            self.take(1 + len(value) * (_ELEMENT + inner))
-            for item in value:
-                if type(item) not in _LEAVES:
-                    self.take_parts(item, indent, inner)
-
-    def weigh(self, value: Any, most: int = MAX_WEIGHT) -> int:
-        """Return how many parts a value has, as a tree whatever is shared, with long texts as several.
-
-        Raises `LimitError` where it is more than `most`.
-        """
-        if not isinstance(value, (str, *_NESTED)):
-            return 1
-        weight, rest = 1, [value]
-        while rest and weight <= most:
-            part = rest.pop()
-            if isinstance(part, str):
-                weight += len(part) // _WEIGHED_CHARACTERS
-            elif isinstance(part, _NESTED) or type(part) is Namespace:
-                weight += len(parts := _parts_of(part))
-                if weight <= most:
-                    rest += [each for each in parts if type(each) not in _LEAVES]
-        if weight > most:
-            raise LimitError("it compares or orders too much")
-        self.step(1 + weight // 2)
-        return weight
-
-    def check_pairs(self, value: Any, items: Any) -> None:
-        """Weigh a value that is to be compared with each of some items."""
-        pairs = self.weigh(value) * len(items)
-        if pairs > MAX_PAIRS:
-            raise LimitError("it compares or orders too much")
-        self.step(1 + pairs // 16)
-
-    def check_comparison(self, left: Any, right: Any) -> None:
-        """Weigh what is to be compared: both have as many parts, or it ends where they differ."""
-        if isinstance(left, _NESTED) and isinstance(right, _NESTED):
-            self.weigh(min(left, right, key=len))
-            if isinstance(left, Set) or isinstance(right, Set):  # their parts are hashed, whatever the other has
-                self.weigh(left)
-                self.weigh(right)
-        elif isinstance(left, str):
-            self.step(1 + len(left) // 4096)
 
 
 class _GenerationBlock(Extension):
@@ -282,7 +184,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             __self._check_text(name, owner, args, kwargs)
         elif isinstance(owner, list | tuple) and name in ("count", "index"):
             __self.meter.check_pairs(args[:1], owner)
-        elif isinstance(owner, (*_NESTED, LoopContext)) or owner is dict or __obj is dict or __obj is Namespace:
+        elif isinstance(owner, (*NESTED, LoopContext)) or owner is dict or __obj is dict or __obj is Namespace:
             __self.meter.weigh(args)  # may become keys, or be compared with what `loop.changed` had before
             if isinstance(owner, Set):
                 __self.meter.weigh(owner)
@@ -413,7 +315,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return items
         if isinstance(items, Iterator):
             items = list(items)
-        if isinstance(items, _NESTED):
+        if isinstance(items, NESTED):
             self.meter.check_pairs(value, items)
         return items
 
@@ -446,7 +348,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def _count_output(self, value: Any) -> Any:
         """Count a value that is about to be written, if its text has yet to be made."""
-        if isinstance(value, _NESTED) or type(value) is Namespace:
+        if isinstance(value, NESTED) or type(value) is Namespace:
             self.meter.take_parts(value)
         return value
 
@@ -499,18 +401,9 @@ def content_kinds(tree: nodes.Template) -> tuple[bool, bool]:
     return takes_parts, asks or not takes_parts
 
 
-def _parts_of(value: Any) -> Sequence[Any]:
-    """List what is in a value of `_NESTED`, or in a namespace."""
-    if type(value) is Namespace:
-        value = object.__getattribute__(value, "_Namespace__attrs")
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    return value if isinstance(value, list | tuple) else list(value)
-
-
 def _cost(value: Any) -> int:
     """Say what a part of a text, list or the like is counted as."""
-    return 1 if isinstance(value, str) else _ELEMENT
+    return 1 if isinstance(value, str) else ELEMENT
 
 
 def _check_widths(values: Iterable[Any]) -> None:

@@ -417,3 +417,10 @@ def test_message_that_cannot_be_continued(template: str, content: Any, message: 
         tokenizer.apply_chat_template(
             [{"role": "assistant", "content": content}], add_generation_prompt=False, continue_final_message=True
         )
+
+
+def test_a_template_of_too_many_expressions_is_refused_before_it_is_compiled() -> None:
+    """180,000 characters of them took five seconds."""
+    with pytest.raises(UserError, match="more than 16384 expressions"):
+        compile_template("{{ a.b }}\n" * 15_000)
+    compile_template("{{ a.b }}\n" * 2_000)

@@ -65,7 +65,7 @@ OTHER_MODULES = {
     "the connection, not the request": ("jaxllm_server.http_protocol", "jaxllm_server.http_server"),
     "without a server": ("jaxllm.llm",),
     "beside the engine, which goes on without it": ("jaxllm.recording", "jaxllm.replay", "jaxllm.snapshot"),
-    "inside of a template, which its own tests break": ("jaxllm.template_sandbox",),
+    "inside of a template, which its own tests break": ("jaxllm.template_meter", "jaxllm.template_sandbox"),
     "tokenizing alone": ("jaxllm_server.openai_tokens",),
 }
 
