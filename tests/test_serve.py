@@ -98,6 +98,17 @@ def test_bench_serve_measures_it(
     assert result["timeline"]["kv_usage"] and result["timeline"]["generated_tokens"][0] == 0
 
 
+@pytest.mark.parametrize("backend", ["grpc", "openai"])
+def test_bench_serve_refuses_what_it_cannot_hold(
+    backend: str, server: ServingProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = server.grpc if backend == "grpc" else server.http
+    assert cli.main(["bench", "serve", "--backend", backend, "--base-url", base, "--num-prompts", "2"]) == 1
+    err = capsys.readouterr().err
+    assert "a prompt of 1024 tokens with an output of 128 is longer than the context of " in err
+    assert err.count("\n") == 1 and err.endswith("lower --input-len or --output-len.\n")
+
+
 def offline() -> str:
     """The Python API in a process of its own, with programs of other sizes than the server's."""
     code = f"""
