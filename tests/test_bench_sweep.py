@@ -69,6 +69,19 @@ def test_only_what_is_missing_is_run_again(run_jaxllm: Run, commands: list[list[
     assert len(commands) == 6, "another command line is another cell"
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("working\njaxllm: error: unlucky\n", "jaxllm: error: unlucky"),
+        ("====\n2 failed: HTTP 429: full\nwarning: slow\nwrote a.json.part\n", "2 failed: HTTP 429: full"),
+        ("Failed requests:  0\nKilled\n", "Killed"),
+        ("\n", "it said nothing"),
+    ],
+)
+def test_the_reason_of_a_failure_is_the_last_error(said: str, reason: str) -> None:
+    assert sweep._reason(said) == reason
+
+
 def test_settings_of_a_file(run_jaxllm: Run, tmp_path: Path) -> None:
     cells, grid = tmp_path / "cells.json", tmp_path / "grid.yaml"
     cells.write_text('[{"request_rate": 1, "max_concurrency": 8}, {"request_rate": 2}]')

@@ -30,6 +30,8 @@ SHOWN = (
     *("avg_latency", "percentiles.99"),
 )
 
+_ERROR = re.compile(r"error: | failed: ")
+
 
 class Cell(NamedTuple):
     """One run of the benchmark."""
@@ -105,13 +107,20 @@ def _run_cell(cell: Cell, folder: Path) -> Outcome:
         with log.open("w", encoding="utf-8") as stream:
             code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream).returncode
         if code or not partial.exists():
-            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            return Outcome(cell, None, f"exit code {code}: {lines[-1] if lines else 'it said nothing'}")
+            said = log.read_text(encoding="utf-8", errors="replace")
+            return Outcome(cell, None, f"exit code {code}: {_reason(said)}")
         os.replace(partial, path)
     try:
         return Outcome(cell, json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         return Outcome(cell, None, f"{path} is no JSON: {error}; delete it to run the cell again")
+
+
+def _reason(said: str) -> str:
+    """Pick the line that tells why a benchmark failed: the last with an error, else the last."""
+    lines = said.strip().splitlines() or ["it said nothing"]
+    # What comes after may be hints, or the files that a run of failures has written.
+    return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1])
 
 
 def _output(benchmark: str, path: Path) -> list[str]:
