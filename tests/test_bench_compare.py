@@ -104,6 +104,15 @@ def test_what_the_details_do_not_say_has_no_interval() -> None:
     assert found["avg_latency"].interval is None  # 77 is not the mean of its latencies
 
 
+def test_that_a_side_has_one_value_is_said_once() -> None:
+    a, b = ({"avg_latency": scale, "tokens_per_second": scale, "elapsed_time": scale} for scale in (1.0, 2.0))
+    *rows, last = table(compare([a], [b])).splitlines()
+    assert len(rows) == 4 and [row.split()[-1] for row in rows[1:]] == ["lower", "higher", "lower"]
+    assert last.startswith("–: no interval: one value a side; ") and "--a, --b" in last and "--save-detailed" in last
+    a, b = ([{"avg_latency": scale * wave} for wave in (1.0, 1.1)] for scale in (1.0, 2.0))
+    assert table(compare(a, b)).endswith("lower: B is worse")
+
+
 def test_which_way_is_better_and_who_is() -> None:
     for name in ("request_throughput", "tokens_per_second", "max_output_tokens_per_s", "request_goodput"):
         assert direction(name) == "higher"

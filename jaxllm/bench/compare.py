@@ -25,6 +25,7 @@ _LOWER = re.compile(
     r"latency|ttft|tpot|itl|e2el|^percentiles\.|^elapsed_time$|^duration$|^failed$|_(us|ms|s|seconds|bytes)$"
 )
 _STATISTIC = re.compile(r"^(mean|median|std|p\d+(?:\.\d+)?)_(.+)$")
+_ONE_VALUE = "no interval: one value a side"
 # What may differ between any two runs: when they were made, and what the environment says in a list of its own.
 _NOT_SETTINGS = re.compile(
     r"^(date|duration|elapsed_time|timestamp|environment|samples|timeline|max_concurrent_requests)(\.|$)"
@@ -91,7 +92,7 @@ def compare(
     comparisons = []
     for name, better in directions.items():
         values = [np.array([float(leaves[name]) for leaves in side]) for side in sides]
-        interval, reason = None, "no interval: one value a side"
+        interval, reason = None, _ONE_VALUE
         if min(len(a), len(b)) > 1:
             interval, reason = _welch(values[0], values[1], confidence)
         elif len(a) == len(b) == 1:
@@ -124,14 +125,18 @@ def differences(a: Sequence[Result], b: Sequence[Result]) -> list[str]:
 
 
 def table(comparisons: Sequence[Comparison], confidence: float = 0.95) -> str:
-    """Write the comparisons as lines of text."""
+    """Write the comparisons as lines of text; that a side has one value only is said once, below them."""
     width = max(len(comparison.name) for comparison in comparisons)
     lines = [f"{'figure':{width}} {'A':>12} {'B':>12} {'B/A':>8} {f'{confidence:.0%} interval':>16}  better"]
     for one in comparisons:
         ratio = "–" if one.ratio is None else f"{one.ratio:.3f}"
         interval = "–" if one.interval is None else f"{one.interval[0]:.3f} – {one.interval[1]:.3f}"
+        verdict = "" if one.reason == _ONE_VALUE else f": {one.verdict}"
+        lines.append(f"{one.name:{width}} {one.a:12.6g} {one.b:12.6g} {ratio:>8} {interval:>16}  {one.better}{verdict}")
+    if any(one.reason == _ONE_VALUE for one in comparisons):
         lines.append(
-            f"{one.name:{width}} {one.a:12.6g} {one.b:12.6g} {ratio:>8} {interval:>16}  {one.better}: {one.verdict}"
+            f"–: {_ONE_VALUE}; several files a side (--a, --b) give all one, and bench serve --save-detailed the "
+            "latencies"
         )
     return "\n".join(lines)
 
@@ -253,7 +258,7 @@ def _statistic(name: str) -> Callable[[np.ndarray, np.ndarray], float]:
 def _bootstrap(a: np.ndarray | None, b: np.ndarray | None, confidence: float) -> tuple[tuple[float, float] | None, str]:
     """Return the percentile interval of the ratio of two sides' drawings."""
     if a is None or b is None:
-        return None, "no interval: one value a side"
+        return None, _ONE_VALUE
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = b / a
     if not np.isfinite(ratios).all():
