@@ -21,7 +21,7 @@ WORD = " cat"
 class FakeOpenAI:
     """Answers " cat" as often as it is asked to, but for what the model's name says. Keeps the bodies it was sent."""
 
-    def __init__(self, models: bool = True) -> None:
+    def __init__(self, models: bool = True, context: int | None = None) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         routes = [
@@ -29,7 +29,8 @@ class FakeOpenAI:
         ]
         routes.append(Route("/metrics", lambda _: PlainTextResponse(self.metrics)))
         if models:
-            routes.append(Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "plain"}]})))
+            card = {"id": "plain"} | ({} if context is None else {"max_model_len": context})
+            routes.append(Route("/v1/models", lambda _: JSONResponse({"data": [card]})))
         self.metrics = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:generation_tokens_total{engine="0"} 70.0\n'
         config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="critical", lifespan="off")
         self._server = uvicorn.Server(config)
@@ -55,6 +56,8 @@ class FakeOpenAI:
         if body["model"] == "refusing":
             error = {"message": f"request {len(self.bodies)} is\nnot wanted", "type": "bad"}
             return JSONResponse({"error": error}, status_code=400)
+        if body["model"] == "full":
+            return JSONResponse({"error": {"message": "The queue is full: 4 requests wait."}}, status_code=429)
         if body["model"] == "strict" and "ignore_eos" in body:
             return JSONResponse({"detail": "Unexpected fields in the request: {'ignore_eos'}"}, status_code=422)
         if body["model"] == "broken":

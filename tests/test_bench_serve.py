@@ -180,6 +180,14 @@ def test_failures_are_shown_by_kind_and_results_appended(
     assert short["total_output_tokens"] > 0 and "ttfts" not in short and "timeline" not in short
 
 
+def test_a_full_queue_is_told_with_its_cure(server: FakeOpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--base-url", server.url, "--model", "full", "--num-prompts", "2", "--input-len", "5") == 1
+    assert (
+        "2 failed: HTTP 429: The queue is full: 4 requests wait. "
+        "(limit with --max-concurrency, or serve with --max-queued-requests)\n"
+    ) in capsys.readouterr().err
+
+
 def test_a_server_that_refuses_ignore_eos_is_asked_without(
     server: FakeOpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,6 +196,25 @@ def test_a_server_that_refuses_ignore_eos_is_asked_without(
     assert "warning: this server refuses ignore_eos" in capsys.readouterr().err
     assert bench(*own, "--ignore-eos") == 1, "asked for, it is not left out"
     assert "2 failed: HTTP 422: " in capsys.readouterr().err
+
+
+def test_lengths_that_the_server_cannot_hold_are_refused_before_they_are_sent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "The cat", "output_tokens": 60}\n')
+    with FakeOpenAI(context=48) as fake:
+        lengths = ("--base-url", fake.url, "--num-prompts", "2", "--input-len", "40", "--output-len")
+        assert bench(*lengths, "9") == 1 and not fake.bodies
+        assert capsys.readouterr().err == (
+            "jaxllm: error: a prompt of 40 tokens with an output of 9 is longer than the context of 48 that the server "
+            "has; lower --input-len or --output-len.\n"
+        )
+        assert bench(*lengths, "8") == 0
+        assert bench(*lengths, "9", "--model", "slow") == 0, "of that one, the server does not say"
+        assert bench(*lengths, "9", "--extra-body", '{"max_tokens": 2}') == 0
+        file = ("--dataset-name", "custom", "--dataset-path", str(own))
+        assert bench("--base-url", fake.url, *file, "--num-prompts", "1") == 0, "a file's lengths are its own"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

@@ -1,4 +1,4 @@
-"""Finds out about a server before it is measured: whether it answers, its model's name, the tokenizer to count with."""
+"""Finds out about a server before it is measured: whether it answers, its model's name and context, the tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.bench.clients import send_one
 from jaxllm.bench.sse import shorten
@@ -47,9 +47,9 @@ def find_model(target: Target) -> tuple[str, str]:
 
         name = first_model(target, _PATIENCE)
         return name, name
-    url = f"{target.base}/v1/models"
+    url = _models_url(target)
     try:
-        models = json.loads(fetch(url, target.headers, target.is_insecure))["data"]
+        models = _model_cards(target)
         return str(models[0]["id"]), str(models[0].get("root") or models[0]["id"])
     except urllib.error.HTTPError as error:
         raise EngineError(f"{url} answers HTTP {error.code}: name the model with --model.") from error
@@ -58,6 +58,19 @@ def find_model(target: Target) -> tuple[str, str]:
         raise UnavailableError(f"{target.base} does not answer: {shorten(str(reason))}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise EngineError(f"{url} names no model: name it with --model.") from error
+
+
+def find_context(target: Target) -> int | None:
+    """Ask how many tokens a request to the target's model may have; None where the server does not say."""
+    try:
+        if target.is_grpc:
+            from jaxllm.bench.grpc_client import context_of
+
+            return context_of(target, _PATIENCE)
+        card = next(card for card in _model_cards(target) if card["id"] == target.model)
+        return int(card["max_model_len"])
+    except (EngineError, UserError, OSError, ValueError, LookupError, TypeError, StopIteration):
+        return None  # not every server has one, or knows it: the requests will tell
 
 
 def wait_for(attempt: Callable[[], Result], seconds: float) -> Result:
@@ -104,6 +117,15 @@ def find_tokenizer(asked: str | None, model: str, root: str) -> tuple[Tokenizer,
             f"prompts are made and counted with the model's tokenizer, and there is none for {source!r}: "
             f"name a folder or a hub id with --tokenizer ({shorten(str(error))})"
         ) from error
+
+
+def _models_url(target: Target) -> str:
+    return f"{target.base}/v1/models"
+
+
+def _model_cards(target: Target) -> Any:
+    """Get what the server says of each model: a list of objects, unless the server has forms of its own."""
+    return json.loads(fetch(_models_url(target), target.headers, target.is_insecure))["data"]
 
 
 def metrics_fetcher(url: str, target: Target) -> Callable[[], str]:

@@ -69,3 +69,9 @@ def endpoint_options(target: Target) -> dict[str, Any]:
 def first_model(target: Target, timeout: float) -> str:
     """Ask for the name of the model that is served."""
     return Client(**endpoint_options(target)).models(timeout=timeout)[0].name
+
+
+def context_of(target: Target, timeout: float) -> int | None:
+    """Ask how many tokens a request to the target's model may have; None for a model that is not served."""
+    models = Client(**endpoint_options(target)).models(timeout=timeout)
+    return next((model.max_model_len for model in models if target.model in (model.name, *model.aliases)), None)

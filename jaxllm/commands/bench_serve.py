@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 _OTHER_PROMPTS = 1 << 31  # added to the seed of warm-ups' prompts, so that no cache knows the ones that are measured
 
+_WITH_LENGTHS = ("random", "sonnet", "prefix_repetition")  # datasets that read --input-len
+# Fields of --extra-body after which a request is not as long as its job.
+_CHANGE_LENGTHS = frozenset(("max_tokens", "max_completion_tokens", "truncate_prompt_tokens"))
+
 
 def add(benchmarks: Subparsers) -> None:
     """Describe the benchmark."""
@@ -56,11 +60,12 @@ def run(options: dict[str, Any]) -> int:
         name, root = discovery.wait_for(lambda: discovery.find_model(target), patience)
         target = replace(target, model=name)
     tokenizer, tokenizer_id = discovery.find_tokenizer(options["tokenizer"], target.model, root)
+    warmups, jobs = _jobs(options, dataset, tokenizer)
+    _check_context(target, dataset, jobs)
     # Nobody asked for it: a server that knows no such field can be measured without.
     is_strict = flags.adds_ignore_eos(options, dataset.dataset_name) and discovery.refuses(target, "ignore_eos")
     if is_strict:
         target = replace(target, fields={name: value for name, value in target.fields.items() if name != "ignore_eos"})
-    warmups, jobs = _jobs(options, dataset, tokenizer)
     if patience:
         discovery.wait_for(lambda: discovery.check_answers(target, (warmups or jobs)[0]), patience)
     has_timeline = options["plot"] or options["save_detailed"] or options["metrics_url"]
@@ -123,6 +128,25 @@ def _jobs(options: Mapping[str, Any], dataset: DatasetOptions, tokenizer: Tokeni
         return [], jobs
     other = replace(dataset, seed=dataset.seed + _OTHER_PROMPTS, num_prompts=count, no_oversample=False)
     return make_jobs(other, tokenizer, as_text), jobs
+
+
+def _check_context(target: Target, dataset: DatasetOptions, jobs: Sequence[Job]) -> None:
+    """Refuse lengths that the flags chose and the server's model cannot hold, before any of them is sent.
+
+    A file's lengths are its own: there, requests that are too long are failures among others.
+    """
+    from jaxllm.bench import discovery
+
+    if dataset.dataset_name not in _WITH_LENGTHS or not _CHANGE_LENGTHS.isdisjoint(target.extra):
+        return
+    longest = max(jobs, key=lambda job: job.prompt_tokens + job.max_tokens)
+    num_in, num_out = longest.prompt_tokens, longest.max_tokens
+    context = discovery.find_context(target)
+    if context is not None and num_in + num_out > context:
+        raise UserError(
+            f"a prompt of {num_in} tokens with an output of {num_out} is longer than the context of {context} that the "
+            "server has; lower --input-len or --output-len."
+        )
 
 
 def _arrivals(options: Mapping[str, Any], dataset: DatasetOptions, jobs: Sequence[Job]) -> list[float]:
@@ -200,7 +224,7 @@ def _tell(options: Mapping[str, Any], result: dict[str, Any], measurement: Measu
         f"client: {client['processes']} process(es), {client['microseconds_per_message']:.0f} µs of CPU a message, "
         f"{client['tokens_per_message']:.1f} tokens a message, "
         f"the busiest at {client['busiest_core_share']:.0%} of a core",
-        *(f"{kind['count']} failed: {kind['error']}" for kind in result["error_kinds"]),
+        *(f"{kind['count']} failed: {kind['error']}{_cure(kind['error'])}" for kind in result["error_kinds"]),
         *(f"warning: {doubt}" for doubt in result["warnings"]),
     ]
     if measurement.was_interrupted:
@@ -210,6 +234,13 @@ def _tell(options: Mapping[str, Any], result: dict[str, Any], measurement: Measu
         plot.plot(result, options["plot"])
     if options["save_result"] or options["save_detailed"]:
         _save(options, result)
+
+
+def _cure(error: str) -> str:
+    """Say what to do about an error; "" where it says so itself."""
+    if "HTTP 429" in error or "queue is full" in error.lower():
+        return " (limit with --max-concurrency, or serve with --max-queued-requests)"
+    return ""
 
 
 def _save(options: Mapping[str, Any], result: Mapping[str, Any]) -> None:
