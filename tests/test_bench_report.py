@@ -244,6 +244,7 @@ def test_metrics_of_jaxllm_and_of_vllm_are_read() -> None:
         "process_cpu_seconds_total 9.0\n"
     )
     expected = {"running": 3.0, "waiting": 0.0, "kv_usage": 0.25, "generated_tokens": 0.0, "compilations": 5.0}
+    expected |= {"prompt_tokens": 0.0, "cached_prompt_tokens": 0.0}
     assert read_metrics(page) == expected
     assert read_metrics(page.replace("jaxllm:", "vllm:")) == expected
     assert read_metrics("process_cpu_seconds_total 9.0\n") is None
@@ -258,6 +259,21 @@ def test_a_poller_has_a_value_from_before_and_one_from_after() -> None:
             time.sleep(0.001)
     seen = poller.timeline()
     assert seen is not None and seen["generated_tokens"] == [0.0, 1.0] and 0 <= seen["seconds"][0] < seen["seconds"][1]
+
+
+def test_prompts_that_were_cached_are_told() -> None:
+    queries, hits = iter((100, *[300] * 1000)), iter((7, *[71] * 1000))
+    page = "vllm:num_requests_running 1.0\nvllm:prefix_cache_queries_total {}\nvllm:prefix_cache_hits_total {}\n"
+    with Poller(lambda: page.format(next(queries), next(hits)), time.perf_counter()) as poller:
+        end = time.perf_counter() + 5
+        while not poller.timeline() and time.perf_counter() < end:
+            time.sleep(0.001)
+    assert poller.counted() == {"prompt_tokens": 200.0, "cached_prompt_tokens": 64.0}
+    assert "cached_prompt_tokens" not in (poller.timeline() or {})
+    (doubt,) = serve.cache_doubt(poller.counted())
+    assert doubt.startswith("64 of 200 prompt tokens came from the prefix cache: another --seed")
+    for counted in ({}, {"prompt_tokens": 200.0, "cached_prompt_tokens": 4.0}, dict.fromkeys(poller.counted(), 0.0)):
+        assert list(serve.cache_doubt(counted)) == []
 
 
 def test_what_a_client_cost_is_no_setting() -> None:

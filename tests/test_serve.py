@@ -89,6 +89,7 @@ def test_bench_serve_measures_it(
     base = server.grpc if backend == "grpc" else server.http
     arguments = ["bench", "serve", "--backend", backend, "--base-url", base, "--num-prompts", "5", "--num-warmups", "1"]
     arguments += ["--input-len=24", "--output-len=8", "--save-detailed", "--metrics-url", f"{server.http}/metrics"]
+    arguments += ["--seed", str(len(backend))]  # prompts that the server has from no other backend
     assert cli.main([*arguments, "--result-filename", str(tmp_path / "result.json")]) == 0, capsys.readouterr().err
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["input_lens"], result["output_lens"]) == (5, [24] * 5, [8] * 5)
@@ -96,6 +97,9 @@ def test_bench_serve_measures_it(
     assert result["warnings"] == [], "all lengths are as asked for, and the tokenizer counts as the server does"
     assert all(first > 0 for first in result["ttfts"]) and result["mean_tpot_ms"] > 0
     assert result["timeline"]["kv_usage"] and result["timeline"]["generated_tokens"][0] == 0
+    assert cli.main([*arguments, "--result-filename", str(tmp_path / "again.json")]) == 0
+    (warning,) = json.loads((tmp_path / "again.json").read_text())["warnings"]
+    assert "prompt tokens came from the prefix cache: another --seed" in warning
 
 
 @pytest.mark.parametrize("backend", ["grpc", "openai"])

@@ -18,12 +18,17 @@ SERIES: Mapping[str, tuple[str, ...]] = {
     "generated_tokens": ("generation_tokens_total",),
     "compilations": ("programs_compiled_total", "compilations_after_ready_total"),
 }
+# What is counted beside it: names that jaxllm and vLLM share.
+COUNTERS: Mapping[str, tuple[str, ...]] = {
+    "prompt_tokens": ("prefix_cache_queries_total",),
+    "cached_prompt_tokens": ("prefix_cache_hits_total",),
+}
 _COUNTED_FROM_START = ("generated_tokens", "compilations")
 _PREFIXES = ("jaxllm:", "vllm:")
 
 
 def read_metrics(page: str) -> dict[str, float] | None:
-    """Read a page of metrics into the values of `SERIES`; None if it holds none of them."""
+    """Read a page of metrics into the values of `SERIES` and `COUNTERS`; None if it holds none of the series."""
     totals: dict[str, float] = {}
     for line in page.splitlines():
         prefix = next((prefix for prefix in _PREFIXES if line.startswith(prefix)), None)
@@ -33,7 +38,8 @@ def read_metrics(page: str) -> dict[str, float] | None:
         totals[name] = totals.get(name, 0.0) + float(line.rpartition(" ")[2])
     if not any(name in totals for names in SERIES.values() for name in names):
         return None
-    return {series: sum(totals.get(name, 0.0) for name in names) for series, names in SERIES.items()}
+    wanted = {**SERIES, **COUNTERS}.items()
+    return {series: sum(totals.get(name, 0.0) for name in names) for series, names in wanted}
 
 
 class Poller:
@@ -63,6 +69,10 @@ class Poller:
             for name in SERIES
         }
         return {"seconds": [moment - self._start for moment, _ in self._seen], **series}
+
+    def counted(self) -> dict[str, float]:
+        """Return by how much each of `COUNTERS` rose; nothing where nothing was seen."""
+        return {name: self._seen[-1][1][name] - self._seen[0][1][name] for name in COUNTERS} if self._seen else {}
 
     def _poll(self) -> None:
         pause, is_last = 0.0, False

@@ -6,7 +6,7 @@ Knows no flags and prints nothing but a progress bar.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -24,6 +24,7 @@ from jaxllm.errors import EngineError
 
 _WAIT = 0.5  # seconds, after which ^C is noticed on systems where it does not end a wait
 _GRACE = 5.0  # seconds for processes to end their requests after ^C
+_MOST_CACHED = 0.02  # of all prompt tokens: above it prompts were known, beyond a test request or a common first word
 _MOST_PROMPT_ERROR = 0.02  # of all prompt tokens: above it the tokenizer is another than the server's
 
 
@@ -36,6 +37,7 @@ class Measurement:
     duration: float = 0.0
     costs: list[Cost] = field(default_factory=list)
     timeline: dict[str, list[float]] | None = None
+    counted: dict[str, float] = field(default_factory=dict)  # by the server, meanwhile; see polling.COUNTERS
     was_interrupted: bool = False
 
 
@@ -71,7 +73,7 @@ def measure(
             bar = stack.enter_context(tqdm(total=len(jobs), disable=not has_bar, unit="request"))
             _collect(processes, measurement, bar)
         if poller is not None:
-            measurement.timeline = poller.timeline()
+            measurement.timeline, measurement.counted = poller.timeline(), poller.counted()
     if not measurement.was_interrupted:
         _add_lost(measurement, jobs)
     measurement.outcomes.sort(key=lambda outcome: outcome.number)
@@ -139,6 +141,16 @@ def doubts(
     wanted, seen = (sum(getattr(outcome, name) for outcome in told) for name in ("prompt_tokens", "seen_prompt_tokens"))
     if compares_prompts and abs(seen - wanted) > _MOST_PROMPT_ERROR * wanted:
         yield f"the server counts {seen} prompt tokens where the tokenizer counts {wanted}: is it the model's own?"
+
+
+def cache_doubt(counted: Mapping[str, float]) -> Iterator[str]:
+    """Say that prompts which should be new to the server were not, as far as its counters tell."""
+    cached, total = counted.get("cached_prompt_tokens", 0.0), counted.get("prompt_tokens", 0.0)
+    if cached > _MOST_CACHED * total:
+        yield (
+            f"{cached:.0f} of {total:.0f} prompt tokens came from the prefix cache: another --seed, or a server that "
+            "was started anew, measures without"
+        )
 
 
 @contextmanager

@@ -94,6 +94,8 @@ def run(options: dict[str, Any]) -> int:
     )
     if is_strict:
         result["warnings"].append("this server refuses ignore_eos: its answers may be shorter than what was asked for")
+    if dataset.dataset_name == "random" and not dataset.random_prefix_len:  # nothing that prompts share
+        result["warnings"] += serve.cache_doubt(measurement.counted)
     if has_timeline and measurement.timeline is None:
         result["warnings"].append("no timeline: the server shows no metrics of jaxllm or vLLM (--metrics-url)")
     _tell(options, result, measurement)
