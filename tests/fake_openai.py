@@ -21,16 +21,17 @@ WORD = " cat"
 class FakeOpenAI:
     """Answers " cat" as often as it is asked to, but for what the model's name says. Keeps the bodies it was sent."""
 
-    def __init__(self, models: bool = True, context: int | None = None) -> None:
+    def __init__(self, models: bool = True, context: int | None = None, key: str | None = None) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         routes = [
             Route(f"/v1/{path}", self._generate, methods=["POST"]) for path in ("completions", "chat/completions")
         ]
-        routes.append(Route("/metrics", lambda _: PlainTextResponse(self.metrics)))
+        routes.append(Route("/metrics", self._show_metrics))
         if models:
             card = {"id": "plain"} | ({} if context is None else {"max_model_len": context})
-            routes.append(Route("/v1/models", lambda _: JSONResponse({"data": [card]})))
+            routes.append(Route("/v1/models", lambda request: self._locked(request, JSONResponse({"data": [card]}))))
+        self._key = key  # of what is not a request
         self.metrics = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:generation_tokens_total{engine="0"} 70.0\n'
         config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="critical", lifespan="off")
         self._server = uvicorn.Server(config)
@@ -48,6 +49,14 @@ class FakeOpenAI:
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
         self._thread.join(10)
+
+    def _show_metrics(self, request: Request) -> Response:
+        return self._locked(request, PlainTextResponse(self.metrics))
+
+    def _locked(self, request: Request, response: Response) -> Response:
+        """Give the response to whoever has the key, if there is one."""
+        is_open = self._key is None or request.headers.get("authorization") == f"Bearer {self._key}"
+        return response if is_open else JSONResponse({"error": {"message": "no key"}}, status_code=401)
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()

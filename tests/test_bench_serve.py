@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 
 from jaxllm import cli
+from jaxllm.bench import discovery
 from jaxllm.bench.clients import ClientProcess, Share, send_one
 from jaxllm.bench.openai_client import request_body
 from jaxllm.bench.outcome import Outcome
-from jaxllm.bench.target import Target
+from jaxllm.bench.target import Backend, Target
 from jaxllm.bench.workload import Job
 from jaxllm.commands import bench_serve_flags
 from jaxllm.embedded import MODEL_DIR
@@ -262,9 +263,27 @@ def test_a_server_that_lists_no_model_or_has_no_tokenizer(capsys: pytest.Capture
     assert "there is none for '/no/model': name a folder or a hub id with --tokenizer" in capsys.readouterr().err
 
 
-def test_a_server_that_comes_late_is_waited_for() -> None:
-    from jaxllm.bench import discovery
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_a_server_that_wants_a_key(
+    key: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if key is not None:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+    with FakeOpenAI(key="right") as fake:
+        assert bench("--base-url", fake.url, "--ready-check-timeout-sec", "60") == 1, "waiting brings no key"
+    err = capsys.readouterr().err
+    assert "/v1/models answers HTTP 401: the server wants a key: set OPENAI_API_KEY, or --header " in err
+    assert err.count("\n") == 1 and "wrong" not in err
 
+
+@pytest.mark.parametrize("backend", ["grpc", "openai"])
+def test_metrics_are_asked_for_with_the_key(backend: Backend) -> None:
+    with FakeOpenAI(key="right") as fake:
+        asked = Target(backend=backend, base=fake.url, headers={"Authorization": "Bearer right"})
+        assert discovery.metrics_fetcher(f"{fake.url}/metrics", asked)() == fake.metrics
+
+
+def test_a_server_that_comes_late_is_waited_for() -> None:
     fake = FakeOpenAI()
     with fake:
         port = fake.port

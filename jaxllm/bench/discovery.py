@@ -41,6 +41,7 @@ def find_model(target: Target) -> tuple[str, str]:
 
     Raises:
         EngineError: if the server does not say.
+        UserError: if it wants a key, or another one.
     """
     if target.is_grpc:
         from jaxllm.bench.grpc_client import first_model
@@ -52,6 +53,11 @@ def find_model(target: Target) -> tuple[str, str]:
         models = _model_cards(target)
         return str(models[0]["id"]), str(models[0].get("root") or models[0]["id"])
     except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise UserError(
+                f"{url} answers HTTP 401: the server wants a key: set OPENAI_API_KEY, or --header "
+                "'Authorization=Bearer KEY'."
+            ) from error
         raise EngineError(f"{url} answers HTTP {error.code}: name the model with --model.") from error
     except OSError as error:
         reason = getattr(error, "reason", error)
@@ -129,6 +135,5 @@ def _model_cards(target: Target) -> Any:
 
 
 def metrics_fetcher(url: str, target: Target) -> Callable[[], str]:
-    """Return what gets a server's metrics."""
-    headers = {} if target.is_grpc else target.headers
-    return lambda: fetch(url, headers, target.is_insecure)
+    """Return what gets a server's metrics; gRPC's metadata are headers there, as a key is the same for both."""
+    return lambda: fetch(url, target.headers, target.is_insecure)

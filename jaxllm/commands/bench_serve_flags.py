@@ -118,8 +118,9 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", "-m", help="name of the model in requests (default: the first that the server lists)")
     group.add_argument("--tokenizer", metavar="MODEL", help="folder or hub id (default: the model's)")
     group.add_argument(
-        "--header", nargs="*", type=_pair, default=[], metavar="KEY=VALUE", help="HTTP header or gRPC metadata"
-    )
+        "--header", nargs="*", type=_pair, default=[], metavar="KEY=VALUE",
+        help=f"HTTP header or gRPC metadata; without an Authorization, the key is that of ${' or $'.join(_KEYS)}",
+    )  # fmt: skip
     group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
     group.add_argument(
         "--ready-check-timeout-sec", type=float, default=0.0, metavar="SECONDS",
