@@ -181,6 +181,19 @@ def test_failures_are_shown_by_kind_and_results_appended(
     assert short["total_output_tokens"] > 0 and "ttfts" not in short and "timeline" not in short
 
 
+def test_a_command_line_of_vllms(server: FakeOpenAI, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main([
+        *("bench", "serve", "--backend", "vllm", "--base-url", server.url, "--model", str(MODEL_DIR)),
+        *("--served-model-name", "plain", "--trust-remote-code", "--disable-tqdm", "--dataset-name", "random"),
+        *("--random-input-len", "5", "--random-output-len", "2", "--num-prompts", "2", "--save-result"),
+        *("--result-filename", str(tmp_path / "a.json")),
+    ])  # fmt: skip
+    assert code == 0, capsys.readouterr().err
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert (result["backend"], result["model_id"], result["tokenizer_id"]) == ("openai", "plain", str(MODEL_DIR))
+    assert server.bodies[-1]["model"] == "plain"
+
+
 def test_a_full_queue_is_told_with_its_cure(server: FakeOpenAI, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--base-url", server.url, "--model", "full", "--num-prompts", "2", "--input-len", "5") == 1
     assert (

@@ -59,7 +59,8 @@ def run(options: dict[str, Any]) -> int:
     if not target.model:
         name, root = discovery.wait_for(lambda: discovery.find_model(target), patience)
         target = replace(target, model=name)
-    tokenizer, tokenizer_id = discovery.find_tokenizer(options["tokenizer"], target.model, root)
+    asked = options["tokenizer"] or (options["model"] if options["served_model_name"] else None)
+    tokenizer, tokenizer_id = discovery.find_tokenizer(asked, target.model, root)
     warmups, jobs = _jobs(options, dataset, tokenizer)
     _check_context(target, dataset, jobs)
     # Nobody asked for it: a server that knows no such field can be measured without.
@@ -77,7 +78,7 @@ def run(options: dict[str, Any]) -> int:
         max_concurrency=options["max_concurrency"],
         num_processes=options["num_processes"] or serve.half_of_cpus(),
         fetch_metrics=discovery.metrics_fetcher(_metrics_url(options, target), target) if has_timeline else None,
-        has_bar=sys.stderr.isatty(),
+        has_bar=sys.stderr.isatty() and not options["disable_tqdm"],
     )
     num_counted = serve.count_tokens(
         measurement.outcomes, lambda text: len(tokenizer.encode(text, add_special_tokens=False))
@@ -110,7 +111,7 @@ def _target(options: Mapping[str, Any], dataset: DatasetOptions) -> Target:
         backend=options["backend"],
         base=flags.base_of(options),
         endpoint=endpoint if not endpoint or endpoint.startswith("/") else f"/{endpoint}",
-        model=options["model"] or "",
+        model=options["served_model_name"] or options["model"] or "",
         fields=flags.fields_of(options, flags.ignores_eos(options, dataset.dataset_name)),
         extra=options["extra_body"],
         headers=flags.headers_of(options),

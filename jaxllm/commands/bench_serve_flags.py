@@ -110,17 +110,23 @@ def ignores_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--backend", choices=tuple(ENDPOINTS), default="openai", help="(default: %(default)s)")
+    group.add_argument(
+        "--backend", type=_backend, choices=tuple(ENDPOINTS), default="openai", help="(default: openai; also vllm)"
+    )
     group.add_argument("--base-url", metavar="URL", help="instead of host and port; https:// for TLS; gRPC: unix:/path")
     group.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
     group.add_argument("--port", type=int, help="(default: 8000; gRPC: 50051)")
     group.add_argument("--endpoint", metavar="PATH", help="(default: /v1/completions or /v1/chat/completions)")
     group.add_argument("--model", "-m", help="name of the model in requests (default: the first that the server lists)")
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="name of the model in requests; --model names its tokenizer then"
+    )
     group.add_argument("--tokenizer", metavar="MODEL", help="folder or hub id (default: the model's)")
     group.add_argument(
         "--header", nargs="*", type=_pair, default=[], metavar="KEY=VALUE",
         help=f"HTTP header or gRPC metadata; without an Authorization, the key is that of ${' or $'.join(_KEYS)}",
     )  # fmt: skip
+    group.add_argument("--trust-remote-code", action="store_true", help="no effect; as in vLLM's command lines")
     group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
     group.add_argument(
         "--ready-check-timeout-sec", type=float, default=0.0, metavar="SECONDS",
@@ -134,6 +140,7 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         "--burstiness", type=float, default=1.0,
         help="of arrivals: 1 is a Poisson process, less comes in bursts, inf is even (default: 1)",
     )  # fmt: skip
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
     group.add_argument("--max-concurrency", type=int, help="requests under way at most; others wait in the client")
     group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"), help="a rate that grows")
     group.add_argument("--ramp-up-start-rps", type=float, help="its rate at the start")
@@ -182,6 +189,11 @@ def _add_result_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--metrics-url", metavar="URL", help="of the timeline (default: the server's /metrics; gRPC: on port 8000)"
     )
+
+
+def _backend(text: str) -> str:
+    """Read a backend: vLLM's name for the completions of OpenAI's API is one, too."""
+    return "openai" if text == "vllm" else text
 
 
 def _processes(text: str) -> int | None:
