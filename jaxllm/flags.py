@@ -171,9 +171,17 @@ def flag_of(field: str, cls: type, has_sampling: bool = False) -> str:
     return "--" + name.replace("_", "-")
 
 
-def add_engine_flags(group: argparse._ArgumentGroup, has_sampling: bool = True, skipped: Collection[str] = ()) -> None:
-    """Add a flag for every other field of `EngineConfig` but the model; `has_sampling`: `--seed` is a request's."""
-    _add_flags(group, EngineConfig, _ENGINE_HELP, skipped={"model", *skipped}, has_sampling=has_sampling)
+def add_engine_flags(
+    group: argparse._ArgumentGroup,
+    has_sampling: bool = True,
+    skipped: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Add a flag for every other field of `EngineConfig` but the model; `has_sampling`: `--seed` is a request's.
+
+    `defaults` are the command's, where it has others.
+    """
+    _add_flags(group, EngineConfig, _ENGINE_HELP, {"model", *skipped}, defaults, has_sampling)
 
 
 def add_server_flags(group: argparse._ArgumentGroup, cls: type) -> None:

@@ -46,7 +46,7 @@ def test_vllms_lines_of_a_throughput_by_hand() -> None:
 def test_vllms_lines_of_a_latency_by_hand() -> None:
     text, figures = latency.report(np.array([4.0, 1.0, 3.0, 2.0, 5.0]))
     assert text.splitlines()[:3] == [
-        "Avg latency: 3.0 seconds", f"Std latency: {2**0.5} seconds", "10% percentile latency: 1.4 seconds",
+        "Avg latency: 3.0 seconds", "Std latency: 1.414214 seconds", "10% percentile latency: 1.4 seconds",
     ]  # fmt: skip
     assert figures["percentiles"] == pytest.approx({"10": 1.4, "25": 2, "50": 3, "75": 4, "90": 4.6, "99": 4.96})
     assert (figures["avg_latency"], figures["latencies"]) == (3.0, [4.0, 1.0, 3.0, 2.0, 5.0])
@@ -115,6 +115,22 @@ def test_the_commands(run_jaxllm: Run, tmp_path: Path) -> None:
     )  # fmt: skip
     assert code == 0 and out.startswith("Avg latency: ") and "99% percentile latency: " in out
     assert len(json.loads(target.read_text())["latencies"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "shown"),
+    [
+        ("latency", "before the first request (default: all)"),
+        ("throughput", "before the first request (default: all)"),
+        ("explain", "before the first request (default: all)"),
+        ("latency", "KV blocks of prompts that begin alike (default: false)"),
+        ("throughput", "KV blocks of prompts that begin alike (default: true)"),
+        ("scheduler", "--num-requests N [N ...] (default: 64 256 1000 4096)"),
+    ],
+)
+def test_the_help_shows_the_defaults_of_the_command(run_jaxllm: Run, benchmark: str, shown: str) -> None:
+    code, out, _ = run_jaxllm("bench", benchmark, "--help")
+    assert code == 0 and shown in " ".join(out.split())
 
 
 class FakeNetwork:

@@ -132,12 +132,12 @@ def test_a_whole_run(server: FakeOpenAI, tmp_path: Path, capsys: pytest.CaptureF
         *("--request-rate", "40", "--num-warmups", "2", "--num-processes", "2", "--max-concurrency", "6"),
         *("--ready-check-timeout-sec", "5", "--goodput", "ttft:60000", "--metadata", "owner=me", "--temperature", "0"),
         *("--save-detailed", "--result-dir", str(tmp_path / "new"), "--percentile-metrics", "ttft,e2el"),
-        *("--metric-percentiles", "50,90"),
+        *("--metric-percentiles", "50,90", "--plot", str(tmp_path / "run.html")),
     )
     out, err = capsys.readouterr()
     assert code == 0, err
     assert out.startswith("=" * 12 + " Serving Benchmark Result ") and "P90 E2EL (ms):" in out
-    assert "client: 2 process(es)" in err
+    assert "client: 2 process(es)" in err and f"wrote {tmp_path / 'run.html'}\n" in err
     [path] = (tmp_path / "new").iterdir()
     result = json.loads(path.read_text())
     assert path.name == f"openai-40.0qps-concurrency6-plain-{result['date']}.json"
@@ -165,6 +165,7 @@ def test_failures_are_shown_by_kind_and_results_appended(
 ) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text('{"prompt": "The cat", "output_tokens": 6}\n')
+    (tmp_path / "all.jsonl").write_text('{"of": "vLLM"}')
     for model, expected in (("refusing", 1), ("llama-cpp", 0)):
         code = bench(
             *("--base-url", server.url, "--model", model, "--dataset-name", "custom", "--dataset-path", str(own)),
@@ -175,7 +176,9 @@ def test_failures_are_shown_by_kind_and_results_appended(
     err = capsys.readouterr().err
     assert "3 failed: HTTP 400: request" in err
     assert "3 of 3 answers are shorter than asked for" in err and "no usage for 3 of 3" in err
-    refused, short = (json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines())
+    text = (tmp_path / "all.jsonl").read_text()
+    _, refused, short = (json.loads(line) for line in text.splitlines())
+    assert text.endswith("}\n")
     assert (refused["completed"], refused["failed"], refused["error_kinds"][0]["count"]) == (0, 3, 3)
     assert (short["completed"], short["request_rate"], short["mean_ttft_ms"] > 0) == (3, "inf", True)
     assert short["total_output_tokens"] > 0 and "ttfts" not in short and "timeline" not in short

@@ -84,7 +84,9 @@ def measure(cases: Sequence[Case], num_rounds: int, advance: Callable[[], object
 def report(measured: Sequence[Measured], reads: np.ndarray) -> tuple[str, dict[str, Any]]:
     """Write a table, and the figures of a JSON file."""
     lines = [f"reading an array: {np.median(reads) / 1e9:.1f} GB/s"]
-    lines.append(f"{'operation':14} {'shape':24} {'by':12} {'median us':>10} {'of read':>8} {'difference':>11}")
+    lines.append(
+        f"{'operation':14} {'shape':24} {'kernel':12} {'median us':>10} {'of the bandwidth':>16} {'difference':>11}"
+    )
     figures: dict[str, Any] = {"read_bandwidth": float(np.median(reads)), "samples": {}, "max_difference": {}}
     for one in measured:
         name = f"{one.case.operation}_{one.case.shape}_{one.implementation}"
@@ -95,7 +97,7 @@ def report(measured: Sequence[Measured], reads: np.ndarray) -> tuple[str, dict[s
         figures["samples"][f"{name}_us"] = one.microseconds.tolist()
         lines.append(
             f"{one.case.operation:14} {one.case.shape:24} {one.implementation:12} {median:10.0f} "
-            f"{one.bandwidth_share:8.1%} {one.max_difference:11.2g}"
+            f"{one.bandwidth_share:16.1%} {one.max_difference:11.2g}"
         )
     return "\n".join(lines), figures
 

@@ -54,8 +54,9 @@ def measure(
 def report(latencies: np.ndarray) -> tuple[str, dict[str, Any]]:
     """Write vLLM's lines and its JSON's keys of latencies in seconds."""
     percentiles = dict(zip(PERCENTAGES, np.percentile(latencies, PERCENTAGES).tolist(), strict=True))
-    lines = [f"Avg latency: {latencies.mean()} seconds", f"Std latency: {latencies.std()} seconds"]
-    lines += [f"{share}% percentile latency: {value} seconds" for share, value in percentiles.items()]
+    shown = {"Avg": latencies.mean(), "Std": latencies.std()}
+    shown |= {f"{share}% percentile": value for share, value in percentiles.items()}
+    lines = [f"{name} latency: {round(float(value), 6)} seconds" for name, value in shown.items()]  # to a microsecond
     figures = {
         "avg_latency": float(latencies.mean()),
         "std_latency": float(latencies.std()),

@@ -10,14 +10,22 @@ from jaxllm.commands.arguments import add_model, engine_config
 from jaxllm.commands.bench_results import add_output, check_output
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.flags import add_engine_flags
+from jaxllm.flags import add_engine_flags, given
 
 
-def add_engine(parser: argparse.ArgumentParser, run: Callable[[dict[str, Any]], int], has_plot: bool = True) -> None:
-    """Add the flags of the model, of the result's files and of the engine, and what runs the benchmark."""
+def add_engine(
+    parser: argparse.ArgumentParser,
+    run: Callable[[dict[str, Any]], int],
+    defaults: Mapping[str, Any],
+    has_plot: bool = True,
+) -> None:
+    """Add the flags of the model, of the result's files and of the engine, and what runs the benchmark.
+
+    `defaults` are those of `read_engine`, for the help.
+    """
     add_model(parser)
     add_output(parser, has_plot)
-    add_engine_flags(parser.add_argument_group("engine"))
+    add_engine_flags(parser.add_argument_group("engine"), defaults=given(defaults, EngineConfig))
     parser.set_defaults(run=run)
 
 

@@ -30,7 +30,7 @@ def add(benchmarks: Subparsers) -> None:
     ):
         parser.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
     parser.add_argument("--profile", metavar="DIR", help="keep the trace here, for ui.perfetto.dev")
-    add_engine(parser, run, has_plot=False)
+    add_engine(parser, run, ENGINE_DEFAULTS, has_plot=False)
 
 
 def run(options: dict[str, Any]) -> int:

@@ -37,7 +37,7 @@ def add(benchmarks: Subparsers) -> None:
     parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the prompts (default: 0)")
     parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
     add_trace(parser)
-    add_engine(parser, run)
+    add_engine(parser, run, ENGINE_DEFAULTS)
 
 
 def run(options: dict[str, Any]) -> int:

@@ -23,8 +23,9 @@ def add(benchmarks: Subparsers) -> None:
         "turnover: some end in every step, and others take their place.",
     )
     parser.add_argument(
-        "--num-requests", nargs="+", type=positive, default=SIZES, metavar="N", help=f"(default: {SIZES})"
-    )
+        "--num-requests", nargs="+", type=positive, default=SIZES, metavar="N",
+        help=f"(default: {' '.join(map(str, SIZES))})",
+    )  # fmt: skip
     parser.add_argument("--load", nargs="+", choices=LOADS, default=LOADS, help="(default: both)")
     parser.add_argument("--num-iters", type=positive, default=600, metavar="N", help="steps measured (default: 600)")
     parser.add_argument(

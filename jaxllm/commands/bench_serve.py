@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -235,6 +236,7 @@ def _tell(options: Mapping[str, Any], result: dict[str, Any], measurement: Measu
     print("\n".join(notes), file=sys.stderr)
     if options["plot"]:
         plot.plot(result, options["plot"])
+        print(f"wrote {options['plot']}", file=sys.stderr)
     if options["save_result"] or options["save_detailed"]:
         _save(options, result)
 
@@ -255,12 +257,21 @@ def _save(options: Mapping[str, Any], result: Mapping[str, Any]) -> None:
     kept = result if options["save_detailed"] else {key: value for key, value in result.items() if key not in _DETAILS}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        is_next = options["append_result"] and path.exists() and path.stat().st_size > 0
+        begin = "\n" if options["append_result"] and _lacks_end(path) else ""
         with path.open("a" if options["append_result"] else "w", encoding="utf-8") as file:
-            file.write(("\n" if is_next else "") + json.dumps(kept, allow_nan=False))
+            file.write(f"{begin}{json.dumps(kept, allow_nan=False)}\n")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     print(f"wrote {path}", file=sys.stderr)
+
+
+def _lacks_end(path: Path) -> bool:
+    """Whether a file's last line has no end, as vLLM leaves it."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 _DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors", "timeline")

@@ -42,7 +42,7 @@ def add(benchmarks: Subparsers) -> None:
     parser.add_argument("--hf-max-batch-size", type=positive, metavar="N", help="prompts in a batch of --backend hf")
     add_trace(parser)
     add_dataset_flags(parser.add_argument_group("dataset"))
-    add_engine(parser, run)
+    add_engine(parser, run, ENGINE_DEFAULTS)
 
 
 def run(options: dict[str, Any]) -> int:
