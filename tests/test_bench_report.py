@@ -102,6 +102,12 @@ def test_goodput_counts_requests_that_meet_every_bound(goodput: dict[str, float]
     assert got == (None if count is None else count / 4.0)
 
 
+def test_a_peak_is_at_least_the_mean() -> None:
+    figures = report.summarize([outcome(100.0, [100.1, 100.2], 50)], 0.25)
+    assert figures["max_output_tokens_per_s"] == figures["output_throughput"] == 200.0
+    assert report.summarize(OUTCOMES, 2.0)["max_output_tokens_per_s"] == 5.0, "of the first second"
+
+
 def test_a_single_token_has_no_time_per_token_and_is_good() -> None:
     figures = report.summarize([outcome(0.0, [0.2], 1)], 1.0, goodput={"tpot": 1.0})
     assert (figures["request_goodput"], figures["mean_tpot_ms"]) == (1.0, 0.0)
