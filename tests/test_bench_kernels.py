@@ -40,6 +40,7 @@ def test_every_implementation_of_every_operation(run_jaxllm: Run, tmp_path: Path
     assert result["max_difference"]["paged_decode_tiny_2x20_xla"] == 0
     name = "paged_decode_tiny_2x20_xla_gather"
     assert result[f"median_{name}_us"] == np.median(result["samples"][f"{name}_us"])
+    assert " kernel " in out.splitlines()[1] and " of the bandwidth " in out.splitlines()[1]
     for operation, implementations in OF_A_CPU.items():
         assert sum(operation in line for line in out.splitlines()) == len(implementations)
 
