@@ -205,19 +205,21 @@ class AsyncLLM:
         time_limit: float | None = None,
         timeout: float | None = None,
         arrival: float | None = None,
+        name: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a request's outputs, of the kind that its parameters name. To close the iterator aborts the request.
 
         What a slow reader has not taken is merged into one output. After `time_limit` seconds the request ends with
         what it has; after `timeout` it fails with DeadlineError. What is wrong with the request is raised by the first
         step of the iterator: UserError, OverloadedError where the queue is full, UnavailableError, EngineDeadError.
-        `arrival`, of the monotonic clock, is when the request came, if that was before this call.
+        `arrival`, of the monotonic clock, is when the request came, if that was before this call;
+        `name` is what logs and recordings call it, where that is more than its id.
         """
         arrival = self._clock() if arrival is None else arrival
-        for name, seconds in (("time_limit", time_limit), ("timeout", timeout)):
+        for limit, seconds in (("time_limit", time_limit), ("timeout", timeout)):
             is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
             if seconds is not None and not (is_number and 0.0 < seconds <= MAX_SECONDS):
-                raise UserError(f"{name} must be a number of seconds above 0, at most {MAX_SECONDS}.", name)
+                raise UserError(f"{limit} must be a number of seconds above 0, at most {MAX_SECONDS}.", limit)
         self._check_serving()
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if request_id in self._streams:
@@ -232,7 +234,7 @@ class AsyncLLM:
         assert self._loop is not None
         timers = []
         try:
-            self._inbox.add(replace(accepted, request_id=stream.key, name=request_id))
+            self._inbox.add(replace(accepted, request_id=stream.key, name=name or request_id))
             if timeout is not None:
                 seconds = max(0.0, arrival + timeout - self._clock())
                 timers.append(self._loop.call_later(seconds, stream.fail, late(timeout)))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxllm import cli, recording
+from jaxllm.commands.replay import Story
 from jaxllm.config import EngineConfig
 from jaxllm.core import Core
 from jaxllm.embedded import MODEL_DIR
@@ -325,6 +326,20 @@ def test_the_command_tells_plans_states_and_requests(tmp_path: Path, capsys: pyt
     assert {one for event in own for one in event.get("tokens", {})} <= {"3"}
     assert cli.main(["replay", path, "--at", "99999"]) == 2
     assert cli.main(["replay", path, "--request", "nobody"]) == 2
+    assert "no request of the recording is called nobody" in capsys.readouterr().err
+    assert cli.main(["replay", path, "--at", "1", "--request", "request-20"]) == 2
+    assert "no request called request-20 is there at 0.00" in capsys.readouterr().err
+    for name in "cmpl-request-3", "chatcmpl-request-3":
+        assert told("--request", name) == story
+
+
+def test_a_request_is_found_by_each_of_its_names() -> None:
+    request = Request(1, array("i", [3]), 1, 2, (), 0, b"", name="9255563d (my-req)")
+    moment = Moment(0, 0.0, Kind.ADD, None, added=(request,))  # type: ignore[arg-type]
+    for name in "9255563d", "9255", "cmpl-9255563d", "chatcmpl-9255563d", "my-req", "9255563d (my-req)":
+        assert Story(name).take(moment) == {1: "9255563d (my-req)"}
+    for name in "req", "5563d", "tcmpl-9255563d":
+        assert Story(name).take(moment) == {}
 
 
 def test_the_command_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,10 +359,9 @@ def test_a_server_that_was_killed_is_replayed(
     with ServingProcess("--record", str(path), *flags, *QUICK) as server:
         for number in range(3):
             body = {"prompt": "Once upon a time", "max_tokens": 20, "request_id": f"mine-{number}"}
+            headers = {"Content-Type": "application/json", "X-Request-Id": f"theirs-{number}"}
             answer = urllib.request.urlopen(
-                urllib.request.Request(
-                    f"{server.http}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-                )
+                urllib.request.Request(f"{server.http}/v1/completions", json.dumps(body).encode(), headers)
             )
             assert answer.status == 200
         server.process.kill()
@@ -355,5 +369,7 @@ def test_a_server_that_was_killed_is_replayed(
     told = capsys.readouterr().out
     assert "3 requests" in told and "were made again, and are the same" in told
     assert ("as hashes" in told) is bool(flags)
-    assert cli.main(["replay", str(path), "--request", "mine-1"]) == 0
-    assert "ends: " in capsys.readouterr().out
+    for name in "mine-1", "cmpl-mine-1", "theirs-1":
+        assert cli.main(["replay", str(path), "--request", name]) == 0
+        told = capsys.readouterr().out
+        assert "ends: " in told and "mine-1 (theirs-1)" in told

@@ -33,7 +33,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--plans", action="store_true", help="write a line for each plan")
     parser.add_argument("--at", type=_place, metavar="PLAN", help="show all at this plan, or, as 12.5s, at this time")
     parser.add_argument("--step", action="store_true", help="go on from there plan by plan; asks what to do")
-    parser.add_argument("--request", metavar="ID", help="tell what happened to one request")
+    parser.add_argument("--request", metavar="ID", help="tell what happened to one request, by its id or X-Request-Id")
     parser.add_argument("--json", action="store_true", help="write events as lines of JSON")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
@@ -75,7 +75,7 @@ def run(options: dict[str, Any]) -> int:
         raise Usage(f"the recording ends before {wanted[0]} {wanted[1]:g}")
     if story is not None:
         if not story.lines:
-            raise Usage(f"no request of the recording is called {options['request']}")
+            raise Usage(_no_request(options["request"], summary, is_whole=options["at"] is None))
         if not options["json"]:
             _write(story.lines)
     elif not options["json"] and options["at"] is None and not options["step"]:
@@ -85,6 +85,13 @@ def run(options: dict[str, Any]) -> int:
     if difference is not None:
         print(printable(difference), file=sys.stderr)
     return 0 if difference is None else 1
+
+
+def _no_request(name: str, summary: Summary, is_whole: bool) -> str:
+    """Say that nobody has this name, among all or among those that have come by `--at`."""
+    if is_whole:
+        return f"no request of the recording is called {name}"
+    return f"no request called {name} is there at {summary.last:.6f} s; it may come later: leave out --at"
 
 
 def _write(lines: Iterable[str]) -> None:
@@ -129,7 +136,7 @@ class Summary:
     def __init__(self) -> None:
         self.num_plans = 0
         self._first: float | None = None
-        self._last = 0.0
+        self.last = 0.0  # seconds
         self._counts: Counter[str] = Counter()
         self._most: Counter[str] = Counter()
 
@@ -137,7 +144,7 @@ class Summary:
         """Count an event."""
         counts, state = self._counts, moment.state
         self._first = moment.time if self._first is None else self._first
-        self._last = moment.time
+        self.last = moment.time
         counts["requests"] += len(moment.added)
         counts["aborted"] += len(moment.aborted or ())
         counts["resets"] += moment.kind.name == "RESET"
@@ -155,17 +162,20 @@ class Summary:
 
     def lines(self) -> list[str]:
         """Write it."""
-        seconds = self._last - (self._first or 0.0)
+        seconds = self.last - (self._first or 0.0)
         told = [f"{value:,} {name}" for name, value in self._counts.items() if value]
         most = [f"{value:,} {name}" for name, value in self._most.items()]
         return [f"{seconds:,.3f} s: {', '.join(told)}", f"at most {', '.join(most)}"]
 
 
 class Story:
-    """What happened to one request, or to the samples of one; an id is told by how it begins."""
+    """What happened to one request, or to the samples of one; an id is told by how it begins.
+
+    That is the id that the server gave it, with or without what an answer's "id" has before it, or its X-Request-Id.
+    """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._names = (name, name.removeprefix("cmpl-").removeprefix("chatcmpl-"))
         self.lines: list[str] = []
         self._slots: dict[int, Request] = {}
         self._ids: dict[int, str] = {}
@@ -219,7 +229,8 @@ class Story:
 
     def _own(self, requests: Any) -> Iterator[Request]:
         for request in requests:
-            if request.name.startswith(self._name):
+            _, _, clients = request.name.partition(" (")  # as `serving` writes it
+            if any(text.startswith(self._names) for text in (request.name, clients)):
                 self._ids[request.id] = request.name
                 yield request
 

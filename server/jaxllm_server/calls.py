@@ -33,6 +33,7 @@ class Call:
     default_max_tokens: int | None = None  # of the protocol, where neither client nor model say one
     stream: bool = False
     request_id: str | None = None  # unique among living requests
+    client_id: str | None = None  # X-Request-Id, which anybody may send twice; it goes into logs and recordings
     priority: int = 0
     cache_salt: str | None = None
     adapter: str = ""

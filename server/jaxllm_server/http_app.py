@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -196,6 +197,8 @@ class Endpoints:
         own = request.scope["jaxllm"]
         if is_request_id(reply.request_id, self._options):  # the body's, perhaps; one that is wrong is refused later
             own["name"] = own["name"].replace(own["request_id"], reply.request_id)
+        if own["client_id"] is not None:
+            reply.calls = [replace(call, client_id=own["client_id"]) for call in reply.calls]
         head = {
             "id": f"{reply.id_prefix}{reply.request_id}",
             "created": int(time.time()),
@@ -248,7 +251,8 @@ class Front:
         began = time.monotonic()
         status: int | None = None
         request_id = shown = uuid4().hex
-        own: dict[str, Any] = {"request_id": request_id, "name": request_id, "route": _NOT_FOUND}
+        own: dict[str, Any] = {"request_id": request_id, "client_id": None, "name": request_id}
+        own["route"] = _NOT_FOUND
         scope = {**scope, "app": self, "jaxllm": own}  # "app" makes Starlette raise its 404 and 405
         added: Headers = []
 
@@ -265,7 +269,8 @@ class Front:
             added += self._guard.cors_headers(scope)
             clients = request_id_of(scope, self._options)
             if clients is not None:
-                shown, own["name"] = clients, f"{request_id} ({clients})"
+                shown = own["client_id"] = clients
+                own["name"] = f"{request_id} ({clients})"
                 if self._options.enable_log_requests:
                     _log.info("request %s is %s", request_id, clients)
             await self._guard(scope, receive, sender)

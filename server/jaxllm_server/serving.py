@@ -116,6 +116,7 @@ class Serving:
                 time_limit=call.time_limit,
                 timeout=self.options.request_timeout or None,
                 arrival=arrival,
+                name=f"{request_id} ({call.client_id})" if call.client_id else None,
             )
             if self.options.enable_log_requests:
                 num_prompt = len(prompt["prompt_token_ids"])
