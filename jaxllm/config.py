@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -91,8 +92,11 @@ class EngineConfig:
             )
 
     @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """Build a config from keyword arguments; an unknown name is an error that suggests the nearest one."""
+    def from_kwargs(cls, model: str | os.PathLike[str] | None = None, **kwargs: Any) -> EngineConfig:
+        """Build a config from keyword arguments; an unknown name is an error that suggests the nearest one.
+
+        Without a model it is the small one that ships with jaxllm.
+        """
         names = [field.name for field in fields(cls)]
         for name, default in NOT_BUILT.items():
             if kwargs.pop(name, default) != default:
@@ -102,7 +106,7 @@ class EngineConfig:
                 near = difflib.get_close_matches(name, names, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
                 raise UserError(f"{name!r} is not an engine argument of jaxllm.{hint}", name)
-        return cls(**kwargs)
+        return cls(model=str(MODEL_DIR if model is None else model), **kwargs)
 
     def cache_dir(self) -> Path:
         """The folder of compiled programs: the argument, else `$JAXLLM_CACHE_DIR`, else the user's cache folder."""

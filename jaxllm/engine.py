@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +72,14 @@ class Accepted:
 
 
 class LLMEngine:
-    """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts."""
+    """Continuous batching over one model. Not thread-safe: one thread adds, steps and aborts.
+
+    engine = LLMEngine.from_engine_args("path/or/hub-id", dtype="bfloat16")
+    engine.add_request("1", "Once upon a time", SamplingParams(max_tokens=64))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            print(output.outputs[0].text)
+    """
 
     def __init__(
         self,
@@ -107,6 +115,11 @@ class LLMEngine:
         self._depth = 2 if config.async_scheduling else 1
         self._in_flight: deque[tuple[Plan, StepInFlight]] = deque()
         self._profile: Profile | None = None  # a trace that is being made
+
+    @classmethod
+    def from_engine_args(cls, model: str | None = None, *, progress: bool = False, **engine_args: Any) -> LLMEngine:
+        """Make an engine of the arguments of `LLM`: a model, or else the embedded one, and fields of `EngineConfig`."""
+        return cls(EngineConfig.from_kwargs(model, **engine_args), progress)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0

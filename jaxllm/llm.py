@@ -12,8 +12,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxllm.config import EngineConfig
-from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine import LLMEngine
 from jaxllm.errors import UserError
 from jaxllm.prompts import Prompt
@@ -33,8 +31,7 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, *, use_tqdm: bool = False, **engine_args: Any) -> None:
-        config = EngineConfig.from_kwargs(model=str(MODEL_DIR if model is None else model), **engine_args)
-        self.engine = LLMEngine(config, progress=use_tqdm)
+        self.engine = LLMEngine.from_engine_args(model, progress=use_tqdm, **engine_args)
         self._num_requests = 0
 
     def __enter__(self) -> LLM:

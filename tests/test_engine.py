@@ -20,6 +20,9 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, EngineError, SamplingParams, UserError
+from jaxllm.config import EngineConfig
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.engine import LLMEngine
 from jaxllm.runner import StepInFlight
 from jaxllm.types import MAX_REPORTED_TOKENS, RequestOutput
 from tests.sizes import FEW_BLOCKS, SHORT_BLOCKS, SLOTS
@@ -518,3 +521,18 @@ def test_bfloat16_and_float16_generate(alone: dict[str, list[int]]) -> None:
     for dtype in ("bfloat16", "float16"):
         with make(dtype=dtype) as llm:
             assert tokens(generate(llm, PROMPTS[0], GREEDY))[0][:10] == alone[PROMPTS[0]][:10]
+
+
+def test_an_engine_is_made_of_the_arguments_of_llm() -> None:
+    engine = LLMEngine.from_engine_args(STORIES, **SLOTS)
+    engine.add_request("1", PROMPTS[0], replace(GREEDY, max_tokens=8))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    with make() as llm:
+        (expected,) = llm.generate(PROMPTS[0], replace(GREEDY, max_tokens=8), use_tqdm=False)
+    assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+    engine.close()
+    with pytest.raises(UserError, match="Did you mean 'max_num_seqs'"):
+        LLMEngine.from_engine_args(max_num_seq=3)
+    assert EngineConfig.from_kwargs() == EngineConfig(model=str(MODEL_DIR))

@@ -87,7 +87,7 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "AsyncLLM._ready AsyncLLM._died AsyncLLM.announce_drain AsyncLLM.drain AsyncLLM.wait_dead AsyncLLM.close",
         "jaxllm.chat_template": "compile_template _one_line",
         "jaxllm.chat_tokens": "SpecialTokens.__init__",
-        "jaxllm.engine": "LLMEngine.__init__ LLMEngine.close",
+        "jaxllm.engine": "LLMEngine.__init__ LLMEngine.from_engine_args LLMEngine.close",
         "jaxllm.seats": "Seats.__init__",
         "jaxllm.streams": "Inbox.__init__ Inbox.stop BlockLog.__init__ BlockLog.end StreamTable.__init__ "
         "StreamTable.fail_all StreamTable.wait_idle",
