@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar
 
 from jaxllm.config import EngineConfig
 from jaxllm.core import Recorder
-from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine import Accepted, LLMEngine
 from jaxllm.engine_thread import EngineThread, Listeners
 from jaxllm.errors import (
@@ -45,6 +44,7 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 EngineState = Literal["loading", "serving", "paused", "draining", "hung", "dead", "stopped"]
 PauseMode = Literal["abort", "wait", "keep"]
+NOT_STARTED = "The engine was not started: use `async with AsyncLLM(...)` or `await engine.start()`."
 MAX_SECONDS = 10**9  # of a request: 30 years, which timers can hold
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
 QUEUED_PER_SLOT = 4  # samples that may wait where nobody says otherwise, for each that runs …
@@ -76,7 +76,7 @@ class AsyncLLM:
         parts: Parts | None = None,  # what the engine is made of, its clock too; None: loaded from the model
         **engine_args: Any,
     ) -> None:
-        self.config = EngineConfig.from_kwargs(model=str(MODEL_DIR if model is None else model), **engine_args)
+        self.config = EngineConfig.from_kwargs(model, **engine_args)
         self.observer = observer
         self._recorder = recorder
         self.metrics = Metrics()
@@ -394,7 +394,7 @@ class AsyncLLM:
     async def wait_dead(self) -> BaseException:
         """Wait until the engine dies, and return of what; UnavailableError if it was never started."""
         if self._death is None:
-            raise UnavailableError("The engine was not started.")
+            raise UnavailableError(NOT_STARTED)
         return await asyncio.shield(self._death)
 
     async def close(self, timeout: float = 30.0) -> bool:
@@ -431,6 +431,8 @@ class AsyncLLM:
                 return UnavailableError("The engine is paused.")
             case "hung":
                 return UnavailableError("The engine makes no progress.")
+            case _ if self._started is None:
+                return UnavailableError(NOT_STARTED)
             case _:
                 return UnavailableError("The model is still being loaded.")
 

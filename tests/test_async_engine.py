@@ -528,6 +528,11 @@ def test_nobody_waits_for_an_engine_that_was_never_started(run: Run) -> None:
         engine = AsyncLLM(**SETTINGS)
         with pytest.raises(UnavailableError, match="not started"):
             await engine.wait_dead()
+        for use in (lambda: read(engine, "Once", params()), engine.check_health, engine.reset_prefix_cache):
+            with pytest.raises(UnavailableError, match=r"not started: use `async with AsyncLLM\(...\)` or"):
+                await use()
+        with pytest.raises(UnavailableError, match="not started"):
+            _ = engine.tokenizer
         assert await engine.close()
 
     run(check())
