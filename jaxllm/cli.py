@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 from jaxllm import __version__
 from jaxllm.commands import bench, chat, compile, convert, doctor, generate, replay, serve
 from jaxllm.commands.arguments import Usage
-from jaxllm.config import NOT_BUILT
 from jaxllm.errors import EngineError, UserError
 from jaxllm.flags import read_config_file
 
@@ -126,8 +125,6 @@ def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
     if extra:
         names = list(_flags_of(subparsers.choices[options.command], options))
         flag = extra[0].split("=")[0]
-        if flag.removeprefix("--").replace("-", "_") in NOT_BUILT:
-            raise Usage(f"{flag} is not supported by jaxllm yet")
         near = difflib.get_close_matches(flag, names, n=1, cutoff=0.75)
         raise Usage(f"unknown argument {extra[0]}" + (f"; did you mean {near[0]}?" if near else ""))
     return vars(options)
@@ -136,6 +133,7 @@ def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
 def _flags_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Iterator[str]:
     """Name the flags of a command, and of the one within it that was chosen."""
     for action in parser._actions:
-        yield from action.option_strings
+        if action.help != argparse.SUPPRESS:
+            yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
             yield from _flags_of(action.choices[getattr(options, action.dest)], options)

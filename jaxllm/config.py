@@ -60,6 +60,8 @@ class EngineConfig:
     compilation_cache_dir: str | None = None  # default: $JAXLLM_CACHE_DIR or the user's cache folder
 
     def __post_init__(self) -> None:
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed and (name, getattr(self, name)) != ("quantization", None):
                 raise UserError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.", name)
@@ -117,6 +119,7 @@ class EngineConfig:
         return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxllm"
 
 
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
 # Engine arguments of vLLM that are taken at their default, so that a call written for it works; else refused.
 NOT_BUILT: dict[str, Any] = {
     "trust_remote_code": False,

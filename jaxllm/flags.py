@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jaxllm.config import EngineConfig
+from jaxllm.config import DTYPE_NAMES, NOT_BUILT, EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.types import SamplingParams
 
@@ -130,6 +130,7 @@ _SERVER_HELP = {
 _NO_FLAGS = {"detokenize", "output_kind", "stream_interval"}  # of a program that reads outputs
 _NO_FLAGS |= {"logit_bias", "extra_args", "repetition_detection"}  # tables
 _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
+_SHORT |= {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 _UNITS = {"": 1, **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgt")}}
 _UNITS |= {letter: 1024 ** (power + 1) for power, letter in enumerate("KMGT")}
 # What a model's generation_config.json may set (see `types.default_sampling_params`).
@@ -182,6 +183,21 @@ def add_engine_flags(
     `defaults` are the command's, where it has others.
     """
     _add_flags(group, EngineConfig, _ENGINE_HELP, {"model", *skipped}, defaults, has_sampling)
+    for name, default in NOT_BUILT.items():
+        if name in skipped:
+            continue
+        flag = flag_of(name, EngineConfig)
+        is_switch = isinstance(default, bool)
+        names = (flag, "--no-" + flag[2:]) if is_switch else (*_SHORT.get(name, ()), flag)
+        group.add_argument(
+            *names,
+            action=_AtDefault,
+            const=default,
+            nargs=0 if is_switch else None,
+            dest=argparse.SUPPRESS,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
 
 def add_server_flags(group: argparse._ArgumentGroup, cls: type) -> None:
@@ -199,6 +215,20 @@ def given(options: Mapping[str, Any], cls: type) -> dict[str, Any]:
     """Pick the fields of a class that were given as flags."""
     prefix = f"{cls.__name__}."
     return {name.removeprefix(prefix): value for name, value in options.items() if name.startswith(prefix)}
+
+
+class _AtDefault(argparse.Action):
+    """Takes an engine argument of vLLM that is not built here at its default, and refuses all else."""
+
+    def __call__(self, parser: object, namespace: object, values: Any, option_string: str | None = None) -> None:
+        given = str(option_string)
+        if isinstance(self.const, bool):
+            is_default = self.const is not given.startswith("--no-")
+        else:
+            is_default = values.lower() == str(self.const).lower()
+            given += f" {values}"
+        if not is_default:
+            raise argparse.ArgumentError(None, f"{given} is not supported by jaxllm yet; leave it out")
 
 
 def _add_flags(
@@ -242,7 +272,7 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     inner = next((member for member in members if member is not type(None)), kind)
     for literal in (kind, inner):  # a choice, or a choice or None
         if get_origin(literal) is Literal:
-            return {"choices": get_args(literal)}
+            return {"choices": get_args(literal), "type": lambda text: DTYPE_NAMES.get(text, text)}
     if inner is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(inner) is Sequence:

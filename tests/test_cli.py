@@ -219,6 +219,12 @@ def test_integers_with_units(text: str, value: int) -> None:
         (["serve", "/no/such/model"], "there is no folder /no/such/model"),
         (["serve", "--tensor-parallel-size", "512"], "--tensor-parallel-size is 512"),
         (["serve", "--max-model-len", "1m"], "--max-model-len (1000000) is greater than what the model was made for"),
+        (["serve", "--enable-auto-tool-choice"], "--enable-auto-tool-choice requires --tool-call-parser"),
+        (["generate", "--enforce-eager", "x"], "--enforce-eager is not supported by jaxllm yet; leave it out"),
+        (["serve", "--no-enable-chunked-prefill"], "--no-enable-chunked-prefill is not supported by jaxllm yet"),
+        (["serve", "-pp", "2"], "-pp 2 is not supported by jaxllm yet; leave it out"),
+        (["serve", "--kv-cache-dtype=fp8"], "--kv-cache-dtype fp8 is not supported by jaxllm yet"),
+        (["serve", "--enforce-eage"], "unknown argument --enforce-eage (see"),
         (["generate", "--file", "f", "x"], "give prompts as arguments or with --file, not both"),
     ],
 )
@@ -226,6 +232,25 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], message: str, run: 
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("jaxllm: error: ") and message in err and err.count("\n") == 1
+
+
+def test_defaults_of_vllm_may_be_typed(run: Run) -> None:
+    typed = ["--enable-chunked-prefill", "--pipeline-parallel-size", "1", "--kv-cache-dtype", "auto", "--dtype", "half"]
+    code, _, _ = run("generate", *typed, "--no-trust-remote-code", "--cpu-offload-gb=0", "p")
+    assert (code, FakeLLM.made.settings) == (0, {"dtype": "float16"})
+
+
+def test_serve_takes_what_vllms_users_type(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr("jaxllm_server.launch.serve", lambda config, server, progress: served.append(server) or 0)
+    parser = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    assert run("serve", *parser, "--disable-log-requests", "--disable-log-stats", "-pp", "1")[0] == 0
+    (server,) = served
+    assert (server.tool_call_parser, server.enable_log_requests, server.log_stats_interval) == ("hermes", False, 0.0)
+
+
+def test_half_is_float16() -> None:
+    assert EngineConfig(model="m", dtype="half").dtype == "float16"  # type: ignore[arg-type]
 
 
 def test_help_and_version_import_no_jax() -> None:

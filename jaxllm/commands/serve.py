@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config, told_by_flags
+from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config, told_by_flags
 from jaxllm.config import EngineConfig
 from jaxllm.flags import add_engine_flags, add_server_flags
 from jaxllm_server.options import ServerOptions
@@ -24,8 +25,20 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags; those given here go before")
     add_model(parser)
     add_server_flags(parser.add_argument_group("server"), ServerOptions)
-    add_engine_flags(parser.add_argument_group("engine"), has_sampling=False)
+    _add_habits(parser)
+    add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped={"disable_log_stats"})
     parser.set_defaults(run=run)
+
+
+def _add_habits(parser: argparse.ArgumentParser) -> None:
+    """Take what vLLM's users are used to type, where a default or another flag does the same here."""
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--enable-auto-tool-choice", action="store_true", help="taken for vLLM's sake: it always is")
+    for flag, field, value in (
+        ("--disable-log-requests", "enable_log_requests", False),
+        ("--disable-log-stats", "log_stats_interval", 0.0),
+    ):
+        parser.add_argument(flag, action="store_const", const=value, dest=f"ServerOptions.{field}", **hidden)
 
 
 def run(options: dict[str, Any]) -> int:
@@ -35,6 +48,8 @@ def run(options: dict[str, Any]) -> int:
     server = build(
         ServerOptions, {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     )
+    if options["enable_auto_tool_choice"] and server.tool_call_parser is None:
+        raise Usage("--enable-auto-tool-choice requires --tool-call-parser")
     _check(config)
     from jaxllm_server.launch import serve
 
