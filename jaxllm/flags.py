@@ -85,7 +85,8 @@ _SERVER_HELP = {
     "enable_prompt_tokens_details": "tell how many prompt tokens were cached",
     "enable_force_include_usage": "end every HTTP stream with its usage",
     "enable_request_id_headers": "send x-request-id with every HTTP response",
-    "api_key": "key that clients must send, health excepted; may be repeated: any of them opens",
+    "api_key": "key that clients must send, over HTTP to every path but /health, /live and /ready (to /metrics, too), "
+    "over gRPC to all but health; may be repeated: any of them opens",
     "admin_api_key": "key for gRPC's control service; may be repeated",
     "ssl_keyfile": "private key, for TLS on both front ends",
     "ssl_certfile": "certificate, for TLS on both front ends",
@@ -125,7 +126,7 @@ _SERVER_HELP = {
     "profile_steps": "steps of that trace",
     "record": "write every event of the scheduler into this file, for `jaxllm replay`",
     "record_redacted": "write hashes in place of prompts and outputs",
-    "record_max_bytes": "of the recording, over its four files; the oldest is dropped",
+    "record_max_bytes": "of the recording, over its four files, at least 1M; the oldest is dropped",
 }
 _NO_FLAGS = {"detokenize", "output_kind", "stream_interval"}  # of a program that reads outputs
 _NO_FLAGS |= {"logit_bias", "extra_args", "repetition_detection"}  # tables

@@ -249,6 +249,12 @@ def test_serve_takes_what_vllms_users_type(run: Run, monkeypatch: pytest.MonkeyP
     assert (server.tool_call_parser, server.enable_log_requests, server.log_stats_interval) == ("hermes", False, 0.0)
 
 
+def test_help_says_which_paths_need_the_key(run: Run) -> None:
+    _, out, _ = run("serve", "--help")
+    said = " ".join(out.split())
+    assert "every path but /health, /live and /ready (to /metrics, too" in said
+
+
 def test_half_is_float16() -> None:
     assert EngineConfig(model="m", dtype="half").dtype == "float16"  # type: ignore[arg-type]
 
