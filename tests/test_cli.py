@@ -74,6 +74,10 @@ class FakeLLM:
     max_model_len = 100
 
     def __init__(self, model: str | None = None, *, use_tqdm: bool = False, **settings: Any) -> None:
+        if model == "wide":
+            raise UserError(
+                "tensor_parallel_size is 2 but JAX sees 1 device(s); use at most 1.", "tensor_parallel_size"
+            )
         if model == "broken":
             raise EngineError("the device\nis gone")
         if model == "odd":
@@ -218,6 +222,10 @@ def test_integers_with_units(text: str, value: int) -> None:
         (["serve", "--port", "70000"], "--port must be from 0 to 65535"),
         (["serve", "/no/such/model"], "there is no folder /no/such/model"),
         (["serve", "--tensor-parallel-size", "512"], "--tensor-parallel-size is 512"),
+        (["serve", "--record", "f", "--record-max-bytes", "5"], "--record-max-bytes must be at least 1048576."),
+        (["serve", "--tool-call-parser", "x"], "--tool-call-parser must be one of hermes, llama3_json, got 'x'."),
+        (["serve", "--reasoning-parser", "x"], "--reasoning-parser must be one of"),
+        (["serve", "--otlp-traces-endpoint", "x"], "--otlp-traces-endpoint must be a URL such as"),
         (["serve", "--max-model-len", "1m"], "--max-model-len (1000000) is greater than what the model was made for"),
         (["serve", "--enable-auto-tool-choice"], "--enable-auto-tool-choice requires --tool-call-parser"),
         (["generate", "--enforce-eager", "x"], "--enforce-eager is not supported by jaxllm yet; leave it out"),
@@ -242,7 +250,8 @@ def test_defaults_of_vllm_may_be_typed(run: Run) -> None:
 
 def test_serve_takes_what_vllms_users_type(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
-    monkeypatch.setattr("jaxllm_server.launch.serve", lambda config, server, progress: served.append(server) or 0)
+    monkeypatch.setattr("jaxllm_server.launch.serve", lambda server: served.append(server.options) or 0)
+    monkeypatch.setattr("jaxllm_server.launch.configure_logging", lambda: None)
     parser = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     assert run("serve", *parser, "--disable-log-requests", "--disable-log-stats", "-pp", "1")[0] == 0
     (server,) = served
@@ -371,6 +380,7 @@ def test_an_output_that_failed_is_an_error(run: Run, monkeypatch: pytest.MonkeyP
     ("model", "code", "message"),
     [
         ("broken", 1, "jaxllm: error: the device is gone\n"),
+        ("wide", 1, "jaxllm: error: --tensor-parallel-size is 2 but JAX sees 1 device(s); use at most 1.\n"),
         ("odd", 1, "jaxllm: error: KeyError: 'weights' (--debug shows where)\n"),
         ("slow", 130, ""),
     ],

@@ -48,12 +48,16 @@ def told_by_flags(cls: type, has_sampling: bool = False) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        message = str(error)
-        for field in fields(cls):
-            # A field of one word is a word like others, but at the beginning of what is said of it.
-            pattern = rf"(?<![\w'-]){field.name}\b" if "_" in field.name else rf"^{field.name}(?= (must|cannot|is)\b)"
-            message = re.sub(pattern, flag_of(field.name, cls, has_sampling), message)
-        raise Usage(message) from error
+        raise Usage(by_flags(str(error), cls, has_sampling)) from error
+
+
+def by_flags(message: str, cls: type, has_sampling: bool = False) -> str:
+    """Put flags into a message where it speaks of the fields of `cls`."""
+    for field in fields(cls):
+        # A field of one word is a word like others, but at the beginning of what is said of it.
+        pattern = rf"(?<![\w'-]){field.name}\b" if "_" in field.name else rf"^{field.name}(?= (must|cannot|is)\b|:)"
+        message = re.sub(pattern, flag_of(field.name, cls, has_sampling), message)
+    return message
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:

@@ -51,9 +51,11 @@ def run(options: dict[str, Any]) -> int:
     if options["enable_auto_tool_choice"] and server.tool_call_parser is None:
         raise Usage("--enable-auto-tool-choice requires --tool-call-parser")
     _check(config)
-    from jaxllm_server.launch import serve
+    from jaxllm_server import launch
 
-    return serve(config, server, progress=sys.stderr.isatty())
+    with told_by_flags(ServerOptions):
+        made = launch.new_server(config, server, progress=sys.stderr.isatty())
+    return launch.serve(made)
 
 
 def _check(config: EngineConfig) -> None:

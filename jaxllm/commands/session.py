@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.commands.arguments import by_flags
 from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
 from jaxllm.flags import given
 from jaxllm.types import RequestOutput, SamplingParams
 
@@ -24,10 +26,14 @@ REQUEST_ID = "cli"
 
 @contextmanager
 def open_llm(options: Mapping[str, Any]) -> Iterator[LLM]:
-    """Load the model that the flags name, with a bar at a terminal."""
+    """Load the model that the flags name, with a bar at a terminal; what is wrong with it is told by flags."""
     from jaxllm.llm import LLM
 
-    with LLM(options["model"], use_tqdm=sys.stderr.isatty(), **given(options, EngineConfig)) as llm:
+    try:
+        loaded = LLM(options["model"], use_tqdm=sys.stderr.isatty(), **given(options, EngineConfig))
+    except UserError as error:
+        raise UserError(by_flags(str(error), EngineConfig, has_sampling=True)) from error
+    with loaded as llm:
         yield llm
 
 

@@ -40,18 +40,25 @@ BACKLOG = 2048  # connections of HTTP that may wait to be taken
 SECOND_SIGNAL = 130  # exit code, a shell's for ^C
 
 
-def serve(config: EngineConfig, options: ServerOptions, progress: bool = False) -> int:
-    """Serve a model until a signal or its death; return the exit code."""
+def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
+    """Make the server of a process of its own; what its options ask for and cannot be is told here."""
     try:
         import uvicorn  # noqa: F401
-        import uvloop
+        import uvloop  # noqa: F401
 
         import grpc  # noqa: F401  # isort: skip
     except ModuleNotFoundError as error:  # one that is there and cannot be loaded is another matter
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     configure_logging()
     raise_file_limit()
-    return uvloop.run(Server(config, options, progress).run())
+    return Server(config, options, progress)
+
+
+def serve(server: Server) -> int:
+    """Serve a model until a signal or its death; return the exit code."""
+    import uvloop
+
+    return uvloop.run(server.run())
 
 
 def configure_logging() -> None:
