@@ -208,6 +208,8 @@ def test_integers_with_units(text: str, value: int) -> None:
             "unknown argument --max-model-length=5; did you mean --max-model-len?",
         ),
         (["chat", "--logprobs", "1"], "unknown argument --logprobs"),
+        (["chat", "--prompt-logprobs", "1"], "unknown argument --prompt-logprobs"),
+        (["chat", "--logprob-token-ids", "1"], "unknown argument --logprob-token-ids"),
         (["generate", "--max-tokens", "1.5k", "x"], "'1.5k' is not an integer (1k is 1000, 1K is 1024)"),
         (["generate", "--top-p", "x", "x"], "argument --top-p: invalid float value: 'x'"),
         (["generate", "--dtype", "int8", "x"], "argument --dtype: invalid choice: 'int8'"),
@@ -262,6 +264,13 @@ def test_help_says_which_paths_need_the_key(run: Run) -> None:
     _, out, _ = run("serve", "--help")
     said = " ".join(out.split())
     assert "every path but /health, /live and /ready (to /metrics, too" in said
+
+
+def test_log_probabilities_without_json_are_warned_of(run: Run) -> None:
+    code, out, err = run("generate", "--logprobs", "2", "--logprob-token-ids", "4", "p")
+    assert (code, out) == (0, "<p>\n")
+    assert err.startswith("jaxllm: warning: --logprobs, --logprob-token-ids: log-probabilities are written with --json")
+    assert "warning" not in run("generate", "--json", "--logprobs", "2", "p")[2] + run("generate", "p")[2]
 
 
 def test_half_is_float16() -> None:
@@ -490,7 +499,7 @@ def test_message_that_never_fits_is_refused_and_forgotten(run: Run) -> None:
 
 def test_chat_without_a_template_is_refused_at_once(run: Run) -> None:
     code, out, err = run("chat", "-m", "base", stdin="hello\n")
-    assert (code, out, err) == (1, "", "jaxllm: error: base has no chat template; use generate().\n")
+    assert (code, out, err) == (1, "", "jaxllm: error: base has no chat template; use `jaxllm generate`.\n")
 
 
 def test_chat_at_a_terminal_prompts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
 CHAT_TOKENS = 1024  # default of `--max-tokens`: an answer should end by itself
+_NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # a conversation shows one text and no numbers
 CHAT_HELP = """\
 /clear   forget the conversation (the system prompt stays)
 /exit    leave, as ^D does
@@ -35,7 +36,7 @@ def add(commands: Subparsers) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--system", help="the system prompt")
     add_model(parser)
-    add_sampling_flags(parser.add_argument_group("sampling"), CHAT_TOKENS, skipped={"n", "logprobs"})
+    add_sampling_flags(parser.add_argument_group("sampling"), CHAT_TOKENS, skipped=_NO_FLAGS)
     add_engine_flags(parser.add_argument_group("engine"))
     parser.set_defaults(run=run)
 
@@ -51,8 +52,7 @@ def run(options: dict[str, Any]) -> int:
         _enable_line_editing()
     with open_llm(options) as llm:
         params = replace(llm.get_default_sampling_params(), **own)
-        # Has it a template, one that takes the system prompt?
-        llm.chat_prompt([*system, {"role": "user", "content": "Hello"}])
+        _check_template(llm, system)
         history = list(system)
         if is_terminal:
             print("/help lists the commands, ^D ends.", file=sys.stderr)
@@ -70,6 +70,14 @@ def run(options: dict[str, Any]) -> int:
             elif command:
                 history = _turn(llm, history, line, params)
     return 0
+
+
+def _check_template(llm: LLM, system: list[dict[str, str]]) -> None:
+    """Refuse a model without a template, or with one that does not take the system prompt."""
+    try:
+        llm.chat_prompt([*system, {"role": "user", "content": "Hello"}])
+    except UserError as error:
+        raise UserError(str(error).replace("use generate()", "use `jaxllm generate`"), error.parameter) from error
 
 
 def _enable_line_editing() -> None:

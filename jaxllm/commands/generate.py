@@ -15,10 +15,12 @@ from typing import Any
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, build, engine_config
 from jaxllm.commands.session import open_llm, profile, stream
 from jaxllm.errors import UserError
-from jaxllm.flags import add_engine_flags, add_sampling_flags, given
+from jaxllm.flags import add_engine_flags, add_sampling_flags, flag_of, given
 from jaxllm.types import Logprob, RequestOutput, SamplingParams
 
 GENERATE_TOKENS = 128  # default of `--max-tokens`: a look at a model, not an essay
+
+_IN_JSON = ("logprobs", "prompt_logprobs", "logprob_token_ids")
 
 
 def add(commands: Subparsers) -> None:
@@ -49,6 +51,8 @@ def run(options: dict[str, Any]) -> int:
     engine_config(options)
     build(SamplingParams, options, max_tokens=GENERATE_TOKENS)
     own = {"max_tokens": GENERATE_TOKENS, **given(options, SamplingParams)}
+    if not options["json"]:
+        _warn_of_numbers(own)
     jobs = _read_prompts(options, own)
     with open_llm(options) as llm:
         default = llm.get_default_sampling_params()
@@ -66,6 +70,13 @@ def run(options: dict[str, Any]) -> int:
                 _write(outputs, options["json"])
         _write_speed(outputs, time.monotonic() - started)
     return 1 if any(completion.finish_reason == "error" for output in outputs for completion in output.outputs) else 0
+
+
+def _warn_of_numbers(own: Mapping[str, Any]) -> None:
+    """Say which flags show nothing without --json."""
+    names = [flag_of(name, SamplingParams) for name in _IN_JSON if own.get(name) is not None]
+    if names:
+        print(f"jaxllm: warning: {', '.join(names)}: log-probabilities are written with --json alone", file=sys.stderr)
 
 
 def _read_prompts(options: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
