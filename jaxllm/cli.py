@@ -119,14 +119,17 @@ def _parse(argv: Sequence[str] | None) -> dict[str, Any]:
         command.add(subparsers)
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, extra = parser.parse_known_args(arguments)
+    from_file: list[str] = []
     if getattr(options, "config", None) is not None:
-        arguments[1:1] = read_config_file(options.config, arguments)
+        from_file = read_config_file(options.config, arguments)
+        arguments[1:1] = from_file
         options, extra = parser.parse_known_args(arguments)
     if extra:
         names = list(_flags_of(subparsers.choices[options.command], options))
         flag = extra[0].split("=")[0]
         near = difflib.get_close_matches(flag, names, n=1, cutoff=0.75)
-        raise Usage(f"unknown argument {extra[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        place = f"{options.config}: " if extra[0] in from_file else ""
+        raise Usage(f"{place}unknown argument {extra[0]}" + (f"; did you mean {near[0]}?" if near else ""))
     return vars(options)
 
 

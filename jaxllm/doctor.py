@@ -227,7 +227,7 @@ def _default(config: EngineConfig, name: str, kind: str) -> str:
 def _dtype_reason(config: EngineConfig, setup: Setup) -> str:
     if config.dtype != "auto":
         return "asked for"
-    return "the fastest on a CPU" if setup.platform == "cpu" else "the checkpoint's, or bfloat16 for float32"
+    return "the default on a CPU" if setup.platform == "cpu" else "the checkpoint's, or bfloat16 for float32"
 
 
 def _blocks_reason(config: EngineConfig, setup: Setup) -> str:

@@ -273,6 +273,16 @@ def test_log_probabilities_without_json_are_warned_of(run: Run) -> None:
     assert "warning" not in run("generate", "--json", "--logprobs", "2", "p")[2] + run("generate", "p")[2]
 
 
+def test_an_unknown_key_of_a_config_file_is_told_with_the_file(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text("max_model_length: 5\n")
+    code, _, err = run("serve", "--config", str(path))
+    assert code == 2
+    assert f"{path}: unknown argument --max-model-length=5; did you mean --max-model-len?" in err
+    code, _, err = run("serve", "--config", str(path), "--max-model-length=5")
+    assert err.startswith("jaxllm: error: unknown argument --max-model-length=5")
+
+
 def test_half_is_float16() -> None:
     assert EngineConfig(model="m", dtype="half").dtype == "float16"  # type: ignore[arg-type]
 
@@ -538,7 +548,7 @@ def test_doctor_explains_what_would_be_used(run: Run, tmp_path: Path) -> None:
     }  # fmt: skip
     model = report["model"]
     assert model["max_num_seqs"] == {"value": 4, "why": "asked for"}
-    assert model["dtype"] == {"value": "float32", "why": "the fastest on a CPU"}
+    assert model["dtype"] == {"value": "float32", "why": "the default on a CPU"}
     assert model["parameters"]["value"] > 1_000_000 and model["num_kv_blocks"]["value"] > 0
     code, out, _ = run(*arguments)
     assert code == 0
