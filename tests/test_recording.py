@@ -349,6 +349,16 @@ def test_the_command_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     out = capsys.readouterr().out
     assert "plan 1 " in out and "plan 2 " in out and "plan 20 " in out and "plan 3 " not in out
     assert "neither a plan's number" in out
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert cli.main(["replay", str(tmp_path / "log"), "--step"]) == 0
+    assert capsys.readouterr().out.endswith("q: end > \n")
+
+
+def test_a_recording_in_which_nothing_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Driver(tmp_path / "log")
+    assert cli.main(["replay", str(tmp_path / "log")]) == 0
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    assert lines == ["0.000 s: nothing happened", "all 0 plans were made again, and are the same"]
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--record-redacted",), marks=pytest.mark.slow)])

@@ -120,6 +120,8 @@ def _next_place(moment: Moment) -> tuple[str, float] | None:
     while True:
         print("enter: next plan, a number or time as 12.5s: go on to it, q: end > ", end="", flush=True)
         answer = sys.stdin.readline()
+        if not answer:
+            print()  # as ^D leaves the line open
         if not answer or answer.strip() == "q":
             return None
         if not answer.strip():
@@ -165,7 +167,8 @@ class Summary:
         seconds = self.last - (self._first or 0.0)
         told = [f"{value:,} {name}" for name, value in self._counts.items() if value]
         most = [f"{value:,} {name}" for name, value in self._most.items()]
-        return [f"{seconds:,.3f} s: {', '.join(told)}", f"at most {', '.join(most)}"]
+        lines = [f"{seconds:,.3f} s: {', '.join(told) or 'nothing happened'}"]
+        return [*lines, f"at most {', '.join(most)}"] if most else lines
 
 
 class Story:
