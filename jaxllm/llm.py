@@ -139,7 +139,8 @@ class LLM:
         """Step until all requests have ended."""
         done: dict[str, RequestOutput] = {}
         num_in = num_out = 0
-        with tqdm(total=len(ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        is_silent = not (use_tqdm and ids)
+        with tqdm(total=len(ids), desc="Processed prompts", disable=is_silent, dynamic_ncols=True) as bar:
             while self.engine.has_unfinished_requests():
                 for output in self.engine.step():
                     done[output.request_id] = output

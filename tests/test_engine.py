@@ -536,3 +536,11 @@ def test_an_engine_is_made_of_the_arguments_of_llm() -> None:
     with pytest.raises(UserError, match="Did you mean 'max_num_seqs'"):
         LLMEngine.from_engine_args(max_num_seq=3)
     assert EngineConfig.from_kwargs() == EngineConfig(model=str(MODEL_DIR))
+
+
+def test_no_prompts_draw_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with make() as llm:
+        assert llm.generate([]) == []
+        assert capsys.readouterr().err == ""
+        llm.generate("Once", replace(GREEDY, max_tokens=1))
+        assert "Processed prompts" in capsys.readouterr().err
