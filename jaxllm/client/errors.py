@@ -36,7 +36,9 @@ def read_error(code: str, message: str, details: bytes | None, target: str) -> e
         return errors.UnavailableError(f"{target} cannot be reached: {text}")
     if code == "UNIMPLEMENTED" and not reason:
         return errors.FeatureDisabledError(f"{target} does not have this call; is it a jaxllm server? {text}")
-    if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
+    if code == "UNAUTHENTICATED":
+        return AuthError(f"`api_key=` of the client: {text}", "api_key")
+    if code == "PERMISSION_DENIED":
         return AuthError(text, "api_key")
     user = _USER_ERRORS.get(reason) or _USER_ERRORS.get(code)
     if user is not None:

@@ -80,6 +80,7 @@ def test_a_status_becomes_the_engines_own_exception(
     assert type(caught.value) is error
     assert getattr(caught.value, "parameter", None) == parameter
     assert str(caught.value).endswith("top_p must be in (0, 1], got 2.")
+    assert ("api_key=" in str(caught.value)) is (code is CODE.UNAUTHENTICATED)
     assert caught.value.__suppress_context__
 
 
