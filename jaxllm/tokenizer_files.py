@@ -41,6 +41,11 @@ class TokenizerFiles(NamedTuple):
     chat_templates: dict[str, str]  # by name
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer, one that has to be converted first included."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE))
+
+
 def read_tokenizer_files(folder_or_id: str | Path, revision: str | None = None) -> TokenizerFiles:
     """Read the files of a local folder or of a hub repository (`revision`: its branch, tag or commit).
 

@@ -275,3 +275,15 @@ def test_a_checkpoint_that_does_not_fit_the_config_is_refused(converted, tmp_pat
         with pytest.raises(UserError, match=message) as refusal:
             refused(target)
         assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("tokenizer", [None, "tokenizer.json", "tokenizer.model"])
+def test_a_folder_without_a_tokenizer_is_warned_of(tmp_path, tokenizer, capsys):
+    source = write_checkpoint(tmp_path / "source")
+    if tokenizer is not None:
+        (source / tokenizer).write_bytes(b"{}")
+    assert cli.main(["convert", str(source), str(tmp_path / "target")]) == 0
+    out, err = capsys.readouterr()
+    assert "is ready: --model" in out
+    warning = f"jaxllm: warning: {source} has no tokenizer; give one with --tokenizer\n"
+    assert err == ("" if tokenizer else warning)
