@@ -361,12 +361,26 @@ def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:
 
 
 def use_compilation_cache(folder: Path) -> None:
-    """Keep compiled programs in `folder`, whatever time they took to compile, for this and later processes."""
-    if jax.config.values["jax_compilation_cache_dir"] not in (None, str(folder)):
+    """Keep compiled programs in `folder`, whatever time they took to compile, for this and later processes.
+
+    Where there can be no such folder that is told in one line, and nothing is kept.
+    """
+    place = str(folder) if _can_be_folder(folder) else None
+    if jax.config.values["jax_compilation_cache_dir"] != place:
         compilation_cache.reset_cache()  # JAX goes on with the folder of the first engine of a process otherwise
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # XLA's own caches would lie under this folder too, and jax 0.10 makes their path part of every program's name, so
     # that nothing is found once the folder was moved. A compiled program holds what they hold.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def _can_be_folder(folder: Path) -> bool:
+    """Make the folder of compiled programs; JAX would warn of it once for every program, in many words."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _log.warning("compiled programs are not kept: %s: %s; set compilation_cache_dir", folder, error.strerror)
+        return False
+    return True

@@ -21,7 +21,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.metrics import Metrics
 from jaxllm.programs import Key, Programs
-from jaxllm.runner import Runner
+from jaxllm.runner import Runner, use_compilation_cache
 from jaxllm.sampling import Variant
 from jaxllm.setup import free_bytes, plan_memory, prepare
 from jaxllm.sharding import make_mesh
@@ -280,3 +280,22 @@ def test_two_thousand_steps_leave_no_memory_behind(llm: LLM) -> None:
         on_device.append(sum(array.nbytes for array in jax.live_arrays()))
     assert on_device[0] == on_device[1]
     assert resident[1] - resident[0] < 4 << 20, "2 kB a step at most, of the host's memory"
+
+
+def test_a_cache_that_cannot_be_is_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = jax.config.values["jax_compilation_cache_dir"]
+    (tmp_path / "file").write_text("in the way")
+    try:
+        for folder, kept in (
+            (tmp_path / "file", False),
+            (tmp_path / "file" / "in", False),
+            (tmp_path / "a" / "b", True),
+        ):
+            caplog.clear()
+            use_compilation_cache(folder)
+            assert (jax.config.values["jax_compilation_cache_dir"] == str(folder)) is kept
+            assert [line.startswith("compiled programs are not kept: ") for line in caplog.messages] == [True] * (
+                not kept
+            )
+    finally:
+        use_compilation_cache(Path(before)) if before else jax.config.update("jax_compilation_cache_dir", None)
