@@ -1,6 +1,7 @@
 """Everything an engine can be told at start: one frozen dataclass, validated when it is made.
 
-Names and defaults are vLLM's where the thing exists there. Knows nothing of models, devices or JAX.
+Names and defaults are vLLM's where the thing exists there. Knows of no model but the one inside, and nothing of devices
+or JAX.
 """
 
 from __future__ import annotations
