@@ -456,6 +456,33 @@ def test_resuming_while_a_pause_waits_takes_it_back(fragile: AsyncLLM, run: Run)
     run(check())
 
 
+def test_a_pause_that_was_resumed_does_not_take_another_for_its_own(
+    fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation needs some 150,000 steps to see it."""
+    resets: list[bool] = []
+
+    async def reset() -> bool:
+        resets.append(True)
+        return True
+
+    async def check() -> None:
+        stream = fragile.generate("Once", params(max_tokens=400, ignore_eos=True, stream_interval=1))
+        await anext(stream)
+        pausing = asyncio.ensure_future(fragile.pause("wait"))
+        await asyncio.sleep(0.05)
+        await fragile.resume()
+        await fragile.pause("keep")
+        await stream.aclose()
+        await asyncio.wait_for(pausing, 10.0)
+        assert not resets, "whoever had resumed would find the cache gone"
+        await fragile.resume()
+        assert joined(await read(fragile, "Once", params()))
+
+    monkeypatch.setattr(fragile, "reset_prefix_cache", reset)
+    run(check())
+
+
 def test_a_pause_does_not_wait_for_readers(fragile: AsyncLLM, run: Run) -> None:
     async def check() -> None:
         outputs = fragile.generate("Once", params(max_tokens=300, ignore_eos=True))

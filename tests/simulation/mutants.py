@@ -638,12 +638,6 @@ SLIPS = [
         "if False:\n            return",
     ),
     Mutant("a drain leaves the engine paused", "async_engine.AsyncLLM.drain", "await self.resume()", "pass"),
-    Mutant(
-        "a pause that was resumed takes another for its own",
-        "async_engine.AsyncLLM.pause",
-        "self._num_resumed > resumed",
-        "not self._is_paused",
-    ),
     Mutant("a drain waits no time", "async_engine.AsyncLLM.drain", "asyncio.timeout(timeout)", "asyncio.timeout(0)"),
     Mutant(
         "a drain waits for ever", "async_engine.AsyncLLM.drain", "asyncio.timeout(timeout)", "asyncio.timeout(None)"
