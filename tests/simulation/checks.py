@@ -104,8 +104,8 @@ def check_over(world: World) -> None:
     """Nobody is left waiting, and no stream is kept."""
     for client in world.clients:
         raise Violation(f"I7: {client.name} waits for a dead engine")
-    if world.draining is not None and world.draining.done():
-        world.draining.result()
+    if world.draining is not None and world.draining.done() and world.draining.result() and world.num_cut_off:
+        raise Violation("a drain that was cut off says that all were through")
     streams = world.llm._streams
     if len(streams) or streams._by_key or streams._num_awaited:
         raise Violation("I13: streams are kept although their readers have gone")

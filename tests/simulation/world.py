@@ -122,6 +122,7 @@ class World:
         self.resume_at: int | None = None
         self.draining: asyncio.Task[bool] | None = None
         self.num_drain_failures = 0
+        self.num_cut_off = 0  # who was told that the engine has ended, during a drain
         self.tasks: list[asyncio.Task[Any]] = []
         self.random = np.random.default_rng(setting["seed"])
         self.llm = llm = SimulatedLLM(
@@ -355,6 +356,7 @@ class World:
             raise Violation(f"I7: {client.name} failed with {error!r} for no reason")
         if isinstance(error, DrainingError):
             self.num_drain_failures += 1
+        self.num_cut_off += self.is_draining and isinstance(error, EngineDeadError)
         if isinstance(error, DeadlineError):
             self.fired["deadline"] += 1
         if isinstance(error, RequestFailedError) and any(truth.breaks_at() is not None for truth in client.truths):
