@@ -297,28 +297,41 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in HOSTILE]
-)
+CUT = [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in HOSTILE]
+
+
+def refusal_of(source: str) -> str:
+    """Return in which words a hostile template is refused."""
+    with pytest.raises(UserError, match=r"^The chat template ") as caught:
+        render(
+            compile_template(source),
+            [{"role": "user", "content": "Be brief. " * 100}],
+            add_generation_prompt=True,
+            continue_final_message=False,
+            tools=None,
+            variables={},
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", CUT)
 def test_a_hostile_template_is_cut(name: str) -> None:
-    content = "Be brief. " * 100
     started = time.thread_time()
+    told = refusal_of(HOSTILE[name])
+    assert time.thread_time() - started < 2.0
+    assert "\n" not in told and len(told) < 300
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_hostile_template_takes_little_memory(name: str) -> None:
+    """By itself: to follow every allocation takes as long again."""
     tracemalloc.start()
     try:
-        with pytest.raises(UserError, match=r"^The chat template ") as caught:
-            render(
-                compile_template(HOSTILE[name]),
-                [{"role": "user", "content": content}],
-                add_generation_prompt=True,
-                continue_final_message=False,
-                tools=None,
-                variables={},
-            )
+        refusal_of(HOSTILE[name])
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
-    assert time.thread_time() - started < 2.0 and peak < 1 << 28
+    assert peak < 1 << 28
 
 
 @pytest.mark.parametrize(
