@@ -26,7 +26,7 @@ run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
 	printf 'What is 47 + 38?\nWhat is the capital of France?\n' | $(VENV)/bin/jaxllm chat
 
-test: $(VENV)/.dev  ## the default tests: CPU, offline, 14 minutes on two slow cores from empty caches
+test: $(VENV)/.dev  ## the default tests: CPU, offline, 16 minutes on two slow cores from empty caches
 	$(VENV)/bin/python -m pytest $(BY_FILE) --durations=20
 
 test-slow: $(VENV)/.dev  ## what the default tests hold a part of: whole matrices, thousands of combinations
