@@ -49,7 +49,7 @@ def check_turn(world: World, began: float) -> None:
         for client in world.clients:
             if client.pause is None:
                 raise Violation(f"I7: {client.name} waits although the time of the drain is over")
-    if world.setting["block_events"] and len(world.stored) != len(reference.index):
+    if world.setting["block_events"] and len(world.follower.stored) != len(reference.index):
         raise Violation("the events of the prefix cache do not add up to it")
     if len(world.engine._samples) != len(reference.by_id):
         raise Violation("I13: the engine keeps samples that have ended, or lost some")

@@ -14,6 +14,7 @@ from tests.simulation.device import Violation
 from tests.simulation.requests import burst, race, submit
 
 if TYPE_CHECKING:
+    from jaxllm.async_engine import PauseMode
     from tests.simulation.world import World
 
 
@@ -134,7 +135,7 @@ def commit_again(world: World, plan: Plan, tokens: np.ndarray, is_finite: np.nda
         raise Violation("a late result was taken for a new one")
 
 
-def pause(world: World, mode: str, turns: int) -> None:
+def pause(world: World, mode: PauseMode, turns: int) -> None:
     if world.is_paused or world.is_draining:
         return
     world.fired[f"pause_{mode}"] += 1
@@ -147,12 +148,12 @@ def pause(world: World, mode: str, turns: int) -> None:
     call(world, paused(world, mode))
 
 
-async def paused(world: World, mode: str) -> None:
+async def paused(world: World, mode: PauseMode) -> None:
     """Pause, and see whether that is what it is said to be once the call returns."""
     resets, resumed = world.reference.num_resets, world.num_resumed
     world.pausing += 1
     try:
-        await world.llm.pause(mode)  # type: ignore[arg-type]
+        await world.llm.pause(mode)
     finally:
         world.pausing -= 1
     if world.num_resumed > resumed or world.is_draining:

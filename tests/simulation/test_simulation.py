@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.__main__ import explain, main
-from tests.simulation.mutants import HISTORY, SLIPS, Mutant, planted
+from tests.simulation.mutants import HISTORY, Mutant, planted
 from tests.simulation.shrink import failure, shrink
+from tests.simulation.slips import SLIPS
 from tests.simulation.tally import RARE, Tally, play
 from tests.simulation.trace import Trace, make_trace
 from tests.simulation.world import World

@@ -8,20 +8,14 @@ runner is production code; the device's programs, the tokenizer, the clock and t
 from __future__ import annotations
 
 import asyncio
-import logging
 import zlib
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from hashlib import sha256
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
-from jaxllm import async_engine, blocks, engine, runner, streams
-from jaxllm.batch import Shape
-from jaxllm.blocks import PoolEditor
 from jaxllm.cache import Geometry
 from jaxllm.engine import FEW_STREAMS, MANY_STREAMS_INTERVAL, MAX_EXHAUSTED, MAX_FAILURES, Accepted, LLMEngine
 from jaxllm.errors import (
@@ -32,21 +26,21 @@ from jaxllm.errors import (
 )
 from jaxllm.metrics import StepReport
 from jaxllm.parts import Parts
-from jaxllm.seats import RequestFault, Seats
-from jaxllm.state import Cleared, Plan, Removed, Request, Stored
+from jaxllm.seats import RequestFault
+from jaxllm.state import Plan, Request
 from jaxllm.types import RequestOutput, RequestOutputKind, SamplingParams
+from tests.simulation.block_events import Follower
 from tests.simulation.checks import ROUNDING, TICK, check_idle, check_over, check_turn
 from tests.simulation.client import Client
-from tests.simulation.device import Flight, SimulatedRunner, Violation
+from tests.simulation.device import SimulatedRunner, Violation
 from tests.simulation.events import happen, resume
+from tests.simulation.faults import HANG, StepFaults
 from tests.simulation.loop import Loop
 from tests.simulation.oracle import EOS, VOCABULARY, Tokenizer, Truth, mix
 from tests.simulation.reference import Entry
-from tests.simulation.requests import submit
-from tests.simulation.stand_ins import Condition, InjectedError, Recorder, SimulatedLLM, SimulatedThread, no_span
+from tests.simulation.stand_ins import Condition, InjectedError, Recorder, SimulatedLLM, SimulatedThread
 from tests.simulation.trace import Trace
 
-HANG = 8.0  # seconds after which the engine counts as hung
 FIRST_MOMENT = 100_000.0
 
 
@@ -64,6 +58,7 @@ class World:
         self.digest = 0
         self.fired: Counter[str] = Counter()
         self.loop = Loop(lambda: self.now)
+        self.faults = StepFaults(self)
         self.tokenizer = Tokenizer()
         self.tokenizer.is_broken = trace.setting["broken_text"]
         self.submitting: Client | None = None
@@ -106,7 +101,6 @@ class World:
         self.reasons: Counter[str] = Counter()  # samples by how they ended, as the engine told
         self.told: dict[str, set[int]] = {}  # by key: samples whose end was told
         self.finished_keys: set[str] = set()
-        self.stored: set[bytes] = set()  # by the events of the prefix cache
         self.armed: dict[str, Any] = {}
         self.failures = 0  # steps in a row
         self.num_recoveries = 0
@@ -139,7 +133,7 @@ class World:
             seed=setting["seed"],
             max_logprobs=5,
         )
-        self.runner = SimulatedRunner(llm.config, geometry, setting["max_step_tokens"], llm.metrics, self)
+        self.runner = SimulatedRunner(llm.config, geometry, setting["max_step_tokens"], llm.metrics, self.faults)
         self.reference = llm._recorder = Recorder(self.runner.limits, self._claim)
         self.reference.world = self
         rest = self.runner.programs.rest
@@ -184,7 +178,8 @@ class World:
             return outputs(changed, now)
 
         self.engine._outputs = make  # type: ignore[method-assign]
-        self.following = self.loop.create_task(self._follow()) if setting["block_events"] else None
+        self.follower = Follower(llm, setting, self.client_of, self.loop.failures)
+        self.following = self.loop.create_task(self.follower.run()) if setting["block_events"] else None
 
     def end(self) -> None:
         """Close the engine and check that nothing is left of it."""
@@ -296,40 +291,6 @@ class World:
                 self.finished_keys.add(key)
                 del self.told[key]
 
-    async def _follow(self) -> None:
-        """Read what the engine tells of its prefix cache, to its end."""
-        number = 0
-        try:
-            async for batch in self.llm.kv_events():
-                if batch.sequence != number:
-                    raise Violation("a batch of the prefix cache's events is lost")
-                number += 1
-                self.note_block_events(batch.events)
-        except EngineDeadError:
-            pass
-        except Exception as error:
-            self.loop.failures.append(error)
-
-    def note_block_events(self, events: Sequence[Any]) -> None:
-        """Follow what the engine tells of its prefix cache."""
-        for event in events:
-            match event:
-                case Cleared():
-                    self.stored.clear()
-                case Stored():
-                    if event.digest in self.stored or len(event.tokens) != self.setting["block_size"]:
-                        raise Violation("a block is told to be stored twice, or in part")
-                    tokens = np.array(event.tokens, "<i4").tobytes()
-                    roots = [sha256(salt).digest() for salt in (b"", b"one", b"two")]
-                    parents = roots if event.parent is None else [event.parent]
-                    if event.parent is None and not self.setting["prefix_caching"]:
-                        parents = [sha256(f"{number}".encode()).digest() for number in range(max(self.client_of) + 1)]
-                    if all(sha256(parent + tokens).digest() != event.digest for parent in parents):
-                        raise Violation("a block is told to hold other tokens")
-                    self.stored.add(event.digest)
-                case Removed():
-                    self.stored.remove(event.digest)
-
     def note_over(self, client: Client) -> None:
         """A client has ended: say if it may have."""
         if self.live.get(client.name) is client:
@@ -394,73 +355,6 @@ class World:
                 if (tuple(part.token_ids), part.finish_reason) != (due.tokens, due.reason):
                     raise Violation(f"I8: the summary of {client.name} ends with {part.finish_reason}, not as {due}")
 
-    # Faults of the device (`device.Faults`).
-
-    def before_dispatch(self, shape: Shape) -> None:
-        """Fail before or after the state is in the step's hands, or take very long."""
-        if self.armed.pop("compile_stall", None):
-            self.fired["compile_stall"] += 1
-            self.now += 60.0
-            self.is_hung = True
-            submit(self, {"name": "probe", "ids": [5], "params": {}})
-            self.loop.run()
-            self.is_hung = False
-        limit = self.armed.get("out_of_memory")
-        if limit is not None and shape.tokens >= limit:
-            # Once, or until somebody has made room, or as long as anybody may be given up.
-            times = self.armed.get("exhausted", 0) + 1
-            self.armed["exhausted"] = times
-            if times == {1: 1, 4: MAX_FAILURES, 16: MAX_EXHAUSTED * MAX_FAILURES}[limit]:
-                del self.armed["out_of_memory"], self.armed["exhausted"]
-            self._fail("out_of_memory", is_lost=True, words="RESOURCE_EXHAUSTED")
-        if "dies" in self.armed:
-            self._fail("dies", is_lost=False)
-        for kind in ("raise_before", "raise_after"):
-            if self.armed.pop(kind, None):
-                self._fail(kind, is_lost=kind == "raise_after")
-
-    def while_in_flight(self, flight: Flight) -> None:
-        """The device computes: the world goes on, and perhaps no result comes."""
-        if self.armed.pop("result_late", None):
-            self.fired["result_late"] += 1
-            self.now += 5.0
-            since = self.thread.step_since
-            if since is None or (self.llm._working_state() == "hung") != (self.now - since > HANG):
-                raise Violation("a step that is late counts as hung before its time, or not behind it")
-        load, (num_new, _) = self.thread.load, self.llm._inbox.counts()
-        if load.running + load.waiting + num_new < len(self.reference.by_id):
-            raise Violation("I11: what was taken in is in no load while a step runs")
-        events, self.mid = self.mid, []
-        for event in events:
-            happen(self, event[1], event[2:])
-        if self.armed.pop("result_lost", None):
-            self._fail("result_lost", is_lost=True)
-        self.loop.run()
-        self.failures, self.most_failures = 0, MAX_FAILURES
-
-    def not_finite(self, samples: Sequence[bool]) -> Sequence[int]:
-        """Strike a row that samples."""
-        if "not_finite" not in self.armed or not any(samples):
-            return ()
-        candidates = [row for row, is_sampled in enumerate(samples) if is_sampled]
-        self.fired["not_finite"] += 1
-        return (candidates[self.armed.pop("not_finite") % len(candidates)],)
-
-    def strikes_score(self) -> bool:
-        """Whether the log-probabilities of the prompts of this step are not finite."""
-        if self.armed.pop("score_not_finite", None) is None:
-            return False
-        self.fired["score_not_finite"] += 1
-        return True
-
-    def _fail(self, kind: str, is_lost: bool, words: str = "") -> None:
-        self.fired[kind] += 1
-        self.failures += 1
-        self.num_recoveries += 1
-        if is_lost:
-            self.runner.device.is_lost = True
-        raise InjectedError(f"{kind} {words}")
-
     @property
     def interval(self) -> int:
         """Tokens after which a reader who did not say is shown them."""
@@ -476,7 +370,7 @@ class World:
     def play(self) -> None:
         """Play all turns, then let everything end, and check that nothing is left."""
         try:
-            with self._patched():
+            with self.faults.patched():
                 for turn in range(self.trace.num_turns):
                     self.turn = turn
                     self._turn(self._events.get(turn, ()))
@@ -495,56 +389,6 @@ class World:
             with suppress(BaseException):
                 self.loop.run()
                 break
-
-    @contextmanager
-    def _patched(self) -> Iterator[None]:
-        """Refuse allocations when told to, and keep quiet about requests that fail."""
-        take = PoolEditor.take
-
-        def refusing(editor: PoolEditor, count: int) -> np.ndarray:
-            if self.takes_until_refusal:
-                self.takes_until_refusal -= 1
-                if not self.takes_until_refusal:
-                    self._fail("allocation_refused", is_lost=False)
-            return take(editor, count)
-
-        give = Seats.give
-
-        def giving(seats: Seats, slot: int, sample: Any) -> None:
-            if self.armed.pop("request_fault", None):
-                self.fired["request_fault"] += 1
-                self.num_recoveries += 1
-                admitted = [each.request.id for each in self.plans[-1].admitted]
-                for number, client, cached in self.counted:  # they are admitted again, and count then
-                    if number in admitted[admitted.index(sample.id) :]:
-                        self.was_admitted.remove(client)
-                        self.prompt_tokens -= len(client.ids)
-                        self.cached_tokens -= cached
-                raise InjectedError("request_fault")
-            give(seats, slot, sample)
-
-        logger = logging.getLogger("jaxllm")
-        before = logger.level
-        logger.setLevel(logging.CRITICAL + 1)
-        refuses = any(event[1] == "allocation_refused" for event in self.trace.events)
-        try:
-            with (
-                mock.patch.object(PoolEditor, "take", refusing if refuses else take),
-                mock.patch.object(blocks, "MOST_STALE", 8),  # so that the queue of cached blocks is swept
-                mock.patch.object(async_engine, "LONG_TEXT", 6),
-                mock.patch.object(streams, "LOGGED_EVENTS", 20),
-                mock.patch.object(Seats, "give", giving),
-                mock.patch.object(engine, "FEW_STREAMS", self.few_streams),
-                mock.patch.object(runner, "PATCH_ENTRIES", 3),  # so that more is sent than one call takes
-                mock.patch.object(runner, "PATCH_EXTRAS", 1),
-                mock.patch.object(runner, "SCORED_ROWS", 5),
-                mock.patch.object(engine, "span", no_span),
-                mock.patch.object(runner, "span", no_span),
-                mock.patch.object(engine, "_uninterrupted", nullcontext),  # the engine's thread is not the main one
-            ):
-                yield
-        finally:
-            logger.setLevel(before)
 
     def _turn(self, events: Collection[list[Any]]) -> None:
         for event in events:

@@ -1,0 +1,65 @@
+"""Somebody who follows the events of the prefix cache, as a router in front of several engines does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from jaxllm.async_engine import AsyncLLM
+from jaxllm.errors import EngineDeadError
+from jaxllm.state import Cleared, Removed, Stored
+from tests.simulation.device import Violation
+
+
+class Follower:
+    """Knows what the cache holds, by what is told of it, and checks that.
+
+    `ids` are those of all requests so far, after which caches that are nobody else's are called; what is wrong goes to
+    `failures`.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM, setting: Mapping[str, Any], ids: Collection[int], failures: list[BaseException]
+    ) -> None:
+        self._llm = llm
+        self._setting = setting
+        self._ids = ids
+        self._failures = failures
+        self.stored: set[bytes] = set()  # digests of blocks that can be hit
+
+    async def run(self) -> None:
+        """Read what the engine tells of its prefix cache, to its end."""
+        number = 0
+        try:
+            async for batch in self._llm.kv_events():
+                if batch.sequence != number:
+                    raise Violation("a batch of the prefix cache's events is lost")
+                number += 1
+                self._note(batch.events)
+        except EngineDeadError:
+            pass
+        except Exception as error:
+            self._failures.append(error)
+
+    def _note(self, events: Sequence[Any]) -> None:
+        """Follow what the engine tells of its prefix cache."""
+        for event in events:
+            match event:
+                case Cleared():
+                    self.stored.clear()
+                case Stored():
+                    if event.digest in self.stored or len(event.tokens) != self._setting["block_size"]:
+                        raise Violation("a block is told to be stored twice, or in part")
+                    tokens = np.array(event.tokens, "<i4").tobytes()
+                    roots = [sha256(salt).digest() for salt in (b"", b"one", b"two")]
+                    parents = roots if event.parent is None else [event.parent]
+                    if event.parent is None and not self._setting["prefix_caching"]:
+                        parents = [sha256(f"{number}".encode()).digest() for number in range(max(self._ids) + 1)]
+                    if all(sha256(parent + tokens).digest() != event.digest for parent in parents):
+                        raise Violation("a block is told to hold other tokens")
+                    self.stored.add(event.digest)
+                case Removed():
+                    self.stored.remove(event.digest)

@@ -1,0 +1,153 @@
+"""What goes wrong with a step: faults of the device (`device.Faults`), and those put into production code."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+
+from jaxllm import async_engine, blocks, engine, runner, streams
+from jaxllm.batch import Shape
+from jaxllm.blocks import PoolEditor
+from jaxllm.engine import MAX_EXHAUSTED, MAX_FAILURES
+from jaxllm.seats import Seats
+from tests.simulation.device import Flight, Violation
+from tests.simulation.events import happen
+from tests.simulation.requests import submit
+from tests.simulation.stand_ins import InjectedError, no_span
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+HANG = 8.0  # seconds after which the engine counts as hung
+
+
+class StepFaults:
+    """Lets happen what the world's events have armed."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def before_dispatch(self, shape: Shape) -> None:
+        """Fail before or after the state is in the step's hands, or take very long."""
+        world = self.world
+        if world.armed.pop("compile_stall", None):
+            world.fired["compile_stall"] += 1
+            world.now += 60.0
+            world.is_hung = True
+            submit(world, {"name": "probe", "ids": [5], "params": {}})
+            world.loop.run()
+            world.is_hung = False
+        limit = world.armed.get("out_of_memory")
+        if limit is not None and shape.tokens >= limit:
+            # Once, or until somebody has made room, or as long as anybody may be given up.
+            times = world.armed.get("exhausted", 0) + 1
+            world.armed["exhausted"] = times
+            if times == {1: 1, 4: MAX_FAILURES, 16: MAX_EXHAUSTED * MAX_FAILURES}[limit]:
+                del world.armed["out_of_memory"], world.armed["exhausted"]
+            self.fail("out_of_memory", is_lost=True, words="RESOURCE_EXHAUSTED")
+        if "dies" in world.armed:
+            self.fail("dies", is_lost=False)
+        for kind in ("raise_before", "raise_after"):
+            if world.armed.pop(kind, None):
+                self.fail(kind, is_lost=kind == "raise_after")
+
+    def while_in_flight(self, flight: Flight) -> None:
+        """The device computes: the world goes on, and perhaps no result comes."""
+        world = self.world
+        if world.armed.pop("result_late", None):
+            world.fired["result_late"] += 1
+            world.now += 5.0
+            since = world.thread.step_since
+            if since is None or (world.llm._working_state() == "hung") != (world.now - since > HANG):
+                raise Violation("a step that is late counts as hung before its time, or not behind it")
+        load, (num_new, _) = world.thread.load, world.llm._inbox.counts()
+        if load.running + load.waiting + num_new < len(world.reference.by_id):
+            raise Violation("I11: what was taken in is in no load while a step runs")
+        events, world.mid = world.mid, []
+        for event in events:
+            happen(world, event[1], event[2:])
+        if world.armed.pop("result_lost", None):
+            self.fail("result_lost", is_lost=True)
+        world.loop.run()
+        world.failures, world.most_failures = 0, MAX_FAILURES
+
+    def not_finite(self, samples: Sequence[bool]) -> Sequence[int]:
+        """Strike a row that samples."""
+        world = self.world
+        if "not_finite" not in world.armed or not any(samples):
+            return ()
+        candidates = [row for row, is_sampled in enumerate(samples) if is_sampled]
+        world.fired["not_finite"] += 1
+        return (candidates[world.armed.pop("not_finite") % len(candidates)],)
+
+    def strikes_score(self) -> bool:
+        """Whether the log-probabilities of the prompts of this step are not finite."""
+        world = self.world
+        if world.armed.pop("score_not_finite", None) is None:
+            return False
+        world.fired["score_not_finite"] += 1
+        return True
+
+    def fail(self, kind: str, is_lost: bool, words: str = "") -> None:
+        """Raise what counts as a failed step; `is_lost`: with the state in its hands."""
+        world = self.world
+        world.fired[kind] += 1
+        world.failures += 1
+        world.num_recoveries += 1
+        if is_lost:
+            world.runner.device.is_lost = True
+        raise InjectedError(f"{kind} {words}")
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Put faults into production code, and bounds that small worlds reach; say nothing of requests that fail."""
+        world = self.world
+        take, give = PoolEditor.take, Seats.give
+
+        def refusing(editor: PoolEditor, count: int) -> np.ndarray:
+            if world.takes_until_refusal:
+                world.takes_until_refusal -= 1
+                if not world.takes_until_refusal:
+                    self.fail("allocation_refused", is_lost=False)
+            return take(editor, count)
+
+        def giving(seats: Seats, slot: int, sample: Any) -> None:
+            if world.armed.pop("request_fault", None):
+                world.fired["request_fault"] += 1
+                world.num_recoveries += 1
+                admitted = [each.request.id for each in world.plans[-1].admitted]
+                for number, client, cached in world.counted:  # they are admitted again, and count then
+                    if number in admitted[admitted.index(sample.id) :]:
+                        world.was_admitted.remove(client)
+                        world.prompt_tokens -= len(client.ids)
+                        world.cached_tokens -= cached
+                raise InjectedError("request_fault")
+            give(seats, slot, sample)
+
+        logger = logging.getLogger("jaxllm")
+        before = logger.level
+        logger.setLevel(logging.CRITICAL + 1)
+        refuses = any(event[1] == "allocation_refused" for event in world.trace.events)
+        try:
+            with (
+                mock.patch.object(PoolEditor, "take", refusing if refuses else take),
+                mock.patch.object(blocks, "MOST_STALE", 8),  # so that the queue of cached blocks is swept
+                mock.patch.object(async_engine, "LONG_TEXT", 6),
+                mock.patch.object(streams, "LOGGED_EVENTS", 20),
+                mock.patch.object(Seats, "give", giving),
+                mock.patch.object(engine, "FEW_STREAMS", world.few_streams),
+                mock.patch.object(runner, "PATCH_ENTRIES", 3),  # so that more is sent than one call takes
+                mock.patch.object(runner, "PATCH_EXTRAS", 1),
+                mock.patch.object(runner, "SCORED_ROWS", 5),
+                mock.patch.object(engine, "span", no_span),
+                mock.patch.object(runner, "span", no_span),
+                mock.patch.object(engine, "_uninterrupted", nullcontext),  # the engine's thread is not the main one
+            ):
+                yield
+        finally:
+            logger.setLevel(before)
