@@ -273,7 +273,7 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     inner = next((member for member in members if member is not type(None)), kind)
     for literal in (kind, inner):  # a choice, or a choice or None
         if get_origin(literal) is Literal:
-            return {"choices": get_args(literal), "type": lambda text: DTYPE_NAMES.get(text, text)}
+            return {"choices": get_args(literal)} | ({"type": _dtype} if field.name == "dtype" else {})
     if inner is bool:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(inner) is Sequence:
@@ -283,6 +283,11 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     if type(None) in members and inner is int:
         convert = _integer_or_none
     return {"type": convert, "metavar": _METAVARS.get(field.name, {int: "N", float: "X", str: "NAME"}[inner])}
+
+
+def _dtype(text: str) -> str:
+    """Read a type of numbers: vLLM's other names are taken, too."""
+    return DTYPE_NAMES.get(text, text)
 
 
 def _integer(text: str) -> int:

@@ -284,7 +284,7 @@ def test_an_unknown_key_of_a_config_file_is_told_with_the_file(run: Run, tmp_pat
 
 
 def test_half_is_float16() -> None:
-    assert EngineConfig(model="m", dtype="half").dtype == "float16"  # type: ignore[arg-type]
+    assert EngineConfig.from_kwargs("m", dtype="half").dtype == "float16"
 
 
 def test_help_and_version_import_no_jax() -> None:

@@ -25,7 +25,7 @@ from jaxllm.errors import UserError
 from jaxllm.recording import FileRecorder, Kind
 from jaxllm.replay import Moment, Replay
 from jaxllm.scheduler import NO_TOKEN, digests_of
-from jaxllm.state import Limits, Plan, Request
+from jaxllm.state import Limits, Plan, Request, initial
 from jaxllm.types import SamplingParams
 from tests.serving_process import QUICK, ServingProcess
 from tests.sizes import MANY_SLOTS
@@ -335,7 +335,7 @@ def test_the_command_tells_plans_states_and_requests(tmp_path: Path, capsys: pyt
 
 def test_a_request_is_found_by_each_of_its_names() -> None:
     request = Request(1, array("i", [3]), 1, 2, (), 0, b"", name="9255563d (my-req)")
-    moment = Moment(0, 0.0, Kind.ADD, None, added=(request,))  # type: ignore[arg-type]
+    moment = Moment(0, 0.0, Kind.ADD, initial(LIMITS), added=(request,))
     for name in "9255563d", "9255", "cmpl-9255563d", "chatcmpl-9255563d", "my-req", "9255563d (my-req)":
         assert Story(name).take(moment) == {1: "9255563d (my-req)"}
     for name in "req", "5563d", "tcmpl-9255563d":

@@ -239,7 +239,7 @@ def test_long_texts_are_read_and_written_as_short_ones_are(kind: str, tokenizers
         assert len(ids) > 4096 and tokenizer.decode(ids, special) == tokenizer._backend.decode(ids, special)
     for bad in (-1, 2**32, "1", 1.5):
         with pytest.raises(UserError, match="Token ids must be integers from 0 to 4294967295"):
-            tokenizer.decode([*ids, bad])  # type: ignore[list-item]
+            tokenizer.decode([*ids, bad])
 
 
 def test_others_run_while_a_long_text_is_read_or_written() -> None:

@@ -33,7 +33,9 @@ def add(commands: Subparsers) -> None:
 def _add_habits(parser: argparse.ArgumentParser) -> None:
     """Take what vLLM's users are used to type, where a default or another flag does the same here."""
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    parser.add_argument("--enable-auto-tool-choice", action="store_true", help="taken for vLLM's sake: it always is")
+    parser.add_argument(
+        "--enable-auto-tool-choice", action="store_true", help="as in vLLM; without it, too, the model chooses tools"
+    )
     for flag, field, value in (
         ("--disable-log-requests", "enable_log_requests", False),
         ("--disable-log-stats", "log_stats_interval", 0.0),
