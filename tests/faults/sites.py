@@ -172,7 +172,7 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "jaxllm.chat_template": "_mark_end _cut_at_mark",
         "jaxllm.chat_tokens": "SpecialTokens.encode_literally SpecialTokens._refusal Disguise.take_off Disguise._twin "
         "_strings _copy",
-        "jaxllm.detokenizer": "_extend_run _is_broken _settle_run",
+        "jaxllm.detokenizer": "_extend_run _longer _settle_run _unfinished",
         "jaxllm.prompts": "_salt",
         "jaxllm.streams": "merge",
         "jaxllm.tokenizer": "Tokenizer.decode Tokenizer._make_piece Tokenizer.apply_chat_template "
