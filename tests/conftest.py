@@ -74,3 +74,11 @@ def run_jaxllm(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, s
         return code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Call the command line with a stand-in for the model, `tests.fake_llm`."""
+    from tests.fake_llm import caller
+
+    return caller(monkeypatch, capsys)

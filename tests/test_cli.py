@@ -8,283 +8,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxllm import cli, flags
+from jaxllm import cli
 from jaxllm.commands.chat import CHAT_HELP
-from jaxllm.config import EngineConfig
-from jaxllm.errors import EngineError, UserError
-from jaxllm.types import CompletionOutput, RequestOutput, SamplingParams
+from jaxllm.types import SamplingParams
+from tests.fake_llm import FakeLLM, Run, output_of, seen_params
 from tests.sizes import FEW_SLOTS
 
 ROOT = Path(__file__).parents[1]
-
-
-class FakeEngine:
-    """Answers any prompt with its own last words, a word a step; "^C" among them is the user's ^C."""
-
-    def __init__(self, max_model_len: int) -> None:
-        self.max_model_len = max_model_len
-        self.aborted: list[str] = []
-        self.seen: list[tuple[Any, SamplingParams]] = []
-        self._words: list[str] = []
-        self._text = ""
-
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
-        text = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
-        if text == "too long":
-            raise UserError("The prompt is too long.", "prompt")
-        self.seen.append((prompt, params))
-        self._words, self._text = text.split("|")[-1].split(" ")[: params.max_tokens], ""
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._words)
-
-    def step(self) -> list[RequestOutput]:
-        word = self._words.pop(0)
-        if word == "^C":
-            signal.raise_signal(signal.SIGINT)
-            word = "…"
-        self._text += f"{word} "
-        return [_output("cli", "", self._text, not self._words, "length" if word == "cut" else "stop")]
-
-    def abort_request(self, request_id: str) -> None:
-        self.aborted.append(request_id)
-        self._words = []
-
-
-def _output(request_id: str, prompt: Any, text: str, is_finished: bool, reason: str = "stop") -> RequestOutput:
-    is_text = isinstance(prompt, str)
-    completion = CompletionOutput(0, text, text.split(), finish_reason=reason if is_finished else None)  # type: ignore[arg-type]
-    ids = list(range(len(prompt.split()))) if is_text else prompt
-    return RequestOutput(request_id, prompt if is_text else None, ids, [completion], is_finished)
-
-
-class FakeLLM:
-    """What of `LLM` the command line uses."""
-
-    made: FakeLLM
-    default = SamplingParams(temperature=0.7)
-    max_model_len = 100
-
-    def __init__(self, model: str | None = None, *, use_tqdm: bool = False, **settings: Any) -> None:
-        if model == "wide":
-            raise UserError(
-                "tensor_parallel_size is 2 but JAX sees 1 device(s); use at most 1.", "tensor_parallel_size"
-            )
-        if model == "broken":
-            raise EngineError("the device\nis gone")
-        if model == "odd":
-            raise KeyError("weights")
-        if model == "slow":
-            raise KeyboardInterrupt
-        FakeLLM.made = self
-        self.model, self.settings, self.engine = model, settings, FakeEngine(self.max_model_len)
-        self.is_closed = False
-
-    def __enter__(self) -> FakeLLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.is_closed = True
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        return self.default
-
-    def generate(self, prompts: Sequence[Any], params: Sequence[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        self.engine.seen += list(zip(prompts, params, strict=True))
-        return [_output(str(index), prompt, f"<{prompt}>", True) for index, prompt in enumerate(prompts)]
-
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-        if self.model == "base":
-            raise UserError("base has no chat template; use generate().", "chat_template")
-        text = "|".join(f"{message['role'][0]}:{message['content']}" for message in messages)
-        return {"prompt": text, "prompt_token_ids": list(range(len(text)))}
-
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Call main() with the stand-in; give the exit code, standard output and standard error."""
-    module = ModuleType("jaxllm.llm")
-    module.LLM = FakeLLM  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "jaxllm.llm", module)
-    monkeypatch.setattr(FakeLLM, "max_model_len", 100)
-
-    def call(*arguments: str, stdin: str | bytes = "", at_terminal: bool = False) -> tuple[int, str, str]:
-        raw = stdin if isinstance(stdin, bytes) else stdin.encode()
-        stream = io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8")
-        stream.isatty = lambda: at_terminal  # type: ignore[method-assign]
-        monkeypatch.setattr(sys, "stdin", stream)
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: at_terminal)
-        code = cli.main(arguments)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-def _params() -> list[SamplingParams]:
-    return [params for _, params in FakeLLM.made.engine.seen]
-
-
-# ---- flags
-
-
-def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
-    given = {
-        "--tokenizer": "t", "--revision": "r", "--dtype": "float32", "--device": "cpu",
-        "--quantization": "int8", "--engine-seed": "-3",
-        "--max-model-len": "4K", "--block-size": "32", "--max-num-batched-tokens": "2k", "--max-num-seqs": "8",
-        "--tensor-parallel-size": "2", "--gpu-memory-utilization": "0.5", "--kv-cache-memory-bytes": "1G",
-        "--num-kv-blocks": "9", "--scheduling-policy": "priority", "--max-logprobs": "7", "--load-format": "dummy",
-        "--precompile": "all", "--compilation-cache-dir": "c",
-        "--n": "2", "--presence-penalty": "0.5", "--frequency-penalty": "-0.5", "--repetition-penalty": "1.5",
-        "--temperature": "0.9", "--top-p": "0.8", "--top-k": "5", "--min-p": "0.1", "--seed": "11", "--stop": "x",
-        "--stop-token-ids": "3", "--max-tokens": "9", "--min-tokens": "1", "--logprobs": "2",
-        "--truncate-prompt-tokens": "1k", "--prompt-logprobs": "3", "--logprob-token-ids": "4",
-        "--allowed-token-ids": "5", "--bad-words": "w", "--logits-processors": "module:function",
-        "--kernels": "sample=xla",
-    }  # fmt: skip
-    switches = [
-        "--no-enable-prefix-caching", "--no-async-scheduling", "--enable-kv-cache-events", "--deterministic",
-        "--ignore-eos", "--no-skip-special-tokens", "--include-stop-str-in-output", "--stop=--y",
-        "--no-skip-reading-prefix-cache",
-    ]  # fmt: skip
-    code, _, _ = run("generate", "-m", "m", *(part for pair in given.items() for part in pair), *switches, "--", "p")
-    assert code == 0
-    assert EngineConfig(model="m", **FakeLLM.made.settings) == EngineConfig(
-        model="m", tokenizer="t", revision="r", dtype="float32", device="cpu", seed=-3, max_model_len=4096,
-        quantization="int8", block_size=32, enable_prefix_caching=False, deterministic=True,
-        async_scheduling=False, enable_kv_cache_events=True, max_num_batched_tokens=2000, max_num_seqs=8,
-        tensor_parallel_size=2, gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**30, num_kv_blocks=9,
-        scheduling_policy="priority", max_logprobs=7, load_format="dummy", precompile="all",
-        compilation_cache_dir="c", logits_processors=("module:function",), kernels=("sample=xla",),
-    )  # fmt: skip
-    assert _params() == [
-        SamplingParams(
-            n=2, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, temperature=0.9, top_p=0.8,
-            top_k=5, min_p=0.1, seed=11, stop=["x", "--y"], stop_token_ids=[3], ignore_eos=True, max_tokens=9,
-            min_tokens=1, logprobs=2, skip_special_tokens=False, truncate_prompt_tokens=1000,
-            include_stop_str_in_output=True, prompt_logprobs=3, logprob_token_ids=[4], allowed_token_ids=[5],
-            bad_words=["w"], skip_reading_prefix_cache=False,
-        )
-    ]  # fmt: skip
-    num_fields = len(fields(EngineConfig)) - 1 + len(fields(SamplingParams)) - len(flags._NO_FLAGS)
-    assert num_fields == len(given) + len(switches) - 1  # --stop is there twice
-
-
-def test_flags_that_are_not_given_leave_the_models_defaults(run: Run) -> None:
-    run("generate", "p")
-    assert FakeLLM.made.model is None and FakeLLM.made.settings == {} and FakeLLM.made.is_closed
-    assert _params() == [SamplingParams(temperature=0.7, max_tokens=128)]
-    run("generate", "--max-tokens", "none", "--min-tokens", "20", "-n", "3", "p")
-    assert _params() == [SamplingParams(temperature=0.7, max_tokens=None, min_tokens=20, n=3)]
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("5", 5), ("-1", -1), ("2k", 2000), ("2K", 2048), ("3m", 3 * 10**6), ("1T", 2**40)]
-)
-def test_integers_with_units(text: str, value: int) -> None:
-    assert flags._integer(text) == value
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: COMMAND"),
-        (["genrate"], "invalid choice: 'genrate'"),
-        (["generate", "--temprature", "1", "x"], "unknown argument --temprature; did you mean --temperature?"),
-        (
-            ["generate", "--max-model-length=5", "x"],
-            "unknown argument --max-model-length=5; did you mean --max-model-len?",
-        ),
-        (["chat", "--logprobs", "1"], "unknown argument --logprobs"),
-        (["chat", "--prompt-logprobs", "1"], "unknown argument --prompt-logprobs"),
-        (["chat", "--logprob-token-ids", "1"], "unknown argument --logprob-token-ids"),
-        (["generate", "--max-tokens", "1.5k", "x"], "'1.5k' is not an integer (1k is 1000, 1K is 1024)"),
-        (["generate", "--top-p", "x", "x"], "argument --top-p: invalid float value: 'x'"),
-        (["generate", "--dtype", "int8", "x"], "argument --dtype: invalid choice: 'int8'"),
-        (["generate", "--temperature", "-1", "x"], "--temperature must be non-negative, got -1.0."),
-        (["generate", "--block-size", "0", "x"], "--block-size must be an integer from 1 to 256, got 0."),
-        (["generate", "--min-tokens", "200", "x"], "--min-tokens must be less than or equal to --max-tokens=128"),
-        (["doctor", "--max-num-seqs", "0"], "--max-num-seqs must be an integer"),
-        (["chat", "--stop", ""], "--stop cannot contain an empty string."),
-        (["generate", "--engine-seed", "9" * 30, "x"], "--engine-seed must be an integer"),
-        (["doctor", "--seed", "9" * 30], "error: --seed must be an integer"),
-        (["serve", "--ssl-certfile", "c"], "TLS needs both --ssl-keyfile and --ssl-certfile."),
-        (["serve", "--port", "70000"], "--port must be from 0 to 65535"),
-        (["serve", "/no/such/model"], "there is no folder /no/such/model"),
-        (["serve", "--tensor-parallel-size", "512"], "--tensor-parallel-size is 512"),
-        (["serve", "--record", "f", "--record-max-bytes", "5"], "--record-max-bytes must be at least 1048576."),
-        (["serve", "--tool-call-parser", "x"], "--tool-call-parser must be one of hermes, llama3_json, got 'x'."),
-        (["serve", "--reasoning-parser", "x"], "--reasoning-parser must be one of"),
-        (["serve", "--otlp-traces-endpoint", "x"], "--otlp-traces-endpoint must be a URL such as"),
-        (["serve", "--max-model-len", "1m"], "--max-model-len (1000000) is greater than what the model was made for"),
-        (["serve", "--enable-auto-tool-choice"], "--enable-auto-tool-choice requires --tool-call-parser"),
-        (["generate", "--enforce-eager", "x"], "--enforce-eager is not supported by jaxllm yet; leave it out"),
-        (["serve", "--no-enable-chunked-prefill"], "--no-enable-chunked-prefill is not supported by jaxllm yet"),
-        (["serve", "-pp", "2"], "-pp 2 is not supported by jaxllm yet; leave it out"),
-        (["serve", "--kv-cache-dtype=fp8"], "--kv-cache-dtype fp8 is not supported by jaxllm yet"),
-        (["serve", "--enforce-eage"], "unknown argument --enforce-eage (see"),
-        (["generate", "--file", "f", "x"], "give prompts as arguments or with --file, not both"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_2(arguments: list[str], message: str, run: Run) -> None:
-    code, out, err = run(*arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("jaxllm: error: ") and message in err and err.count("\n") == 1
-
-
-def test_defaults_of_vllm_may_be_typed(run: Run) -> None:
-    typed = ["--enable-chunked-prefill", "--pipeline-parallel-size", "1", "--kv-cache-dtype", "auto", "--dtype", "half"]
-    code, _, _ = run("generate", *typed, "--no-trust-remote-code", "--cpu-offload-gb=0", "p")
-    assert (code, FakeLLM.made.settings) == (0, {"dtype": "float16"})
-
-
-def test_serve_takes_what_vllms_users_type(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[Any] = []
-    monkeypatch.setattr("jaxllm_server.launch.serve", lambda server: served.append(server.options) or 0)
-    monkeypatch.setattr("jaxllm_server.launch.configure_logging", lambda: None)
-    parser = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    assert run("serve", *parser, "--disable-log-requests", "--disable-log-stats", "-pp", "1")[0] == 0
-    (server,) = served
-    assert (server.tool_call_parser, server.enable_log_requests, server.log_stats_interval) == ("hermes", False, 0.0)
-
-
-def test_help_says_which_paths_need_the_key(run: Run) -> None:
-    _, out, _ = run("serve", "--help")
-    said = " ".join(out.split())
-    assert "every path but /health, /live and /ready (to /metrics, too" in said
-
-
-def test_log_probabilities_without_json_are_warned_of(run: Run) -> None:
-    code, out, err = run("generate", "--logprobs", "2", "--logprob-token-ids", "4", "p")
-    assert (code, out) == (0, "<p>\n")
-    assert err.startswith("jaxllm: warning: --logprobs, --logprob-token-ids: log-probabilities are written with --json")
-    assert "warning" not in run("generate", "--json", "--logprobs", "2", "p")[2] + run("generate", "p")[2]
-
-
-def test_an_unknown_key_of_a_config_file_is_told_with_the_file(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "flags.yaml"
-    path.write_text("max_model_length: 5\n")
-    code, _, err = run("serve", "--config", str(path))
-    assert code == 2
-    assert f"{path}: unknown argument --max-model-length=5; did you mean --max-model-len?" in err
-    code, _, err = run("serve", "--config", str(path), "--max-model-length=5")
-    assert err.startswith("jaxllm: error: unknown argument --max-model-length=5")
-
-
-def test_half_is_float16() -> None:
-    assert EngineConfig.from_kwargs("m", dtype="half").dtype == "float16"
 
 
 def test_help_and_version_import_no_jax() -> None:
@@ -338,7 +74,7 @@ def test_prompts_from_a_file(run: Run, tmp_path: Path) -> None:
     assert [prompt for prompt, _ in FakeLLM.made.engine.seen] == ["first é", "  second "]
     records = '{"prompt": "a", "max_tokens": 3, "stop": "."}\n{"prompt": [1, 2], "temperature": 0}\n'
     _, out, _ = run("generate", "--file", "-", "--json", "--top-k", "4", stdin=records)
-    assert _params() == [
+    assert seen_params() == [
         SamplingParams(temperature=0.7, top_k=4, max_tokens=3, stop="."),
         SamplingParams(temperature=0, max_tokens=128),
     ]
@@ -390,7 +126,7 @@ def test_one_prompt_streams_to_a_terminal_and_stops_at_an_interrupt(run: Run) ->
 
 
 def test_an_output_that_failed_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = _output("0", "p", "", True, "error")
+    failed = output_of("0", "p", "", True, "error")
     monkeypatch.setattr(FakeLLM, "generate", lambda *_, **__: [failed])
     assert run("generate", "p")[0] == 1
 
@@ -414,7 +150,7 @@ def test_debug_shows_the_traceback(run: Run) -> None:
 
 
 STAND_IN = (
-    "import sys; from types import ModuleType; from tests.test_cli import FakeLLM; import jaxllm.cli\n"
+    "import sys; from types import ModuleType; from tests.fake_llm import FakeLLM; import jaxllm.cli\n"
     "module = ModuleType('jaxllm.llm'); module.LLM = FakeLLM; sys.modules['jaxllm.llm'] = module\n"
 )
 
@@ -472,7 +208,7 @@ def test_chat_keeps_the_conversation(run: Run) -> None:
     ]  # fmt: skip
     assert out == "u:hello \nu:again \nu:new \n"
     assert err == "The conversation is forgotten.\n"
-    assert _params()[0] == SamplingParams(temperature=0.7, max_tokens=1024)
+    assert seen_params()[0] == SamplingParams(temperature=0.7, max_tokens=1024)
 
 
 def test_chat_commands(run: Run) -> None:
@@ -529,61 +265,7 @@ def test_chat_at_a_terminal_prompts(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert out == "u:hi \n\n\n" and err == "/help lists the commands, ^D ends.\n"
 
 
-# ---- doctor, and the real engine
-
-
-def test_doctor_explains_what_would_be_used(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "cache" / "deep").mkdir(parents=True)
-    (tmp_path / "cache" / "deep" / "jit_run-1-cache").write_bytes(b"x" * 1536)
-    (tmp_path / "cache" / "jit_run-1-atime").write_bytes(b"")
-    arguments = ["doctor", "--compilation-cache-dir", str(tmp_path / "cache"), "--max-num-seqs", "4"]
-    code, out, _ = run(*arguments, "--json")
-    report = json.loads(out)
-    assert code == 0 and report["usable"] and report["problems"] == []
-    assert report["versions"]["jax"] and report["versions"]["python"].startswith("3.")
-    assert report["devices"][0]["platform"] == "cpu"
-    assert report["host"]["memory_bytes"] > report["host"]["free_bytes"] > 0
-    assert report["cache"] == {
-        "folder": str(tmp_path / "cache"), "programs": 1, "bytes": 1536, "is_writable": True
-    }  # fmt: skip
-    model = report["model"]
-    assert model["max_num_seqs"] == {"value": 4, "why": "asked for"}
-    assert model["dtype"] == {"value": "float32", "why": "the default on a CPU"}
-    assert model["parameters"]["value"] > 1_000_000 and model["num_kv_blocks"]["value"] > 0
-    code, out, _ = run(*arguments)
-    assert code == 0
-    assert "max_num_seqs: 4 (asked for)" in out and "1 programs, 1.5 KiB" in out and "the model can run" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["-m", "/no/such"], "/no/such"),
-        (["--device", "gpu"], "JAX sees none"),
-        (["--max-model-len", "1m"], "max_model_len"),
-        (["--tensor-parallel-size", "512"], "tensor_parallel_size is 512"),
-    ],
-)
-def test_doctor_names_what_keeps_a_model_from_running(arguments: list[str], problem: str, run: Run) -> None:
-    code, out, _ = run("doctor", "--json", *arguments)
-    report = json.loads(out)
-    assert (code, report["usable"]) == (1, False)
-    assert len(report["problems"]) == 1 and problem in report["problems"][0]
-
-
-def test_doctor_says_when_programs_cannot_be_kept(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    _, out, _ = run("doctor", "--json", "--compilation-cache-dir", str(tmp_path / "file" / "cache"))
-    assert "every start compiles anew" in json.loads(out)["advice"][0]
-
-
-def test_doctor_advises_on_a_gpu_that_jax_does_not_see(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxllm import doctor
-
-    for is_there in (True, False):
-        monkeypatch.setattr(doctor, "_has_nvidia_gpu", lambda is_there=is_there: is_there)
-        _, out, _ = run("doctor", "--json")
-        assert ("install jaxllm[cuda12]" in out) == is_there
+# ---- the real engine
 
 
 def test_the_real_engine_generates_and_chats(
