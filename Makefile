@@ -20,20 +20,23 @@ export PYTHONDONTWRITEBYTECODE =
 # A file's fixtures are made once. In xdist's own order, by number of tests, the simulation would keep one worker to the end.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded clean
+.PHONY: run test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
 	printf 'What is 47 + 38?\nWhat is the capital of France?\n' | $(VENV)/bin/jaxllm chat
 
-test: $(VENV)/.dev  ## the default tests: CPU, offline, 16 minutes on two slow cores from empty caches
+test: $(VENV)/.dev  ## the default tests: CPU, offline, 8 minutes on two slow cores from empty caches
 	$(VENV)/bin/python -m pytest $(BY_FILE) --durations=20
 
-test-slow: $(VENV)/.dev  ## what the default tests hold a part of: whole matrices, thousands of combinations
+test-ci: $(VENV)/.dev  ## what CI has besides: further cases of a kind, loads, endurance, whole servers
+	$(VENV)/bin/python -m pytest -m "ci and not slow" $(BY_FILE) --durations=20
+
+test-slow: $(VENV)/.dev  ## what those hold a part of: whole matrices, thousands of combinations
 	$(VENV)/bin/python -m pytest -m slow -n 2 --durations=10
 
-test-optimized: $(VENV)/.dev  ## the default tests under python -O; pytest's own assertions stay
-	PYTHONOPTIMIZE=1 $(VENV)/bin/python -m pytest $(BY_FILE)
+test-optimized: $(VENV)/.dev  ## the tests of both under python -O; pytest's own assertions stay
+	PYTHONOPTIMIZE=1 $(VENV)/bin/python -m pytest -m "not slow" $(BY_FILE)
 
 fuzz: $(VENV)/.dev $(FUZZ_VENV)/.fuzz  ## ten thousand of each hostile input, then those that look for new code, MINUTES (1) for each target; ONLY="http stop"
 	$(if $(ONLY),,FUZZ_EXAMPLES=10000 $(VENV)/bin/python -m pytest -m slow tests/fuzz -n 2)

@@ -143,6 +143,7 @@ def test_decode_matches_the_naive_loop(case, implementation):
     np.testing.assert_allclose(out, expected, rtol=0, atol=3e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", EACH)
 def test_many_rows_take_turns_in_lanes(case):
     """Lanes that end at different times, of rows without tokens, of one and of several chunks of keys."""

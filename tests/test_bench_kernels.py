@@ -24,6 +24,7 @@ def small_array(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "HEADS", {"tiny": (4, 2, 8)})
 
 
+@pytest.mark.ci
 def test_every_implementation_of_every_operation(run_jaxllm: Run, tmp_path: Path) -> None:
     target = tmp_path / "kernels.json"
     code, out, _ = run_jaxllm(

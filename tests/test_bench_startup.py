@@ -24,6 +24,7 @@ def start(kind: startup.Kind, first: float, everything: float | None = None) -> 
     return startup.Start(kind, 0.5, first - 0.25, first, everything, 2, phases)
 
 
+@pytest.mark.ci
 def test_an_engine_tells_its_phases(capsys: pytest.CaptureFixture[str]) -> None:
     with LLM(**SMALL, use_tqdm=True) as llm:
         phases = {phase.name: phase for phase in llm.engine.start_phases}
@@ -63,6 +64,7 @@ def test_starts_are_summed_up_by_kind() -> None:
     assert "First token (s):                         11.00" in text and "(2.00) 2 programs" in text
 
 
+@pytest.mark.ci
 def test_the_command_starts_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Warm, from the cache of the tests: one process."""
     with LLM(**SMALL) as llm:

@@ -300,6 +300,10 @@ ALIKE = {
 CUT = [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in HOSTILE]
 
 
+# Of these `make test` follows every allocation, of the others CI.
+WEIGHED = {"plus", "times", "nested lists", "join", "center", "source", "squares"}
+
+
 def refusal_of(source: str) -> str:
     """Return in which words a hostile template is refused."""
     with pytest.raises(UserError, match=r"^The chat template ") as caught:
@@ -322,7 +326,13 @@ def test_a_hostile_template_is_cut(name: str) -> None:
     assert "\n" not in told and len(told) < 300
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in WEIGHED else [pytest.mark.slow if name in ALIKE else pytest.mark.ci])
+        for name in HOSTILE
+    ],
+)
 def test_a_hostile_template_takes_little_memory(name: str) -> None:
     """By itself: to follow every allocation takes as long again."""
     tracemalloc.start()

@@ -274,6 +274,7 @@ def test_every_parameter_takes_part() -> None:
     assert set(random_values(np.random.default_rng(0))) == {own.name for own in dataclasses.fields(SamplingParams)}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("start", BATCHES)
 def test_a_request_gets_in_a_busy_batch_what_it_gets_alone(llm: LLM, start: int) -> None:
     numbers = range(start, start + BATCH)

@@ -68,6 +68,7 @@ def test_it_tells_the_story(llm: LLM) -> None:
     assert ("Once upon a time" + output.outputs[0].text).startswith(STORY)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("settings", "copies"),
     [
@@ -167,6 +168,7 @@ SAMPLED = [
 COLLECTIVE = re.compile(r"= (.*?) (all-[a-z]+|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("shards", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_shards_change_neither_tokens_nor_logprobs_and_exchange_little(llm: LLM, shards: int) -> None:
     expected = generate(llm, PROMPTS, SAMPLED)
@@ -444,6 +446,7 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
         assert cured.num_cached_tokens == 0 and cured.outputs[0].finish_reason == "length"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("block_size", "length"),
     [(4, 200), pytest.param(16, 480, marks=pytest.mark.slow), pytest.param(1, 480, marks=pytest.mark.slow)],

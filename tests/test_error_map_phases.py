@@ -62,6 +62,7 @@ def https(server: str, folder: Path, name: str | None) -> httpx.Client:
     return httpx.Client(base_url=server, verify=settings, timeout=20)
 
 
+@pytest.mark.ci
 def test_loading_and_draining_behind_mutual_tls(certificates: Path) -> None:
     pair = ("--ssl-keyfile", str(certificates / "server.key"), "--ssl-certfile", str(certificates / "server.pem"))
     mutual = ("--ssl-ca-certs", str(certificates / "ca.pem"), "--ssl-client-auth")
@@ -175,6 +176,7 @@ async def events_of(http: httpx.AsyncClient, **fields: Any) -> list[Any]:
     return events
 
 
+@pytest.mark.ci
 def test_unix_sockets_and_a_request_that_takes_too_long(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_bad_word_cannot_be_completed(garbage: int) -> None:
         assert sampled.tokens[row] == max(allowed, key=lambda token: logits[row, token]), (own, output)
 
 
+@pytest.mark.ci
 def test_there_is_room_for_the_most_bad_words() -> None:
     word = [7] * (MAX_BAD_WORD_TOKENS - 1)
     params = [SamplingParams(temperature=0, bad_words=["x"])] * 2

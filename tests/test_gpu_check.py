@@ -114,6 +114,7 @@ def test_the_tuner_lists_candidates_and_refuses_without_a_gpu(capsys):
         assert len({json.dumps(one, sort_keys=True) for one in found}) == len(found) >= 8
 
 
+@pytest.mark.ci
 def test_the_fastest_candidate_is_written(tmp_path, monkeypatch):
     """What fails to compile is passed over; the table is as before but for the row."""
     row = dict(next(one for one in tuning.table() if one["capability"] == 90))
@@ -143,6 +144,7 @@ def test_the_fastest_candidate_is_written(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "table.json").read_text()) == [tuned]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", [measuring.decode((4, 2, 16), 3, 40, "float32", None, 1 << 16),
                                   measuring.prefill((4, 2, 16), 2, 40, "float32")])  # fmt: skip
 def test_what_is_timed_is_done_in_every_turn(case):

@@ -175,6 +175,7 @@ def _logits(params: Any, folder: Path, shards: int, tokens: np.ndarray, position
     return np.asarray(jax.jit(run)(params, jnp.asarray(tokens, jnp.int32)))[:, : spec.vocab_size]
 
 
+@pytest.mark.ci
 def test_greedy_tokens_of_held_out_answers():
     """At each position of the right answers (teacher forced) the likeliest token, with int8 and without."""
     tokenizer = load_tokenizer(MODEL_DIR)

@@ -31,6 +31,7 @@ LEFT_OUT = "not own_code and not its_box"  # seconds, in which nothing of ours a
 PROCESSORS = [f"--logits-processors=tests.test_verdicts:{name}" for name in ("no_change", "no_change_either")]
 
 
+@pytest.mark.ci
 def test_hostile_input_and_faults_have_the_same_verdicts() -> None:
     """And the canaries fail that would be silent if the assertions of tests were gone as well."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-k", LEFT_OUT]
@@ -50,6 +51,7 @@ def clients() -> Iterator[Clients]:
         clients.close()
 
 
+@pytest.mark.ci
 def test_a_server_has_the_same_verdicts(clients: Clients) -> None:
     wrong = []
 

@@ -27,6 +27,7 @@ def test_decode_in_bfloat16_is_accumulated_in_float32():
     test_attention.test_bfloat16_caches_are_accumulated_in_float32("pallas")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", EACH[4:])
 def test_decode_of_caches_with_scales(case, dtype):
@@ -71,7 +72,7 @@ def test_decode_reads_no_block_behind_a_sequence():
 @pytest.mark.parametrize(
     "dtype",
     [
-        "int8",
+        pytest.param("int8", marks=pytest.mark.ci),
         pytest.param("bfloat16", marks=pytest.mark.slow),
         pytest.param("float32", marks=pytest.mark.slow),
         pytest.param("float8_e4m3fn", marks=pytest.mark.slow),

@@ -29,13 +29,16 @@ def _golden(case: str) -> tuple[list[int], list[int], np.ndarray]:
         return stored["prompt"].tolist(), stored["tokens"].tolist(), stored["logits"]
 
 
-# By default one case of each kind of layer; `make test-slow` has all of them, `make parity` compares with torch live.
-QUICK = {"cohere2", "deepseek-v3", "gemma3", "gpt-oss", "gpt_neox", "llama-3.1", "opt", "phi3-long", "qwen2-moe"}
+# By default three, in CI one of each kind of layer, in `make test-slow` all; `make parity` compares with torch live.
+QUICK = {"deepseek-v3", "gemma3", "llama-3.1"}
+CI = {"cohere2", "deepseek-v3", "gemma3", "gpt-oss", "gpt_neox", "llama-3.1", "opt", "phi3-long", "qwen2-moe"}
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+def marks_of(case: str) -> list[pytest.MarkDecorator]:
+    return [] if case in QUICK else [pytest.mark.ci if case in CI else pytest.mark.slow]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in CASES])
 def test_logits_and_greedy_tokens_are_those_of_transformers(case):
     prompt, expected_tokens, expected_logits = _golden(case)
     assert len(expected_tokens) >= 32
@@ -89,7 +92,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(
     ("case", "change"),
-    [pytest.param(*each, marks=[pytest.mark.slow] * (each[0] not in QUICK)) for each in CHANGES],
+    [pytest.param(*each, marks=marks_of(each[0])) for each in CHANGES],
 )
 def test_each_feature_matters_in_its_golden_case(case, change):
     """Were a field of the Spec ignored, the comparison above would have to fail."""

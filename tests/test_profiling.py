@@ -69,6 +69,7 @@ def test_a_trace_holds_the_hosts_spans_and_the_models_parts(
     assert "matmul" in report(explanation)
 
 
+@pytest.mark.ci
 def test_generate_writes_a_trace(run_jaxllm: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     code, out, err = run_jaxllm(
         "generate", PROMPTS[0], "--max-tokens", "12", "--ignore-eos", "--profile-steps", "3",

@@ -61,6 +61,7 @@ def random_params(random: np.random.Generator) -> SamplingParams:
     return SamplingParams(**chosen)
 
 
+@pytest.mark.ci
 def test_nothing_is_compiled_once_the_engine_is_ready(llm: LLM) -> None:
     events: list[str] = []
 

@@ -30,6 +30,7 @@ def _generate(case: str, prompts: list[list[int]], **settings: Any) -> list[list
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("case", "shards"), [pytest.param("gpt-oss", 1, marks=pytest.mark.slow), ("deepseek-v3", 2)])
 def test_neighbours_padding_preemption_and_devices_do_not_change_tokens(case, shards):
     prompt, expected = _golden(case)

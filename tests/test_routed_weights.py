@@ -155,6 +155,7 @@ def test_random_experts_differ_from_each_other():
     assert abs(up.std() - 0.02) < 1e-3
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", ["mixtral", "gpt-oss", "deepseek-v2"])
 def test_a_converted_checkpoint_lands_on_two_devices_alike(tmp_path, case):
     plain, converted = _load(GOLDEN / case, 2), _load(convert(str(GOLDEN / case), tmp_path / "converted"), 2)

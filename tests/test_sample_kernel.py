@@ -94,6 +94,7 @@ def by_engine(rows: Rows, filters: tuple[str, ...], variant: Variant, kernel: Ch
     return engine(size, variant, kernel)(rows.logits, state, rows.positions, history, unpacked)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", [5, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["spread", "tied", "flat", "huge", "broken"])
 def test_the_reference_chooses_what_the_engine_does(size: int, kind: str):
@@ -108,7 +109,9 @@ def test_the_reference_chooses_what_the_engine_does(size: int, kind: str):
         np.testing.assert_array_equal(tokens[is_finite], np.asarray(expected.tokens)[is_finite])
 
 
-@pytest.mark.parametrize("variant", Variant)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(each, marks=[pytest.mark.ci] * (each is not Variant.FULL)) for each in Variant]
+)
 def test_a_kernel_takes_the_place_of_the_engines_own_choice(variant: Variant, monkeypatch: pytest.MonkeyPatch):
     """The reference stands in for one that runs on GPUs alone: it is given what it needs and nothing else changes."""
     real, seen = pallas_kernels.sample, []

@@ -115,6 +115,7 @@ def test_a_request_needs_the_cheapest_variant(arguments: dict, variant: Variant)
     assert reads_history(params) == ("penalty" in "".join(arguments) or "bad_words" in arguments)
 
 
+@pytest.mark.ci
 def test_wider_variants_give_the_same_tokens():
     count = 1000
     logits = random_logits(count, 1)
@@ -332,7 +333,7 @@ def naive_distribution(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tied", [False, True], ids=["spread", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["spread", "tied"])
 def test_tokens_follow_the_exact_distribution(arguments: dict, held_back: tuple[int, ...], tied: bool):
     count = MANY
     logits = random_logits(1, 11)[0] * 0.7

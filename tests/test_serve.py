@@ -54,6 +54,7 @@ def ids_of(text: str, openai: OpenAI) -> list[int]:
     return openai.post("/../tokenize", body={"prompt": text, "add_special_tokens": False}, cast_to=object)["tokens"]  # type: ignore[index]
 
 
+@pytest.mark.ci
 def test_the_first_steps_are_traced(server: ServingProcess, client: Client) -> None:
     client.generate(PROMPT, max_tokens=32, ignore_eos=True)
     events = read_trace(Path(server.wait_for(r"trace: (\S+)")))
@@ -236,6 +237,7 @@ def prompt_of(rng: random.Random) -> str:
 COUNTS = [300, pytest.param(1000, marks=pytest.mark.slow)]  # random requests
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("count", COUNTS)
 def test_streams_give_what_unary_calls_give_over_grpc(server: ServingProcess, count: int) -> None:
     async def check() -> None:
@@ -271,6 +273,7 @@ def test_streams_give_what_unary_calls_give_over_grpc(server: ServingProcess, co
     asyncio.run(check())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("count", COUNTS)
 def test_streams_give_what_unary_calls_give_over_http(server: ServingProcess, count: int) -> None:
     async def check() -> None:
@@ -318,6 +321,7 @@ def num_descriptors(server: ServingProcess) -> int:
     return len(os.listdir(f"/proc/{server.process.pid}/fd"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_a_thousand_clients_that_go_leave_nothing(server: ServingProcess, client: Client, protocol: str) -> None:
     """While queued, in prefill and in decode: the sixteen slots are full most of the time."""
@@ -373,6 +377,7 @@ def test_a_thousand_clients_that_go_leave_nothing(server: ServingProcess, client
     assert "jaxllm:num_requests_running" in metrics
 
 
+@pytest.mark.ci
 def test_a_burst_of_three_thousand_calls_drops_none_without_a_status(server: ServingProcess, client: Client) -> None:
     async def check() -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -400,6 +405,7 @@ def test_a_burst_of_three_thousand_calls_drops_none_without_a_status(server: Ser
     is_idle(server, client)
 
 
+@pytest.mark.ci
 def test_health_answers_at_full_load(server: ServingProcess, client: Client) -> None:
     async def check() -> list[float]:
         async with AsyncClient(server.grpc) as busy, httpx.AsyncClient(base_url=server.http) as http:
@@ -457,6 +463,7 @@ async def streams_of(server: ServingProcess, count: int, max_tokens: int) -> Asy
             yield await done
 
 
+@pytest.mark.ci
 def test_fifty_streams_survive_a_sigterm() -> None:
     async def check(server: ServingProcess) -> list[tuple[str, str, int]]:
         async def later() -> None:
@@ -483,6 +490,7 @@ def test_fifty_streams_survive_a_sigterm() -> None:
         assert server.wait(40.0) == 0, "".join(server.log)
 
 
+@pytest.mark.ci
 def test_what_is_not_through_in_time_is_told_so_and_a_second_signal_ends_at_once() -> None:
     async def check(server: ServingProcess) -> list[tuple[str, str, int]]:
         async def later() -> None:

@@ -132,6 +132,7 @@ def assert_same_bits(one: object, other: object) -> None:
         np.testing.assert_array_equal(np.asarray(left).view(np.uint8), np.asarray(right).view(np.uint8))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("variant", Variant)
 def test_shards_do_not_change_a_bit(variant: Variant):
     """97 tokens leave padding on the last shard, which holds what would win if it were looked at."""

@@ -249,6 +249,7 @@ def without_a_log(*arguments: str) -> Any:
         process.wait(10.0)
 
 
+@pytest.mark.ci
 def test_a_full_disk_for_the_log_hurts_nobody_and_a_long_queue_is_drained() -> None:
     """Row 46 as well: 50 streams run and 100 wait when the signal comes; none is cut off."""
 

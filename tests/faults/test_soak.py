@@ -27,6 +27,7 @@ def test_a_leak_is_seen() -> None:
     assert slope([value + 100 * 150 * number for number, value in enumerate(flat)], 100.0) > 100.0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("seconds", "least"), [(2.0, 0.4), pytest.param(15.0, 0.8, marks=pytest.mark.slow)], ids=["short", "long"]
 )

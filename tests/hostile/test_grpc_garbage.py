@@ -300,6 +300,7 @@ def test_a_flood_of_frames_that_ask_for_nothing(fake: ServingProcess) -> None:
 NUM_STREAMS = 2000
 
 
+@pytest.mark.ci
 def test_thousands_of_streams_at_once(fake: ServingProcess) -> None:
     with unhurt(fake), Frames(fake.grpc) as frames:
         asked: list[int] = []

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx
+import pytest
 
 from jaxllm.v1 import control_pb2, inference_pb2
 from tests.failures import Grpc
@@ -24,6 +25,7 @@ LENGTH = 40
 ASKED: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": LENGTH, "ignore_eos": True, "temperature": 1.0}
 
 
+@pytest.mark.ci
 def test_a_hundred_equal_ids_over_http(server: ServingProcess) -> None:
     """All are answered, each with its own text under the common id; one client goes, and only its request ends."""
 

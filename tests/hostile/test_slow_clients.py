@@ -17,6 +17,7 @@ from typing import Any
 
 import h2.events
 import httpx
+import pytest
 
 from tests.hostile.conftest import STALL_SECONDS
 from tests.hostile.frames import Frames
@@ -53,6 +54,7 @@ LORISES = {
 }
 
 
+@pytest.mark.ci
 def test_hundreds_of_slow_lorises_are_told_so_and_let_go(fake: ServingProcess) -> None:
     before = resident_bytes(fake.process.pid)
     with selectors.DefaultSelector() as selector, unhurt(fake):
@@ -131,6 +133,7 @@ def num_slow_consumers(server: ServingProcess) -> int:
     return int(sum(map(float, counted)))
 
 
+@pytest.mark.ci
 def test_hundreds_of_readers_that_stop_cost_little_and_are_let_go(fake: ServingProcess) -> None:
     pid = fake.process.pid
     before, most, end = resident_bytes(pid), 0, threading.Event()
