@@ -94,6 +94,7 @@ def test_a_limit_fails_and_so_does_a_start(monkeypatch: pytest.MonkeyPatch, caps
         startup.measure({"model": "nothing", "device": "cpu"}, 1, cache="unused")
 
 
+@pytest.mark.ci
 def test_explain_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "explain.json"
     code = cli.main(

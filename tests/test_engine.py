@@ -210,7 +210,7 @@ def test_shards_change_neither_tokens_nor_logprobs_and_exchange_little(llm: LLM,
 
 def test_n_samples_share_their_prompt_and_are_those_of_following_seeds() -> None:
     prompt = "Once upon a time there was a little boy who had a red ball and a big dog"
-    with make(SHORT_BLOCKS, enable_prefix_caching=False) as llm:
+    with make(enable_prefix_caching=False) as llm:
         params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=12)
         (output,) = generate(llm, prompt, params)
         admitted = llm.engine.metrics.computed_tokens

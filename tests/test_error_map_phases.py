@@ -232,6 +232,7 @@ def slowly(step: Callable[[LLMEngine], Any], seconds: float = 0.01) -> Callable[
     return slow
 
 
+@pytest.mark.ci
 def test_one_request_fails_then_the_engine_hangs_then_it_dies(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = ("INTERNAL", "ENGINE_ERROR", errors.RequestFailedError)
     lost = ("UNAVAILABLE", "ENGINE_DEAD", errors.EngineDeadError)

@@ -82,6 +82,7 @@ def test_nothing_is_compiled_once_the_engine_is_ready(llm: LLM) -> None:
     assert len(llm.engine.runner.programs) == llm.engine.runner.programs.num_all
 
 
+@pytest.mark.ci
 def test_what_is_compiled_in_a_step_is_counted(llm: LLM) -> None:
     metrics, runner = Metrics(), llm.engine.runner
     ours, runner.metrics = runner.metrics, metrics
@@ -99,6 +100,7 @@ def test_what_is_compiled_in_a_step_is_counted(llm: LLM) -> None:
     assert metrics.compilations_after_ready >= 1
 
 
+@pytest.mark.ci
 def test_a_call_takes_the_fast_path(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=9)
     llm.generate([[5, 6, 7]], params, use_tqdm=False)
@@ -107,6 +109,7 @@ def test_a_call_takes_the_fast_path(llm: LLM) -> None:
     assert count() == 0
 
 
+@pytest.mark.ci
 def test_every_program_keeps_the_cache_in_place(llm: LLM) -> None:
     runner = llm.engine.runner
     state_bytes = cache.nbytes(runner._state_shapes)
@@ -120,6 +123,7 @@ def test_every_program_keeps_the_cache_in_place(llm: LLM) -> None:
         assert program.memory_analysis().alias_size_in_bytes == state_bytes, f"{key} does not reuse the whole state"
 
 
+@pytest.mark.ci
 def test_layers_share_what_is_traced(llm: LLM) -> None:
     """A program's text holds attention, cache writes and the feed-forward once, however many layers call them."""
     runner = llm.engine.runner
@@ -259,6 +263,7 @@ def test_a_pool_asked_for_by_nobody_holds_at_least_one_sequence() -> None:
     assert setup.max_model_len == 300 and plan.num_blocks == 75
 
 
+@pytest.mark.ci
 def test_two_thousand_steps_leave_no_memory_behind(llm: LLM) -> None:
     """Requests come and go over 2,000 steps; afterwards device and host hold what they held after the first 500."""
     engine, process = llm.engine, psutil.Process()

@@ -99,7 +99,7 @@ def test_a_replay_makes_the_same_plans(tmp_path: Path, is_redacted: bool) -> Non
         assert plans_of(tmp_path / f"log{seed}") == driver.plans
 
 
-@pytest.mark.parametrize("ends", ["stop", "abort"])
+@pytest.mark.parametrize("ends", ["stop", pytest.param("abort", marks=pytest.mark.ci)])
 def test_a_cache_that_is_reset_with_a_step_in_flight_can_be_replayed(tmp_path: Path, ends: str) -> None:
     """A request has ended on the host, and the step after its last is still on its way."""
     recorder = FileRecorder(tmp_path / "log")
@@ -361,6 +361,7 @@ def test_a_recording_in_which_nothing_happened(tmp_path: Path, capsys: pytest.Ca
     assert lines == ["0.000 s: nothing happened", "all 0 plans were made again, and are the same"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("flags", [(), pytest.param(("--record-redacted",), marks=pytest.mark.slow)])
 def test_a_server_that_was_killed_is_replayed(
     tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -144,6 +144,7 @@ def test_shards_do_not_change_a_bit(variant: Variant):
             assert_same_bits(sampler(variant, 97, shards)(padded(logits, shards, 1e30), *rest), alone)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("padding", [np.nan, np.inf, 0.0])
 def test_more_shards_than_some_have_tokens(padding: float):
     """Five tokens on four shards: two, two, one and none; more likeliest tokens are wanted than a shard has."""
@@ -153,7 +154,9 @@ def test_more_shards_than_some_have_tokens(padding: float):
     assert np.asarray(split.is_finite).all() and sorted(np.asarray(split.top_ids)[0].tolist()) == list(range(5))
 
 
-@pytest.mark.parametrize("variant", Variant)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(each, marks=[pytest.mark.ci] * (each is not Variant.FULL)) for each in Variant]
+)
 def test_what_is_not_finite_on_one_shard_is_known_on_all(variant: Variant):
     logits, *rest = batch_of(variant, 97, 5)
     for row, (token, bad) in enumerate([(0, np.nan), (30, np.inf), (60, -np.inf), (96, np.nan)]):

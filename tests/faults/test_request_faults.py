@@ -64,17 +64,21 @@ def test_every_module_is_known() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # what would have awaited it has failed
-def test_a_fault_at_any_call_site_ends_one_request_at_most(run: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.ci)], ids=["some", "all"])
+def test_a_fault_at_any_call_site_ends_one_request_at_most(
+    run: Any, caplog: pytest.LogCaptureFixture, every: int
+) -> None:
+    """`every`: one of so many sites has its turn."""
     caplog.set_level(logging.CRITICAL)  # half a thousand tracebacks
     injector = Injector()
     injector.install()
     try:
-        run(check(injector))
+        run(check(injector, every))
     finally:
         injector.remove()
 
 
-async def check(injector: Injector) -> None:
+async def check(injector: Injector, every: int) -> None:
     missing = LISTED - set(injector.found)
     assert not missing, f"listed, but not in the source: {missing}"
     server = new_server(tool_call_parser="hermes", reasoning_parser="qwen3")
@@ -88,14 +92,13 @@ async def check(injector: Injector) -> None:
         assert not unknown, f"neither reached nor listed in sites.py: {unknown}"
         failures = {
             site: await fail_at(injector, site, count, clients, expected)
-            for site, count in reached.items()
-            if site not in LISTED
+            for site, count in [each for each in reached.items() if each[0] not in LISTED][::every]
         }
         await fail_to_merge(server.engine, injector)
         await is_empty(server)
         assert server.engine.state == "serving" and server.engine.metrics.finished.get("error")
         assert await ask(clients) == expected
-    assert len(failures) > 250 and sum(map(len, failures.values())) > 200, "the faults are seen"
+    assert len(failures) > 250 // every and sum(map(len, failures.values())) > 200 // every, "the faults are seen"
 
 
 async def fail_to_merge(engine: AsyncLLM, injector: Injector) -> None:

@@ -239,12 +239,15 @@ LATE: dict[str, list[float]] = {}  # seconds after the end, beyond one step, unt
 
 
 def cases() -> list[Any]:
-    """Return every way in every phase; by default deadlines alone, and of the other ways each in one phase."""
+    """Return every way in every phase; by default each in one phase, in CI deadlines in all."""
     found = []
     for number, way in enumerate(WAYS):
         for own, phase in enumerate(PHASES):
-            is_quick = "deadline" in way or number % len(PHASES) == own
-            found.append(pytest.param(way, phase, marks=() if is_quick else pytest.mark.slow))
+            if number % len(PHASES) == own:
+                marks = []
+            else:
+                marks = [pytest.mark.ci if "deadline" in way else pytest.mark.slow]
+            found.append(pytest.param(way, phase, marks=marks))
     return found
 
 

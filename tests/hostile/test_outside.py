@@ -185,6 +185,7 @@ def test_it_starts_where_there_is_no_network(tmp_path: Any) -> None:
 # Metrics.
 
 
+@pytest.mark.ci
 def test_what_ten_thousand_clients_make_up_does_not_grow_the_metrics(fake: ServingProcess) -> None:
     rng = random.Random(5)
     methods = [
