@@ -55,7 +55,8 @@ CASES = [
     Case(32, 96, 2, 3, window=33),
     Case(128, 256, 1, 2, softcap=3.0),
 ]
-EACH = [pytest.param(case, marks=[pytest.mark.slow] * (number % 2), id=str(case)) for number, case in enumerate(CASES)]
+TIERS = ([], [pytest.mark.slow], [pytest.mark.ci], [pytest.mark.slow])
+EACH = [pytest.param(case, marks=TIERS[number % 4], id=str(case)) for number, case in enumerate(CASES)]
 
 
 class Pool:

@@ -297,11 +297,16 @@ ALIKE = {
 }
 
 
-CUT = [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in HOSTILE]
-
-
-# Of these `make test` follows every allocation, of the others CI.
-WEIGHED = {"plus", "times", "nested lists", "join", "center", "source", "squares"}
+# By default these are cut, in CI all others that are not alike.
+QUICK = {
+    *("plus", "times", "nested lists", "nested lists as JSON", "block", "macro", "recursive loop", "join filter"),
+    *("center", "percent", "format argument", "squares", "source", "deep source", "deep expression"),
+    *("equal nests", "nests in generator", "nests sorted", "nests as key"),
+}
+CUT = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow if name in ALIKE else pytest.mark.ci])
+    for name in HOSTILE
+]
 
 
 def refusal_of(source: str) -> str:
@@ -326,13 +331,7 @@ def test_a_hostile_template_is_cut(name: str) -> None:
     assert "\n" not in told and len(told) < 300
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in WEIGHED else [pytest.mark.slow if name in ALIKE else pytest.mark.ci])
-        for name in HOSTILE
-    ],
-)
+@pytest.mark.parametrize("name", CUT)
 def test_a_hostile_template_takes_little_memory(name: str) -> None:
     """By itself: to follow every allocation takes as long again."""
     tracemalloc.start()

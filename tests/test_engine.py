@@ -89,6 +89,7 @@ def test_settings_do_not_change_the_tokens(settings: dict[str, Any], copies: int
             assert llm.engine.metrics.cached_tokens > 0
 
 
+@pytest.mark.ci
 def test_steps_in_flight_change_no_token_with_aborts_and_preemption() -> None:
     """Full slots, a pool that is too small, stops that are found late, requests that go: the same with and without."""
     random = np.random.default_rng(4)
@@ -416,6 +417,7 @@ def test_an_engine_that_fails_again_and_again_says_so(llm: LLM, monkeypatch: pyt
     assert tokens(generate(llm, "Tom", SamplingParams(max_tokens=1)))
 
 
+@pytest.mark.ci
 def test_logits_that_are_not_finite_end_their_request_alone() -> None:
     with LLM(
         str(GOLDEN / "llama-biased"),

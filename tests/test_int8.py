@@ -222,6 +222,7 @@ def test_an_engine_on_two_devices_answers_as_the_quantized_decoder(tmp_path):
     assert np.all(chosen > logits[8:16].max(1) - 1e-3 * exact.std())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rows", [1, 16])
 def test_no_step_converts_a_weight(rows):
     """Of a layer and a head as large as a real model's; XLA would convert them all for a product with one row."""

@@ -33,6 +33,7 @@ def generate(llm: LLM, num_tokens: int) -> None:
     llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True), use_tqdm=False)
 
 
+@pytest.mark.ci
 def test_a_trace_holds_the_hosts_spans_and_the_models_parts(
     llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,9 +109,8 @@ def test_the_reference_chooses_what_the_engine_does(size: int, kind: str):
         np.testing.assert_array_equal(tokens[is_finite], np.asarray(expected.tokens)[is_finite])
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(each, marks=[pytest.mark.ci] * (each is not Variant.FULL)) for each in Variant]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("variant", Variant)
 def test_a_kernel_takes_the_place_of_the_engines_own_choice(variant: Variant, monkeypatch: pytest.MonkeyPatch):
     """The reference stands in for one that runs on GPUs alone: it is given what it needs and nothing else changes."""
     real, seen = pallas_kernels.sample, []

@@ -257,10 +257,13 @@ class Core(RuleBasedStateMachine):
             self.take_in()
 
 
-TestCore = Core.TestCase
-TestCore.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class TestCore(Core.TestCase):
+    settings = settings(max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.ci
+class TestCoreLonger(Core.TestCase):
+    settings = settings(TestCore.settings, max_examples=40)
 
 
 LIMITS = Limits(num_slots=4, num_blocks=32, block_size=4, max_step_tokens=16, max_step_chunks=4)
