@@ -89,7 +89,6 @@ def test_settings_do_not_change_the_tokens(settings: dict[str, Any], copies: int
             assert llm.engine.metrics.cached_tokens > 0
 
 
-@pytest.mark.ci
 def test_steps_in_flight_change_no_token_with_aborts_and_preemption() -> None:
     """Full slots, a pool that is too small, stops that are found late, requests that go: the same with and without."""
     random = np.random.default_rng(4)
