@@ -21,8 +21,8 @@ def compile_ahead(config: EngineConfig, folder: Path, progress: bool = False) ->
     What was written down there for this model before is forgotten first.
     """
     config = replace(config, precompile="all", compilation_cache_dir=str(folder))
-    folder.mkdir(parents=True, exist_ok=True)
     setup = prepare(config, needs_weights=False)
+    folder.mkdir(parents=True, exist_ok=True)
     prepared.path(folder, setup.spec).unlink(missing_ok=True)
     setup = prepare(config, needs_weights=False)
     runner = Runner(config, setup, Metrics(), progress, needs_weights=False)

@@ -38,8 +38,8 @@ def test_doctor_explains_what_would_be_used(run: Run, tmp_path: Path) -> None:
     [
         (["-m", "/no/such"], "/no/such"),
         (["--device", "gpu"], "JAX sees none"),
-        (["--max-model-len", "1m"], "max_model_len"),
-        (["--tensor-parallel-size", "512"], "tensor_parallel_size is 512"),
+        (["--max-model-len", "1m"], "--max-model-len (1000000) is greater"),
+        (["--tensor-parallel-size", "512"], "--tensor-parallel-size is 512"),
     ],
 )
 def test_doctor_names_what_keeps_a_model_from_running(arguments: list[str], problem: str, run: Run) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,11 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(UserError, match=f"{file.name} is not valid JSON"):
         prepared.read(tmp_path, spec)
+
+
+def test_what_cannot_be_compiled_is_told_by_flags(
+    run_jaxllm: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    code, out, err = run_jaxllm("compile", "--out", str(tmp_path / "programs"), "--max-model-len", "1m")
+    assert (code, out) == (2, "") and "--max-model-len (1000000) is greater than what the model was made for" in err
+    assert not (tmp_path / "programs").exists()

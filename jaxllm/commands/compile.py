@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, engine_config
+from jaxllm.commands.arguments import Subparsers, add_model, engine_config, told_by_flags
+from jaxllm.config import EngineConfig
 from jaxllm.flags import add_engine_flags
 
 
@@ -34,6 +35,7 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.ahead import compile_ahead
 
     folder = Path(options["out"]).expanduser()
-    count = compile_ahead(config, folder, progress=sys.stderr.isatty())
+    with told_by_flags(EngineConfig):
+        count = compile_ahead(config, folder, progress=sys.stderr.isatty())
     print(f"{count} programs in {folder}; start with --compilation-cache-dir {folder}")
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, engine_config
+from jaxllm.commands.arguments import Subparsers, add_model, by_flags, engine_config
+from jaxllm.config import EngineConfig
 from jaxllm.flags import add_engine_flags
 
 
@@ -30,5 +31,6 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm import doctor
 
     report = doctor.examine(config)
+    report["problems"] = [by_flags(problem, EngineConfig) for problem in report["problems"]]
     print(json.dumps(report, indent=2) if options["json"] else doctor.describe(report))
     return 0 if report["usable"] else 1
