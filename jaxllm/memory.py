@@ -198,15 +198,14 @@ def _length(device: Device, need: Need, asked: Asked, num_blocks: int) -> int:
             knob,
         )
     if asked.max_model_len is not None:
-        needed = _blocks_of(wanted, need)
+        needed, room = _blocks_of(wanted, need), size(num_blocks * need.block)
         if asked.num_blocks is not None:
             more = f"num_kv_blocks to {needed}"
         else:
             more = device.knob if asked.kv_bytes is None else "kv_cache_memory_bytes"
         raise UserError(
-            f"One request of max_model_len {wanted} tokens needs {size(needed * need.block)} of KV blocks, but there is "
-            f"room for {size(num_blocks * need.block)}. Lower max_model_len to {holds} at most (auto takes what fits), "
-            f"or raise {more}.",
+            f"One request of max_model_len {wanted} tokens needs {size(needed * need.block)} of KV blocks, but there "
+            f"is room for {room}. Lower max_model_len to {holds} at most (auto takes what fits), or raise {more}.",
             "max_model_len",
         )
     return holds

@@ -26,7 +26,8 @@ def add(commands: Subparsers) -> None:
     add_model(parser)
     add_server_flags(parser.add_argument_group("server"), ServerOptions)
     _add_habits(parser)
-    add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped={"disable_log_stats"})
+    skipped = {"disable_log_stats", "disable_log_requests"}  # which have an effect here
+    add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped=skipped)
     parser.set_defaults(run=run)
 
 

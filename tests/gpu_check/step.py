@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxllm import batch
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineArgs
 from jaxllm.engine import LLMEngine
 from jaxllm.programs import Key
 from jaxllm.sampling import Variant
@@ -67,7 +67,7 @@ def _measure(check: Check, name: str, folder: Path) -> None:
         "enable_prefix_caching": False,
     }
     engine = LLMEngine(
-        EngineConfig.from_kwargs(
+        EngineArgs(
             model=str(folder), dtype=dtype, load_format="dummy", precompile="covering", block_size=BLOCK, **settings
         )
     )
