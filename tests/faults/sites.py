@@ -84,7 +84,8 @@ class Site(NamedTuple):
 NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
     "start and stop": {
         "jaxllm.async_engine": "AsyncLLM.__init__ AsyncLLM.from_engine_args AsyncLLM.start AsyncLLM.__aenter__ "
-        "AsyncLLM.__aexit__ AsyncLLM._ready AsyncLLM._died AsyncLLM.announce_drain AsyncLLM.drain AsyncLLM.wait_dead AsyncLLM.close",
+        "AsyncLLM.__aexit__ AsyncLLM._ready AsyncLLM._died AsyncLLM.announce_drain AsyncLLM.drain AsyncLLM.wait_dead "
+        "AsyncLLM.close",
         "jaxllm.chat_template": "compile_template _one_line",
         "jaxllm.chat_tokens": "SpecialTokens.__init__",
         "jaxllm.engine": "LLMEngine.__init__ LLMEngine.from_engine_args LLMEngine.close",
