@@ -129,6 +129,9 @@ _SERVER_HELP = {
     "record_redacted": "write hashes in place of prompts and outputs",
     "record_max_bytes": "of the recording, over its four files, at least 1M; the oldest is dropped",
 }
+# Fields of the server and the engine that most who serve a model set.
+COMMON = ("host", "port", "grpc_port", "api_key", "served_model_name", "chat_template", "dtype", "quantization")
+COMMON += ("max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size")
 IDLE = "without_effect"  # where those that were given and change nothing are listed among the options
 _NO_FLAGS = {"detokenize", "output_kind", "stream_interval"}  # of a program that reads outputs
 _NO_FLAGS |= {"logit_bias", "extra_args", "repetition_detection"}  # tables
@@ -195,8 +198,15 @@ def add_engine_flags(
 
 
 def add_server_flags(group: argparse._ArgumentGroup, cls: type) -> None:
-    """Add a flag for every field of the server's options."""
-    _add_flags(group, cls, _SERVER_HELP, skipped=())
+    """Add a flag for every field of the server's options but those of `COMMON`."""
+    _add_flags(group, cls, _SERVER_HELP, skipped=COMMON)
+
+
+def add_common_flags(parser: argparse.ArgumentParser, server: type) -> None:
+    """Add the flags of `COMMON`, those of the server's options first."""
+    for cls, texts in ((server, _SERVER_HELP), (EngineConfig, _ENGINE_HELP)):
+        others = {field.name for field in fields(cls)} - set(COMMON)
+        _add_flags(parser, cls, texts, skipped=others)
 
 
 def add_sampling_flags(group: argparse._ArgumentGroup, max_tokens: int, skipped: Collection[str] = ()) -> None:
@@ -249,7 +259,7 @@ class _WithoutEffect(argparse.Action):
 
 
 def _add_flags(
-    group: argparse._ArgumentGroup,
+    group: argparse._ActionsContainer,
     cls: type,
     texts: Mapping[str, str],
     skipped: Collection[str],

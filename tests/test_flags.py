@@ -151,8 +151,13 @@ def test_serve_takes_what_vllms_users_type(run: Run, monkeypatch: pytest.MonkeyP
     assert (server.tool_call_parser, server.enable_log_requests, server.log_stats_interval) == ("hermes", False, 0.0)
 
 
-def test_help_says_which_paths_need_the_key(run: Run) -> None:
+def test_help_begins_with_what_most_set_and_says_which_paths_need_the_key(run: Run) -> None:
     _, out, _ = run("serve", "--help")
+    usual = out[: out.index("\nserver:")]
+    names = "model host port grpc-port api-key served-model-name chat-template dtype quantization max-model-len"
+    for name in (*names.split(), "max-num-seqs", "gpu-memory-utilization", "tensor-parallel-size"):
+        assert f"--{name} " in usual and out.count(f" --{name} ") == usual.count(f" --{name} "), name
+    assert len(usual.splitlines()) < 60
     said = " ".join(out.split())
     assert "every path but /health, /live and /ready (to /metrics, too" in said
 
