@@ -184,7 +184,7 @@ def validate_for_model(
         if count == -1 and most < vocab_size:
             message = (
                 f"{name}=-1 asks for the whole vocabulary ({vocab_size}), but max_logprobs is {max_logprobs}: "
-                f"ask for {most} at most, or start the engine with max_logprobs=-1."
+                f"ask for {most} at most, or start the engine with max_logprobs=-1 (--max-logprobs -1)."
             )
             raise UserError(message, name, count)
         if count is not None and count > most:
