@@ -561,7 +561,7 @@ def test_errors_in_openais_form():
         "message": "top_p must be in (0, 1], got 2.",
         "type": "invalid_request_error",
         "param": "top_p",
-        "code": "INVALID_PARAMETER",
+        "code": "invalid_parameter",
     }
     assert error_body_of(OverloadedError("full", 2.0))["error"]["type"] == "rate_limit_error"
     assert error_body_of(RequestFailedError("NaN"))["error"]["type"] == "server_error"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.types import INT32_MAX, Logprob
 from jaxllm_server.calls import Call, Chunk, Part, Usage
-from jaxllm_server.errors import message_of, row_of
+from jaxllm_server.errors import code_of, message_of, row_of
 from jaxllm_server.options import ServerOptions
 
 Body = Mapping[str, Any]
@@ -276,11 +276,9 @@ def finite(entry: Logprob) -> float:
     return max(LEAST_LOGPROB, entry.logprob)  # in this order a NaN gives the bound too
 
 
-def error_body(
-    message: str, kind: str, parameter: str | None = None, code: str | int | None = None
-) -> dict[str, dict[str, Any]]:
+def error_body(message: str, kind: str, parameter: str | None, reason: str) -> dict[str, dict[str, Any]]:
     """Return OpenAI's form of an error."""
-    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": code_of(reason)}}
 
 
 def error_body_of(error: BaseException) -> dict[str, dict[str, Any]]:
