@@ -99,6 +99,13 @@ class Tokenizer:
         """Return the id of a token as the vocabulary spells it, None if it has none."""
         return self._backend.token_to_id(token)
 
+    def token(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it, as "Ġhello", "▁the" or "<0x0A>"; "" for an id it does not know.
+
+        What it reads as in a text is `token_text`.
+        """
+        return self._backend.id_to_token(token_id) or ""
+
     def is_special(self, token: str) -> bool:
         """Whether a token is special, so that it is left out of texts that skip such tokens."""
         return self.token_id(token) in self.special_ids

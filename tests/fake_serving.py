@@ -37,7 +37,7 @@ class FakeServing:
             max_model_len=64,
             get_load=lambda: Load(running=1, waiting=2),
             off_loop=self._off_loop,
-            tokenizer=SimpleNamespace(token_text=lambda token: self.script[token % len(self.script)]),
+            tokenizer=SimpleNamespace(token=lambda token: self.script[token % len(self.script)]),
         )
         self.failure: BaseException | None = None
         self.fails_at = 0

@@ -122,13 +122,13 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> ASGIApp:
         """Turn a text or a conversation into token ids."""
-        call, wants_texts = tokenize_call_of(await self._body(request))
+        call, wants_pieces = tokenize_call_of(await self._body(request))
         ids = await self._serving.tokenize(call)
         engine = self._serving.engine
 
         def write() -> Response:
-            texts = [engine.tokenizer.token_text(token) for token in ids] if wants_texts else None
-            return _json(tokens_response(ids, engine.max_model_len, texts))
+            pieces = [engine.tokenizer.token(token_id) for token_id in ids] if wants_pieces else None
+            return _json(tokens_response(ids, engine.max_model_len, pieces))
 
         return await self._run(write, len(ids) > _MANY_TOKENS)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jaxllm.errors import UnsupportedError, UserError
@@ -229,6 +229,16 @@ def finish_reason(part: Part) -> str | None:
     """Return why an output ended, in OpenAI's words."""
     reason = part.finish_reason
     return None if reason is None else _FINISH_REASONS.get(reason, reason)
+
+
+def usage_without(usage: Usage, parts: Iterable[Part]) -> Usage:
+    """Return what a chunk's usage was before some of its parts: what has been sent when they are still to come."""
+    parts = list(parts)
+    return replace(
+        usage,
+        completion_tokens=usage.completion_tokens - sum(len(part.token_ids) for part in parts),
+        reasoning_tokens=usage.reasoning_tokens - sum(part.num_reasoning for part in parts),
+    )
 
 
 def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:

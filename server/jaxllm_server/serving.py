@@ -84,6 +84,8 @@ class Serving:
         """Complete a call's sampling: what it gives, then the model's generation_config.json, then neutral values."""
         given = dict(call.sampling)
         self._check_bounds(given)
+        if call.scores_prompt:
+            given["max_tokens"] = 1
         if "max_tokens" not in given:
             given["max_tokens"] = self.engine.engine.generation_config.get("max_new_tokens") or call.default_max_tokens
         kind = RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY
@@ -305,7 +307,8 @@ class _Reader:
                 self._splitters[index] = self._make_splitter()
             splitter = self._splitters[index]
             text, reasoning, calls = splitter.push(completion.text, completion.finish_reason is not None)
-            usage.reasoning_tokens += splitter.count_reasoning(completion.token_ids)
+            num_reasoning = splitter.count_reasoning(completion.token_ids)
+            usage.reasoning_tokens += num_reasoning
             parts.append(
                 Part(
                     index=index,
@@ -317,6 +320,7 @@ class _Reader:
                     finish_reason=self._finish_reason(completion.finish_reason, index, splitter.num_calls),
                     stop_reason=completion.stop_reason,
                     seed=completion.seed,
+                    num_reasoning=num_reasoning,
                 )
             )
         prompt = None
