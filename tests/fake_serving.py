@@ -67,7 +67,7 @@ class FakeServing:
     def check_model(self, name):
         if name and name not in self.names:
             raise NotFoundError(f"The model `{name}` does not exist.", "model")
-        return name or self.names[0]
+        return self.names[0]
 
     def params_of(self, call):
         return SamplingParams(**{"max_tokens": call.default_max_tokens, "temperature": 1.0, **call.sampling})

@@ -163,7 +163,7 @@ def test_chat(server):
         model="org/alias", messages=MESSAGES, logprobs=True, top_logprobs=3, max_completion_tokens=2, n=2
     )
     assert [choice.message.content for choice in answer.choices] == ["Once upon"] * 2
-    assert answer.choices[0].message.role == "assistant" and answer.model == "org/alias"
+    assert answer.choices[0].message.role == "assistant" and answer.model == "fake", "the first name, as vLLM has it"
     (first, _) = answer.choices[0].logprobs.content
     assert (first.token, first.logprob, first.bytes) == ("Once", -0.5, list(b"Once"))
     assert [other.logprob for other in first.top_logprobs] == [-0.5, -2.0, -3.0]

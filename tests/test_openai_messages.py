@@ -663,6 +663,11 @@ def test_json_that_is_refused(raw, in_thread):
     assert len(str(caught.value)) < 200
 
 
+def test_a_byte_order_mark_is_named():
+    with pytest.raises(UserError, match="The body begins with a byte order mark"):
+        strict_json.read(b"\xef\xbb\xbf{}", 64)
+
+
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_json_that_is_read(in_thread):
     def read(raw):

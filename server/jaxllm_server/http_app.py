@@ -147,8 +147,8 @@ class Endpoints:
         asked = request.path_params["model"]
         if not asked:  # "" would be the served one
             raise nothing_at(request.scope["path"])
-        name = self._serving.check_model(asked)
-        return _json(model_card(name, self._since, self._serving.engine.max_model_len))
+        self._serving.check_model(asked)
+        return _json(model_card(asked, self._since, self._serving.engine.max_model_len))
 
     async def health(self, request: Request) -> ASGIApp:
         """Say whether there is an engine: vLLM's clients wait for this one, so a model that loads is not there yet."""

@@ -37,6 +37,10 @@ from jaxllm_server.tracing import REQUEST_SPAN, current_span, request_attributes
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
+_NO_TEMPLATE = (
+    "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start the "
+    "server with --chat-template."
+)
 LEFT_OUT = 4  # times the context that a conversation may be, because templates may leave parts of it out
 
 
@@ -60,10 +64,10 @@ class Serving:
                 raise UserError(f"{name} must be one of {', '.join(sorted(known))}, got {chosen!r}.", name)
 
     def check_model(self, name: str) -> str:
-        """Return the name that is echoed; one that is not served is a NotFoundError."""
+        """Return the name that answers give, the first one as vLLM's do; one that is not served is a NotFoundError."""
         if name and name not in self.names:
             raise NotFoundError(f"The model `{name[:128]}` does not exist; `{self.names[0]}` is served here.", "model")
-        return name or self.names[0]
+        return self.names[0]
 
     def check_room(self, client: str) -> None:
         """Refuse what no request of a client could pass now; asked before anything of one is read."""
@@ -143,6 +147,8 @@ class Serving:
             raise UserError("A request has either a prompt or messages.", "prompt")
         longest = self.engine.max_model_len
         if call.messages is not None:
+            if self._template is None and not tokenizer.has_chat_template:
+                raise UserError(_NO_TEMPLATE, "messages")
             if call.tools is not None:
                 check_tools(call.tools, self.options.max_tools)
             check_template_kwargs(call.template_kwargs)
