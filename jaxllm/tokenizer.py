@@ -81,6 +81,11 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
+    def ids(self) -> Sequence[int]:
+        """All token ids."""
+        return range(self.vocab_size)
+
+    @property
     def bos_token_id(self) -> int | None:
         """The id of the beginning-of-sequence token, if the tokenizer names one."""
         return self._named_id("bos_token")
@@ -173,6 +178,11 @@ class Tokenizer:
         """
         piece = self.piece(token_id)
         return piece.decode(errors="replace") if isinstance(piece, bytes) else piece[1]
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether a token is a text of its own: neither special nor a part of a character."""
+        text = "" if token_id in self.special_ids else self.token_text(token_id)
+        return bool(text) and "\ufffd" not in text
 
     def piece(self, token_id: int) -> Piece:
         """Give a token's share of the text (see `Piece`); made by the decoder once, then looked up."""

@@ -30,6 +30,7 @@ class FakeServing:
 
     def __init__(self, script: list[str] | None = None) -> None:
         self.names = ("fake", "org/alias")
+        self.root = "/models/fake"
         self.options = ServerOptions()
         self.script = SCRIPT if script is None else script
         self.engine = SimpleNamespace(

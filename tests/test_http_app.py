@@ -199,7 +199,8 @@ def test_tool_calls(server):
 
 def test_models_and_tokens(server):
     assert [model.id for model in server.client.models.list()] == ["fake", "org/alias"]
-    assert server.client.models.retrieve("org/alias").id == "org/alias"
+    card = server.client.models.retrieve("org/alias")
+    assert (card.id, card.root) == ("org/alias", "/models/fake")
     with pytest.raises(openai.NotFoundError):
         server.client.models.retrieve("other")
     answer = server.http.post("/tokenize", json={"prompt": "Hi", "return_token_strs": True}).json()

@@ -140,15 +140,17 @@ class Endpoints:
 
     async def models(self, request: Request) -> ASGIApp:
         """List the names that the model goes by."""
-        return _json(model_list(self._serving.names, self._since, self._serving.engine.max_model_len))
+        serving = self._serving
+        return _json(model_list(serving.names, serving.root, self._since, serving.engine.max_model_len))
 
     async def model(self, request: Request) -> ASGIApp:
         """Describe one name."""
         asked = request.path_params["model"]
         if not asked:  # "" would be the served one
             raise nothing_at(request.scope["path"])
-        self._serving.check_model(asked)
-        return _json(model_card(asked, self._since, self._serving.engine.max_model_len))
+        serving = self._serving
+        serving.check_model(asked)
+        return _json(model_card(asked, serving.root, self._since, serving.engine.max_model_len))
 
     async def health(self, request: Request) -> ASGIApp:
         """Say whether there is an engine: vLLM's clients wait for this one, so a model that loads is not there yet."""

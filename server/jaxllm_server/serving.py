@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxllm.async_engine import LONG_TEXT, AsyncLLM
+from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import FeatureDisabledError, NotFoundError, UserError, late, too_long
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.types import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
@@ -37,9 +38,10 @@ from jaxllm_server.tracing import REQUEST_SPAN, current_span, request_attributes
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
+_EMBEDDED = "jaxllm-embedded"  # what the model within the package is called
 _NO_TEMPLATE = (
-    "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start the "
-    "server with --chat-template."
+    "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start "
+    "the server with --chat-template."
 )
 LEFT_OUT = 4  # times the context that a conversation may be, because templates may leave parts of it out
 
@@ -50,7 +52,8 @@ class Serving:
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
-        self.names = options.served_model_name or (_model_name(engine.config.model),)
+        self.root = _EMBEDDED if Path(engine.config.model) == MODEL_DIR else engine.config.model
+        self.names = options.served_model_name or (_model_name(self.root),)
         self._template_kwargs = template_kwargs(options)
         self._shares = Shares(options.max_sequences_per_client)
         num_keys = len(options.api_key) + len(options.admin_api_key)
@@ -460,10 +463,6 @@ def _make_call_id() -> str:
 
 def _model_name(model: str) -> str:
     """Return what a model is called where nobody named it: a folder by its last part, the hub's by their id."""
-    from jaxllm.embedded import MODEL_DIR
-
-    if Path(model) == MODEL_DIR:
-        return "jaxllm-embedded"
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
