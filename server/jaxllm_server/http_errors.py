@@ -38,7 +38,9 @@ _UNSERVED: Mapping[str, str] = {
     "responses": "the Responses API is not built into jaxllm yet; use /v1/chat/completions.",
     "messages": "Anthropic's API is not built into jaxllm yet; use /v1/chat/completions.",
     **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), "adapters are not built into jaxllm yet."),
-    **dict.fromkeys(("files", "batches", "fine_tuning", "assistants", "threads"), "this server keeps nothing."),
+    **dict.fromkeys(
+        ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
+    ),
 }
 _RETRIED_BY_CLIENTS = (408, 409, 429)  # beside 5xx: OpenAI's client tries these again unless it is told not to
 
