@@ -410,6 +410,7 @@ class LLMEngine:
         self.num_rows = len(plan.slots)
         now = self._clock()
         changed: dict[str, Group] = {}
+        self.metrics.chunk_tokens += plan.num_tokens - plan.num_decodes
         self.metrics.generated_tokens += len(events.ids)
         for score in result.scores:
             sample = self._samples.get(score.of.request_id)

@@ -128,13 +128,14 @@ class EngineThread:
     def _step(self, engine: LLMEngine) -> tuple[list[RequestOutput], StepReport]:
         """Compute a step and measure it."""
         metrics = engine.metrics
-        before = metrics.computed_tokens, metrics.generated_tokens
+        before = metrics.chunk_tokens, metrics.generated_tokens
         started = self.step_since = self._clock()
         outputs = engine.step()
         ended = self._clock()
         self.step_since = None
         num_sampled = metrics.generated_tokens - before[1]
-        report = StepReport(ended - started, metrics.computed_tokens - before[0], engine.num_rows, num_sampled)
+        num_tokens = metrics.chunk_tokens - before[0] + num_sampled
+        report = StepReport(ended - started, num_tokens, engine.num_rows, num_sampled)
         speeds = self._speeds
         speeds.append((ended, metrics.generated_tokens))
         while len(speeds) > 2 and ended - speeds[1][0] > RATE_SECONDS:

@@ -76,7 +76,7 @@ _SERVER_HELP = {
     "uds": "Unix socket for HTTP instead of a port",
     "grpc_port": "of gRPC; none: off",
     "grpc_uds": "Unix socket for gRPC instead of a port",
-    "served_model_name": "name that clients may use; may be repeated, the first is echoed (default: the model's)",
+    "served_model_name": "name that clients may use; may be repeated; answers give the first (default: the model's)",
     "chat_template": "file that replaces the model's own template",
     "default_chat_template_kwargs": "JSON object: variables of every chat template",
     "response_role": "role of the answers to a chat",

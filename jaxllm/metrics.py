@@ -25,6 +25,7 @@ class Metrics:
     computed_tokens: int = 0  # rows of them that were somebody's tokens
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    chunk_tokens: int = 0  # of prompts, computed in steps that have ended; those found in the cache are not
     generated_tokens: int = 0
     preemptions: int = 0
     recoveries: int = 0  # steps that failed and took the cache with them
@@ -53,7 +54,7 @@ class StepReport(NamedTuple):
     """What one step was."""
 
     seconds: float
-    num_tokens: int  # computed
+    num_tokens: int  # of prompts that it computed, and sampled by it, as vLLM counts an iteration
     num_rows: int  # requests that took part
     num_sampled: int
 

@@ -81,6 +81,11 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
+    def ids(self) -> Sequence[int]:
+        """All token ids."""
+        return range(self.vocab_size)
+
+    @property
     def bos_token_id(self) -> int | None:
         """The id of the beginning-of-sequence token, if the tokenizer names one."""
         return self._named_id("bos_token")
@@ -98,6 +103,13 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, None if it has none."""
         return self._backend.token_to_id(token)
+
+    def token(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it, as "Ġhello", "▁the" or "<0x0A>"; "" for an id it does not know.
+
+        What it reads as in a text is `token_text`.
+        """
+        return self._backend.id_to_token(token_id) or ""
 
     def is_special(self, token: str) -> bool:
         """Whether a token is special, so that it is left out of texts that skip such tokens."""
@@ -166,6 +178,11 @@ class Tokenizer:
         """
         piece = self.piece(token_id)
         return piece.decode(errors="replace") if isinstance(piece, bytes) else piece[1]
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether a token is a text of its own: neither special nor a part of a character."""
+        text = "" if token_id in self.special_ids else self.token_text(token_id)
+        return bool(text) and "\ufffd" not in text
 
     def piece(self, token_id: int) -> Piece:
         """Give a token's share of the text (see `Piece`); made by the decoder once, then looked up."""

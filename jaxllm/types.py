@@ -30,6 +30,7 @@ INT32_MAX = 2**31 - 1
 _GREEDY_BELOW = 1e-5  # temperatures under it mean greedy, as in vLLM
 _LEAST_TEMPERATURE = 0.01  # of a request that is not greedy: logits divided by less overflow
 _MOST_SEQUENCES = 16384  # vLLM's default bound of n
+_MOST_NAMED = 8  # keys that an error names
 _MOST_SHOWN = 100  # characters of a value that an error repeats
 
 
@@ -457,6 +458,20 @@ def _output_kind(value: object) -> RequestOutputKind:
         ) from error
 
 
+def _check_biased(bias: Mapping[object, object]) -> None:
+    """Refuse keys that are no token ids, all at once; JSON's keys are text."""
+    wrong = [
+        token
+        for token in bias
+        if isinstance(token, bool)
+        or not (re.fullmatch(r"[0-9]{1,10}", token) if isinstance(token, str) else isinstance(token, numbers.Integral))
+    ]
+    if wrong:
+        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        shown = ", ".join(map(_shown, wrong[:_MOST_NAMED]))
+        raise UserError(f"logit_bias must name tokens by their ids, got {shown}{more}.", "logit_bias", wrong[0])
+
+
 def _logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise UserError(f"logit_bias must map token ids to numbers, got {_shown(value)}.", "logit_bias", value)
@@ -464,11 +479,10 @@ def _logit_bias(value: object) -> dict[int, float]:
         raise UserError(
             f"logit_bias must name at most {MAX_BIASED_TOKENS} tokens, got {len(value)}.", "logit_bias", len(value)
         )
+    _check_biased(value)
     bias: dict[int, float] = {}
     for token, number in value.items():
-        if isinstance(token, str) and re.fullmatch(r"[0-9]{1,10}", token):  # JSON's keys are text
-            token = int(token)
-        token = _integer("logit_bias", token)
+        token = _integer("logit_bias", int(token) if isinstance(token, str) else token)
         if token in bias:
             raise UserError(f"logit_bias must name a token once, got {token} twice.", "logit_bias", token)
         # Clamped as vLLM does (SamplingParams.from_optional): OpenAI's range, in which 100 means "always".

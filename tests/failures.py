@@ -28,7 +28,7 @@ SECRETS = re.compile(
 )
 INVALID = ("INVALID_ARGUMENT", "INVALID_PARAMETER", errors.UserError)
 TOO_LONG = ("INVALID_ARGUMENT", "CONTEXT_LENGTH_EXCEEDED", errors.ContextLengthError)
-WRONG = (400, "INVALID_PARAMETER", "invalid_request_error")
+WRONG = (400, "invalid_parameter", "invalid_request_error")
 
 Request = inference_pb2.GenerateRequest
 

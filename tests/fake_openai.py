@@ -15,13 +15,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from jaxllm.tokenizer import Tokenizer
+
 WORD = " cat"
 
 
 class FakeOpenAI:
     """Answers " cat" as often as it is asked to, but for what the model's name says. Keeps the bodies it was sent."""
 
-    def __init__(self, models: bool = True, context: int | None = None, key: str | None = None) -> None:
+    def __init__(
+        self,
+        models: bool = True,
+        context: int | None = None,
+        key: str | None = None,
+        root: str | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         routes = [
@@ -29,8 +38,12 @@ class FakeOpenAI:
         ]
         routes.append(Route("/metrics", self._show_metrics))
         if models:
-            card = {"id": "plain"} | ({} if context is None else {"max_model_len": context})
+            card = {"id": "plain", "root": root} | ({} if context is None else {"max_model_len": context})
             routes.append(Route("/v1/models", lambda request: self._locked(request, JSONResponse({"data": [card]}))))
+        if tokenizer is not None:
+            self._tokenizer = tokenizer
+            routes += [Route("/tokenize", self._tokenize, methods=["POST"])]
+            routes += [Route("/detokenize", self._detokenize, methods=["POST"])]
         self._key = key  # of what is not a request
         self.metrics = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:generation_tokens_total{engine="0"} 70.0\n'
         config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="critical", lifespan="off")
@@ -57,6 +70,14 @@ class FakeOpenAI:
         """Give the response to whoever has the key, if there is one."""
         is_open = self._key is None or request.headers.get("authorization") == f"Bearer {self._key}"
         return response if is_open else JSONResponse({"error": {"message": "no key"}}, status_code=401)
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        ids = self._tokenizer.encode(body["prompt"], body["add_special_tokens"])
+        return JSONResponse({"count": len(ids), "tokens": ids})
+
+    async def _detokenize(self, request: Request) -> Response:
+        return JSONResponse({"prompt": self._tokenizer.decode((await request.json())["tokens"], False)})
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()

@@ -30,6 +30,7 @@ class FakeServing:
 
     def __init__(self, script: list[str] | None = None) -> None:
         self.names = ("fake", "org/alias")
+        self.root = "/models/fake"
         self.options = ServerOptions()
         self.script = SCRIPT if script is None else script
         self.engine = SimpleNamespace(
@@ -37,7 +38,7 @@ class FakeServing:
             max_model_len=64,
             get_load=lambda: Load(running=1, waiting=2),
             off_loop=self._off_loop,
-            tokenizer=SimpleNamespace(token_text=lambda token: self.script[token % len(self.script)]),
+            tokenizer=SimpleNamespace(token=lambda token: self.script[token % len(self.script)]),
         )
         self.failure: BaseException | None = None
         self.fails_at = 0
@@ -67,7 +68,7 @@ class FakeServing:
     def check_model(self, name):
         if name and name not in self.names:
             raise NotFoundError(f"The model `{name}` does not exist.", "model")
-        return name or self.names[0]
+        return self.names[0]
 
     def params_of(self, call):
         return SamplingParams(**{"max_tokens": call.default_max_tokens, "temperature": 1.0, **call.sampling})

@@ -51,7 +51,7 @@ class ScriptedServing:
     def check_model(self, name: str) -> str:
         if name and name not in self.names:
             raise errors.NotFoundError(f"The model `{name}` does not exist.", "model")
-        return name or self.names[0]
+        return self.names[0]
 
     async def generate(self, call: Call) -> AsyncGenerator[Chunk, None]:
         self.calls.append(call)

@@ -24,6 +24,7 @@ from jaxllm.errors import (
     RequestIdInUseError,
     UnavailableError,
 )
+from jaxllm.metrics import StepReport
 from jaxllm.samples import Sample
 from jaxllm.state import Cleared, Removed, Stored
 from jaxllm.types import RequestOutput, RequestOutputKind
@@ -74,6 +75,34 @@ async def is_empty(engine: AsyncLLM, seconds: float = 5.0) -> None:
         assert time.monotonic() < end, load
         await asyncio.sleep(0.01)
     assert not engine.num_live
+
+
+class Steps:
+    """An observer that adds up what steps report."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def step(self, report: StepReport) -> None:
+        self.num_tokens += report.num_tokens
+
+    def tokens(self, seconds: float, count: int, is_first: bool) -> None:
+        pass
+
+    def finished(self, output: RequestOutput, params: SamplingParams) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_prompt", [10, 150])  # in one chunk, in several
+def test_the_tokens_of_steps_are_those_of_prompts_and_outputs(engine: AsyncLLM, run: Run, num_prompt: int) -> None:
+    async def check() -> None:
+        engine.observer = steps = Steps()
+        await read(engine, [5 + num_prompt % 7] * num_prompt, params(max_tokens=10, ignore_eos=True))
+        await is_empty(engine)
+        assert steps.num_tokens == num_prompt + 10
+        engine.observer = None
+
+    run(check())
 
 
 def test_all_kinds_of_output_tell_the_same(engine: AsyncLLM, run: Run) -> None:

@@ -29,6 +29,7 @@ from jaxllm.bench.workload import Job
 from jaxllm.commands import bench_serve_flags
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import EngineError
+from jaxllm.tokenizer import load_tokenizer
 from tests.fake_openai import WORD, FakeOpenAI
 from tests.serving_process import ROOT
 
@@ -182,6 +183,28 @@ def test_failures_are_shown_by_kind_and_results_appended(
     assert (refused["completed"], refused["failed"], refused["error_kinds"][0]["count"]) == (0, 3, 3)
     assert (short["completed"], short["request_rate"], short["mean_ttft_ms"] > 0) == (3, "inf", True)
     assert short["total_output_tokens"] > 0 and "ttfts" not in short and "timeline" not in short
+
+
+@pytest.mark.parametrize("prompts", ["text", "ids"])
+def test_a_model_whose_files_are_elsewhere_is_tokenized_by_its_server(
+    prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(MODEL_DIR)
+    own = ("--num-prompts", "3", "--input-len", "40", "--output-len", "2", "--prompts", prompts)
+    for has_files in (True, False):
+        root = str(MODEL_DIR) if has_files else "/no/model"
+        with FakeOpenAI(root=root, tokenizer=tokenizer) as fake:
+            out = str(tmp_path / "a.json")
+            code = cli.main(["bench", "serve", "--base-url", fake.url, *own, "--save-result", "--result-filename", out])
+            assert code == 0, capsys.readouterr().err
+            used = json.loads(Path(out).read_text())["tokenizer_id"]
+            assert used == (str(MODEL_DIR) if has_files else f"{fake.url}/tokenize")
+            sent = [body["prompt"] for body in fake.bodies[-3:]]
+            lengths = {len(tokenizer.encode(prompt)) if prompts == "text" else len(prompt) for prompt in sent}
+            assert lengths == {40} and len(set(map(str, sent))) == 3
+    with FakeOpenAI(root="/no/model") as fake:
+        assert cli.main(["bench", "serve", "--base-url", fake.url, *own]) == 1
+    assert "there is none for '/no/model': name a folder or a hub id with --tokenizer" in capsys.readouterr().err
 
 
 def test_a_command_line_of_vllms(server: FakeOpenAI, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

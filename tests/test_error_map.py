@@ -83,35 +83,35 @@ WRONG_CALLS = [
         {"output": {"token_bytes": True}},
         ("INVALID_ARGUMENT", "UNSUPPORTED_PARAMETER", errors.UnsupportedError),
         {"thinking_token_budget": 1},
-        (400, "UNSUPPORTED_PARAMETER", "invalid_request_error"),
+        (400, "unsupported_parameter", "invalid_request_error"),
     ),
     (
         "prompt of the context's length",
         {"token_ids": {"ids": [5] * 512}},
         TOO_LONG,
         {"prompt": [5] * 512},
-        (400, "CONTEXT_LENGTH_EXCEEDED", "invalid_request_error"),
+        (400, "context_length_exceeded", "invalid_request_error"),
     ),
     (
         "output over the context",
         {"stop": {"max_tokens": 512}},
         TOO_LONG,
         {"max_tokens": 512},
-        (400, "CONTEXT_LENGTH_EXCEEDED", "invalid_request_error"),
+        (400, "context_length_exceeded", "invalid_request_error"),
     ),
     (
         "least output over the context",
         {"stop": {"min_tokens": 512}},
         TOO_LONG,
         {"max_tokens": 512, "min_tokens": 512},
-        (400, "CONTEXT_LENGTH_EXCEEDED", "invalid_request_error"),
+        (400, "context_length_exceeded", "invalid_request_error"),
     ),
     (
         "model",
         {"model": "other"},
         ("NOT_FOUND", "MODEL_NOT_FOUND", errors.NotFoundError),
         {"model": "other"},
-        (404, "MODEL_NOT_FOUND", "not_found"),
+        (404, "model_not_found", "not_found"),
     ),
 ]
 
@@ -126,7 +126,7 @@ def test_calls_that_are_wrong(rpc: Grpc, http: httpx.Client, row: Any, stream: b
     response = http.post("/v1/completions", json=asked(**body) | {"stream": stream})
     assert over_http(response) == answer
     begins = response.json()["error"]["message"].startswith("This model's maximum context length is 512 tokens")
-    assert begins == (answer[1] == "CONTEXT_LENGTH_EXCEEDED")
+    assert begins == (answer[1] == "context_length_exceeded")
 
 
 def test_a_violation_names_the_field(rpc: Grpc, http: httpx.Client) -> None:
@@ -185,7 +185,7 @@ def test_what_this_server_could_be_but_is_not(rpc: Grpc, http: httpx.Client) -> 
         "messages": [{"role": "user", "content": "a"}],
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     }
-    assert over_http(http.post("/v1/chat/completions", json=body)) == (400, "FEATURE_DISABLED", "invalid_request_error")
+    assert over_http(http.post("/v1/chat/completions", json=body)) == (400, "feature_disabled", "invalid_request_error")
 
 
 def test_an_id_that_is_in_use(rpc: Grpc, http: httpx.Client) -> None:
@@ -195,7 +195,7 @@ def test_an_id_that_is_in_use(rpc: Grpc, http: httpx.Client) -> None:
     in_use = ("ALREADY_EXISTS", "REQUEST_ID_IN_USE", errors.RequestIdInUseError)
     assert over_grpc(lambda: rpc.inference.Generate(request, metadata=bearer(USER))) == in_use
     response = http.post("/v1/completions", json=asked(request_id="same"))
-    assert over_http(response) == (409, "REQUEST_ID_IN_USE", "invalid_request_error")
+    assert over_http(response) == (409, "request_id_in_use", "invalid_request_error")
     stream.cancel()
     eventually(lambda: is_idle(rpc))
 
@@ -223,7 +223,7 @@ def test_a_full_queue_is_told_at_once(rpc: Grpc, http: httpx.Client) -> None:
             began = time.monotonic()
             response = http.post("/v1/completions", json=asked())
             refused["http"].append(time.monotonic() - began)
-            assert over_http(response) == (429, "QUEUE_FULL", "rate_limit_error")
+            assert over_http(response) == (429, "rate_limit_exceeded", "rate_limit_error")
         health = httpx.get(f"{http.base_url}/health")
         assert health.status_code == 200, "full is not ill"
     assert {name: statistics.median(times) < 0.02 for name, times in refused.items()} == {"grpc": True, "http": True}
@@ -246,7 +246,9 @@ def test_what_never_fits_is_refused_for_good(rpc: Grpc, http: httpx.Client) -> N
     stream = rpc.inference.StreamGenerate(Request(text="Once", stop=LONG), metadata=bearer(USER))
     eventually(lambda: load_of(rpc).running == 1)
     response = http.post("/v1/completions", json=asked(prompt=["a"] * 4))
-    assert over_http(response) == (429, "QUEUE_FULL", "rate_limit_error"), "there is room for it at other times"
+    assert over_http(response) == (429, "rate_limit_exceeded", "rate_limit_error"), (
+        "there is room for it at other times"
+    )
     stream.cancel()
     eventually(lambda: is_idle(rpc))
 
@@ -257,11 +259,11 @@ def test_what_is_too_large(rpc: Grpc, http: httpx.Client) -> None:
     assert told == ("RESOURCE_EXHAUSTED", "", errors.UserError)  # gRPC's own, without details
     assert over_http(http.post("/v1/completions", json={"prompt": text})) == (
         413,
-        "BODY_TOO_LARGE",
+        "body_too_large",
         "invalid_request_error",
     )
     response = http.get("/v1/models", headers={"x-long": "a" * 20_000})
-    assert over_http(response) == (431, "HEAD_TOO_LARGE", "invalid_request_error")
+    assert over_http(response) == (431, "head_too_large", "invalid_request_error")
 
 
 def test_a_deadline_of_the_client_frees_what_it_held(rpc: Grpc, server: ServingProcess) -> None:
@@ -298,7 +300,7 @@ def test_while_it_is_paused(rpc: Grpc, http: httpx.Client) -> None:
     assert reasons[-1] == 5  # FINISH_REASON_ABORTED, and the status is OK
     try:
         assert over_grpc(lambda: rpc.inference.Generate(Request(text="a"), metadata=bearer(USER))) == not_ready
-        assert over_http(http.post("/v1/completions", json=asked())) == (503, "NOT_READY", "service_unavailable")
+        assert over_http(http.post("/v1/completions", json=asked())) == (503, "not_ready", "service_unavailable")
         assert http.get("/ready").status_code == 503 and http.get("/live").status_code == 200
         check = health_pb2.HealthCheckRequest()
         eventually(lambda: rpc.health.Check(check).status == health_pb2.HealthCheckResponse.NOT_SERVING, 1.0)
@@ -347,15 +349,9 @@ def test_keys_over_http(server: ServingProcess) -> None:
     with httpx.Client(base_url=server.http) as http:
         for method, paths in routes.items():
             for path in paths:
-                for key, code in (
-                    (None, "AUTH_MISSING"),
-                    ("Bearer wrong", "AUTH_INVALID"),
-                    (f"Bearer {USER[:-1]}", "AUTH_INVALID"),
-                    (f"Basic {USER}", "AUTH_INVALID"),
-                    ("", "AUTH_INVALID"),
-                ):
+                for key in (None, "Bearer wrong", f"Bearer {USER[:-1]}", f"Basic {USER}", ""):
                     response = http.request(method, path, headers={} if key is None else {"authorization": key})
-                    assert over_http(response) == (401, code, "authentication_error"), (path, key)
+                    assert over_http(response) == (401, "invalid_api_key", "authentication_error"), (path, key)
                     assert response.headers["www-authenticate"] == "Bearer"
         for path in ("/health", "/live", "/ready"):
             assert http.get(path).status_code == 200
@@ -368,15 +364,15 @@ def test_what_is_not_there(rpc: Grpc, http: httpx.Client) -> None:
         call = rpc.channel.unary_unary(path)
         told = over_grpc(lambda call=call: call(b"", metadata=bearer(USER)))
         assert told == ("UNIMPLEMENTED", "", errors.FeatureDisabledError)
-    for path in ("/nothing", "/v1/completions/", "/v1", "/V1/models", "/v1/embeddings"):
-        assert over_http(http.post(path, json={})) == (404, "ROUTE_NOT_FOUND", "not_found")
-    assert over_http(http.get("/v1/models/other")) == (404, "MODEL_NOT_FOUND", "not_found")
-    wrong_method = (405, "METHOD_NOT_ALLOWED", "invalid_request_error")
+    for path, code in (("/nothing", "unknown_url"), ("/v1", "unknown_url"), ("/v1/embeddings", "feature_disabled")):
+        assert over_http(http.post(path, json={})) == (404, code, "not_found")
+    assert over_http(http.get("/v1/models/other")) == (404, "model_not_found", "not_found")
+    wrong_method = (405, "method_not_supported", "invalid_request_error")
     response = http.get("/v1/completions")
     assert over_http(response) == wrong_method and response.headers["allow"] == "POST"
     assert over_http(http.delete("/v1/models")) == wrong_method
     plain = http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
-    assert over_http(plain) == (415, "CONTENT_TYPE", "invalid_request_error")
+    assert over_http(plain) == (415, "content_type", "invalid_request_error")
     broken = http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
     assert over_http(broken) == WRONG
 

@@ -98,8 +98,8 @@ def check_loading(rpc: Grpc, http: httpx.Client) -> None:
         lambda: rpc.inference.ListModels(inference_pb2.ListModelsRequest()),
     ]
     assert [over_grpc(call) for call in calls] == [not_ready] * len(calls)
-    assert over_http(http.post("/v1/completions", json=asked())) == (503, "NOT_READY", "service_unavailable")
-    assert over_http(http.get("/v1/models")) == (503, "NOT_READY", "service_unavailable")
+    assert over_http(http.post("/v1/completions", json=asked())) == (503, "not_ready", "service_unavailable")
+    assert over_http(http.get("/v1/models")) == (503, "not_ready", "service_unavailable")
     assert [http.get(path).status_code for path in ("/health", "/ready", "/live")] == [503, 503, 200]
     assert rpc.health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert rpc.control.GetServerInfo(control_pb2.GetServerInfoRequest()).state == control_pb2.SERVER_STATE_LOADING
@@ -116,7 +116,7 @@ def check_draining(server: ServingProcess, rpc: Grpc, http: httpx.Client) -> Non
     )
     draining = ("UNAVAILABLE", "DRAINING", errors.DrainingError)
     assert over_grpc(lambda: rpc.inference.Generate(Request(text="a"))) == draining
-    assert over_http(http.post("/v1/completions", json=asked())) == (503, "DRAINING", "service_unavailable")
+    assert over_http(http.post("/v1/completions", json=asked())) == (503, "draining", "service_unavailable")
     assert [http.get(path).status_code for path in ("/ready", "/live")] == [503, 200]
     num_tokens = 1 + sum(len(delta.token_ids) for message in stream for delta in message.deltas)
     assert num_tokens >= LONG["max_tokens"] - 3 and stream.code() is grpc.StatusCode.OK
@@ -202,13 +202,13 @@ def test_unix_sockets_and_a_request_that_takes_too_long(
             assert await failure_of(rpc.inference.Generate(request)) == late
             assert await failure_of(rpc.inference.StreamGenerate(request)) == late
             response = await http.post("/v1/completions", json=asked(**long))
-            assert over_http(response) == (504, "DEADLINE_EXCEEDED", "timeout")
+            assert over_http(response) == (504, "deadline_exceeded", "timeout")
             assert response.headers["x-should-retry"] == "false"
             error = (await events_of(http, **long))[-1]["error"]
-            assert (error["code"], error["type"]) == ("DEADLINE_EXCEEDED", "timeout")
+            assert (error["code"], error["type"]) == ("deadline_exceeded", "timeout")
             # What can never fit the pool of 24 blocks, though it fits the context.
             response = await http.post("/v1/completions", json=asked(prompt=[5] * 400))
-            assert over_http(response) == (400, "CONTEXT_LENGTH_EXCEEDED", "invalid_request_error")
+            assert over_http(response) == (400, "context_length_exceeded", "invalid_request_error")
             assert await failure_of(rpc.inference.Generate(Request(token_ids={"ids": [5] * 400}))) == TOO_LONG
 
     run(check())
@@ -256,9 +256,9 @@ def test_one_request_fails_then_the_engine_hangs_then_it_dies(run: Any, monkeypa
         assert await failure_of(rpc.inference.Generate(request)) == failed
         assert await failure_of(rpc.inference.StreamGenerate(request)) == failed
         response = await http.post("/v1/completions", json=asked(**own))
-        assert over_http(response) == (500, "ENGINE_ERROR", "server_error")
+        assert over_http(response) == (500, "engine_error", "server_error")
         error = (await events_of(http, **own))[-1]["error"]
-        assert (error["code"], error["type"]) == ("ENGINE_ERROR", "server_error")
+        assert (error["code"], error["type"]) == ("engine_error", "server_error")
         assert len((await other).token_ids) == 200
         assert (await http.get("/health")).status_code == 200
 
@@ -271,7 +271,7 @@ def test_one_request_fails_then_the_engine_hangs_then_it_dies(run: Any, monkeypa
         not_ready = ("UNAVAILABLE", "NOT_READY", errors.UnavailableError)
         assert await failure_of(rpc.inference.Generate(Request(text="a"))) == not_ready
         response = await http.post("/v1/completions", json=asked())
-        assert over_http(response) == (503, "NOT_READY", "service_unavailable")
+        assert over_http(response) == (503, "not_ready", "service_unavailable")
         assert (await http.get("/ready")).status_code == 503
         assert (await late).token_ids
         monkeypatch.setattr(LLMEngine, "step", real_step)
@@ -293,9 +293,9 @@ def test_one_request_fails_then_the_engine_hangs_then_it_dies(run: Any, monkeypa
         # The process says so for a moment before it ends.
         assert await failure_of(rpc.inference.Generate(Request(text="a"), wait_for_ready=False)) == lost
         response = await http.post("/v1/completions", json=asked())
-        assert over_http(response) == (503, "ENGINE_DEAD", "service_unavailable")
+        assert over_http(response) == (503, "engine_dead", "service_unavailable")
         assert [(await http.get(path)).status_code for path in ("/health", "/live", "/ready")] == [503] * 3
-        assert (await events)[-1]["error"]["code"] == "ENGINE_DEAD"
+        assert (await events)[-1]["error"]["code"] == "engine_dead"
         with pytest.raises(errors.EngineDeadError):
             await waits
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -335,7 +335,7 @@ def test_tls_without_certificates_of_clients(run: Any, certificates: Path) -> No
             with pytest.raises(errors.UnavailableError, match="reached"):
                 await plain.generate("a", timeout=2.0)
             url = f"https://localhost:{server.http_port}"
-            assert over_http(await http.post(f"{url}/v1/completions", json=asked()))[:2] == (503, "NOT_READY")
+            assert over_http(await http.post(f"{url}/v1/completions", json=asked()))[:2] == (503, "not_ready")
             with pytest.raises(httpx.TransportError):
                 await http.get(f"http://localhost:{server.http_port}/health")
         async with httpx.AsyncClient() as trusting_others:

@@ -67,7 +67,7 @@ def test_a_stream_and_a_unary_answer(run: Any) -> None:
             stream = stub.StreamGenerate(ask(model="alias"))
             messages = await drained(stream)
             assert [message.deltas[0].text for message in messages] == ["one", "two"]
-            assert messages[0].model == "alias" and messages[0].prompt.cached_token_count == 1
+            assert messages[0].model == "m" and messages[0].prompt.cached_token_count == 1
             assert len(messages[0].request_id) == 32  # made by the server
             assert dict(await stream.initial_metadata())["x-request-id"] == messages[0].request_id
             assert messages[-1].usage.completion_tokens == 2 and messages[-1].timing.total.ToMilliseconds() == 400

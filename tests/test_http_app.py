@@ -163,7 +163,7 @@ def test_chat(server):
         model="org/alias", messages=MESSAGES, logprobs=True, top_logprobs=3, max_completion_tokens=2, n=2
     )
     assert [choice.message.content for choice in answer.choices] == ["Once upon"] * 2
-    assert answer.choices[0].message.role == "assistant" and answer.model == "org/alias"
+    assert answer.choices[0].message.role == "assistant" and answer.model == "fake", "the first name, as vLLM has it"
     (first, _) = answer.choices[0].logprobs.content
     assert (first.token, first.logprob, first.bytes) == ("Once", -0.5, list(b"Once"))
     assert [other.logprob for other in first.top_logprobs] == [-0.5, -2.0, -3.0]
@@ -199,7 +199,8 @@ def test_tool_calls(server):
 
 def test_models_and_tokens(server):
     assert [model.id for model in server.client.models.list()] == ["fake", "org/alias"]
-    assert server.client.models.retrieve("org/alias").id == "org/alias"
+    card = server.client.models.retrieve("org/alias")
+    assert (card.id, card.root) == ("org/alias", "/models/fake")
     with pytest.raises(openai.NotFoundError):
         server.client.models.retrieve("other")
     answer = server.http.post("/tokenize", json={"prompt": "Hi", "return_token_strs": True}).json()
@@ -211,9 +212,9 @@ def test_models_and_tokens(server):
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
-        (OverloadedError("The queue is full.", 2.5), openai.RateLimitError, "QUEUE_FULL"),
-        (RequestFailedError("This request failed."), openai.InternalServerError, "ENGINE_ERROR"),
-        (RuntimeError("0x7fee at /home/secret"), openai.InternalServerError, "ENGINE_ERROR"),
+        (OverloadedError("The queue is full.", 2.5), openai.RateLimitError, "rate_limit_exceeded"),
+        (RequestFailedError("This request failed."), openai.InternalServerError, "engine_error"),
+        (RuntimeError("0x7fee at /home/secret"), openai.InternalServerError, "engine_error"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -403,7 +404,7 @@ def test_requests_at_once_are_bounded():
                 answer = http.post("/tokenize", json={"prompt": "Hi"})
                 if answer.status_code != 429:
                     return answer.status_code == 200
-                assert answer.json()["error"]["code"] == "QUEUE_FULL" and answer.headers["retry-after"] == "1"
+                assert answer.json()["error"]["code"] == "rate_limit_exceeded" and answer.headers["retry-after"] == "1"
                 return False
 
             address, key = ("127.0.0.1", port), ["Authorization: Bearer k"]
@@ -446,12 +447,46 @@ def test_other_routes(server):
     assert server.http.get("/metrics").text == "a 1\n"
     assert server.http.get("/load").json()["server_load"] == 3
     assert server.http.get("/version").json().keys() == {"version"}
-    for path in ("/", "/v2", "/v1/models/", "/V1/models", "//v1/models", "/v1/completions/", "/docs", "/openapi.json"):
-        answer = server.http.get(path)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found"), path
     answer = server.http.get("/v1/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert server.http.delete("/v1/models").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "message"),
+    [
+        ("/", "unknown_url", "There is nothing at /."),
+        ("/docs", "unknown_url", "There is nothing at /docs."),
+        ("/v2", "unknown_url", "There is nothing at /v2."),
+        ("/%0a" + "x" * 500, "unknown_url", f"There is nothing at /\\n{'x' * 126}."),
+        ("/v1/models/", "unknown_url", "There is nothing at /v1/models/. Did you mean /v1/models?"),
+        ("/v1/Completions", "unknown_url", "There is nothing at /v1/Completions. Did you mean /v1/completions?"),
+        *(
+            (path, "unknown_url", f"There is nothing at {path}. Did you mean {near}? Set the client's base URL to ")
+            for path, near in (
+                ("/chat/completions", "/v1/chat/completions"),
+                ("/completions", "/v1/completions"),
+                ("/api/models", "/v1/models"),
+                ("/v1/v1/chat/completions", "/v1/chat/completions"),
+            )
+        ),
+        (
+            "/v1/embeddings",
+            "feature_disabled",
+            "/v1/embeddings is not served: this server generates text; it has no em",
+        ),
+        ("/v2/rerank", "feature_disabled", "/v2/rerank is not served: "),
+        ("/score", "feature_disabled", "/score is not served: "),
+        ("/v1/responses/r/cancel", "feature_disabled", "/v1/responses/r/cancel is not served: the Responses API "),
+        ("/v1/messages", "feature_disabled", "/v1/messages is not served: Anthropic's API "),
+        ("/v1/audio/transcriptions", "feature_disabled", "/v1/audio/transcriptions is not served: "),
+    ],
+)
+def test_a_path_that_is_not_served_is_named_with_what_is_missing(server, path, code, message):
+    answer = server.http.get(path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (404, "not_found", code)
+    assert error["message"].startswith(message)
 
 
 def test_counts_have_closed_labels(server):
@@ -493,7 +528,7 @@ def test_bad_json_is_400(server, body):
 )
 def test_other_content_is_415(server, headers):
     answer = server.http.post("/v1/completions", content=b'{"prompt":"a"}', headers=headers)
-    assert answer.status_code == 415 and answer.json()["error"]["code"].startswith("CONTENT_")
+    assert answer.status_code == 415 and answer.json()["error"]["code"].startswith("content_")
 
 
 def test_content_type_may_name_utf8(server):

@@ -17,7 +17,7 @@ from jaxllm_server.chat_checks import check_messages, check_template_kwargs, che
 from jaxllm_server.openai_chat import ChatReply
 from jaxllm_server.openai_completions import CompletionReply
 from jaxllm_server.openai_messages import SAMPLING, error_body_of
-from jaxllm_server.openai_tokens import detokenize_request_of, tokenize_call_of
+from jaxllm_server.openai_tokens import detokenize_request_of, tokenize_call_of, tokens_response
 from jaxllm_server.options import ServerOptions
 from jaxllm_server.sse import EventWriter
 from jaxllm_server.tool_parsers import ToolCallDelta
@@ -208,6 +208,36 @@ def test_echo_with_logprobs_asks_for_those_of_the_prompt(count):
     assert "prompt_logprobs" not in choice, "nobody has asked for them by that name"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_without_output_is_echo_with_a_token_less_the_token(stream):
+    told = []
+    for most in (0, 1):
+        reply = completion(prompt=["ab", "ab"], n=2, echo=True, logprobs=1, max_tokens=most, stream=stream)
+        assert [call.scores_prompt for call in reply.calls] == [most == 0] * 2
+        reply.prompt_texts = ["ab", "ab"]
+        parts = [
+            part("c", index, token_ids=[9], logprobs=[{9: entry(-2.0, "c")}], finish_reason="stop", stop_reason="c")
+            for index in (0, 1)
+        ]
+        prompt = PromptInfo([7, 8], 0, [None, {8: entry(-1.0, "b")}], "a")
+        chunks = [chunk(*parts, usage=(2, 2), prompt=prompt, is_last=True)] * 2
+        tails = [tail for number in (0, 1) for tail in reply.events(number, chunks[number])] if stream else []
+        answer = {} if stream else reply.response(chunks)
+        told.append(([tail["choices"][0] for tail in tails] if stream else answer["choices"], answer.get("usage")))
+    (scored, usage), (sampled, _) = told
+    assert len(scored) == len(sampled) == 4
+    assert usage == (None if stream else {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4})
+    for zero, one in zip(scored, sampled, strict=True):
+        assert (zero["text"], zero["finish_reason"], zero["stop_reason"]) == ("ab", "length", None)
+        assert zero["logprobs"] == {name: values[:-1] for name, values in one["logprobs"].items()}
+
+
+@pytest.mark.parametrize("body", [{"max_tokens": 0}, {"max_tokens": False, "echo": True}])
+def test_no_output_is_for_echo_alone(body):
+    call = completion(**body).calls[0]
+    assert not call.scores_prompt and call.sampling["max_tokens"] == body["max_tokens"]  # to be refused
+
+
 def test_a_choice_that_begins_late_has_all_of_its_prompt():
     """A call's first chunk alone has the prompt, and not all of n choices begin in it."""
     reply = completion(
@@ -222,7 +252,7 @@ def test_a_choice_that_begins_late_has_all_of_its_prompt():
             (choice,) = tail["choices"]
             told.setdefault(choice["index"], []).append(choice)
     seen = {
-        index: [(own["text"], own["prompt_token_ids"], own["logprobs"]["text_offset"]) for own in choices]
+        index: [(own["text"], own.get("prompt_token_ids"), own["logprobs"]["text_offset"]) for own in choices]
         for index, choices in told.items()
     }
     first, later = ("abx", [7, 8], [0, 1, 2]), ("x", None, [3])
@@ -325,6 +355,47 @@ def test_events_without_content_are_left_out_but_their_usage_counts():
         "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
     }
     assert completion(stream=True).last_event() is None
+
+
+def test_usage_of_an_event_counts_what_was_sent_up_to_it():
+    options = ServerOptions(reasoning_parser="qwen3")
+    own = {"stream": True, "n": 2, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    pieces = [
+        chunk(part("a", 0, token_ids=[1]), part("b", 1, token_ids=[1, 2], num_reasoning=1), usage=(3, 3, 0, 1)),
+        chunk(part("c", 1, token_ids=[3], finish_reason="stop"), usage=(3, 4, 0, 1)),
+    ]
+    seen = {}
+    for name, reply in (
+        ("chat", chat(options, **own)),
+        ("plain", CompletionReply({"prompt": "a", **own}, options, "r")),
+    ):
+        usages = [tail["usage"] for piece in pieces for tail in reply.events(0, piece)]
+        assert {usage["prompt_tokens"] for usage in usages} == {3}
+        seen[name] = [
+            (usage["completion_tokens"], usage["completion_tokens_details"]["reasoning_tokens"]) for usage in usages
+        ]
+    assert seen == {"chat": [(0, 0), (1, 0), (1, 0), (3, 1), (4, 1)], "plain": [(1, 0), (3, 1), (4, 1)]}
+
+
+def test_keys_of_what_nobody_asked_for_are_absent():
+    """The others may be null: OpenAI's API has them in every answer."""
+    always = {"index", "logprobs", "finish_reason"}
+    for own, more, first in (({}, set(), set()), ({"return_token_ids": True}, {"token_ids"}, {"prompt_token_ids"})):
+        reply = completion(stream=True, **own)
+        begun, ended = (
+            reply.events(0, piece)[0]["choices"][0].keys()
+            for piece in (chunk(part("a"), prompt=PromptInfo([1], 0)), chunk(part("b", finish_reason="stop")))
+        )
+        assert (begun, ended) == (always | {"text"} | more | first, always | {"text", "stop_reason"} | more)
+    (choice,) = completion().response([chunk(part("a", finish_reason="stop"))])["choices"]
+    assert choice.keys() == always | {"text", "stop_reason"}
+    answer = chat().response([chunk(part("a", finish_reason="stop"))])
+    assert answer.keys() == {"choices", "usage"} and answer["choices"][0].keys() == always | {"message", "stop_reason"}
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "a", "refusal": None}
+    (role, said) = chat(stream=True).events(0, chunk(part("a", token_ids=[1]), prompt=PromptInfo([1], 0)))
+    assert role.keys() == said.keys() == {"choices"}
+    assert [tail["choices"][0].keys() for tail in (role, said)] == [always | {"delta"}] * 2
+    assert tokens_response([1], 8, None).keys() == {"count", "max_model_len", "tokens"}
 
 
 def test_details_of_usage_follow_the_options():
@@ -561,7 +632,7 @@ def test_errors_in_openais_form():
         "message": "top_p must be in (0, 1], got 2.",
         "type": "invalid_request_error",
         "param": "top_p",
-        "code": "INVALID_PARAMETER",
+        "code": "invalid_parameter",
     }
     assert error_body_of(OverloadedError("full", 2.0))["error"]["type"] == "rate_limit_error"
     assert error_body_of(RequestFailedError("NaN"))["error"]["type"] == "server_error"
@@ -590,6 +661,11 @@ def test_json_that_is_refused(raw, in_thread):
     with pytest.raises(UserError) as caught:
         strict_json.read(raw, 64, in_thread=in_thread)
     assert len(str(caught.value)) < 200
+
+
+def test_a_byte_order_mark_is_named():
+    with pytest.raises(UserError, match="The body begins with a byte order mark"):
+        strict_json.read(b"\xef\xbb\xbf{}", 64)
 
 
 @pytest.mark.parametrize("in_thread", [False, True])

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from jaxllm import AsyncClient, Client, cli
 from jaxllm.bench.explain import programs_in, read_trace
@@ -198,6 +198,29 @@ def test_n_logprobs_seed_and_usage(openai: OpenAI, client: Client) -> None:
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in plain.choices]
     assert [output.text for output in client.generate(PROMPT, **own).outputs] == texts
+
+
+def test_a_prompt_is_scored_without_an_output(openai: OpenAI) -> None:
+    """As lm-eval does: the numbers are those of an echo with a token, without that token's."""
+    own: Any = {"model": MODEL, "prompt": [PROMPT, "The cat sat"], "echo": True, "logprobs": 2, "n": 2, "seed": 1}
+    scored, sampled = (openai.completions.create(max_tokens=most, **own) for most in (0, 1))
+    streamed = list(openai.completions.create(max_tokens=0, stream=True, **own))
+    assert scored.usage is not None and scored.usage.completion_tokens == 0 and scored.usage.prompt_tokens > 4
+    by_index = {choice.index: choice for event in streamed for choice in event.choices}
+    assert len(streamed) == len(by_index) == len(scored.choices) == 4
+    for zero, one in zip(scored.choices, sampled.choices, strict=True):
+        assert (zero.text, zero.finish_reason) == (own["prompt"][zero.index // 2], "length")
+        assert zero.logprobs is not None and one.logprobs is not None
+        assert zero.logprobs.tokens == (one.logprobs.tokens or [])[:-1]
+        told, wanted = zero.logprobs.token_logprobs or [], (one.logprobs.token_logprobs or [])[:-1]
+        assert told[0] is None and told[1:] == pytest.approx(wanted[1:], abs=1e-4)
+        other = by_index[zero.index]
+        assert (other.text, other.finish_reason) == (zero.text, "length")
+    whole = openai.completions.create(model=MODEL, prompt=[5] * 511, echo=True, logprobs=0, max_tokens=0)
+    assert whole.usage is not None and whole.usage.total_tokens == 511
+    with pytest.raises(BadRequestError, match="your prompt contains 512 input tokens") as caught:
+        openai.completions.create(model=MODEL, prompt=[5] * 512, echo=True, logprobs=0, max_tokens=0)
+    assert caught.value.code == "context_length_exceeded"
 
 
 def random_call(rng: random.Random) -> dict[str, Any]:

@@ -289,6 +289,19 @@ def test_token_text_reads_as_after_other_text(tokenizers: dict[str, Tokenizer]) 
     assert "".join(map(byte_level.token_text, byte_level.encode("the time"))) == "the time"
 
 
+def test_a_token_is_spelled_as_the_vocabulary_has_it(tokenizers: dict[str, Tokenizer]) -> None:
+    for kind, spelled in (
+        ("stripping", ["▁the", "<s>", "<0x41>"]),
+        ("byte_level", ["<|end|>"]),
+        ("wordpiece", ["##ing"]),
+    ):
+        tokenizer = tokenizers[kind]
+        assert [tokenizer.token(tokenizer.token_id(token) or 0) for token in spelled] == spelled
+        assert tokenizer.token(10**6) == ""
+    byte_level = tokenizers["byte_level"]
+    assert "".join(map(byte_level.token, byte_level.encode("the time"))) == "theĠtime"
+
+
 # ---- incremental detokenization
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=5)

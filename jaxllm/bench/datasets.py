@@ -10,20 +10,38 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxllm.bench.workload import Job
 from jaxllm.errors import UserError
 
-if TYPE_CHECKING:
-    from jaxllm.tokenizer import Tokenizer
-
 _ATTEMPTS = 10  # of writing random tokens as a text that has as many of them
 # vLLM's pruning of ShareGPT (vllm/benchmarks/datasets.py, `is_valid_sequence`).
 _SHAREGPT_LEAST, _SHAREGPT_MOST_PROMPT, _SHAREGPT_MOST = 4, 1024, 2048
 _SONNET_BEGIN = "Pick as many lines as you can from these poem lines:\n"
+
+
+class Coder(Protocol):
+    """What prompts are made with: a model's `Tokenizer`, or the server's own."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Token ids to draw from."""
+        ...
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether one of them is a text of its own."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Give the token ids of a text, by default with those that the model expects around it."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Give the text of token ids."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +96,7 @@ class DatasetOptions:
                 raise UserError(f"{name} cannot be given for the dataset {self.dataset_name}: its file has them.")
 
 
-def make_jobs(options: DatasetOptions, tokenizer: Tokenizer, as_text: bool) -> list[Job]:
+def make_jobs(options: DatasetOptions, tokenizer: Coder, as_text: bool) -> list[Job]:
     """Make the jobs of a dataset, with prompts that are texts or tuples of token ids.
 
     Raises:
@@ -91,7 +109,7 @@ def make_jobs(options: DatasetOptions, tokenizer: Tokenizer, as_text: bool) -> l
 class _Writer:
     """Draws tokens, and makes jobs of tokens or of texts."""
 
-    def __init__(self, tokenizer: Tokenizer, rng: np.random.Generator, as_text: bool) -> None:
+    def __init__(self, tokenizer: Coder, rng: np.random.Generator, as_text: bool) -> None:
         self._tokenizer, self.rng, self._as_text = tokenizer, rng, as_text
         self._num_around = len(tokenizer.encode("")) if as_text else 0
 
@@ -99,9 +117,10 @@ class _Writer:
         """Draw token ids that are a text of their own: neither special nor parts of a character."""
         rng = self.rng if rng is None else rng
         ids: list[int] = []
+        known = self._tokenizer.ids
         while len(ids) < count:
-            drawn = rng.integers(self._tokenizer.vocab_size, size=count - len(ids))
-            ids += [int(token_id) for token_id in drawn if self._is_text(int(token_id))]
+            drawn = rng.integers(len(known), size=count - len(ids)).tolist()
+            ids += [known[place] for place in drawn if self._tokenizer.is_text(known[place])]
         return ids
 
     def count(self, text: str) -> int:
@@ -137,13 +156,6 @@ class _Writer:
             else:
                 ids += self.draw(-excess)
         return Job(text, self.count(text), max_tokens, arrival_s)
-
-    def _is_text(self, token_id: int) -> bool:
-        if token_id in self._tokenizer.special_ids:
-            return False
-        piece = self._tokenizer.piece(token_id)
-        text = piece.decode(errors="replace") if isinstance(piece, bytes) else piece[1]
-        return bool(text) and "\ufffd" not in text
 
 
 def _random(options: DatasetOptions, writer: _Writer) -> list[Job]:
@@ -219,7 +231,7 @@ def _turns(path: Path, index: int, record: object) -> tuple[str, str] | None:
 def _sonnet(options: DatasetOptions, writer: _Writer) -> list[Job]:
     """Lines of a poem, the first of them the same in all prompts; at most as long as asked for."""
     num_in, num_out = options.input_len or options.sonnet_input_len, options.output_len or options.sonnet_output_len
-    lines = list(_poem()) if options.dataset_path is None else _read_lines(Path(options.dataset_path))
+    lines = list(poem()) if options.dataset_path is None else _read_lines(Path(options.dataset_path))
     begin = writer.count(_SONNET_BEGIN)
     per_line = sum(writer.count_answer(line) for line in lines) / len(lines)
     if num_in <= begin + per_line:
@@ -235,7 +247,7 @@ def _sonnet(options: DatasetOptions, writer: _Writer) -> list[Job]:
     return jobs
 
 
-def _poem() -> Iterator[str]:
+def poem() -> Iterator[str]:
     """Write lines of our own, 480 different ones."""
     for when in ("At dawn", "By noon", "At dusk", "All night"):
         for who in ("the ferry", "a heron", "my brother", "the miller", "a lantern", "the orchard"):

@@ -9,17 +9,18 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.bench.clients import send_one
+from jaxllm.bench.server_tokenizer import ServerTokenizer
 from jaxllm.bench.sse import shorten
 from jaxllm.bench.target import Target
 from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError, UnavailableError, UserError
 
 if TYPE_CHECKING:
-    from jaxllm.tokenizer import Tokenizer
+    from jaxllm.bench.datasets import Coder
 
 _PATIENCE = 10.0  # seconds for one answer
 _PAUSE = 1.0  # seconds between two tries
@@ -28,10 +29,11 @@ _EMBEDDED = "jaxllm-embedded"  # what the server calls the model within the pack
 Result = TypeVar("Result")
 
 
-def fetch(url: str, headers: Mapping[str, str], is_insecure: bool) -> str:
-    """Get a page; OSError (`urllib.error.URLError`) if there is none."""
+def fetch(url: str, headers: Mapping[str, str], is_insecure: bool, body: Mapping[str, Any] | None = None) -> str:
+    """Get a page, or what answers a body; OSError (`urllib.error.URLError`) if there is none."""
     context = ssl._create_unverified_context() if is_insecure and url.startswith("https") else None
-    request = urllib.request.Request(url, headers=dict(headers))
+    sent = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, sent, {**headers, "Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=_PATIENCE, context=context) as response:
         return response.read().decode()
 
@@ -103,26 +105,45 @@ def refuses(target: Target, field: str) -> bool:
     return field in asyncio.run(send_one(target, Job("The", 1, 1))).error
 
 
-def find_tokenizer(asked: str | None, model: str, root: str) -> tuple[Tokenizer, str]:
+def find_tokenizer(asked: str | None, target: Target, root: str) -> tuple[Coder, str]:
     """Load the tokenizer that was asked for, or the model's; return it, and what it was loaded from.
 
-    The model's is that of a local folder, of the model within the package, or of the hub.
+    The model's is that of the model within the package, or of `root`: a folder on this machine or a hub id. Where it is
+    neither, the server is asked for each text.
     """
     from jaxllm.embedded import MODEL_DIR
     from jaxllm.tokenizer import load_tokenizer
 
     if asked is not None:
         return load_tokenizer(asked), asked
-    if model == _EMBEDDED:
-        return load_tokenizer(MODEL_DIR), model
-    source = root if Path(root).is_dir() else model
+    if _EMBEDDED in (target.model, root):
+        return load_tokenizer(MODEL_DIR), _EMBEDDED
     try:
-        return load_tokenizer(source), source
+        return load_tokenizer(root), root
     except Exception as error:  # the hub's errors have no common class
+        with suppress(EngineError, UserError, OSError, ValueError, LookupError, TypeError):
+            return _server_tokenizer(target), f"{target.base}/tokenize"
         raise UserError(
-            f"prompts are made and counted with the model's tokenizer, and there is none for {source!r}: "
+            f"prompts are made and counted with the model's tokenizer, and there is none for {root!r}: "
             f"name a folder or a hub id with --tokenizer ({shorten(str(error))})"
         ) from error
+
+
+def _server_tokenizer(target: Target) -> ServerTokenizer:
+    """Take the tokenizer of a server that has /tokenize and /detokenize, as jaxllm's and vLLM's, or their RPCs."""
+    if target.is_grpc:
+        from jaxllm.bench.grpc_client import coding_of
+
+        return ServerTokenizer(*coding_of(target, _PATIENCE))
+
+    def ask(path: str, **body: Any) -> dict[str, Any]:
+        url = f"{target.base}{path}"
+        return json.loads(fetch(url, target.headers, target.is_insecure, {"model": target.model, **body}))
+
+    return ServerTokenizer(
+        lambda text, add: ask("/tokenize", prompt=text, add_special_tokens=add)["tokens"],
+        lambda ids: ask("/detokenize", tokens=list(ids))["prompt"],
+    )
 
 
 def _models_url(target: Target) -> str:

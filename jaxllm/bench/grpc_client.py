@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import grpc
@@ -69,6 +69,21 @@ def endpoint_options(target: Target) -> dict[str, Any]:
 def first_model(target: Target, timeout: float) -> str:
     """Ask for the name of the model that is served."""
     return Client(**endpoint_options(target)).models(timeout=timeout)[0].name
+
+
+def coding_of(
+    target: Target, timeout: float
+) -> tuple[Callable[[str, bool], list[int]], Callable[[Sequence[int]], str]]:
+    """Return what turns texts into the target's token ids, and what turns them back."""
+    client = Client(**endpoint_options(target))
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        return client.tokenize(text, model=target.model, add_special_tokens=add_special_tokens, timeout=timeout)
+
+    def decode(ids: Sequence[int]) -> str:
+        return client.detokenize(ids, model=target.model, timeout=timeout)
+
+    return encode, decode
 
 
 def context_of(target: Target, timeout: float) -> int | None:

@@ -20,11 +20,10 @@ from jaxllm.commands.bench_workload import add_dataset_flags, dataset_options
 from jaxllm.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxllm.bench.datasets import DatasetOptions
+    from jaxllm.bench.datasets import Coder, DatasetOptions
     from jaxllm.bench.serve import Measurement
     from jaxllm.bench.target import Target
     from jaxllm.bench.workload import Job
-    from jaxllm.tokenizer import Tokenizer
 
 _OTHER_PROMPTS = 1 << 31  # added to the seed of warm-ups' prompts, so that no cache knows the ones that are measured
 
@@ -61,7 +60,7 @@ def run(options: dict[str, Any]) -> int:
         name, root = discovery.wait_for(lambda: discovery.find_model(target), patience)
         target = replace(target, model=name)
     asked = options["tokenizer"] or (options["model"] if options["served_model_name"] else None)
-    tokenizer, tokenizer_id = discovery.find_tokenizer(asked, target.model, root)
+    tokenizer, tokenizer_id = discovery.find_tokenizer(asked, target, root)
     warmups, jobs = _jobs(options, dataset, tokenizer)
     _check_context(target, dataset, jobs)
     # Nobody asked for it: a server that knows no such field can be measured without.
@@ -121,7 +120,7 @@ def _target(options: Mapping[str, Any], dataset: DatasetOptions) -> Target:
     )
 
 
-def _jobs(options: Mapping[str, Any], dataset: DatasetOptions, tokenizer: Tokenizer) -> tuple[list[Job], list[Job]]:
+def _jobs(options: Mapping[str, Any], dataset: DatasetOptions, tokenizer: Coder) -> tuple[list[Job], list[Job]]:
     """Make the jobs of the warm-up and those that are measured."""
     from jaxllm.bench.datasets import make_jobs
 

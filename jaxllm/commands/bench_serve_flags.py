@@ -121,7 +121,9 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--served-model-name", metavar="NAME", help="name of the model in requests; --model names its tokenizer then"
     )
-    group.add_argument("--tokenizer", metavar="MODEL", help="folder or hub id (default: the model's)")
+    group.add_argument(
+        "--tokenizer", metavar="MODEL", help="folder or hub id (default: the model's, else the server's own)"
+    )
     group.add_argument(
         "--header", nargs="*", type=_pair, default=[], metavar="KEY=VALUE",
         help=f"HTTP header or gRPC metadata; without an Authorization, the key is that of ${' or $'.join(_KEYS)}",

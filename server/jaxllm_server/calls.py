@@ -39,6 +39,7 @@ class Call:
     adapter: str = ""
     time_limit: float | None = None  # seconds after which the answer ends with what there is
     include_reasoning: bool = True
+    scores_prompt: bool = False  # no output is wanted; the one token that an engine samples at least is not shown
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Part:
     finish_reason: Finish | None
     stop_reason: int | str | None
     seed: int | None
+    num_reasoning: int = 0  # of the tokens
 
 
 @dataclass(slots=True)

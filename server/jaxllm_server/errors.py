@@ -44,7 +44,7 @@ class Row(NamedTuple):
     """How one class of failure is told."""
 
     grpc: str  # name of a grpc.StatusCode
-    reason: str  # of google.rpc.ErrorInfo, and `code` of an OpenAI error
+    reason: str  # of google.rpc.ErrorInfo; `code_of` makes the code of an OpenAI error of it
     http: int
     kind: str  # `type` of an OpenAI error
     retry: bool = False  # whether the same request may succeed later, here or elsewhere
@@ -69,6 +69,19 @@ _ROWS: tuple[tuple[type[BaseException], Row], ...] = (
     (AdminRequiredError, Row("PERMISSION_DENIED", "ADMIN_REQUIRED", 403, "permission_denied")),
 )
 _UNKNOWN = Row("INTERNAL", "ENGINE_ERROR", 500, "server_error")
+# Where OpenAI has another word than the reason in lower case, for which clients look.
+_OPENAI_CODES = {
+    "AUTH_MISSING": "invalid_api_key",
+    "AUTH_INVALID": "invalid_api_key",
+    "QUEUE_FULL": "rate_limit_exceeded",
+    "ROUTE_NOT_FOUND": "unknown_url",
+    "METHOD_NOT_ALLOWED": "method_not_supported",
+}
+
+
+def code_of(reason: str) -> str:
+    """Return the `code` of an OpenAI error: OpenAI's own where it has one, as context_length_exceeded."""
+    return _OPENAI_CODES.get(reason, reason.lower())
 
 
 def row_of(error: BaseException) -> Row:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -26,7 +25,16 @@ import jaxllm
 from jaxllm_server import strict_json
 from jaxllm_server.auth import Keys
 from jaxllm_server.http_answers import Answer
-from jaxllm_server.http_errors import ClientGone, Headers, Refusal, answer_of, body_too_large, log_failure, status_of
+from jaxllm_server.http_errors import (
+    ClientGone,
+    Headers,
+    Refusal,
+    answer_of,
+    body_too_large,
+    log_failure,
+    nothing_at,
+    status_of,
+)
 from jaxllm_server.http_guard import CLIENT, Gate, Guard, is_request_id, request_id_of
 from jaxllm_server.http_protocol import transport_of
 from jaxllm_server.openai_chat import ChatReply
@@ -55,10 +63,8 @@ def make_app(
 ) -> ASGIApp:
     """Build the front end. The engine may still be loading: what needs it says so (503)."""
     endpoints = Endpoints(serving, options, observer, tracer or Tracer())
-    guard = Guard(
-        Router(endpoints.routes(), redirect_slashes=False), options, Keys(options.api_key, options.admin_api_key)
-    )
-    return Front(guard, options, observer)
+    router = Router(endpoints.routes(), redirect_slashes=False, default=_refuse_path)
+    return Front(Guard(router, options, Keys(options.api_key, options.admin_api_key)), options, observer)
 
 
 class Endpoints:
@@ -116,13 +122,13 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> ASGIApp:
         """Turn a text or a conversation into token ids."""
-        call, wants_texts = tokenize_call_of(await self._body(request))
+        call, wants_pieces = tokenize_call_of(await self._body(request))
         ids = await self._serving.tokenize(call)
         engine = self._serving.engine
 
         def write() -> Response:
-            texts = [engine.tokenizer.token_text(token) for token in ids] if wants_texts else None
-            return _json(tokens_response(ids, engine.max_model_len, texts))
+            pieces = [engine.tokenizer.token(token_id) for token_id in ids] if wants_pieces else None
+            return _json(tokens_response(ids, engine.max_model_len, pieces))
 
         return await self._run(write, len(ids) > _MANY_TOKENS)
 
@@ -134,15 +140,17 @@ class Endpoints:
 
     async def models(self, request: Request) -> ASGIApp:
         """List the names that the model goes by."""
-        return _json(model_list(self._serving.names, self._since, self._serving.engine.max_model_len))
+        serving = self._serving
+        return _json(model_list(serving.names, serving.root, self._since, serving.engine.max_model_len))
 
     async def model(self, request: Request) -> ASGIApp:
         """Describe one name."""
         asked = request.path_params["model"]
         if not asked:  # "" would be the served one
-            raise HTTPException(404)
-        name = self._serving.check_model(asked)
-        return _json(model_card(name, self._since, self._serving.engine.max_model_len))
+            raise nothing_at(request.scope["path"])
+        serving = self._serving
+        serving.check_model(asked)
+        return _json(model_card(asked, serving.root, self._since, serving.engine.max_model_len))
 
     async def health(self, request: Request) -> ASGIApp:
         """Say whether there is an engine: vLLM's clients wait for this one, so a model that loads is not there yet."""
@@ -169,7 +177,7 @@ class Endpoints:
     async def metrics(self, request: Request) -> ASGIApp:
         """Write all metrics for Prometheus."""
         if self._observer is None:
-            raise HTTPException(404)
+            raise nothing_at("/metrics")
         return Response(self._observer.render(), media_type=self._observer.content_type)
 
     def _gated(self, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[Request], Awaitable[ASGIApp]]:
@@ -253,7 +261,7 @@ class Front:
         request_id = shown = uuid4().hex
         own: dict[str, Any] = {"request_id": request_id, "client_id": None, "name": request_id}
         own["route"] = _NOT_FOUND
-        scope = {**scope, "app": self, "jaxllm": own}  # "app" makes Starlette raise its 404 and 405
+        scope = {**scope, "app": self, "jaxllm": own}  # "app" makes Starlette raise its 405
         added: Headers = []
 
         async def sender(message: Message) -> None:
@@ -311,6 +319,10 @@ def _own_request_id(request: Request) -> str:
 
 def _json(body: Mapping[str, Any], status: int = 200) -> Response:
     return Response(dumps(body), status, media_type="application/json")
+
+
+async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
+    raise nothing_at(scope["path"])
 
 
 async def _send_error(send: Send, error: Exception) -> None:

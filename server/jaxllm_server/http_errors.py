@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 
 from starlette.exceptions import HTTPException
 
-from jaxllm.errors import EngineError, OverloadedError
+from jaxllm.errors import EngineError, OverloadedError, printable
 from jaxllm_server.errors import row_of
 from jaxllm_server.openai_messages import error_body, error_body_of
 from jaxllm_server.sse import dumps
@@ -22,6 +23,25 @@ Headers = list[tuple[bytes, bytes]]
 
 UNAVAILABLE_RETRY_SECONDS = 1  # until another replica, or this one once it is loaded, may answer
 _CLOSE = (b"connection", b"close")
+_SHOWN_PATH = 128  # characters of a path that an error repeats
+_VERSION = re.compile(r"/(v[0-9]+/)?")
+_UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+# What OpenAI's, vLLM's and Anthropic's servers have beside them, by the first part of the path behind its version.
+_UNSERVED: Mapping[str, str] = {
+    **dict.fromkeys(("embeddings", "embed"), "this server generates text; it has no embedding model."),
+    **dict.fromkeys(
+        ("pooling", "score", "rerank", "classify"), "this server generates text; it has no model that scores texts."
+    ),
+    **dict.fromkeys(("audio", "realtime"), "this server generates text; it has no model of speech."),
+    "images": "this server generates text; it has no model of images.",
+    "moderations": "this server generates text; it has no model that judges it.",
+    "responses": "the Responses API is not built into jaxllm yet; use /v1/chat/completions.",
+    "messages": "Anthropic's API is not built into jaxllm yet; use /v1/chat/completions.",
+    **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), "adapters are not built into jaxllm yet."),
+    **dict.fromkeys(
+        ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
+    ),
+}
 _RETRIED_BY_CLIENTS = (408, 409, 429)  # beside 5xx: OpenAI's client tries these again unless it is told not to
 
 
@@ -36,7 +56,7 @@ class Refusal(Exception):
         self,
         status: int,
         message: str,
-        code: str,
+        reason: str,  # `code_of` makes the error's code of it
         kind: str = "invalid_request_error",
         *,
         parameter: str | None = None,
@@ -44,7 +64,7 @@ class Refusal(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.code = code
+        self.reason = reason
         self.kind = kind
         self.parameter = parameter
         self.closes = closes
@@ -54,6 +74,20 @@ def body_too_large(max_body_bytes: int) -> Refusal:
     """Return the refusal of a body, of which no more is read."""
     message = f"The body is larger than the {max_body_bytes} bytes that this server takes."
     return Refusal(413, message, "BODY_TOO_LARGE", closes=True)
+
+
+def nothing_at(path: str) -> Refusal:
+    """Return the refusal of a path that is not served: what is missing, or which path may have been meant."""
+    shown = printable(path[:_SHOWN_PATH])
+    why = _UNSERVED.get(_VERSION.sub("", path, count=1).partition("/")[0])
+    if why is not None:
+        return Refusal(404, f"{shown} is not served: {why}", "FEATURE_DISABLED", "not_found")
+    asked = path.lower().rstrip("/")
+    near = next((own for own in _UNDER_V1 if asked.endswith(own.removeprefix("/v1"))), None)
+    hint = "" if near is None else f" Did you mean {near}?"
+    if near is not None and near != asked:
+        hint += " Set the client's base URL to this server's address and /v1."
+    return Refusal(404, f"There is nothing at {shown}.{hint}", "ROUTE_NOT_FOUND", "not_found")
 
 
 def status_of(error: BaseException) -> int:
@@ -67,9 +101,10 @@ def answer_of(error: BaseException) -> tuple[int, Headers, bytes]:
     """Return status, headers and body that tell a client of an error."""
     status = status_of(error)
     if isinstance(error, Refusal):
-        body = error_body(str(error), error.kind, error.parameter, error.code)
-    elif isinstance(error, HTTPException):
-        body = _routing_body(status)
+        body = error_body(str(error), error.kind, error.parameter, error.reason)
+    elif isinstance(error, HTTPException):  # the router's: it knows the path
+        message = "This path does not take this method."
+        body = error_body(message, "invalid_request_error", None, "METHOD_NOT_ALLOWED")
     else:
         body = error_body_of(error)
     content = dumps(body)
@@ -89,12 +124,6 @@ def log_failure(request_name: str, error: BaseException) -> None:
         _log.warning("request %s failed: %s", request_name, error)
     else:
         _log.error("request %s failed", request_name, exc_info=error)
-
-
-def _routing_body(status: int) -> dict[str, dict[str, object]]:
-    if status == 405:
-        return error_body("This path does not take this method.", "invalid_request_error", None, "METHOD_NOT_ALLOWED")
-    return error_body("There is nothing at this path.", "not_found", None, "ROUTE_NOT_FOUND")
 
 
 def _retry_headers(error: BaseException, status: int) -> Headers:

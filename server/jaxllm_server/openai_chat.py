@@ -29,6 +29,7 @@ from jaxllm_server.openai_messages import (
     text,
     token_name,
     usage_fields,
+    usage_without,
 )
 from jaxllm_server.options import ServerOptions
 from jaxllm_server.tool_parsers import ToolCallDelta
@@ -133,10 +134,11 @@ class ChatReply:
         """Return what follows the head of each event that a chunk becomes: who speaks, then what is new."""
         self._usage = [chunk.usage]
         tails: list[dict[str, Any]] = []
-        for part in chunk.outputs:
+        for place, part in enumerate(chunk.outputs):
             if part.index not in self._has_spoken:
                 self._has_spoken.add(part.index)
                 tails.append({"choices": [_choice(part.index, {"role": self._role, "content": ""})]})
+                self._add_usage(tails[-1], chunk, place)
             delta = self._delta(part)
             has_ids = self.form.return_token_ids and bool(part.token_ids)
             # Text may be held back while it could become a stop string or a tool call.
@@ -150,17 +152,21 @@ class ChatReply:
                 if has_ids:
                     choice["token_ids"] = list(part.token_ids)
                 tails.append({"choices": [choice]})
+                self._add_usage(tails[-1], chunk, place + 1)
         if self.form.return_token_ids and chunk.prompt is not None and tails:
             tails[0]["prompt_token_ids"] = list(chunk.prompt.token_ids)
-        if self.form.include_usage:
-            usage = usage_fields(self._usage, self.form) if self.form.continuous_usage else None
-            for tail in tails:
-                tail["usage"] = usage
         return tails
 
     def last_event(self) -> dict[str, Any] | None:
         """Return the usage, where the stream was to end with it."""
         return {"choices": [], "usage": usage_fields(self._usage, self.form)} if self.form.include_usage else None
+
+    def _add_usage(self, tail: dict[str, Any], chunk: Chunk, place: int) -> None:
+        """Say in an event what was sent up to and including it; the parts of its chunk from `place` on were not."""
+        if self.form.continuous_usage:
+            tail["usage"] = usage_fields([usage_without(chunk.usage, chunk.outputs[place:])], self.form)
+        elif self.form.include_usage:
+            tail["usage"] = None
 
     def _message(self, part: Part) -> dict[str, Any]:
         calls: dict[int, dict[str, Any]] = {}

@@ -5,7 +5,8 @@ Pure functions of their arguments. Knows no HTTP and no engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2s
 from typing import Any
 
@@ -29,6 +30,7 @@ from jaxllm_server.openai_messages import (
     text,
     token_name,
     usage_fields,
+    usage_without,
 )
 from jaxllm_server.options import ServerOptions
 
@@ -61,6 +63,11 @@ class CompletionReply:
             sampling.setdefault("prompt_logprobs", self.form.num_logprobs)
             self.names = {**self.names, "prompt_logprobs": "logprobs"}
         self.echo_of = prompts if flag(fields, "echo", False) else []  # what `prompt_texts` is needed for
+        # As OpenAI and vLLM have it: nothing is generated, the log-probabilities of the prompt are the answer.
+        asked, least = fields.get("max_tokens"), fields.get("min_tokens")
+        self._scores_prompt = bool(self.echo_of) and type(asked) is int and asked == 0 and not least
+        if self._scores_prompt:
+            del sampling["max_tokens"]
         self.prompt_texts: list[str] = []  # set by who can turn ids into text, before the first chunk is told
         _check_together(fields, bool(self.echo_of))
         self._num_outputs = _num_outputs(fields, len(prompts), options)
@@ -73,6 +80,7 @@ class CompletionReply:
                 prompt=prompt,
                 sampling=sampling,
                 default_max_tokens=DEFAULT_MAX_TOKENS,
+                scores_prompt=self._scores_prompt,
                 request_id=self.request_id if len(prompts) == 1 else _numbered(self.request_id, number, most),
                 **shared,
             )
@@ -89,11 +97,12 @@ class CompletionReply:
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
         """Return what follows the head of each event that a chunk of call `number` becomes."""
-        tails: list[dict[str, Any]] = [{"choices": [choice]} for choice in self._choices(number, chunk)]
-        if self.form.include_usage:
-            usage = usage_fields(self._usages.values(), self.form) if self.form.continuous_usage else None
-            for tail in tails:
-                tail["usage"] = usage
+        tails: list[dict[str, Any]] = []
+        for choice in self._choices(number, chunk):
+            tails.append({"choices": [choice]})
+            if self.form.include_usage:
+                is_told = self.form.continuous_usage
+                tails[-1]["usage"] = usage_fields(self._usages.values(), self.form) if is_told else None
         return tails
 
     def last_event(self) -> dict[str, Any] | None:
@@ -102,12 +111,15 @@ class CompletionReply:
             return None
         return {"choices": [], "usage": usage_fields(self._usages.values(), self.form)}
 
-    def _choices(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
+    def _choices(self, number: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
+        """Give the choices of a chunk; meanwhile `_usages` has what was sent up to and including each."""
+        chunk = _without_output(chunk) if self._scores_prompt else chunk
         self._usages[number] = chunk.usage
         if chunk.prompt is not None:
             self._prompts[number] = chunk.prompt
-        choices = []
-        for part in chunk.outputs:
+        for place, part in enumerate(chunk.outputs, 1):
+            if self.form.continuous_usage:
+                self._usages[number] = usage_without(chunk.usage, chunk.outputs[place:])
             index = number * self._num_outputs + part.index
             is_first = index not in self._lengths
             said = self.prompt_texts[number] if is_first and self.echo_of else ""
@@ -126,15 +138,16 @@ class CompletionReply:
                 "text": said + part.text,
                 "logprobs": logprobs,
                 "finish_reason": finish_reason(part),
-                "stop_reason": part.stop_reason,
             }
-            if self.form.shows_prompt_logprobs:
-                choice["prompt_logprobs"] = prompt_logprobs_of(prompt.logprobs if prompt else None)
+            if part.finish_reason:
+                choice["stop_reason"] = part.stop_reason
+            if self.form.shows_prompt_logprobs and prompt is not None:
+                choice["prompt_logprobs"] = prompt_logprobs_of(prompt.logprobs)
             if self.form.return_token_ids:
                 choice["token_ids"] = list(part.token_ids)
-                choice["prompt_token_ids"] = None if prompt is None else list(prompt.token_ids)
-            choices.append(choice)
-        return choices
+                if prompt is not None:
+                    choice["prompt_token_ids"] = list(prompt.token_ids)
+            yield choice
 
 
 def _prompts(prompt: Any, options: ServerOptions) -> list[str | list[int]]:
@@ -187,6 +200,22 @@ def _check_together(fields: Body, has_echo: bool) -> None:
         )
     if has_echo and "truncate_prompt_tokens" in fields:
         raise UnsupportedError("echo with truncate_prompt_tokens is not supported by jaxllm yet.", "echo")
+
+
+def _without_output(chunk: Chunk) -> Chunk:
+    """Return a chunk without the token that was sampled because an engine computes no request for none."""
+    parts = [
+        replace(
+            part,
+            text="",
+            token_ids=(),
+            logprobs=None if part.logprobs is None else [],
+            finish_reason="length" if part.finish_reason == "stop" else part.finish_reason,
+            stop_reason=None,
+        )
+        for part in chunk.outputs
+    ]
+    return replace(chunk, outputs=parts, usage=replace(chunk.usage, completion_tokens=0))
 
 
 def _says_something(part: Part, form: Form) -> bool:

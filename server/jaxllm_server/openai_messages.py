@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.types import INT32_MAX, Logprob
 from jaxllm_server.calls import Call, Chunk, Part, Usage
-from jaxllm_server.errors import message_of, row_of
+from jaxllm_server.errors import code_of, message_of, row_of
 from jaxllm_server.options import ServerOptions
 
 Body = Mapping[str, Any]
@@ -231,6 +231,16 @@ def finish_reason(part: Part) -> str | None:
     return None if reason is None else _FINISH_REASONS.get(reason, reason)
 
 
+def usage_without(usage: Usage, parts: Iterable[Part]) -> Usage:
+    """Return what a chunk's usage was before some of its parts: what has been sent when they are still to come."""
+    parts = list(parts)
+    return replace(
+        usage,
+        completion_tokens=usage.completion_tokens - sum(len(part.token_ids) for part in parts),
+        reasoning_tokens=usage.reasoning_tokens - sum(part.num_reasoning for part in parts),
+    )
+
+
 def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:
     """Return the tokens that a request's calls have used together."""
     prompt = completion = cached = reasoning = 0
@@ -276,11 +286,9 @@ def finite(entry: Logprob) -> float:
     return max(LEAST_LOGPROB, entry.logprob)  # in this order a NaN gives the bound too
 
 
-def error_body(
-    message: str, kind: str, parameter: str | None = None, code: str | int | None = None
-) -> dict[str, dict[str, Any]]:
+def error_body(message: str, kind: str, parameter: str | None, reason: str) -> dict[str, dict[str, Any]]:
     """Return OpenAI's form of an error."""
-    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": code_of(reason)}}
 
 
 def error_body_of(error: BaseException) -> dict[str, dict[str, Any]]:
@@ -290,20 +298,24 @@ def error_body_of(error: BaseException) -> dict[str, dict[str, Any]]:
     return error_body(message_of(error), row.kind, parameter, row.reason)
 
 
-def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """Return what the API says about a served name. `created` is in seconds since 1970."""
+def model_card(name: str, root: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """Return what the API says about a served name.
+
+    `root` is the model as the server was started with it, as vLLM has it: a client on the same machine finds the
+    tokenizer there. `created` is in seconds since 1970.
+    """
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "jaxllm",
-        "root": name,
+        "root": root,
         "parent": None,
         "max_model_len": max_model_len,
         "permission": [],
     }
 
 
-def model_list(names: Sequence[str], created: int, max_model_len: int) -> dict[str, Any]:
+def model_list(names: Sequence[str], root: str, created: int, max_model_len: int) -> dict[str, Any]:
     """Return the cards of all served names."""
-    return {"object": "list", "data": [model_card(name, created, max_model_len) for name in names]}
+    return {"object": "list", "data": [model_card(name, root, created, max_model_len) for name in names]}

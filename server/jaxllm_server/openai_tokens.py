@@ -18,7 +18,7 @@ _CHAT_FIELDS = CONVERSATION | {"model", "add_special_tokens", "return_token_strs
 
 
 def tokenize_call_of(body: Body) -> tuple[Call, bool]:
-    """Return the call whose prompt is to be tokenized, and whether the tokens' texts are wanted too."""
+    """Return the call whose prompt is to be tokenized, and whether the tokens' spellings are wanted too."""
     is_chat = "messages" in body
     fields = given(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS, {})
     if is_chat:
@@ -32,9 +32,10 @@ def tokenize_call_of(body: Body) -> tuple[Call, bool]:
     return call, bool(flag(fields, "return_token_strs", False))
 
 
-def tokens_response(ids: Sequence[int], max_model_len: int, texts: Sequence[str] | None) -> dict[str, Any]:
-    """Return the answer of `/tokenize`."""
-    return {"count": len(ids), "max_model_len": max_model_len, "tokens": list(ids), "token_strs": texts}
+def tokens_response(ids: Sequence[int], max_model_len: int, pieces: Sequence[str] | None) -> dict[str, Any]:
+    """Return the answer of `/tokenize`; `pieces` are the tokens as the vocabulary spells them, where asked for."""
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": list(ids)}
+    return answer if pieces is None else answer | {"token_strs": pieces}
 
 
 def detokenize_request_of(body: Body) -> tuple[str, list[int]]:

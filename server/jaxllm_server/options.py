@@ -29,7 +29,7 @@ class ServerOptions:
     grpc_uds: str | None = None  # a Unix socket for gRPC instead of a port
 
     # What it is called and how it speaks.
-    served_model_name: tuple[str, ...] = ()  # names clients may use, the first is echoed; default: the model
+    served_model_name: tuple[str, ...] = ()  # names clients may use; answers give the first; default: the model's
     chat_template: str | None = None  # file that replaces the model's own template
     default_chat_template_kwargs: str | None = None  # JSON object: variables of every chat template call
     response_role: str = "assistant"

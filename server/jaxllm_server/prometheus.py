@@ -88,7 +88,11 @@ _HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_params_max_tokens", "The max_tokens parameter of a request.", _TOKENS),
     ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", _TOKENS),
     ("request_params_n", "The n parameter of a request.", (1, 2, 5, 10, 20)),
-    ("iteration_tokens_total", "Tokens computed in an engine step.", (1, *(2**power for power in range(3, 15)))),
+    (
+        "iteration_tokens_total",
+        "Prompt tokens computed and tokens generated in an engine step.",
+        (1, *(2**power for power in range(3, 15))),
+    ),
     ("time_to_first_token_seconds", "Seconds from arrival to the first token.", _FIRST_TOKEN),
     ("inter_token_latency_seconds", "Seconds between two tokens of a request.", _BETWEEN_TOKENS),
     ("request_time_per_output_token_seconds", "Mean seconds of a request's tokens after its first.", _BETWEEN_TOKENS),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxllm.async_engine import LONG_TEXT, AsyncLLM
+from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import FeatureDisabledError, NotFoundError, UserError, late, too_long
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.types import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
@@ -37,6 +38,11 @@ from jaxllm_server.tracing import REQUEST_SPAN, current_span, request_attributes
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
+_EMBEDDED = "jaxllm-embedded"  # what the model within the package is called
+_NO_TEMPLATE = (
+    "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start "
+    "the server with --chat-template."
+)
 LEFT_OUT = 4  # times the context that a conversation may be, because templates may leave parts of it out
 
 
@@ -46,7 +52,8 @@ class Serving:
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
-        self.names = options.served_model_name or (_model_name(engine.config.model),)
+        self.root = _EMBEDDED if Path(engine.config.model) == MODEL_DIR else engine.config.model
+        self.names = options.served_model_name or (_model_name(self.root),)
         self._template_kwargs = template_kwargs(options)
         self._shares = Shares(options.max_sequences_per_client)
         num_keys = len(options.api_key) + len(options.admin_api_key)
@@ -60,10 +67,10 @@ class Serving:
                 raise UserError(f"{name} must be one of {', '.join(sorted(known))}, got {chosen!r}.", name)
 
     def check_model(self, name: str) -> str:
-        """Return the name that is echoed; one that is not served is a NotFoundError."""
+        """Return the name that answers give, the first one as vLLM's do; one that is not served is a NotFoundError."""
         if name and name not in self.names:
             raise NotFoundError(f"The model `{name[:128]}` does not exist; `{self.names[0]}` is served here.", "model")
-        return name or self.names[0]
+        return self.names[0]
 
     def check_room(self, client: str) -> None:
         """Refuse what no request of a client could pass now; asked before anything of one is read."""
@@ -84,6 +91,8 @@ class Serving:
         """Complete a call's sampling: what it gives, then the model's generation_config.json, then neutral values."""
         given = dict(call.sampling)
         self._check_bounds(given)
+        if call.scores_prompt:
+            given["max_tokens"] = 1
         if "max_tokens" not in given:
             given["max_tokens"] = self.engine.engine.generation_config.get("max_new_tokens") or call.default_max_tokens
         kind = RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY
@@ -141,6 +150,8 @@ class Serving:
             raise UserError("A request has either a prompt or messages.", "prompt")
         longest = self.engine.max_model_len
         if call.messages is not None:
+            if self._template is None and not tokenizer.has_chat_template:
+                raise UserError(_NO_TEMPLATE, "messages")
             if call.tools is not None:
                 check_tools(call.tools, self.options.max_tools)
             check_template_kwargs(call.template_kwargs)
@@ -305,7 +316,8 @@ class _Reader:
                 self._splitters[index] = self._make_splitter()
             splitter = self._splitters[index]
             text, reasoning, calls = splitter.push(completion.text, completion.finish_reason is not None)
-            usage.reasoning_tokens += splitter.count_reasoning(completion.token_ids)
+            num_reasoning = splitter.count_reasoning(completion.token_ids)
+            usage.reasoning_tokens += num_reasoning
             parts.append(
                 Part(
                     index=index,
@@ -317,6 +329,7 @@ class _Reader:
                     finish_reason=self._finish_reason(completion.finish_reason, index, splitter.num_calls),
                     stop_reason=completion.stop_reason,
                     seed=completion.seed,
+                    num_reasoning=num_reasoning,
                 )
             )
         prompt = None
@@ -450,10 +463,6 @@ def _make_call_id() -> str:
 
 def _model_name(model: str) -> str:
     """Return what a model is called where nobody named it: a folder by its last part, the hub's by their id."""
-    from jaxllm.embedded import MODEL_DIR
-
-    if Path(model) == MODEL_DIR:
-        return "jaxllm-embedded"
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from codecs import BOM_UTF8
 from typing import Any, NoReturn
 
 from jaxllm.errors import UserError
@@ -38,6 +39,8 @@ def read_value(raw: bytes | bytearray, max_depth: int, name: str, *, in_thread: 
         UserError: for anything but one UTF-8 JSON value without a byte order mark, repeated keys, NaN, infinities,
             numbers beyond a double, half surrogate pairs, or more than `max_depth` levels of brackets.
     """
+    if raw.startswith(BOM_UTF8):
+        raise UserError(f"{name} begins with a byte order mark (EF BB BF): send UTF-8 without one.")
     try:
         document = (_SHARING_DECODER if in_thread else _DECODER).decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -34,7 +34,7 @@ async def ask(clients: Clients) -> list[Answer]:
             }),
             over_http(http, "/v1/completions", common | {
                 "prompt": [[5, 6, 7], [8, 9]], "max_tokens": 6, "stream": True, "logprobs": 2, "min_tokens": 3,
-                "stream_options": {"include_usage": True}, "return_token_ids": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "return_token_ids": True,
             }),
             over_http(http, "/v1/chat/completions", common | {
                 "messages": CHAT, "max_tokens": 6, "stream": True, "tools": TOOLS, "top_logprobs": 1, "logprobs": True,

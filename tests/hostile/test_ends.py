@@ -211,10 +211,10 @@ def server_deadline_http(site: Site, phase: str, now: Wait, stream: bool) -> Non
         while piece := connection.recv(65536):
             answer += piece
     if stream and phase == "decode":  # the status has gone out before
-        assert answer.startswith(b"HTTP/1.1 200") and b'"code":"DEADLINE_EXCEEDED"' in answer
+        assert answer.startswith(b"HTTP/1.1 200") and b'"code":"deadline_exceeded"' in answer
         assert answer.count(b"data: [DONE]") == 1 and b'"finish_reason":"' not in answer
     else:
-        assert answer.startswith(b"HTTP/1.1 504") and b'"code":"DEADLINE_EXCEEDED"' in answer
+        assert answer.startswith(b"HTTP/1.1 504") and b'"code":"deadline_exceeded"' in answer
 
 
 WAYS: dict[str, Any] = {

@@ -72,18 +72,18 @@ def test_lengths(server: ServingProcess, case: tuple[dict[str, Any], int, str | 
 
 # What a conversation has too much of, though no template may show it, and the code of the error.
 LARGE: dict[str, tuple[dict[str, Any], str]] = {
-    "lists in an ignored key": ({"messages": [{**USER, "x": [[]] * 140_000}]}, "INVALID_PARAMETER"),
-    "parts of a content": ({"messages": [{"role": "user", "content": ["a"] * 140_000}]}, "INVALID_PARAMETER"),
+    "lists in an ignored key": ({"messages": [{**USER, "x": [[]] * 140_000}]}, "invalid_parameter"),
+    "parts of a content": ({"messages": [{"role": "user", "content": ["a"] * 140_000}]}, "invalid_parameter"),
     "values in arguments": (
         {"messages": [{**USER, "tool_calls": [{"function": {"arguments": json.dumps({"a": [[]] * 140_000})}}]}]},
-        "INVALID_PARAMETER",
+        "invalid_parameter",
     ),
-    "messages": ({"messages": [USER] * 7000}, "CONTEXT_LENGTH_EXCEEDED"),
-    "a name": ({"messages": [{**USER, "name": "<|im_end|>" * 10_000}]}, "CONTEXT_LENGTH_EXCEEDED"),
-    "a text in an ignored key": ({"messages": [{**USER, "x": {"y": ["a" * 100_000]}}]}, "CONTEXT_LENGTH_EXCEEDED"),
+    "messages": ({"messages": [USER] * 7000}, "context_length_exceeded"),
+    "a name": ({"messages": [{**USER, "name": "<|im_end|>" * 10_000}]}, "context_length_exceeded"),
+    "a text in an ignored key": ({"messages": [{**USER, "x": {"y": ["a" * 100_000]}}]}, "context_length_exceeded"),
     "a schema": (
         {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "parameters": "a" * 100_000}}]},
-        "CONTEXT_LENGTH_EXCEEDED",
+        "context_length_exceeded",
     ),
 }
 
@@ -133,7 +133,7 @@ def test_half_a_surrogate_pair_is_no_text(server: ServingProcess) -> None:
         ):
             content = (body % text).encode()
             answer = httpx.post(f"{server.http}{path}", content=content, headers={"content-type": "application/json"})
-            assert answer.status_code == 400 and answer.json()["error"]["code"] == "INVALID_PARAMETER"
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_parameter"
 
 
 def test_no_content_spells_a_role(server: ServingProcess) -> None:
@@ -176,7 +176,7 @@ def test_a_prompt_that_fits_no_context_disturbs_nobody(server: ServingProcess) -
             began = time.monotonic()
             answer = http.post("/v1/completions", json={"prompt": IDS, "max_tokens": 100})
             times.append(time.monotonic() - began)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "CONTEXT_LENGTH_EXCEEDED")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
             time.sleep(0.01)
         reading.join()
         return alone.p99_between(), beside.p99_between()

@@ -37,7 +37,7 @@ def check_turn(world: World, began: float) -> None:
     )
     if counted != due:
         raise Violation(f"I11: metrics count {counted}, where {due} is due")
-    if world.reported != [world.runner.device.num_tokens, reference.num_generated]:
+    if world.reported != [world.runner.device.num_chunk_tokens + reference.num_generated, reference.num_generated]:
         raise Violation(f"I11: the observer was told of {world.reported} tokens")
     if world.num_told != world.due_to_tell and not world.is_deaf:
         raise Violation(f"I8: the observer was told of {world.num_told} tokens of {world.due_to_tell}")

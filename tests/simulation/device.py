@@ -46,8 +46,9 @@ class Faults(Protocol):
 class Flight:
     """A step's results on their way to the host."""
 
-    def __init__(self, joined: np.ndarray, device: Device) -> None:
+    def __init__(self, joined: np.ndarray, num_chunk_tokens: int, device: Device) -> None:
         self.joined = joined
+        self._num_chunk_tokens = num_chunk_tokens
         self._device = device
         self._generation = device.generation
 
@@ -58,6 +59,7 @@ class Flight:
         if self._generation != self._device.generation:
             raise Violation("a step is waited for whose device was given up")
         self._device.faults.while_in_flight(self)
+        self._device.num_chunk_tokens += self._num_chunk_tokens
         return self.joined
 
 
@@ -70,6 +72,7 @@ class Device:
         self.extras = extras
         self.faults = faults
         self.num_steps = self.num_tokens = self.generation = 0
+        self.num_chunk_tokens = 0  # of prompts, in steps whose results were read
         size, longest = geometry.block_size, geometry.max_blocks * geometry.block_size
         positions = np.arange(longest)
         self._block_of, self._offset_of = positions // size, positions % size
@@ -104,7 +107,12 @@ class Device:
                 raise Violation("a step was given a state that is gone")
             if len(buffer) != batch.buffer_size(shape):
                 raise Violation("I12: the buffer is not one of the program's")
-            return state, Flight(self._run(shape, variant, batch.views(buffer, shape)), self)
+            field = batch.views(buffer, shape)
+            num_chunk_tokens = 0
+            if not shape.is_decode:
+                num_tokens = np.count_nonzero(field["token_slot"] < self.geometry.num_slots)
+                num_chunk_tokens = int(num_tokens - field["num_decodes"][0])
+            return state, Flight(self._run(shape, variant, field), num_chunk_tokens, self)
 
         return run
 

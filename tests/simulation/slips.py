@@ -624,8 +624,8 @@ SLIPS = [
     Mutant(
         "a step's report is another step's (tokens counted from the start)",
         "engine_thread.EngineThread._step",
-        "metrics.computed_tokens - before[0]",
-        "metrics.computed_tokens",
+        "metrics.chunk_tokens - before[0]",
+        "metrics.chunk_tokens",
     ),
     Mutant(
         "two bytes of the prompt are looked at",

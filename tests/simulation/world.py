@@ -90,7 +90,7 @@ class World:
         self.last_interval = 1  # when outputs were last made
         self.due_to_tell = 0  # tokens that it must hear of
         self.shown: dict[tuple[str, int], int] = {}  # tokens by key and sample, in outputs
-        self.reported = [0, 0]  # tokens computed and sampled, by the reports of steps
+        self.reported = [0, 0]  # tokens of prompts and outputs, and of outputs, by the reports of steps
         self.is_asleep = True  # whether the engine's thread waits to be woken
         self.is_held = False  # whether a pause has been told to be there
         self.num_resumed = 0
