@@ -26,6 +26,7 @@ from jaxllm.tokenizer_files import read_tokenizer_files, typed_errors
 
 _ANCHOR = "a"  # a token text that no decoder changes: stands for "some text came before"
 _MANY_IDS = 4096  # from which on ids are decoded without the GIL, which `decode` holds: 0.5 ms (measured)
+_TOKENS_AT_A_CUT = 64  # of the longest kind, as what a cut may change: more than a word, where words have spaces
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # A token's share of the text: bytes that are characters only together with their neighbours, or its text when it is
@@ -131,6 +132,23 @@ class Tokenizer:
         if self._longest_token is not None and len(text) > most * self._longest_token:
             raise too_long(max_model_len, -(-len(text) // self._longest_token), None, is_bound=True)
 
+    def end_of(self, text: str, num_tokens: int) -> str:
+        """Return the end of a text from which its last `num_tokens` tokens follow, without tokenizing it.
+
+        Where a token stands for no more characters than its own text has, that is so many tokens' worth and some more:
+        a cut changes the tokens next to it, and they are not among the last ones. These may differ, or be fewer, only
+        where a token depends on what is far before it: in a word of more characters than those of the tokens
+        on top, and where a normalizer, an unknown token or an added token that takes the space beside it makes one
+        token of ever so many characters.
+        """
+        most = (num_tokens + _TOKENS_AT_A_CUT) * self._most_characters
+        return text[-most:]
+
+    @functools.cached_property
+    def _most_characters(self) -> int:
+        """The characters of the longest token, as the vocabulary spells it."""
+        return max(map(len, self._backend.get_vocab()), default=1)
+
     @functools.cached_property
     def _longest_token(self) -> int | None:
         """The most characters of a text that one token can stand for, None where nothing bounds them.
@@ -142,7 +160,7 @@ class Tokenizer:
             return None
         if any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values()):
             return None
-        return max(map(len, self._backend.get_vocab()))
+        return self._most_characters
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Give the text of token ids exactly as the tokenizer's own decoder does; ids it does not know are left out.

@@ -156,7 +156,7 @@ def test_where_there_are_several_keys_each_has_a_cache_of_its_own(options: dict[
 
 
 def test_the_wait_for_a_thread_takes_from_a_requests_time() -> None:
-    async def never(function: Any, *arguments: Any) -> None:
+    async def never(function: Any, *arguments: Any, client: str) -> None:
         await asyncio.Event().wait()
 
     tokenizer = SimpleNamespace(check_length=lambda text, most: None, encode=None)
