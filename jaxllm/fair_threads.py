@@ -1,7 +1,7 @@
 """A few threads for slow work beside the event loop, which clients take in turns.
 
-One client never has the last free thread, so that what another brings begins at once; of clients that wait, the one
-whose turn was longest ago is next. What is cancelled before its turn never runs. Belongs to one event loop.
+One client never has the last free thread, so that what another brings begins at once; the clients that wait have one
+turn each, again and again. What is cancelled before its turn never runs. Belongs to one event loop.
 """
 
 from __future__ import annotations
