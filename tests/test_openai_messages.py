@@ -636,10 +636,8 @@ def test_depth_is_that_of_a_plain_walk(value, most):
 
 
 def _with_arguments(arguments):
-    return [
-        {"role": "user"},
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
-    ]
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user"}, {"role": "assistant", "tool_calls": [call]}]
 
 
 @pytest.mark.parametrize(

@@ -244,25 +244,8 @@ def test_long_texts_are_read_and_written_as_short_ones_are(kind: str, tokenizers
             tokenizer.decode([*ids, bad])
 
 
-WORDS = [
-    "the",
-    "a",
-    "b",
-    "go",
-    "don't",
-    "日本",
-    "é",
-    "going",
-    "🎉",
-    "time",
-    ".",
-    ",\n",
-    " ",
-    "   ",
-    "\n\n",
-    "<|end|>",
-    "<tool>",
-]
+WORDS = ["the", "a", "b", "go", "don't", "日本", "é", "going", "🎉", "time", ".", ",\n", " ", "   ", "\n\n"]
+WORDS += ["<|end|>", "<tool>"]
 
 
 @settings(max_examples=40, deadline=None)

@@ -207,10 +207,8 @@ def test_arguments_of_a_tool_call_are_read_as_bodies_are(server: ServingProcess,
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "messages" and error["message"].startswith(place)
     call = types_pb2.ToolCall(id="0", name="f", arguments_json=arguments)
-    spoken = [
-        types_pb2.ChatMessage(role="user", content="a"),
-        types_pb2.ChatMessage(role="assistant", tool_calls=[call]),
-    ]
+    spoken = [types_pb2.ChatMessage(role="user", content="a")]
+    spoken.append(types_pb2.ChatMessage(role="assistant", tool_calls=[call]))
     request = inference_pb2.GenerateRequest(chat=types_pb2.ChatPrompt(messages=spoken), stop={"max_tokens": 1})
     with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary("/jaxllm.v1.InferenceService/Generate")(request.SerializeToString(), timeout=20)
