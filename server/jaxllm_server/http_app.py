@@ -224,9 +224,8 @@ class Endpoints:
             body = await self._receive(request, grow)
             is_large = len(body) > _LARGE_BODY
             parse = partial(strict_json.read, body, self._options.max_json_depth, in_thread=is_large)
-            if not is_large:
-                return parse()
-            return await while_connected(request.receive, self._run(parse, True, client))
+            parsing = self._run(parse, is_large, client)
+            return await (while_connected(request.receive, parsing) if is_large else parsing)
 
     async def _receive(self, request: Request, grow: Callable[[int], None]) -> bytearray:
         """Read a body; `grow` is told of each piece before it is kept, and may refuse it."""
