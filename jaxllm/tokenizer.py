@@ -135,11 +135,10 @@ class Tokenizer:
     def end_of(self, text: str, num_tokens: int) -> str:
         """Return the end of a text from which its last `num_tokens` tokens follow, without tokenizing it.
 
-        Where a token stands for no more characters than its own text has, that is so many tokens' worth and some more:
-        a cut changes the tokens next to it, and they are not among the last ones. These may differ, or be fewer, only
-        where a token depends on what is far before it: in a word of more characters than those of the tokens
-        on top, and where a normalizer, an unknown token or an added token that takes the space beside it makes one
-        token of ever so many characters.
+        That is as many characters as so many tokens of the longest kind have, and some more: a cut changes the tokens
+        next to it, which are not among the last ones then. These may differ, or be fewer, only where a token depends
+        on what is far before it, as in a word that is longer than what was added, or where ever so many characters
+        make one token or none: those that a normalizer removes or joins, unknown ones, spaces beside an added token.
         """
         most = (num_tokens + _TOKENS_AT_A_CUT) * self._most_characters
         return text[-most:]

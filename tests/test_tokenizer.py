@@ -259,7 +259,7 @@ def test_a_prompt_that_is_cut_first_keeps_the_same_tokens(
     kind: str, tokenizers: dict[str, Tokenizer], pieces: list[tuple[str, int]], kept: int, shift: int
 ) -> None:
     tokenizer = load_tokenizer(STORIES) if kind == "stories" else tokenizers[kind]
-    text = "".join(f"{word * (1 + times % 3)} " * times for word, times in pieces)
+    text = "".join(f"{word * (1 + times % 3)} the " * times for word, times in pieces)
     text = text * (1 + 3 * len(tokenizer.end_of("a" * 100_000, kept)) // len(text)) + "a " * shift
     assert len(tokenizer.end_of(text, kept)) < len(text)
     _, ids, _ = read_prompt(text, SamplingParams(truncate_prompt_tokens=kept), tokenizer, 2**20, 512)

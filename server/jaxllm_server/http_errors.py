@@ -86,7 +86,7 @@ def log_failure(request_name: str, error: BaseException) -> None:
     if status_of(error) < 500:
         return
     if status_of(error) == 503:
-        _log.warning("requests are refused: %s", error)  # whichever comes, until the engine is well
+        _log.warning("requests fail: %s", error)  # whichever they are, until the engine is well
     elif isinstance(error, EngineError):
         _log.warning("request %s failed: %s", request_name, error)
     else:
