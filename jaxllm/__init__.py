@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxllm.async_engine import AsyncLLM
+    from jaxllm.async_engine import AsyncLLM, AsyncLLMEngine
     from jaxllm.client import AsyncClient, Client
-    from jaxllm.config import EngineConfig
+    from jaxllm.config import AsyncEngineArgs, EngineArgs, EngineConfig
     from jaxllm.engine import LLMEngine
     from jaxllm.errors import EngineError, UserError
     from jaxllm.llm import LLM
@@ -29,9 +29,12 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncClient",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "Client",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
     "EngineError",
     "LLMEngine",
@@ -46,8 +49,11 @@ __all__ = [
 _HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_engine",
+    "AsyncLLMEngine": "async_engine",
     "AsyncClient": "client",
     "Client": "client",
+    "AsyncEngineArgs": "config",
+    "EngineArgs": "config",
     "EngineConfig": "config",
     "EngineError": "errors",
     "LLMEngine": "engine",

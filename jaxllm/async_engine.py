@@ -17,7 +17,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineConfig, config_of
 from jaxllm.core import Recorder
 from jaxllm.engine import Accepted, LLMEngine
 from jaxllm.engine_thread import EngineThread, Listeners
@@ -67,7 +67,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | EngineConfig | None = None,
         *,
         progress: bool = False,
         max_queued_requests: int | None = None,  # samples waiting for a slot; None: four for each slot
@@ -78,7 +78,7 @@ class AsyncLLM:
         parts: Parts | None = None,  # what the engine is made of, its clock too; None: loaded from the model
         **engine_args: Any,
     ) -> None:
-        self.config = EngineConfig.from_kwargs(model, **engine_args)
+        self.config = config_of(model, engine_args)
         self.observer = observer
         self._recorder = recorder
         self.metrics = Metrics()
@@ -101,6 +101,11 @@ class AsyncLLM:
         self._is_paused = self._is_leaving = self._is_draining = self._is_stopped = False
         self._num_resumed = 0  # times that pauses were ended, those that still waited included
         self._tokenizing: FairThreads | None = None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig, **bounds: Any) -> AsyncLLM:
+        """Make one of `AsyncEngineArgs`; it is to be started like any other."""
+        return cls(engine_args, **bounds)
 
     async def start(self) -> None:
         """Load the model in the engine's thread and wait for it; what is wrong with it is raised here."""
@@ -545,3 +550,6 @@ def _set_result(future: asyncio.Future[Any], result: Any) -> None:
 def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)
+
+
+AsyncLLMEngine = AsyncLLM  # its name in vLLM

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 from jaxllm import __version__
 from jaxllm.commands import bench, chat, compile, convert, doctor, generate, replay, serve
 from jaxllm.commands.arguments import Usage
+from jaxllm.config import no_effect
 from jaxllm.errors import EngineError, UserError
-from jaxllm.flags import read_config_file
+from jaxllm.flags import IDLE, read_config_file
 
 COMMANDS = {
     "generate": generate,
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_debugging = "--debug" in (sys.argv[1:] if argv is None else argv)
     try:
         options = _parse(argv)
+        if idle := options.pop(IDLE, None):
+            print("jaxllm: warning:", no_effect(idle), file=sys.stderr)
         exit_code = options.pop("run")(options)
         sys.stdout.flush()
         return exit_code

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,6 +31,7 @@ class EngineConfig:
 
     model: str  # a local folder or a hub id
     tokenizer: str | None = None  # default: the model's
+    skip_tokenizer_init: bool = False  # load no tokenizer: token ids in, token ids out, and every text is empty
     revision: str | None = None  # of the hub repository: a branch, tag or commit; used for every file
     dtype: Dtype = "auto"  # "auto": the checkpoint's on a GPU (float32 becomes bfloat16), float32 on a CPU
     # "int8": matrices and what is multiplied with them are rounded to 8 bits; `dtype` is that of all else.
@@ -72,7 +74,7 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise UserError(f"{name} must be an integer from {low} to {high}, got {value!r}.", name)
-        for name in ("enable_prefix_caching", "async_scheduling", "deterministic", "enable_kv_cache_events"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}.", name)
         for name in ("logits_processors", "kernels"):
@@ -94,23 +96,6 @@ class EngineConfig:
                 "max_num_batched_tokens",
             )
 
-    @classmethod
-    def from_kwargs(cls, model: str | os.PathLike[str] | None = None, **kwargs: Any) -> EngineConfig:
-        """Build a config from keyword arguments; an unknown name is an error that suggests the nearest one.
-
-        Without a model it is the small one that ships with jaxllm.
-        """
-        names = [field.name for field in fields(cls)]
-        for name, default in NOT_BUILT.items():
-            if kwargs.pop(name, default) != default:
-                raise UserError(f"{name} is not supported by jaxllm yet; leave it at {default!r}.", name)
-        for name in kwargs:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise UserError(f"{name!r} is not an engine argument of jaxllm.{hint}", name)
-        return cls(model=str(MODEL_DIR if model is None else model), **kwargs)
-
     def cache_dir(self) -> Path:
         """The folder of compiled programs: the argument, else `$JAXLLM_CACHE_DIR`, else the user's cache folder."""
         if self.compilation_cache_dir is not None:
@@ -120,25 +105,86 @@ class EngineConfig:
         return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxllm"
 
 
+class EngineArgs(EngineConfig):
+    """`EngineConfig` as vLLM's users make it: its model comes first, or is the small one that ships with jaxllm.
+
+    Takes what is in `NOT_BUILT` and `WITHOUT_EFFECT` as these say. Any other name that is unknown is a UserError that
+    suggests the nearest one.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
+        super().__init__(model=str(MODEL_DIR if model is None else model), **_understood(settings))
+
+
+AsyncEngineArgs = EngineArgs
+
+
+def config_of(engine_args: str | os.PathLike[str] | EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
+    """Return the settings of an engine: those that are made already, or of a model, changed by `settings`."""
+    if isinstance(engine_args, EngineConfig):
+        return replace(engine_args, **settings)
+    return EngineArgs(engine_args, **settings)
+
+
+def no_effect(names: Iterable[str]) -> str:
+    """Say that arguments or flags are in `WITHOUT_EFFECT`."""
+    return f"{', '.join(names)}: taken for the sake of vLLM's users, without effect in jaxllm"
+
+
+def _understood(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are fields, warn of those without effect, and refuse all others."""
+    names = [field.name for field in fields(EngineConfig)]
+    idle = [name for name in settings if name in WITHOUT_EFFECT]
+    for name, value in settings.items():
+        taken = NOT_BUILT.get(name)
+        if taken is not None and value not in taken:
+            raise UserError(f"{name} is not supported by jaxllm yet; leave it at {taken[0]!r}.", name)
+        if taken is None and name not in names and name not in idle:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"{name!r} is not an engine argument of jaxllm.{hint}", name)
+    if idle:
+        warnings.warn(no_effect(idle), stacklevel=3)
+    return {name: value for name, value in settings.items() if name in names}
+
+
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
-# Engine arguments of vLLM that are taken at their default, so that a call written for it works; else refused.
-NOT_BUILT: dict[str, Any] = {
-    "trust_remote_code": False,
+# Engine arguments of vLLM that change results, or what fits, each with the values that change nothing: its default
+# first. Others are refused.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "kv_cache_dtype": ("auto",),
+    "tokenizer_mode": ("auto",),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "enable_lora": (False,),
+    "enable_sleep_mode": (False,),
+    "speculative_config": (None,),
+    "cpu_offload_gb": (0,),
+    "hf_overrides": (None,),
+    "task": ("auto", "generate"),
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+}
+# Arguments of vLLM, old ones too, that change no result, for what jaxllm does in one way only: any value is taken, and
+# one warning names them. With vLLM's default; a boolean one is a switch on a command line.
+WITHOUT_EFFECT: dict[str, Any] = {
+    "trust_remote_code": False,  # a model's own code is never run
     "enforce_eager": False,
-    "enable_chunked_prefill": True,
-    "kv_cache_dtype": "auto",
-    "tokenizer_mode": "auto",
-    "skip_tokenizer_init": False,
-    "disable_log_stats": True,
+    "compilation_config": None,
+    "cudagraph_capture_sizes": None,
+    "max_seq_len_to_capture": 8192,
+    "enable_chunked_prefill": True,  # prompts are always computed in chunks
+    "num_scheduler_steps": 1,
+    "use_v2_block_manager": True,
+    "swap_space": 4,  # preempted requests are computed again
+    "max_parallel_loading_workers": None,
+    "distributed_executor_backend": None,
+    "worker_use_ray": False,
     "disable_custom_all_reduce": False,
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
-    "enable_lora": False,
-    "speculative_config": None,
-    "cpu_offload_gb": 0,
-    "hf_overrides": None,
-    "runner": "auto",
-    "convert": "auto",
+    "enable_expert_parallel": False,
+    "guided_decoding_backend": "auto",
+    "disable_log_stats": False,
+    "disable_log_requests": False,
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
@@ -159,4 +205,6 @@ _RANGES: dict[str, tuple[int, int]] = {
     "num_kv_blocks": (1, 2**31 - 1),
     "max_logprobs": (-1, 2**31 - 1),
 }
+_SWITCHES = ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "deterministic")
+_SWITCHES += ("enable_kv_cache_events",)
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "num_kv_blocks"}

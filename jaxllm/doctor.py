@@ -164,7 +164,8 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
     mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
     if is_local:  # what is still on the hub is not fetched to be looked at
         weights.check(setup.folder, setup.spec, setup.family, mesh.size)
-    load_tokenizer(config.tokenizer or setup.folder)
+    if not config.skip_tokenizer_init:
+        load_tokenizer(config.tokenizer or setup.folder)
     num_parameters = sum(leaf.size for leaf in jax.tree.leaves(weights.abstract(setup.spec, mesh, setup.dtype)))
     plan = plan_memory(config, setup, mesh, free_bytes(setup, mesh.size))
     if setup.prepared:

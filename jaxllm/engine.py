@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from jaxllm import detokenizer, sampling, scheduler
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineConfig, config_of
 from jaxllm.core import Core, Recorder
 from jaxllm.errors import EngineError, RequestIdInUseError, UserError, too_long
 from jaxllm.metrics import Load, Metrics
@@ -117,9 +117,11 @@ class LLMEngine:
         self._profile: Profile | None = None  # a trace that is being made
 
     @classmethod
-    def from_engine_args(cls, model: str | None = None, *, progress: bool = False, **engine_args: Any) -> LLMEngine:
-        """Make an engine of the arguments of `LLM`: a model, or else the embedded one, and fields of `EngineConfig`."""
-        return cls(EngineConfig.from_kwargs(model, **engine_args), progress)
+    def from_engine_args(
+        cls, engine_args: EngineConfig | str | None = None, *, progress: bool = False, **settings: Any
+    ) -> LLMEngine:
+        """Make an engine of `EngineArgs`, or of the arguments of `LLM`: a model and fields of `EngineConfig`."""
+        return cls(config_of(engine_args, settings), progress)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
@@ -147,6 +149,8 @@ class LLMEngine:
             )
         extras = self.runner.extras
         validate_for_model(params, self.vocab_size, self.config.max_logprobs, self.eos_ids, extras.processors)
+        if params.stop and self.config.skip_tokenizer_init:
+            raise UserError("stop needs the text, and skip_tokenizer_init left it out: use stop_token_ids.", "stop")
         bad_words = read_bad_words(params.bad_words, self.tokenizer)
         check_allows_a_token(params, bad_words, self.eos_ids)
         text, ids, salt = read_prompt(prompt, params, self.tokenizer, self.vocab_size, self.max_model_len)
@@ -179,9 +183,20 @@ class LLMEngine:
         self._samples.update((sample.id, sample) for group in groups.values() for sample in group.samples)
         self._groups |= groups
 
-    def abort_request(self, request_id: str, reason: FinishReason = "abort") -> RequestOutput | None:
-        """Drop a request in whatever phase it is and free its blocks; return what it had, None for an unknown id."""
-        outputs = self.abort_requests([(request_id, reason)])
+    @overload
+    def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None: ...
+    @overload
+    def abort_request(self, request_ids: Iterable[str], reason: FinishReason = "abort") -> list[RequestOutput]: ...
+    def abort_request(
+        self, request_ids: str | Iterable[str], reason: FinishReason = "abort"
+    ) -> RequestOutput | list[RequestOutput] | None:
+        """Drop a request, or several, in whatever phase it is and free its blocks; return what it had.
+
+        Of an unknown id that is None, and of several ids it is a list of those that are known.
+        """
+        if not isinstance(request_ids, str):
+            return self.abort_requests([(request_id, reason) for request_id in request_ids])
+        outputs = self.abort_requests([(request_ids, reason)])
         return outputs[0] if outputs else None
 
     def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:

@@ -12,12 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from jaxllm.config import DTYPE_NAMES, NOT_BUILT, EngineConfig
+from jaxllm.config import DTYPE_NAMES, NOT_BUILT, WITHOUT_EFFECT, EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.types import SamplingParams
 
 _ENGINE_HELP = {
     "tokenizer": "folder or hub id of the tokenizer (default: the model's)",
+    "skip_tokenizer_init": "load no tokenizer: prompts are token ids, and every text is empty",
     "revision": "branch, tag or commit of the hub repository",
     "dtype": "of weights and computation; auto: the checkpoint's on a GPU, float32 on a CPU",
     "quantization": "int8: round matrices, and what is multiplied with them, to 8 bits: a quarter of float32's memory",
@@ -129,6 +130,10 @@ _SERVER_HELP = {
     "record_redacted": "write hashes in place of prompts and outputs",
     "record_max_bytes": "of the recording, over its four files, at least 1M; the oldest is dropped",
 }
+# Fields of the server and the engine that most who serve a model set.
+COMMON = ("host", "port", "grpc_port", "api_key", "served_model_name", "chat_template", "dtype", "quantization")
+COMMON += ("max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size")
+IDLE = "without_effect"  # where those that were given and change nothing are listed among the options
 _NO_FLAGS = {"detokenize", "output_kind", "stream_interval"}  # of a program that reads outputs
 _NO_FLAGS |= {"logit_bias", "extra_args", "repetition_detection"}  # tables
 _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
@@ -146,16 +151,8 @@ _METAVARS = {
     "record": "FILE",
     "record_max_bytes": "BYTES",
     **dict.fromkeys(("chat_template", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), "FILE"),
-    **dict.fromkeys(
-        (
-            "kv_cache_memory_bytes",
-            "max_body_bytes",
-            "max_receiving_bytes",
-            "max_header_bytes",
-            "grpc_max_message_bytes",
-        ),
-        "BYTES",
-    ),
+    **dict.fromkeys(("kv_cache_memory_bytes", "max_body_bytes", "max_header_bytes", "grpc_max_message_bytes"), "BYTES"),
+    "max_receiving_bytes": "BYTES",
     **dict.fromkeys(("request_timeout", "stall_timeout", "shutdown_timeout", "drain_delay", "hang_timeout"), "SECONDS"),
     **dict.fromkeys(("max_model_len", "max_num_batched_tokens", "max_tokens", "min_tokens"), "TOKENS"),
     **dict.fromkeys(("port", "grpc_port"), "PORT"),
@@ -194,26 +191,24 @@ def add_engine_flags(
     `defaults` are the command's, where it has others.
     """
     _add_flags(group, EngineConfig, _ENGINE_HELP, {"model", *skipped}, defaults, has_sampling)
-    for name, default in NOT_BUILT.items():
-        if name in skipped:
-            continue
-        flag = flag_of(name, EngineConfig)
-        is_switch = isinstance(default, bool)
-        names = (flag, "--no-" + flag[2:]) if is_switch else (*_SHORT.get(name, ()), flag)
-        group.add_argument(
-            *names,
-            action=_AtDefault,
-            const=default,
-            nargs=0 if is_switch else None,
-            dest=argparse.SUPPRESS,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
+    for name, taken in NOT_BUILT.items():
+        if name not in skipped:
+            _add_hidden(group, name, _NotBuilt, taken)
+    for name, default in WITHOUT_EFFECT.items():
+        if name not in skipped:
+            _add_hidden(group, name, _WithoutEffect, (default,))
 
 
 def add_server_flags(group: argparse._ArgumentGroup, cls: type) -> None:
-    """Add a flag for every field of the server's options."""
-    _add_flags(group, cls, _SERVER_HELP, skipped=())
+    """Add a flag for every field of the server's options but those of `COMMON`."""
+    _add_flags(group, cls, _SERVER_HELP, skipped=COMMON)
+
+
+def add_common_flags(parser: argparse.ArgumentParser, server: type) -> None:
+    """Add the flags of `COMMON`, those of the server's options first."""
+    for cls, texts in ((server, _SERVER_HELP), (EngineConfig, _ENGINE_HELP)):
+        others = {field.name for field in fields(cls)} - set(COMMON)
+        _add_flags(parser, cls, texts, skipped=others)
 
 
 def add_sampling_flags(group: argparse._ArgumentGroup, max_tokens: int, skipped: Collection[str] = ()) -> None:
@@ -228,22 +223,45 @@ def given(options: Mapping[str, Any], cls: type) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in options.items() if name.startswith(prefix)}
 
 
-class _AtDefault(argparse.Action):
-    """Takes an engine argument of vLLM that is not built here at its default, and refuses all else."""
+def _add_hidden(group: argparse._ArgumentGroup, name: str, action: type[argparse.Action], taken: Sequence[Any]) -> None:
+    """Add a flag of vLLM that is no field here; `taken` are values, the default first, that say what kind it is of."""
+    flag = flag_of(name, EngineConfig)
+    is_switch = isinstance(taken[0], bool)
+    names = (flag, "--no-" + flag[2:]) if is_switch else (*_SHORT.get(name, ()), flag)
+    group.add_argument(
+        *names,
+        action=action,
+        const=taken,
+        nargs=0 if is_switch else None,
+        dest=IDLE,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
+
+
+class _NotBuilt(argparse.Action):
+    """Takes a flag of `NOT_BUILT` with the values that change nothing, and refuses all else."""
 
     def __call__(self, parser: object, namespace: object, values: Any, option_string: str | None = None) -> None:
-        given = str(option_string)
-        if isinstance(self.const, bool):
-            is_default = self.const is not given.startswith("--no-")
+        given, taken = str(option_string), self.const
+        if isinstance(taken[0], bool):
+            is_taken = taken[0] is not given.startswith("--no-")
         else:
-            is_default = values.lower() == str(self.const).lower()
+            is_taken = values.lower() in [str(value).lower() for value in taken]
             given += f" {values}"
-        if not is_default:
+        if not is_taken:
             raise argparse.ArgumentError(None, f"{given} is not supported by jaxllm yet; leave it out")
 
 
+class _WithoutEffect(argparse.Action):
+    """Takes a flag of `WITHOUT_EFFECT` and notes it, for one warning of all of them."""
+
+    def __call__(self, parser: object, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, IDLE, [*getattr(namespace, IDLE, ()), str(option_string)])
+
+
 def _add_flags(
-    group: argparse._ArgumentGroup,
+    group: argparse._ActionsContainer,
     cls: type,
     texts: Mapping[str, str],
     skipped: Collection[str],

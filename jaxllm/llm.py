@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
+from jaxllm.config import EngineConfig
 from jaxllm.engine import LLMEngine
 from jaxllm.errors import UserError
 from jaxllm.prompts import Prompt
@@ -19,6 +20,27 @@ from jaxllm.tokenizer import Tokenizer
 from jaxllm.types import RequestOutput, RequestOutputKind, SamplingParams
 
 Message = Mapping[str, Any]
+_NO_POOLING = "it generates text only, and makes no embeddings, classes or scores"
+_NO_WORKERS = "there are no workers; `llm.engine` is the engine, in this process"
+_NO_SLEEP = "`llm.close()` gives the device's memory back, and a new LLM takes it again"
+_NO_QUEUE = "use `llm.engine` (add_request, step)"
+_MISSING = {  # what vLLM's `LLM` has, and what to do here
+    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _NO_POOLING),
+    "beam_search": "SamplingParams(n=…) gives several outputs",
+    **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _NO_WORKERS),
+    **dict.fromkeys(("init_weight_transfer_engine", "update_weights"), "weights are loaded once"),
+    **dict.fromkeys(("sleep", "wake_up"), _NO_SLEEP),
+    **dict.fromkeys(("start_profile", "stop_profile"), "use `llm.engine.start_profile(folder, num_steps)`"),
+    **dict.fromkeys(("enqueue", "wait_for_completion"), _NO_QUEUE),
+    "get_metrics": "`llm.engine.metrics` counts",
+    "llm_engine": "it is `llm.engine`",
+    "reset_mm_cache": "prompts are text only",
+    "set_tokenizer": "give tokenizer=… to LLM",
+}
+
+
+class NotBuiltError(AttributeError):
+    """Something that vLLM's `LLM` has and this one has not; `hasattr` is False of it."""
 
 
 class LLM:
@@ -30,9 +52,22 @@ class LLM:
             print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
     """
 
-    def __init__(self, model: str | None = None, *, use_tqdm: bool = False, **engine_args: Any) -> None:
+    def __init__(self, model: str | EngineConfig | None = None, *, use_tqdm: bool = False, **engine_args: Any) -> None:
         self.engine = LLMEngine.from_engine_args(model, progress=use_tqdm, **engine_args)
         self._num_requests = 0
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
+        """Make one of `EngineArgs`."""
+        return cls(engine_args)
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say of what vLLM's `LLM` has and this one has not what there is instead."""
+            if name in _MISSING:
+                raise NotBuiltError(f"jaxllm's LLM has no {name}: {_MISSING[name]}.", name=name, obj=self)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __enter__(self) -> LLM:
         return self

@@ -186,8 +186,8 @@ def _length(device: Device, need: Need, asked: Asked, num_blocks: int) -> int:
     """Return the longest sequence that is served; none, or less than was asked for, is a UserError."""
     wanted = asked.max_model_len or need.model_len
     holds = num_blocks * need.block_size
-    if holds >= wanted or (asked.num_blocks is not None and asked.max_model_len is not None):
-        return wanted  # a pool and a length that were both asked for: what does not fit is refused request by request
+    if holds >= wanted:
+        return wanted
     if holds == 0:
         programs = need.temporaries + need.slots
         knob = device.knob if asked.kv_bytes is None else "kv_cache_memory_bytes"
@@ -198,11 +198,14 @@ def _length(device: Device, need: Need, asked: Asked, num_blocks: int) -> int:
             knob,
         )
     if asked.max_model_len is not None:
-        needed = _blocks_of(wanted, need) * need.block
+        needed, room = _blocks_of(wanted, need), size(num_blocks * need.block)
+        if asked.num_blocks is not None:
+            more = f"num_kv_blocks to {needed}"
+        else:
+            more = device.knob if asked.kv_bytes is None else "kv_cache_memory_bytes"
         raise UserError(
-            f"One request of max_model_len {wanted} tokens needs {size(needed)} of KV blocks, but there is room for "
-            f"{size(num_blocks * need.block)}. Lower max_model_len to {holds} at most (auto takes what fits), or raise "
-            f"{device.knob if asked.kv_bytes is None else 'kv_cache_memory_bytes'}.",
+            f"One request of max_model_len {wanted} tokens needs {size(needed * need.block)} of KV blocks, but there "
+            f"is room for {room}. Lower max_model_len to {holds} at most (auto takes what fits), or raise {more}.",
             "max_model_len",
         )
     return holds

@@ -16,7 +16,7 @@ class Metrics:
     """Counters since the engine started. Written by its thread; single numbers may be read by any."""
 
     programs_compiled: int = 0  # ahead of time, by the engine's own threads
-    programs_failed: int = 0  # in the background; larger ones serve in their place
+    programs_failed: int = 0  # tries, in the background; each program has two, and larger ones serve in its place
     compile_seconds: float = 0.0  # spent on them, added up over threads
     trace_seconds: float = 0.0  # of these, on tracing
     compilations_after_ready: int = 0  # in front of a request, which must never happen

@@ -18,7 +18,7 @@ from jaxllm.metrics import Metrics
 from jaxllm.phases import Phase, Phases, describe
 from jaxllm.runner import Runner
 from jaxllm.setup import prepare
-from jaxllm.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from jaxllm.types import SamplingParams, default_sampling_params
 
 
@@ -44,7 +44,8 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         setup = prepare(config)
         causes.append(f"config.json, {len(setup.devices)} × {setup.devices[0].device_kind}")
     with phases.phase("tokenizer"):
-        tokenizer = load_tokenizer(config.tokenizer or setup.folder)
+        source = config.tokenizer or setup.folder
+        tokenizer = NoTokenizer(str(source)) if config.skip_tokenizer_init else load_tokenizer(source)
     eos_ids = _eos_ids(tokenizer, setup.generation_config, setup.spec.vocab_size)
     default_params = default_sampling_params(setup.generation_config)
     runner = Runner(config, setup, metrics, progress, phases=phases)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import os
 import sys
 import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -31,11 +33,14 @@ from jaxllm.metrics import Metrics
 from jaxllm.sampling import Variant
 from jaxllm.state import Plan
 
+_log = logging.getLogger(__name__)
 VARIANTS = tuple(Variant)
 STACK_BYTES = 64 << 20  # of a compiling thread; deep models overflow the usual 8 MiB (reference/peers.md §2)
 _STARTING = threading.Lock()
 PAUSE = 14  # seconds of rest after a program for each second that tracing it took, while steps run
 IDLE_SECONDS = 0.1  # without a step, after which nobody is disturbed
+_MOST_TRIES = 2  # to compile a program in the background
+EXIT_SECONDS = 2.0  # that a process waits at its end for a program under way before it says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class Programs:
         self._lock = threading.Lock()
         self._queue: list[Key] = []
         self._wanted: set[Key] = set()  # all that was ever asked for
-        self._failed: set[Key] = set()
+        self._failures: Counter[Key] = Counter()
         self._followers = self._max_followers = 0  # threads that compile what plans ask for
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
@@ -130,7 +135,7 @@ class Programs:
                 continue
             if key in self._ready:
                 return key
-            if is_wanted and key not in self._failed:
+            if is_wanted and self._failures[key] < _MOST_TRIES:
                 self.want(key)
                 is_wanted = False
         raise RuntimeError(f"no program holds {len(plan.slots)} rows of {plan.num_tokens} tokens")
@@ -138,6 +143,10 @@ class Programs:
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
         """Start to compile `keys`; `wait` ends it."""
         if not self._threads:
+            # At exit Python calls last what was registered first, and all finalizers at once where the process's first
+            # one registered them. JAX holds the constants of a program that is being traced by finalizers: were they
+            # called before `_join`, tracing would fail with the KeyError of a variable. So this one comes before it.
+            weakref.finalize(self, self._is_closed.set)
             # A thread must not be inside XLA while the interpreter goes down: it aborts the process. The method is held
             # weakly, so that an engine nobody refers to any more can go.
             atexit.register(_join, weakref.WeakMethod(self.join))
@@ -155,7 +164,7 @@ class Programs:
         self._max_followers = num_threads
 
     def want(self, key: Key) -> None:
-        """Have a program compiled next, where programs follow; once, even if it cannot be compiled."""
+        """Have a program compiled next, where programs follow; one that fails is tried once more, and no more."""
         with self._lock:
             if not self._max_followers or key in self._wanted or self._is_closed.is_set():
                 return
@@ -187,11 +196,18 @@ class Programs:
         with self._lock:
             self._queue.clear()
 
-    def join(self) -> None:
-        """Compile nothing more, and wait for what is being compiled."""
+    def join(self, seconds: float | None = None) -> bool:
+        """Compile nothing more, and wait for what is being compiled, `seconds` at most; return whether that is done."""
         self.close()
+        end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(None if end is None else max(0.0, end - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nothing is to be compiled any more: closed, or the interpreter goes down and starts no threads."""
+        return self._is_closed.is_set() or not threading.main_thread().is_alive()
 
     def _start(self, in_background: bool) -> None:
         with self._lock:  # which the thread needs first: nobody can miss it who joins
@@ -212,14 +228,11 @@ class Programs:
                     continue  # closed meanwhile: the queue is empty
                 program = _behind(lowered.compile) if in_background else lowered.compile()
             except Exception as failure:
-                if not in_background:
-                    self._failure = failure
-                    return
-                # Plans that it would have served go on in a larger program.
-                self._failed.add(key)
-                self._metrics.programs_failed += 1
-                warnings.warn(f"program {key} could not be compiled: {failure}", stacklevel=1)
-                continue
+                if in_background:
+                    self._note_failure(key, failure)
+                    continue
+                self._failure = failure
+                return
             self._compiled_until = time.monotonic()
             with self._lock:
                 self._metrics.programs_compiled += 1
@@ -228,6 +241,19 @@ class Programs:
             del lowered
             if not in_background or not self._queue:  # it takes 30 ms, in which allocations wait
                 _give_back()
+
+    def _note_failure(self, key: Key, failure: Exception) -> None:
+        """Try a program of the background once more; plans that it would serve go on in a larger one meanwhile."""
+        if self._is_over:
+            return  # it cannot be compiled because the process ends
+        self._metrics.programs_failed += 1
+        self._failures[key] += 1
+        if self._failures[key] < _MOST_TRIES:
+            _log.info("program %s could not be compiled and is tried again", key, exc_info=failure)
+            with self._lock:
+                self._queue.append(key)
+        else:
+            warnings.warn(f"program {key} could not be compiled: {failure}", stacklevel=1)
 
     def _trace(self, key: Key, in_background: bool) -> Any:
         """Trace a program: in the background after a rest, for tracing is Python, and so is what runs steps; None once
@@ -241,13 +267,13 @@ class Programs:
                 while time.monotonic() < min(rested, self._last_step + IDLE_SECONDS):
                     if self._is_closed.wait(IDLE_SECONDS):
                         break
-                if self._is_closed.is_set():
+                if self._is_over:
                     return None
             start = time.monotonic()
             lowered = self._lower(key)
             self._traced_for = time.monotonic() - start
             self._metrics.trace_seconds += self._traced_for
-        return lowered
+        return None if in_background and self._is_over else lowered
 
 
 def _start(work: Callable[[], None], name: str) -> threading.Thread:
@@ -306,10 +332,11 @@ def _give_back() -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def _join(join: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call a method whose object may be gone."""
+def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:
+    """End the compilations of an object that may be gone, while the process ends."""
     method = join()
-    if method is not None:
+    if method is not None and not method(EXIT_SECONDS):
+        print("jaxllm: the process ends as soon as a program under way is compiled", file=sys.stderr, flush=True)
         method()
 
 

@@ -6,6 +6,7 @@ is wrong with one is a UserError.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -52,7 +53,7 @@ class Moment(NamedTuple):
 
 
 class Cut(UserError):
-    """A file ends in the middle of an entry, as where a process was killed."""
+    """A file ends where more must follow, as where its process was killed while it wrote."""
 
 
 def pieces_of(path: Path) -> list[Path]:
@@ -69,7 +70,7 @@ class Replay:
     def __init__(self, path: str | Path) -> None:
         self.pieces = pieces_of(Path(path))
         self.headers: list[Header] = []
-        self.is_cut = False  # whether the last piece ends in the middle of an entry
+        self.cuts: list[str] = []  # where pieces break off, a line each
         self._is_at_header = True
         self._core: Core | None = None
         self._plans: dict[int, Plan] = {}
@@ -87,12 +88,16 @@ class Replay:
         return self._core
 
     def moments(self) -> Iterator[Moment]:
-        """Give event after event. It ends behind the first plan that differs: from there on nothing would fit."""
+        """Give event after event. It ends behind the first plan that differs: from there on nothing would fit.
+
+        Where a piece breaks off (`cuts`), the next one goes on with the state that it begins with.
+        """
         count = 0
         for piece in self.pieces:
             if piece.stat().st_size == 0:
                 continue
             self._is_at_header = True
+            last = "before its first plan"
             with piece.open("rb") as file:
                 try:
                     for entry in _entries(file, piece):
@@ -102,10 +107,11 @@ class Replay:
                             count += 1
                             if moment.difference is not None:
                                 return
-                except Cut:
-                    self.is_cut = piece == self.pieces[-1]
-                    if not self.is_cut:
-                        raise
+                            if moment.kind is Kind.PLAN and moment.plan is not None:
+                                last = f"after plan {moment.plan.number} at {moment.time:.6f} s"
+                except Cut as cut:
+                    self.cuts.append(f"{cut}, {last}; the rest of it is lost")
+                    self._core = None
                 except UserError:
                     raise
                 except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -114,7 +120,9 @@ class Replay:
                 except RuntimeError as error:  # what must always hold in the core does not
                     raise UserError(f"{piece}: the core fails at event {count}: {error}.", "file") from error
         if not self.headers:
-            raise UserError(f"{self.pieces[-1]} is empty: nothing was recorded.", "file")
+            raise UserError(
+                self.cuts.pop() if self.cuts else f"{self.pieces[-1]} is empty: nothing was recorded.", "file"
+            )
 
     def _take(self, entry: list[Any], number: int) -> Moment | None:
         if self._is_at_header:
@@ -157,8 +165,7 @@ class Replay:
     def _snapshot(self, data: Mapping[str, Any], number: int, time: float) -> Moment | None:
         """Begin with a piece's state, or compare it with what the piece before it has led to."""
         limits = unpack_limits(self.header.limits)
-        is_continued = len(self.headers) > 1 and self.headers[-2].run == self.header.run
-        if is_continued:
+        if self._core is not None and self.headers[-2].run == self.header.run:
             made = self._pack()
             differing = [name for name in data if data[name] != made[name]]
             if differing:
@@ -226,17 +233,17 @@ def _difference(recorded: list[int], plan: Plan) -> str | None:
 
 
 def _entries(file: BinaryIO, path: Path) -> Iterator[list[Any]]:
-    """Read entry after entry; UserError with the place for what is none, Cut at an end in the middle of one."""
+    """Read entry after entry; UserError with the place for what is none, Cut where the file ends too early."""
     size = path.stat().st_size
     unpacker = msgpack.Unpacker(file, strict_map_key=False, max_buffer_size=min(size + 1, MAX_ENTRY))
-    while True:
+    for num_entries in itertools.count():
         place = unpacker.tell()
         try:
             entry = unpacker.unpack()
         except msgpack.OutOfData:
-            if place == size:
+            if place == size and num_entries != 1:  # behind a header comes a state
                 return
-            raise Cut(f"{path} is cut off at byte {place}.", "file") from None
+            raise Cut(f"{path} breaks off at byte {size}", "file") from None
         except (ValueError, msgpack.UnpackException, RecursionError) as error:
             what = f": {error}" if str(error) else ""
             raise UserError(f"{path} is damaged at byte {place}{what}.", "file") from error

@@ -108,7 +108,7 @@ class Runner:
                     causes.append(f"{memory.size(num_bytes)} ({speed}/s) {source}")
             with phases.phase("programs") as causes:
                 self._finish_programs(free, progress)
-                causes.append("traced and compiled what was not there yet")
+                causes.append("traced and compiled" if compilations.num_compiled else "traced, and found in the cache")
         except BaseException:
             self.programs.close()
             raise

@@ -25,9 +25,10 @@ WHOLE_AXES = frozenset({"width", "head", "position", "expert", None})
 def make_mesh(devices: Sequence[jax.Device], tensor_parallel_size: int) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
     """Lay the first `tensor_parallel_size` devices along the axis "tp"; fewer devices than that is a UserError."""
     if tensor_parallel_size > len(devices):
+        more = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={tensor_parallel_size} to split the CPU"
         raise UserError(
             f"tensor_parallel_size is {tensor_parallel_size} but JAX sees {len(devices)} device(s); "
-            f"use at most {len(devices)}.",
+            f"use at most {len(devices)}{more if devices[0].platform == 'cpu' else ''}.",
             "tensor_parallel_size",
         )
     return Mesh(np.asarray(devices[:tensor_parallel_size]), (AXIS,))

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from jaxllm import chat_tokens
 from jaxllm.chat_template import RESERVED, ChatTemplate, compile_template, render
@@ -301,6 +301,26 @@ class Tokenizer:
                 "chat_template",
             )
         raise UserError("This model has no chat template; use generate().", "chat_template")
+
+
+class NoTokenizer(Tokenizer):
+    """Stands where `skip_tokenizer_init` left the tokenizer out: any token reads as nothing, and text is refused."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.decoding = Decoding("none")
+        self.special_ids = frozenset()
+        self._named_tokens, self._chat_templates = {}, {}
+
+    def piece(self, token_id: int) -> Piece:
+        """Give no text."""
+        return "", ""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UserError("There is no tokenizer, since skip_tokenizer_init left it out: use token ids.", "prompt")
+
+    vocab_size = property(_refuse)
+    token_id = encode = check_length = end_of = decode = apply_chat_template = encode_chat = _refuse
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,13 @@ def validate_for_model(
         ("logprobs", "sample", params.logprobs),
         ("prompt_logprobs", "prompt", params.prompt_logprobs),
     ):
-        if count is not None and (vocab_size if count == -1 else count) > most:
+        if count == -1 and most < vocab_size:
+            message = (
+                f"{name}=-1 asks for the whole vocabulary ({vocab_size}), but max_logprobs is {max_logprobs}: "
+                f"ask for {most} at most, or start the engine with max_logprobs=-1 (--max-logprobs -1)."
+            )
+            raise UserError(message, name, count)
+        if count is not None and count > most:
             message = f"Requested {kind} logprobs of {count}, which is greater than max allowed: {most}"
             raise UserError(message, name, count)
     for asked in params.extra_args or ():

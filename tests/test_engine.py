@@ -19,8 +19,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm import LLM, EngineError, SamplingParams, UserError
-from jaxllm.config import EngineConfig
+from jaxllm import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, EngineError, SamplingParams, UserError
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine import LLMEngine
 from jaxllm.runner import StepInFlight
@@ -342,7 +341,7 @@ def test_other_refusals(llm: LLM) -> None:
         with pytest.raises(UserError, match=r"int|SamplingParams"):
             generate(llm, prompt, params)
     for settings, message in [
-        ({"trust_remote_code": True}, "trust_remote_code is not supported"),
+        ({"enable_lora": True}, "enable_lora is not supported"),
         ({"blocksize": 3}, "Did you mean 'block_size'"),
         ({"block_size": 0}, "block_size"),
         ({"max_model_len": 513}, "512 positions"),
@@ -377,9 +376,8 @@ def test_an_abort_in_any_phase_returns_every_block(llm: LLM, num_steps: int) -> 
         engine.add_request(str(name), prompt, SamplingParams(n=2, max_tokens=9))
     for _ in range(num_steps):
         engine.step()
-    for name in range(3):
-        engine.abort_request(str(name))
-        engine.abort_request(str(name))
+    assert [output.request_id for output in engine.abort_request(["0", "nobody", "1"])] == ["0", "1"]
+    assert engine.abort_request("2") is not None and engine.abort_request("2") is None
     assert not engine.has_unfinished_requests() and engine.step() == []
     assert engine._core.state.pool.num_available == num_blocks and not engine._samples
 
@@ -528,7 +526,7 @@ def test_bfloat16_and_float16_generate(alone: dict[str, list[int]]) -> None:
 
 
 def test_an_engine_is_made_of_the_arguments_of_llm() -> None:
-    engine = LLMEngine.from_engine_args(STORIES, **SLOTS)
+    engine = LLMEngine.from_engine_args(EngineArgs(STORIES, **SLOTS))
     engine.add_request("1", PROMPTS[0], replace(GREEDY, max_tokens=8))
     outputs = []
     while engine.has_unfinished_requests():
@@ -539,7 +537,34 @@ def test_an_engine_is_made_of_the_arguments_of_llm() -> None:
     engine.close()
     with pytest.raises(UserError, match="Did you mean 'max_num_seqs'"):
         LLMEngine.from_engine_args(max_num_seq=3)
-    assert EngineConfig.from_kwargs() == EngineConfig(model=str(MODEL_DIR))
+    assert EngineArgs().model == str(MODEL_DIR)
+    args = AsyncEngineArgs(model=STORIES, block_size=8)
+    assert AsyncLLMEngine.from_engine_args(args).config == args
+
+
+def test_what_vllms_llm_has_beside_it_is_told(llm: LLM) -> None:
+    assert not hasattr(llm, "embed") and getattr(llm, "sleep", None) is None
+    with pytest.raises(AttributeError, match=r"^jaxllm's LLM has no embed: it generates text only, "):
+        llm.embed("a")  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(AttributeError, match=r"^'LLM' object has no attribute 'generat'$"):
+        llm.generat("a")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_without_a_tokenizer_ids_come_in_and_go_out(llm: LLM, alone: dict[str, list[int]]) -> None:
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    with make(skip_tokenizer_init=True) as bare:
+        (output,) = generate(bare, [ids], replace(GREEDY, logprobs=1))
+        assert (output.outputs[0].token_ids, output.outputs[0].text) == (alone[PROMPTS[0]], "")
+        for refused in (
+            lambda: generate(bare, PROMPTS[0], GREEDY),
+            lambda: generate(bare, PROMPTS[0], replace(GREEDY, truncate_prompt_tokens=8)),
+            lambda: generate(bare, [ids], replace(GREEDY, stop="a")),
+            lambda: generate(bare, [ids], replace(GREEDY, bad_words=["a"])),
+            lambda: bare.chat([{"role": "user", "content": "Hello"}]),
+            lambda: bare.get_tokenizer().decode(ids),
+        ):
+            with pytest.raises(UserError, match="skip_tokenizer_init left it out: use "):
+                refused()
 
 
 def test_no_prompts_draw_no_bar(capsys: pytest.CaptureFixture[str]) -> None:

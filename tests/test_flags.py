@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxllm import flags
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineArgs, EngineConfig
 from jaxllm.types import SamplingParams
 from tests.fake_llm import FakeLLM, Run, seen_params
 
@@ -32,7 +32,7 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
     switches = [
         "--no-enable-prefix-caching", "--no-async-scheduling", "--enable-kv-cache-events", "--deterministic",
         "--ignore-eos", "--no-skip-special-tokens", "--include-stop-str-in-output", "--stop=--y",
-        "--no-skip-reading-prefix-cache",
+        "--no-skip-reading-prefix-cache", "--skip-tokenizer-init",
     ]  # fmt: skip
     code, _, _ = run("generate", "-m", "m", *(part for pair in given.items() for part in pair), *switches, "--", "p")
     assert code == 0
@@ -43,6 +43,7 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         tensor_parallel_size=2, gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**30, num_kv_blocks=9,
         scheduling_policy="priority", max_logprobs=7, load_format="dummy", precompile="all",
         compilation_cache_dir="c", logits_processors=("module:function",), kernels=("sample=xla",),
+        skip_tokenizer_init=True,
     )  # fmt: skip
     assert seen_params() == [
         SamplingParams(
@@ -98,15 +99,16 @@ def test_integers_with_units(text: str, value: int) -> None:
         (["serve", "--ssl-certfile", "c"], "TLS needs both --ssl-keyfile and --ssl-certfile."),
         (["serve", "--port", "70000"], "--port must be from 0 to 65535"),
         (["serve", "/no/such/model"], "there is no folder /no/such/model"),
-        (["serve", "--tensor-parallel-size", "512"], "--tensor-parallel-size is 512"),
+        (["serve", "-tp", "512"], "4, or set XLA_FLAGS=--xla_force_host_platform_device_count=512 to split the CPU."),
         (["serve", "--record", "f", "--record-max-bytes", "5"], "--record-max-bytes must be at least 1048576."),
         (["serve", "--tool-call-parser", "x"], "--tool-call-parser must be one of hermes, llama3_json, got 'x'."),
         (["serve", "--reasoning-parser", "x"], "--reasoning-parser must be one of"),
         (["serve", "--otlp-traces-endpoint", "x"], "--otlp-traces-endpoint must be a URL such as"),
         (["serve", "--max-model-len", "1m"], "--max-model-len (1000000) is greater than what the model was made for"),
         (["serve", "--enable-auto-tool-choice"], "--enable-auto-tool-choice requires --tool-call-parser"),
-        (["generate", "--enforce-eager", "x"], "--enforce-eager is not supported by jaxllm yet; leave it out"),
-        (["serve", "--no-enable-chunked-prefill"], "--no-enable-chunked-prefill is not supported by jaxllm yet"),
+        (["generate", "--enable-lora", "x"], "--enable-lora is not supported by jaxllm yet; leave it out"),
+        (["generate", "--quantization", "awq", "x"], "argument --quantization: invalid choice: 'awq'"),
+        (["generate", "--runner", "pooling", "x"], "--runner pooling is not supported by jaxllm yet"),
         (["serve", "-pp", "2"], "-pp 2 is not supported by jaxllm yet; leave it out"),
         (["serve", "--kv-cache-dtype=fp8"], "--kv-cache-dtype fp8 is not supported by jaxllm yet"),
         (["serve", "--enforce-eage"], "unknown argument --enforce-eage (see"),
@@ -120,9 +122,23 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], message: str, run: 
 
 
 def test_defaults_of_vllm_may_be_typed(run: Run) -> None:
-    typed = ["--enable-chunked-prefill", "--pipeline-parallel-size", "1", "--kv-cache-dtype", "auto", "--dtype", "half"]
-    code, _, _ = run("generate", *typed, "--no-trust-remote-code", "--cpu-offload-gb=0", "p")
-    assert (code, FakeLLM.made.settings) == (0, {"dtype": "float16"})
+    typed = ["--task", "generate", "--pipeline-parallel-size", "1", "--kv-cache-dtype", "auto", "--dtype", "half"]
+    code, _, err = run("generate", *typed, "--cpu-offload-gb=0", "p")
+    assert (code, FakeLLM.made.settings) == (0, {"dtype": "float16"}) and "warning" not in err
+
+
+def test_what_changes_nothing_is_taken_with_one_warning(run: Run) -> None:
+    typed = ["--trust-remote-code", "--swap-space=8", "--no-enable-chunked-prefill", "--compilation-config", "{}"]
+    code, _, err = run("generate", *typed, "p")
+    assert (code, FakeLLM.made.settings) == (0, {})
+    said = "taken for the sake of vLLM's users, without effect in jaxllm"
+    flags = "--trust-remote-code, --swap-space, --no-enable-chunked-prefill, --compilation-config"
+    assert err.startswith(f"jaxllm: warning: {flags}: {said}\n") and err.count("warning") == 1
+    with pytest.warns(UserWarning) as warned:
+        config = EngineArgs("m", trust_remote_code=True, swap_space=8, task="generate", block_size=8)
+    assert [str(one.message) for one in warned] == [f"trust_remote_code, swap_space: {said}"]
+    assert replace(config, seed=3) == EngineArgs("m", block_size=8, seed=3)
+    assert asdict(config) == asdict(EngineConfig(model="m", block_size=8))
 
 
 def test_serve_takes_what_vllms_users_type(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +151,13 @@ def test_serve_takes_what_vllms_users_type(run: Run, monkeypatch: pytest.MonkeyP
     assert (server.tool_call_parser, server.enable_log_requests, server.log_stats_interval) == ("hermes", False, 0.0)
 
 
-def test_help_says_which_paths_need_the_key(run: Run) -> None:
+def test_help_begins_with_what_most_set_and_says_which_paths_need_the_key(run: Run) -> None:
     _, out, _ = run("serve", "--help")
+    usual = out[: out.index("\nserver:")]
+    names = "model host port grpc-port api-key served-model-name chat-template dtype quantization max-model-len"
+    for name in (*names.split(), "max-num-seqs", "gpu-memory-utilization", "tensor-parallel-size"):
+        assert f"--{name} " in usual and out.count(f" --{name} ") == usual.count(f" --{name} "), name
+    assert len(usual.splitlines()) < 60
     said = " ".join(out.split())
     assert "every path but /health, /live and /ready (to /metrics, too" in said
 
@@ -159,4 +180,4 @@ def test_an_unknown_key_of_a_config_file_is_told_with_the_file(run: Run, tmp_pat
 
 
 def test_half_is_float16() -> None:
-    assert EngineConfig.from_kwargs("m", dtype="half").dtype == "float16"
+    assert EngineArgs("m", dtype="half").dtype == "float16"

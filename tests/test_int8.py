@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxllm import LLM, SamplingParams, batch, cache, cli, sharding, step
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineArgs, EngineConfig
 from jaxllm.convert import convert
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.embedded.questions import held_out_questions
@@ -264,7 +264,7 @@ def test_what_cannot_be_quantized_is_refused_by_name(capfd):
             prepare(EngineConfig(model=str(GOLDEN / case), quantization="int8"))
         assert refusal.value.parameter == "quantization" and "\n" not in str(refusal.value)
     with pytest.raises(UserError, match="quantization must be one of int8, got 'awq'"):
-        EngineConfig.from_kwargs(model="any", quantization="awq")
+        EngineArgs(model="any", quantization="awq")
     assert cli.main(["doctor", "--quantization", "int8", "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     assert report["model"]["quantization"] == {"value": "int8", "why": "asked for"}

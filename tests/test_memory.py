@@ -41,7 +41,7 @@ def test_a_length_that_nobody_asked_for_is_what_fits() -> None:
     assert plan.num_blocks == coarse(blocks) == 1280 and plan.max_model_len == 1280 * 16
     assert "cut from 131072" in describe(plan, "a GPU", "")
     assert share_out(GPU, NEED, Asked(num_blocks=100)).max_model_len == 1600
-    assert share_out(GPU, NEED, Asked(num_blocks=100, max_model_len=5000)).max_model_len == 5000
+    assert share_out(GPU, NEED, Asked(num_blocks=100, max_model_len=1600)).max_model_len == 1600
     assert share_out(small, NEED, Asked(max_model_len=20480)).max_model_len == 20480
 
 
@@ -80,6 +80,13 @@ def test_prepared_blocks_are_taken_if_they_fit() -> None:
             Asked(kv_bytes=GIB, max_model_len=131072),
             "max_model_len",
             ["Lower max_model_len to 8192", "raise kv_cache_memory_bytes"],
+        ),
+        (
+            GPU,
+            NEED,
+            Asked(num_blocks=3, max_model_len=512),
+            "max_model_len",
+            ["needs 64.0 MiB", "room for 6.0 MiB", "Lower max_model_len to 48", "raise num_kv_blocks to 32"],
         ),
         (
             GPU,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +31,8 @@ from jaxllm.state import Plan
 from tests.bench import padding
 
 NOTE_COMPILATION = Runner.note_compilation
-GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -213,12 +216,15 @@ def test_one_program_runs_every_plan_where_there_are_no_others() -> None:
     assert len(programs) == 1
 
 
-def test_a_program_that_cannot_be_compiled_is_tried_once_while_others_serve() -> None:
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_program_that_fails_is_tried_twice_while_others_serve(
+    num_failures: int, recwarn: pytest.WarningsRecorder
+) -> None:
     tried: list[str] = []
 
     def lower(key: Key) -> SimpleNamespace:
         tried.append(str(key))
-        if key.variant is Variant.GREEDY:
+        if key.variant is Variant.GREEDY and tried.count(str(key)) <= num_failures:
             raise RuntimeError("too large")
         return SimpleNamespace(compile=lambda: str(key))
 
@@ -229,12 +235,57 @@ def test_a_program_that_cannot_be_compiled_is_tried_once_while_others_serve() ->
     programs.follow(2)
     ones = np.ones(3, np.int32)
     plan = Plan(0.0, 3, ones, ones.astype(np.int64), ones, ones, ones > 0, np.zeros((0, 3), np.int32))
-    with pytest.warns(UserWarning, match="too large"):
-        for _ in range(2):
-            assert str(programs.choose(plan, Variant.GREEDY)) == "decode[8].full"
-            programs.wait()
-    assert tried[2:] == ["decode[4].greedy", "decode[4].random"] and metrics.programs_failed == 1
-    assert str(programs.choose(plan, Variant.GREEDY)) == "decode[4].random", "the next one serves in its place"
+    assert str(programs.choose(plan, Variant.GREEDY)) == "decode[8].full"
+    programs.wait()
+    served = str(programs.choose(plan, Variant.GREEDY))
+    programs.wait()
+    assert tried[2:4] == ["decode[4].greedy"] * 2 and metrics.programs_failed == num_failures
+    if num_failures == 1:
+        assert served == "decode[4].greedy" and not recwarn and len(tried) == 4
+    else:
+        assert served == "decode[8].full" and ["too large" in str(each.message) for each in recwarn] == [True]
+        assert tried[4:] == ["decode[4].random"]
+        assert str(programs.choose(plan, Variant.GREEDY)) == "decode[4].random", "the next one serves in its place"
+
+
+ENDING = """
+import threading, time
+import jax, numpy as np
+from jaxllm import programs
+from jaxllm.batch import decode_shapes, ragged_shapes
+from jaxllm.metrics import Metrics
+
+began = threading.Event()
+is_following = False
+
+def lower(key):
+    def traced(x):
+        x = x * np.arange(16, dtype=np.float32)  # a constant, which JAX holds by a finalizer while it traces
+        if is_following:
+            began.set()
+            time.sleep(0.5)
+        return x + 1
+    return jax.jit(traced).lower(jax.ShapeDtypeStruct((16,), np.float32))
+
+table = programs.Programs(decode_shapes(2), ragged_shapes(16, 2, 16, 40), lower, Metrics())
+table.begin(table.covering, 1)
+table.wait()
+is_following = True
+table.follow(1)
+table.want(table.rest[0])
+assert began.wait(60)
+"""
+WAITS = "jaxllm: the process ends as soon as a program under way is compiled\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "shown"),
+    [("", ""), ("table.close()", ""), ("programs.EXIT_SECONDS = 0.1", WAITS)],
+    ids=["at once", "closed", "late"],
+)
+def test_a_script_may_end_while_a_program_is_traced(end: str, shown: str) -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING + end], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, shown)
 
 
 def test_a_failure_to_compile_is_not_hidden() -> None:

@@ -168,15 +168,37 @@ def test_a_plan_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert cli.main(["replay", str(path)]) == 1
 
 
-def test_a_recording_of_a_killed_process_is_replayed_to_its_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["header", "state", "events"])
+def test_a_recording_of_a_killed_process_is_replayed_to_its_end(
+    tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "log"
     driver = Driver(path)
     driver.run(50)
     data = path.read_bytes()
-    path.write_bytes(data[:-3])
-    replay = Replay(path)
-    plans = [recording.describe(plan) for moment in replay.moments() if (plan := made_plan(moment)) is not None]
-    assert replay.is_cut and plans == driver.plans[: len(plans)] and len(plans) >= len(driver.plans) - 2
+    unpacker = msgpack.Unpacker(path.open("rb"), strict_map_key=False)
+    unpacker.skip()
+    path.write_bytes(data[: {"header": 20, "state": unpacker.tell(), "events": len(data) - 3}[part]])
+    assert cli.main(["replay", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert f"{path} breaks off at byte {path.stat().st_size}, " in err and err.count("\n") == 1
+    assert "nothing happened" not in out and ("started" in out) is (part != "header")
+    made = re.search(r"all (\d+) plans were made again", out)
+    last = len(driver.plans) - 2
+    assert (part == "events") is (made is not None and int(made[1]) >= last)
+    assert ("before its first plan" in err) is (part != "events")
+
+
+def test_a_process_after_one_that_was_killed_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log"
+    Driver(path, 1).run(30)
+    path.write_bytes(path.read_bytes()[:-3])
+    second = Driver(path, 2)
+    second.run(30)
+    assert cli.main(["replay", str(path), "--plans"]) == 1
+    out, err = capsys.readouterr()
+    assert f"{path}.1 breaks off at byte" in err and re.search(r"after plan \d+ at 0\.\d+ s;", err)
+    assert f"plan {second.plans[-1][0]} " in out
 
 
 def test_a_restarted_process_keeps_the_recording_of_the_one_before(tmp_path: Path) -> None:

@@ -340,6 +340,13 @@ def test_a_model_limits_ids_and_logprobs():
         assert str(caught.value) == (
             f"Requested sample logprobs of {logprobs}, which is greater than max allowed: {most}"
         )
+    with pytest.raises(UserError) as caught:
+        validate_for_model(SamplingParams(prompt_logprobs=-1), 100, 20)
+    assert str(caught.value) == (
+        "prompt_logprobs=-1 asks for the whole vocabulary (100), but max_logprobs is 20: ask for 20 at most, or start "
+        "the engine with max_logprobs=-1 (--max-logprobs -1)."
+    )
+    validate_for_model(SamplingParams(logprobs=-1, prompt_logprobs=-1), 100, 100)
 
 
 class Unread(list):

@@ -37,7 +37,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--system", help="the system prompt")
     add_model(parser)
     add_sampling_flags(parser.add_argument_group("sampling"), CHAT_TOKENS, skipped=_NO_FLAGS)
-    add_engine_flags(parser.add_argument_group("engine"))
+    add_engine_flags(parser.add_argument_group("engine"), skipped={"skip_tokenizer_init"})
     parser.set_defaults(run=run)
 
 

@@ -24,7 +24,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the programs")
     add_model(parser)
-    skipped = {"precompile", "compilation_cache_dir", "load_format"}
+    skipped = {"precompile", "compilation_cache_dir", "load_format", "skip_tokenizer_init"}
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped=skipped)
     parser.set_defaults(run=run)
 

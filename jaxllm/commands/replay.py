@@ -27,7 +27,8 @@ def add(commands: Subparsers) -> None:
         help="run a recording of a server's scheduler, without its model",
         allow_abbrev=False,
         description="Run what `jaxllm serve --record FILE` wrote down: every request, plan and token, without the "
-        "model or its device. The exit code is 1 if a plan is not the one that the server made.",
+        "model or its device. The exit code is 1 if a plan is not the one that the server made, or if the recording "
+        "breaks off.",
     )
     parser.add_argument("file", metavar="FILE", help="the recording; its older pieces, FILE.1 and so on, go before it")
     parser.add_argument("--plans", action="store_true", help="write a line for each plan")
@@ -40,12 +41,25 @@ def add(commands: Subparsers) -> None:
 
 
 def run(options: dict[str, Any]) -> int:
-    """Replay and show; 1 where a plan differs."""
+    """Replay and show; 1 where a plan differs or a file breaks off."""
     if options["step"] and (options["json"] or options["request"]):
         raise Usage("--step goes with --at alone")
     from jaxllm.replay import Replay
 
     replay = Replay(options["file"])
+    try:
+        difference = _show(replay, options)
+    finally:
+        sys.stdout.flush()
+        for line in replay.cuts:
+            print(printable(line), file=sys.stderr)
+    if difference is not None:
+        print(printable(difference), file=sys.stderr)
+    return 1 if replay.cuts or difference is not None else 0
+
+
+def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
+    """Replay and show what is asked for; return where a plan differs, None if all are the same."""
     difference = None
     summary = Summary()
     story = Story(options["request"]) if options["request"] else None
@@ -79,12 +93,12 @@ def run(options: dict[str, Any]) -> int:
         if not options["json"]:
             _write(story.lines)
     elif not options["json"] and options["at"] is None and not options["step"]:
-        _write([*header_lines(replay), *summary.lines()])
-        if difference is None:
-            print(f"all {summary.num_plans:,} plans were made again, and are the same")
-    if difference is not None:
-        print(printable(difference), file=sys.stderr)
-    return 0 if difference is None else 1
+        _write(header_lines(replay))
+        if summary.num_plans or not replay.cuts:
+            _write(summary.lines())
+            if difference is None:
+                print(f"all {summary.num_plans:,} plans were made again, and are the same")
+    return difference
 
 
 def _no_request(name: str, summary: Summary, is_whole: bool) -> str:
@@ -267,12 +281,7 @@ def header_lines(replay: Replay) -> list[str]:
     hidden = ", prompts and outputs as hashes" if header.is_redacted else ""
     about = "".join(f", {name} {value}" for name, value in header.about.items())
     limits = ", ".join(f"{name} {value}" for name, value in header.limits.items())
-    end = ["it ends in the middle of an entry, as where a process is killed"] if replay.is_cut else []
-    return [
-        f"jaxllm {header.jaxllm}{about}, started {started} UTC, {pieces}{processes}{hidden}",
-        limits,
-        *end,
-    ]
+    return [f"jaxllm {header.jaxllm}{about}, started {started} UTC, {pieces}{processes}{hidden}", limits]
 
 
 def plan_line(moment: Moment) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config, told_by_flags
 from jaxllm.config import EngineConfig
-from jaxllm.flags import add_engine_flags, add_server_flags
+from jaxllm.flags import COMMON, add_common_flags, add_engine_flags, add_server_flags
 from jaxllm_server.options import ServerOptions
 
 
@@ -18,29 +18,33 @@ def add(commands: Subparsers) -> None:
         "serve",
         help="serve a model over gRPC and OpenAI-compatible HTTP",
         allow_abbrev=False,
+        usage="%(prog)s [MODEL] [FLAG ...]",  # all of them are forty lines
         description="Serve a model over gRPC and OpenAI-compatible HTTP, on this machine only unless --host says "
         "otherwise.",
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of flags; those given here go before")
     add_model(parser)
-    add_server_flags(parser.add_argument_group("server"), ServerOptions)
-    _add_habits(parser)
-    add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped={"disable_log_stats"})
+    add_common_flags(parser, ServerOptions)
+    parser.add_argument("--config", metavar="FILE", help="YAML file of flags; those given here go before")
+    server = parser.add_argument_group("server")
+    add_server_flags(server, ServerOptions)
+    _add_habits(server)
+    skipped = {*COMMON, "disable_log_stats", "disable_log_requests"}  # the last two have an effect here
+    add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped=skipped)
     parser.set_defaults(run=run)
 
 
-def _add_habits(parser: argparse.ArgumentParser) -> None:
+def _add_habits(group: argparse._ArgumentGroup) -> None:
     """Take what vLLM's users are used to type, where a default or another flag does the same here."""
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    parser.add_argument(
+    group.add_argument(
         "--enable-auto-tool-choice", action="store_true", help="as in vLLM; without it, too, the model chooses tools"
     )
     for flag, field, value in (
         ("--disable-log-requests", "enable_log_requests", False),
         ("--disable-log-stats", "log_stats_interval", 0.0),
     ):
-        parser.add_argument(flag, action="store_const", const=value, dest=f"ServerOptions.{field}", **hidden)
+        group.add_argument(flag, action="store_const", const=value, dest=f"ServerOptions.{field}", **hidden)
 
 
 def run(options: dict[str, Any]) -> int:

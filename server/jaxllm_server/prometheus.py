@@ -112,7 +112,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
     ("padded_tokens", "Rows of programs, padding included.", lambda own: own.padded_tokens),
     ("recoveries", "Steps that failed and took the cache with them.", lambda own: own.recoveries),
     ("programs_compiled", "Programs compiled ahead of time.", lambda own: own.programs_compiled),
-    ("programs_failed", "Programs that could not be compiled.", lambda own: own.programs_failed),
+    ("programs_failed", "Failed tries to compile a program in the background.", lambda own: own.programs_failed),
     ("compile_seconds", "Seconds spent compiling, of all threads.", lambda own: own.compile_seconds),
     ("compilations_after_ready", "Compilations that a request waited for.", lambda own: own.compilations_after_ready),
 )

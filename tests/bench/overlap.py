@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm import SamplingParams
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineArgs
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine import LLMEngine
 from jaxllm.runner import StepInFlight
@@ -27,7 +27,7 @@ IDLE_LIMIT = 0.10  # of a step
 
 
 def make(is_on: bool, model: Path = MODEL_DIR) -> LLMEngine:
-    engine = LLMEngine(EngineConfig.from_kwargs(model=str(model), precompile="covering", async_scheduling=is_on))
+    engine = LLMEngine(EngineArgs(model=str(model), precompile="covering", async_scheduling=is_on))
     compile_greedy(engine, [ROWS])
     return engine
 

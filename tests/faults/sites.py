@@ -85,8 +85,9 @@ class Site(NamedTuple):
 # Functions of MODULES that none of the calls reaches, or that are not one request's, by the reason.
 NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
     "start and stop": {
-        "jaxllm.async_engine": "AsyncLLM.__init__ AsyncLLM.start AsyncLLM.__aenter__ AsyncLLM.__aexit__ "
-        "AsyncLLM._ready AsyncLLM._died AsyncLLM.announce_drain AsyncLLM.drain AsyncLLM.wait_dead AsyncLLM.close",
+        "jaxllm.async_engine": "AsyncLLM.__init__ AsyncLLM.from_engine_args AsyncLLM.start AsyncLLM.__aenter__ "
+        "AsyncLLM.__aexit__ AsyncLLM._ready AsyncLLM._died AsyncLLM.announce_drain AsyncLLM.drain AsyncLLM.wait_dead "
+        "AsyncLLM.close",
         "jaxllm.chat_template": "compile_template _one_line",
         "jaxllm.chat_tokens": "SpecialTokens.__init__",
         "jaxllm.engine": "LLMEngine.__init__ LLMEngine.from_engine_args LLMEngine.close",
@@ -97,7 +98,7 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "jaxllm.tokenizer": "_byte_level_alphabet load_tokenizer Tokenizer.__init__ Tokenizer.vocab_size "
         "Tokenizer.bos_token_id Tokenizer.eos_token_id Tokenizer.has_chat_template Tokenizer._named_id _decoding_of "
         "_flatten Tokenizer._longest_token Tokenizer._most_characters Tokenizer._special_tokens Tokenizer._around "
-        "Tokenizer._template",
+        "Tokenizer._template NoTokenizer.__init__",
         "jaxllm.types": "default_sampling_params",
         "jaxllm_server.clients": "Shares.__init__",
         "jaxllm_server.grpc_gate": "Gate.__init__ Gate._guard",
@@ -181,7 +182,7 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "jaxllm.prompts": "_salt",
         "jaxllm.streams": "merge",
         "jaxllm.tokenizer": "Tokenizer.decode Tokenizer.end_of Tokenizer._make_piece Tokenizer.apply_chat_template "
-        "Tokenizer._template_source Tokenizer._refusal",
+        "Tokenizer._template_source Tokenizer._refusal NoTokenizer.piece NoTokenizer._refuse",
         "jaxllm.types": "_extra_args",
         "jaxllm.fair_threads": "FairThreads._withdraw",
         "jaxllm_server.chat_checks": "_arguments_of _num_brackets _with_parsed _object_of",

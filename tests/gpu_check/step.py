@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxllm import batch
-from jaxllm.config import EngineConfig
+from jaxllm.config import EngineArgs
 from jaxllm.engine import LLMEngine
 from jaxllm.programs import Key
 from jaxllm.sampling import Variant
@@ -49,7 +49,8 @@ def _measure(check: Check, name: str, folder: Path) -> None:
     weights, per_token = models.read_bytes(config, itemsize), models.kv_bytes(config, itemsize)
     memory = check.ceilings()["memory_gb"] * 1e9
     room = 0.85 * memory - weights * 1.2 - 3e9 if memory else 1e12
-    fitting, blocks = [], 8 * overlap.ROWS  # those that the engine's own steps need
+    longest = max(contexts) + 64
+    fitting, blocks = [], max(8 * overlap.ROWS, -(-longest // BLOCK))  # those that the engine's own steps need
     for context in contexts:
         for rows in all_rows:
             if rows * context * per_token > room:
@@ -59,14 +60,14 @@ def _measure(check: Check, name: str, folder: Path) -> None:
             fitting.append((rows, context))
             blocks = max(blocks, rows * -(-context // BLOCK))
     settings: dict[str, Any] = {
-        "max_model_len": max(contexts) + 64,
+        "max_model_len": longest,
         "max_num_seqs": max(all_rows),
         "num_kv_blocks": blocks,
         "max_num_batched_tokens": max(1024, max(all_rows)),
         "enable_prefix_caching": False,
     }
     engine = LLMEngine(
-        EngineConfig.from_kwargs(
+        EngineArgs(
             model=str(folder), dtype=dtype, load_format="dummy", precompile="covering", block_size=BLOCK, **settings
         )
     )
