@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -33,6 +33,7 @@ from jaxllm.errors import (
     UserError,
     late,
 )
+from jaxllm.fair_threads import FairThreads
 from jaxllm.metrics import Load, Metrics, Observer, StepReport
 from jaxllm.parts import Parts
 from jaxllm.prompts import Prompt
@@ -46,6 +47,7 @@ EngineState = Literal["loading", "serving", "paused", "draining", "hung", "dead"
 PauseMode = Literal["abort", "wait", "keep"]
 NOT_STARTED = "The engine was not started: use `async with AsyncLLM(...)` or `await engine.start()`."
 MAX_SECONDS = 10**9  # of a request: 30 years, which timers can hold
+_MOST_THREADS = 4  # beside the event loop, as many as there are cores: what they do in Python they do one at a time
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
 QUEUED_PER_SLOT = 4  # samples that may wait where nobody says otherwise, for each that runs …
 LEAST_QUEUED_TOKENS = 65536  # … and tokens of their prompts: this, or 16 contexts where that is more
@@ -98,7 +100,7 @@ class AsyncLLM:
         self._failure: BaseException | None = None
         self._is_paused = self._is_leaving = self._is_draining = self._is_stopped = False
         self._num_resumed = 0  # times that pauses were ended, those that still waited included
-        self._tokenizing: ThreadPoolExecutor | None = None
+        self._tokenizing: FairThreads | None = None
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **bounds: Any) -> AsyncLLM:
@@ -306,11 +308,14 @@ class AsyncLLM:
         finally:
             self._num_preparing -= num_samples
 
-    async def off_loop(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run something slow, as tokenizing a long text, in a thread beside the event loop."""
+    async def off_loop(self, function: Callable[..., Result], *arguments: Any, client: str | None = None) -> Result:
+        """Run something slow, as tokenizing a long text, in a thread beside the event loop.
+
+        `client` names whose work it is, where clients are to take turns; one never has all threads.
+        """
         if self._tokenizing is None:
-            self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="jaxllm-tokenize")
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *arguments)
+            self._tokenizing = FairThreads(min(_MOST_THREADS, max(2, os.cpu_count() or 1)), "jaxllm-tokenize")
+        return await self._tokenizing.run(client, function, *arguments)
 
     def get_load(self) -> Load:
         """Say how busy the engine was after its last step, and what has come since."""
@@ -413,7 +418,7 @@ class AsyncLLM:
         self._blocks.end(closed)
         self._inbox.stop()
         if self._tokenizing is not None:
-            self._tokenizing.shutdown(wait=False)
+            self._tokenizing.shutdown()
         if self._thread is None:
             return True
         has_ended = await asyncio.to_thread(self._thread.join, timeout)

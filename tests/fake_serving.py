@@ -53,7 +53,7 @@ class FakeServing:
         self.askers: list[str] = []  # who asked for room
         self.is_full = False
 
-    async def _off_loop(self, function, *arguments):
+    async def _off_loop(self, function, *arguments, client=None):
         self.num_off_loop += 1
         return await asyncio.to_thread(function, *arguments)
 
@@ -123,7 +123,7 @@ class FakeServing:
         self.check_model(call.model)
         return list(range(self.num_tokens))
 
-    async def detokenize(self, ids):
+    async def detokenize(self, ids, client):
         if any(token >= len(self.script) for token in ids):
             raise UserError("tokens must be integers of the vocabulary.", "tokens")
         return "".join(self.script[token] for token in ids)

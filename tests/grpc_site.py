@@ -67,7 +67,7 @@ class ScriptedServing:
         self.calls.append(call)
         return list(range(len(call.prompt or call.messages or ())))
 
-    async def detokenize(self, ids: list[int]) -> str:
+    async def detokenize(self, ids: list[int], client: str) -> str:
         return " ".join(map(str, ids))
 
     async def closed(self) -> None:

@@ -12,7 +12,10 @@ import grpc.aio
 import httpx
 import pytest
 
-from jaxllm import Client, errors
+from jaxllm import Client, SamplingParams, errors
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.prompts import read_prompt
+from jaxllm.tokenizer import load_tokenizer
 from jaxllm.v1 import inference_pb2, inference_pb2_grpc
 from jaxllm_server.auth import Keys
 from jaxllm_server.calls import Call
@@ -156,7 +159,7 @@ def test_where_there_are_several_keys_each_has_a_cache_of_its_own(options: dict[
 
 
 def test_the_wait_for_a_thread_takes_from_a_requests_time() -> None:
-    async def never(function: Any, *arguments: Any) -> None:
+    async def never(function: Any, *arguments: Any, client: str) -> None:
         await asyncio.Event().wait()
 
     tokenizer = SimpleNamespace(has_chat_template=True, check_length=lambda text, most: None, encode=None)
@@ -167,6 +170,27 @@ def test_the_wait_for_a_thread_takes_from_a_requests_time() -> None:
     for asked in ({"prompt": "a" * 10_000}, {"messages": [{"role": "user", "content": "a"}]}):
         with pytest.raises(errors.DeadlineError, match="not through after"):
             asyncio.run(asyncio.wait_for(serving.prompt_of(Call(**asked)), 20.0))
+
+
+def test_of_a_prompt_that_is_cut_only_the_end_is_tokenized() -> None:
+    tokenizer, read = load_tokenizer(MODEL_DIR), []
+    encode = tokenizer.encode
+
+    def noted(text: str, *others: bool) -> list[int]:
+        read.append(len(text))
+        return encode(text, *others)
+
+    tokenizer.encode = noted  # type: ignore[method-assign]
+    engine: Any = SimpleNamespace(config=SimpleNamespace(model="m"), tokenizer=tokenizer, max_model_len=512)
+    engine.off_loop = lambda function, *arguments, client: asyncio.to_thread(function, *arguments)
+    text = "Once upon a time there was a fox. " * 10_000
+    for kept in (8, -1):
+        params = SamplingParams(truncate_prompt_tokens=kept)
+        call = Call(prompt=text, sampling={"truncate_prompt_tokens": kept})
+        over_network = asyncio.run(Serving(engine, ServerOptions()).prompt_of(call, params))["prompt_token_ids"]
+        _, ids, _ = read_prompt(text, params, tokenizer, 10_000, 512)
+        assert ids == over_network[-len(ids) :] == encode(text)[-len(ids) :]
+    assert len(read) == 4 and max(read) < 20_000
 
 
 @pytest.mark.parametrize(("keys", "is_tcp", "name"), [((), True, "loopback"), ((), False, ""), (("k",), True, "key-0")])

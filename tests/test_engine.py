@@ -557,6 +557,7 @@ def test_without_a_tokenizer_ids_come_in_and_go_out(llm: LLM, alone: dict[str, l
         assert (output.outputs[0].token_ids, output.outputs[0].text) == (alone[PROMPTS[0]], "")
         for refused in (
             lambda: generate(bare, PROMPTS[0], GREEDY),
+            lambda: generate(bare, PROMPTS[0], replace(GREEDY, truncate_prompt_tokens=8)),
             lambda: generate(bare, [ids], replace(GREEDY, stop="a")),
             lambda: generate(bare, [ids], replace(GREEDY, bad_words=["a"])),
             lambda: bare.chat([{"role": "user", "content": "Hello"}]),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import httpx
@@ -551,6 +553,68 @@ def test_what_takes_long_is_done_beside_the_event_loop(server):
     server.serving.engine.state = "stopped"  # its threads have ended
     assert server.http.post("/tokenize", json={"prompt": "Hi"}).status_code == 200
     assert server.serving.num_off_loop == 1
+
+
+def test_work_whose_client_has_gone_is_cancelled(server):
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def never(function, *arguments, client):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    body = json.dumps({"prompt": "a" * 300_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    usual, server.serving.engine.off_loop = server.serving.engine.off_loop, never
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            assert begun.wait(5) and not cancelled.is_set()
+        assert cancelled.wait(5)
+    finally:
+        server.serving.engine.off_loop = usual
+
+
+def test_bodies_that_are_being_received_hold_so_many_bytes_and_of_one_client_half_of_them():
+    options = ServerOptions(max_body_bytes=100_000, max_receiving_bytes=300_000, api_key=("a", "b", "c"))
+
+    def ask(key, num_bytes=90_000):
+        """Send a body without its end; return the connection, and what came back at once."""
+        connection = socket.create_connection(("127.0.0.1", port))
+        head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {num_bytes + 1}\r\n\r\n"
+        connection.sendall(head.encode() + b" " * num_bytes)
+        connection.settimeout(0.3)
+        try:
+            return connection, connection.recv(65536)
+        except TimeoutError:
+            return connection, b""
+
+    with http_server(FakeServing(), options) as port, ExitStack() as connections:
+        answers = []
+        for key in ("a", "a", "b", "c", "c"):  # 150,000 for each, and 300,000 for all
+            connection, answer = ask(key)
+            connections.enter_context(connection)
+            answers.append(answer)
+        assert [answer[9:12] for answer in answers] == [b"", b"429", b"", b"", b"429"]
+        assert b"retry-after: 1" in answers[1]
+        connection, answer = ask("b", 50_000)  # its client may have 150,000, but 320,000 are too many
+        connection.close()
+        assert answer[9:12] == b"429"
+        connections.close()
+        for key in ("a", "b"):  # all was given back
+            headers = {"authorization": f"Bearer {key}"}
+            for _ in range(2):
+                content = json.dumps({"prompt": "a" * 90_000})
+                answer = httpx.post(
+                    f"http://127.0.0.1:{port}/tokenize",
+                    content=content,
+                    headers=headers | {"content-type": "application/json"},
+                )
+                assert answer.status_code == 200
 
 
 # Golden rows of the errors that a client sees whose engine is not there yet.

@@ -194,6 +194,11 @@ def test_allowed_hosts_and_origins():
         assert http.options("/v1/completions").status_code == 401
 
 
+def test_bodies_together_may_hold_at_least_one():
+    with pytest.raises(UserError, match="max_receiving_bytes must be at least max_body_bytes"):
+        ServerOptions(max_body_bytes=1000, max_receiving_bytes=999)
+
+
 def test_root_path_is_optional_for_the_proxy():
     with http_server(FakeServing(), ServerOptions(root_path="/llm", api_key=("k",))) as port:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:

@@ -13,7 +13,13 @@ from jaxllm.errors import ContextLengthError, OverloadedError, RequestFailedErro
 from jaxllm.types import Logprob, SamplingParams
 from jaxllm_server import strict_json
 from jaxllm_server.calls import Chunk, Part, PromptInfo, Usage
-from jaxllm_server.chat_checks import check_messages, check_template_kwargs, check_tools, texts_of
+from jaxllm_server.chat_checks import (
+    check_messages,
+    check_template_kwargs,
+    check_tools,
+    texts_of,
+    with_parsed_arguments,
+)
 from jaxllm_server.openai_chat import ChatReply
 from jaxllm_server.openai_completions import CompletionReply
 from jaxllm_server.openai_messages import SAMPLING, error_body_of
@@ -654,6 +660,8 @@ def test_events_are_strict_json_on_one_ascii_line():
         *(b'{"a":-Infinity}', b'{"a":1e400}', b'{"a":"\n"}', b'{"a":"\\ud800"}', b'{"\\udc00":1}', b"{'a':1}"),
         *(b'{"a":' + b"9" * 5000 + b"}", b'{"a":"\xed\xa0\x80"}', b"\xef\xbb\xbf{}", '{"a":1}'.encode("utf-16")),
         *(b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", b'{"a":' + b"[" * 100_000, b'{"a":' * 100_000),
+        *(b'{"a":[' + b"[],{}," * 70_000 + b"1]}", b'{"a":[' + b'"",' * 600_000 + b"1]}"),
+        b'{"a":[' + b'"\\\\",' * 600_000 + b"1]}",
     ],
 )
 @pytest.mark.parametrize("in_thread", [False, True])
@@ -676,6 +684,8 @@ def test_json_that_is_read(in_thread):
     assert read(b' {"a": "\\ud83d\\ude00", "b": [1, -0.0, 1e-400]} ') == {"a": "😀", "b": [1, -0.0, 0.0]}
     read(b'{"a":' + b"[" * 63 + b"]" * 63 + b"}")
     read(b'{"a":"' + b"[" * 1000 + b'\\"{"}')  # brackets in a text are none
+    for large in ([7] * 2_000_000, 'a, [] {} \\ " 😀' * 200_000, [[]] * 120_000, ["a"] * 500_000):  # what may be long
+        assert read(json.dumps({"a": large}).encode()) == {"a": large}
 
 
 @settings(max_examples=100, deadline=None)
@@ -699,3 +709,46 @@ def test_depth_is_that_of_a_plain_walk(value, most):
         else:
             with pytest.raises(UserError, match="levels"):
                 strict_json.read(raw, most, in_thread=in_thread)
+
+
+def _with_arguments(arguments):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user"}, {"role": "assistant", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ('{"a": NaN}', "NaN is not a JSON number"),
+        ('{"a": 1, "a": 2}', "names 'a' twice"),
+        ('{"a": 1e400}', "too large"),
+        ('{"a": "\\ud800"}', "surrogate"),
+        ('{"a": ' + "[" * 64 + "]" * 64 + "}", "more than 64 levels"),
+        ('{"a": ' + "[" * 5000 + "]" * 5000 + "}", "more than 64 levels"),
+        ('{"a": [' + "[]," * 600_000 + "1]}", "brackets in arguments"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_arguments_of_earlier_calls_are_read_as_strictly_as_a_body(arguments, said):
+    with pytest.raises(UserError, match=said) as caught:
+        with_parsed_arguments(_with_arguments(arguments), 64)
+    assert caught.value.parameter == "messages"
+    assert said.startswith("brackets") or str(caught.value).startswith("messages[1].tool_calls[0].function.arguments ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"a": [1, {"b": "é"}]}', {"a": [1, {"b": "é"}]}),
+        *((text, text) for text in ("", "{", '{"a": "cut o', "[1]", "7", "no JSON", '{"a": 1} x')),
+        ('{"a": ' + "[" * 63 + "]" * 63 + "}", json.loads('{"a": ' + "[" * 63 + "]" * 63 + "}")),
+        ({"a": 1}, {"a": 1}),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_that_are_no_json_object_stay_as_they_are(arguments, read):
+    assert with_parsed_arguments(_with_arguments(arguments), 64)[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": read}}],
+    }

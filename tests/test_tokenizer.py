@@ -22,7 +22,9 @@ from tokenizers import decoders, pre_tokenizers
 
 from jaxllm.detokenizer import Detokenizer, advance, begin, finish
 from jaxllm.errors import UserError
+from jaxllm.prompts import read_prompt
 from jaxllm.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.types import SamplingParams
 from tests.tokenizer_kinds import KINDS, TEXT, alphabet, build
 
 STORIES = Path(__file__).parent / "golden" / "stories260K"
@@ -240,6 +242,28 @@ def test_long_texts_are_read_and_written_as_short_ones_are(kind: str, tokenizers
     for bad in (-1, 2**32, "1", 1.5):
         with pytest.raises(UserError, match="Token ids must be integers from 0 to 4294967295"):
             tokenizer.decode([*ids, bad])
+
+
+WORDS = ["the", "a", "b", "go", "don't", "日本", "é", "going", "🎉", "time", ".", ",\n", " ", "   ", "\n\n"]
+WORDS += ["<|end|>", "<tool>"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(WORDS), st.integers(1, 40)), min_size=1, max_size=60),
+    st.integers(1, 12),
+    st.integers(0, 40),
+)
+@pytest.mark.parametrize("kind", ["stories", *KINDS])
+def test_a_prompt_that_is_cut_first_keeps_the_same_tokens(
+    kind: str, tokenizers: dict[str, Tokenizer], pieces: list[tuple[str, int]], kept: int, shift: int
+) -> None:
+    tokenizer = load_tokenizer(STORIES) if kind == "stories" else tokenizers[kind]
+    text = "".join(f"{word * (1 + times % 3)} the " * times for word, times in pieces)
+    text = text * (1 + 3 * len(tokenizer.end_of("a" * 100_000, kept)) // len(text)) + "a " * shift
+    assert len(tokenizer.end_of(text, kept)) < len(text)
+    _, ids, _ = read_prompt(text, SamplingParams(truncate_prompt_tokens=kept), tokenizer, 2**20, 512)
+    assert ids == tokenizer.encode(text)[-kept:]
 
 
 def test_others_run_while_a_long_text_is_read_or_written() -> None:

@@ -5,14 +5,15 @@ Pure. Knows no message of a protocol and no template.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import UserError, too_long
+from jaxllm_server import strict_json
 
 _MOST_MESSAGES = 16_384  # as many as one request of gRPC holds: 55 µs of a thread each, the shortest ones (measured)
 _MOST_VALUES = 131_072  # in messages and tools, keys counted: a thread takes 3 to 6 µs for each (measured)
+_MOST_BRACKETS = 1 << 19  # in all arguments of earlier tool calls, those in texts counted: before they are parsed
 _MAX_TEMPLATE_KWARGS = 32
 _MAX_TEMPLATE_KWARG_CHARS = 1024
 _MAX_NAME_CHARS = 64
@@ -100,31 +101,55 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
             raise UserError(message, "chat_template_kwargs")
 
 
-def with_parsed_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+def with_parsed_arguments(messages: Sequence[Mapping[str, Any]], max_json_depth: int) -> list[Any]:
     """Turn the arguments of earlier tool calls from JSON text into objects, which templates write out, as in vLLM.
 
-    What is no JSON object stays text: the model wrote it so.
+    What is no JSON object stays text: the model wrote it so, or was cut off. What only Python's parser would take is
+    refused, as in a body.
+
+    Raises:
+        UserError: naming `messages`, and in its text which arguments.
     """
-    return [_with_parsed_arguments(message) for message in messages]
-
-
-def _with_parsed_arguments(message: Any) -> Any:
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        return message
+    left = _MOST_BRACKETS
     parsed = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            call = {**call, "function": {**function, "arguments": _object_of(function["arguments"])}}
-        parsed.append(call)
-    content = message.get("content")  # OpenAI's clients send null, and templates read it
-    return {**message, "tool_calls": parsed, "content": "" if content is None else content}
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        if isinstance(calls, list):
+            left -= sum(_num_brackets(call) for call in calls)
+            if left < 0:
+                raise UserError(f"messages may have at most {_MOST_BRACKETS} brackets in arguments.", "messages")
+            path = f"messages[{index}].tool_calls"
+            own = [_with_parsed(call, max_json_depth, f"{path}[{i}].function") for i, call in enumerate(calls)]
+            content = message.get("content")  # OpenAI's clients send null, and templates read it
+            message = {**message, "tool_calls": own, "content": "" if content is None else content}
+        parsed.append(message)
+    return parsed
 
 
-def _object_of(arguments: str) -> Any:
+def _arguments_of(call: Any) -> str | None:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    return arguments if isinstance(arguments, str) else None
+
+
+def _num_brackets(call: Any) -> int:
+    arguments = _arguments_of(call) or ""
+    return arguments.count("[") + arguments.count("{")
+
+
+def _with_parsed(call: Any, max_json_depth: int, path: str) -> Any:
+    arguments = _arguments_of(call)
+    if arguments is None:
+        return call
+    return {**call, "function": {**call["function"], "arguments": _object_of(arguments, max_json_depth, path)}}
+
+
+def _object_of(arguments: str, max_json_depth: int, path: str) -> Any:
+    name = f"{path}.arguments"
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
+        value = strict_json.read_value(arguments.encode("utf-8", "surrogatepass"), max_json_depth, name, in_thread=True)
+    except strict_json.NotJsonError:
         return arguments
+    except UserError as error:
+        raise UserError(str(error), "messages") from error
     return value if isinstance(value, dict) else arguments

@@ -104,7 +104,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Turn text or a conversation into token ids."""
         most = self._serving.options.max_json_depth
         call = grpc_messages.tokenize_call_of(request, max_json_depth=most)
-        ids = await self._serving.tokenize(call)
+        ids = await self._serving.tokenize(replace(call, client=self._client_of(context)))
         return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._serving.engine.max_model_len)
 
     async def Detokenize(
@@ -113,7 +113,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Turn token ids into text."""
         ids = grpc_messages.detokenize_ids_of(request)
         self._serving.check_model(request.model)
-        return inference_pb2.DetokenizeResponse(text=await self._serving.detokenize(ids))
+        text = await self._serving.detokenize(ids, self._client_of(context))
+        return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
@@ -144,8 +145,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if remaining is not None and remaining < _LEAST_REMAINING:
             raise DeadlineError("The deadline of this call was over before it began.")
         metadata = context.invocation_metadata()
-        key = self._keys.check(first(metadata, "authorization"))  # the gate has let it in: whose is it?
-        client = client_of(key, host_of_peer(context.peer()))
+        client = self._client_of(context)
         self._serving.check_room(client)
         hint = "" if request.request_id else first(metadata, REQUEST_ID) or ""
         request_id = request.request_id or hint or uuid4().hex
@@ -158,6 +158,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         model = self._serving.check_model(request.model)
         chunks = self._hinted(call) if hint else self._serving.generate(call)
         return chunks, grpc_replies.reply_of(request, model)
+
+    def _client_of(self, context: grpc.aio.ServicerContext) -> str:
+        key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # the gate has let it in
+        return client_of(key, host_of_peer(context.peer()))
 
     async def _hinted(self, call: Call) -> AsyncGenerator[Chunk, None]:
         """Generate under the id that the metadata propose, or one made from it while that is in use."""

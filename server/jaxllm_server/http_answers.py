@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
     from jaxllm_server.tracing import Tracer
 
+Result = TypeVar("Result")
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -115,7 +116,7 @@ class Answer:
         return parameter if parameter is None else self.reply.names.get(parameter, parameter)
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """Do some work, the body having been read; cancel it and raise `ClientGone` when the client goes."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
@@ -128,7 +129,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-    working.result()
+    return working.result()
 
 
 async def send_json(send: Send, body: Any) -> None:

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import jaxllm
 from jaxllm_server import strict_json
 from jaxllm_server.auth import Keys
-from jaxllm_server.http_answers import Answer
+from jaxllm_server.http_answers import Answer, while_connected
 from jaxllm_server.http_errors import (
     ClientGone,
     Headers,
@@ -35,7 +35,7 @@ from jaxllm_server.http_errors import (
     nothing_at,
     status_of,
 )
-from jaxllm_server.http_guard import CLIENT, Gate, Guard, is_request_id, request_id_of
+from jaxllm_server.http_guard import CLIENT, Bodies, Gate, Guard, is_request_id, request_id_of
 from jaxllm_server.http_protocol import transport_of
 from jaxllm_server.openai_chat import ChatReply
 from jaxllm_server.openai_completions import CompletionReply
@@ -78,6 +78,7 @@ class Endpoints:
         self._observer = observer
         self._tracer = tracer
         self._gate = Gate(options.max_rpcs)
+        self._bodies = Bodies(options.most_receiving_bytes, options.max_body_bytes)
         self._since = int(time.time())
         self._fingerprint = f"jaxllm-{jaxllm.__version__}"
 
@@ -111,7 +112,9 @@ class Endpoints:
         async def read_prompts() -> None:
             for prompt in reply.echo_of:
                 is_text = isinstance(prompt, str)
-                reply.prompt_texts.append(prompt if is_text else await self._serving.detokenize(prompt))
+                reply.prompt_texts.append(
+                    prompt if is_text else await self._serving.detokenize(prompt, request.scope[CLIENT])
+                )
 
         return self._answer(request, reply, read_prompts)
 
@@ -123,20 +126,21 @@ class Endpoints:
     async def tokenize(self, request: Request) -> ASGIApp:
         """Turn a text or a conversation into token ids."""
         call, wants_pieces = tokenize_call_of(await self._body(request))
-        ids = await self._serving.tokenize(call)
+        client = request.scope[CLIENT]
+        ids = await while_connected(request.receive, self._serving.tokenize(replace(call, client=client)))
         engine = self._serving.engine
 
         def write() -> Response:
             pieces = [engine.tokenizer.token(token_id) for token_id in ids] if wants_pieces else None
             return _json(tokens_response(ids, engine.max_model_len, pieces))
 
-        return await self._run(write, len(ids) > _MANY_TOKENS)
+        return await self._run(write, len(ids) > _MANY_TOKENS, client)
 
     async def detokenize(self, request: Request) -> ASGIApp:
         """Turn token ids into text."""
         model, ids = detokenize_request_of(await self._body(request))
         self._serving.check_model(model)
-        return _json({"prompt": await self._serving.detokenize(ids)})
+        return _json({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT])})
 
     async def models(self, request: Request) -> ASGIApp:
         """List the names that the model goes by."""
@@ -194,10 +198,10 @@ class Endpoints:
         run.__name__ = endpoint.__name__
         return run
 
-    async def _run(self, function: Callable[[], Result], is_long: bool) -> Result:
+    async def _run(self, function: Callable[[], Result], is_long: bool, client: str) -> Result:
         """Call a function; in one of the engine's threads if it takes long and there still are any."""
         if is_long and self._serving.engine.state not in _DEAD:
-            return await self._serving.engine.off_loop(function)
+            return await self._serving.engine.off_loop(function, client=client)
         return function()
 
     def _answer(self, request: Request, reply: Reply, prepare: Callable[[], Awaitable[None]] | None = None) -> Answer:
@@ -223,6 +227,16 @@ class Endpoints:
             raise Refusal(415, "The body must be application/json in UTF-8.", "CONTENT_TYPE", closes=True)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal(415, "Compressed bodies are not taken.", "CONTENT_ENCODING", closes=True)
+        client = request.scope[CLIENT]
+        with self._bodies.place(client) as grow:
+            body = await self._receive(request, grow)
+            is_large = len(body) > _LARGE_BODY
+            parse = partial(strict_json.read, body, self._options.max_json_depth, in_thread=is_large)
+            parsing = self._run(parse, is_large, client)
+            return await (while_connected(request.receive, parsing) if is_large else parsing)
+
+    async def _receive(self, request: Request, grow: Callable[[int], None]) -> bytearray:
+        """Read a body; `grow` is told of each piece before it is kept, and may refuse it."""
         body = bytearray()
         try:
             async with asyncio.timeout(self._options.stall_timeout or None):
@@ -230,17 +244,16 @@ class Endpoints:
                     message = await request.receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    body += message.get("body", b"")
-                    if len(body) > self._options.max_body_bytes:
+                    piece = message.get("body", b"")
+                    if len(body) + len(piece) > self._options.max_body_bytes:
                         raise body_too_large(self._options.max_body_bytes)
+                    grow(len(piece))
+                    body += piece
                     if not message.get("more_body", False):
-                        break
+                        return body
         except TimeoutError as error:
             text = f"The body did not come within {self._options.stall_timeout:g} seconds."
             raise Refusal(408, text, "REQUEST_TIMEOUT", "timeout", closes=True) from error
-        is_large = len(body) > _LARGE_BODY
-        parse = partial(strict_json.read, body, self._options.max_json_depth, in_thread=is_large)
-        return await self._run(parse, is_large)
 
 
 class Front:

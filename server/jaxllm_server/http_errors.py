@@ -120,7 +120,9 @@ def log_failure(request_name: str, error: BaseException) -> None:
     """Write down what the client is not told; a request that is wrong, or one too many, is no event of the server's."""
     if status_of(error) < 500:
         return
-    if isinstance(error, EngineError):
+    if status_of(error) == 503:
+        _log.warning("requests fail: %s", error)  # whichever they are, until the engine is well
+    elif isinstance(error, EngineError):
         _log.warning("request %s failed: %s", request_name, error)
     else:
         _log.error("request %s failed", request_name, exc_info=error)

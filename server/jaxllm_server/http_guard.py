@@ -7,7 +7,8 @@ on the raw path, on which no decoding, host name or case can play tricks (vLLM C
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -111,6 +112,41 @@ class Gate:
             yield
         finally:
             self._num_requests -= 1
+
+
+class Bodies:
+    """Bounds the bytes of bodies that are being received, all together, and of one client to half of them."""
+
+    def __init__(self, most: int, max_body_bytes: int) -> None:
+        self._most = most
+        self._share = max(most // 2, max_body_bytes)
+        self._total = 0
+        self._held: Counter[str] = Counter()  # of it, by client
+
+    @contextmanager
+    def place(self, client: str) -> Iterator[Callable[[int], None]]:
+        """Count one body while the block runs: what it yields is told of more bytes.
+
+        Raises:
+            OverloadedError: from what it yields, where there is no room for them.
+        """
+        held = 0
+
+        def grow(num_bytes: int) -> None:
+            nonlocal held
+            if self._held[client] + num_bytes > self._share or self._total + num_bytes > self._most:
+                raise OverloadedError("The server is receiving too many large bodies.", retry_after=1.0)
+            self._held[client] += num_bytes
+            self._total += num_bytes
+            held += num_bytes
+
+        try:
+            yield grow
+        finally:
+            self._total -= held
+            self._held[client] -= held
+            if not self._held[client]:
+                del self._held[client]  # or every address that ever called would be remembered
 
 
 def request_id_of(scope: Scope, options: ServerOptions) -> str | None:

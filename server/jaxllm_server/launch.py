@@ -25,6 +25,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.file_limit import raise_file_limit
 from jaxllm.recording import FileRecorder
+from jaxllm_server.log_limit import Seldom
 from jaxllm_server.options import ServerOptions
 from jaxllm_server.sockets import check_uds
 
@@ -66,6 +67,8 @@ def configure_logging() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # tells of every back end that is not there
     logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # tells that it begins with no folder
+    for name in ("uvicorn.error", "jaxllm.server.http"):  # what any connection makes them say
+        logging.getLogger(name).addFilter(Seldom())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # tells what our own lines tell
     # Metadata that are no UTF-8, a key perhaps, and a traceback for each.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
+_BODIES_AT_ONCE = 16  # of the largest kind, 128 MiB
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -71,6 +72,7 @@ class ServerOptions:
     max_queued_requests: int | None = None  # waiting for a slot; default: 4 for each of max_num_seqs
     max_queued_tokens: int | None = None  # of their prompts; default: 16 times max_model_len, at least 65,536
     max_sequences_per_client: int | None = None  # under way, of an API key or else an address; default: no bound
+    max_receiving_bytes: int | None = None  # of HTTP bodies, half of it a client's; default: 16 times max_body_bytes
     max_rpcs: int = 1024  # calls at once, on each front end; seven eighths of them on one connection of gRPC
     request_timeout: float = 600.0  # a request that is not through by then fails
     stall_timeout: float = 30.0  # a stream that is not read for so long is closed; 0: never
@@ -106,6 +108,8 @@ class ServerOptions:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise UserError(f"{name}: there is no file {path}.", name)
+        if self.most_receiving_bytes < self.max_body_bytes:
+            raise UserError("max_receiving_bytes must be at least max_body_bytes.", "max_receiving_bytes")
         if self.max_request_id_chars < 40:  # what the server makes up itself has to fit
             raise UserError("max_request_id_chars must be at least 40.", "max_request_id_chars")
         if self.hang_timeout <= 0.0:
@@ -121,6 +125,11 @@ class ServerOptions:
     def most_sequences(self) -> int:
         """The most that one call may ask for: n times prompts."""
         return min(self.max_sequences, self.max_sequences_per_client or self.max_sequences)
+
+    @property
+    def most_receiving_bytes(self) -> int:
+        """The most that HTTP bodies which are not read yet may hold together."""
+        return _BODIES_AT_ONCE * self.max_body_bytes if self.max_receiving_bytes is None else self.max_receiving_bytes
 
     @property
     def is_loopback(self) -> bool:

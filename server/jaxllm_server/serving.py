@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from jaxllm.async_engine import LONG_TEXT, AsyncLLM
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import FeatureDisabledError, NotFoundError, UserError, late, too_long
+from jaxllm.prompts import text_to_encode
 from jaxllm.tokenizer import Tokenizer
 from jaxllm.types import RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
 from jaxllm_server.calls import Call, Chunk, Finish, Part, PromptInfo, Timing, Usage
@@ -111,7 +112,7 @@ class Serving:
         self._check_splitting(call, params)
         with self._shares.place(call.client, params.n):
             with self.engine.preparing(params.n):
-                prompt = await self.prompt_of(call, is_cut=params.truncate_prompt_tokens is not None)
+                prompt = await self.prompt_of(call, params)
             self._check_length(call, params, prompt)
             reader = self._reader(call, params, prompt.get("prompt") or "")
             if reader.shows_markers:
@@ -139,10 +140,10 @@ class Serving:
                         current_span().set(facts, name=REQUEST_SPAN)
                     yield chunk
 
-    async def prompt_of(self, call: Call, is_cut: bool = False) -> dict[str, Any]:
+    async def prompt_of(self, call: Call, params: SamplingParams | None = None) -> dict[str, Any]:
         """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt.
 
-        What cannot fit into the context is refused before it is tokenized, unless it is to be cut.
+        What cannot fit into the context is refused before it is tokenized, or cut where `params` say so.
         """
         tokenizer = self.engine.tokenizer
         salt = self._salt_of(call)
@@ -158,18 +159,17 @@ class Serving:
             # Templates may leave words out, old reasoning for one: what is far too long is no conversation.
             most = LEFT_OUT * longest + 4096
             check_messages(call.messages, longest, most)
-            text, ids = await self._off_loop(self._encode_chat, call, most)
+            text, ids = await self._off_loop(call, self._encode_chat, call, most)
             return {"prompt": text, "prompt_token_ids": ids, **salt}
         if not isinstance(call.prompt, str):
             return {"prompt_token_ids": call.prompt, **salt}
         add = call.add_special_tokens is not False
-        if not is_cut:
-            tokenizer.check_length(call.prompt, longest)
-        if len(call.prompt) <= LONG_TEXT:
-            ids = tokenizer.encode(call.prompt, add)
+        text = text_to_encode(call.prompt, params or SamplingParams(), tokenizer, longest)
+        if len(text) <= LONG_TEXT:
+            ids = tokenizer.encode(text, add)
         else:
-            ids = await self._off_loop(tokenizer.encode, call.prompt, add)
-        return {"prompt": call.prompt, "prompt_token_ids": ids, **salt}
+            ids = await self._off_loop(call, tokenizer.encode, text, add)
+        return {"prompt": text, "prompt_token_ids": ids, **salt}
 
     def _encode_chat(self, call: Call, most: int) -> tuple[str, list[int]]:
         """Write out a conversation of `most` tokens, and return its token ids as well; slow.
@@ -179,7 +179,7 @@ class Serving:
         """
         tokenizer = self.engine.tokenizer
         tools = call.tools if call.tool_choice != "none" else None
-        messages = with_parsed_arguments(call.messages or ())
+        messages = with_parsed_arguments(call.messages or (), self.options.max_json_depth)
         tokenizer.check_length("".join(texts_of([messages, tools])), self.engine.max_model_len, most)
         return tokenizer.encode_chat(
             messages,
@@ -191,11 +191,11 @@ class Serving:
             add_special_tokens=bool(call.add_special_tokens),
         )
 
-    async def _off_loop(self, function: Callable[..., Item], *arguments: Any) -> Item:
-        """Run what makes a prompt beside the event loop; to wait for a thread takes from a request's time as well."""
+    async def _off_loop(self, call: Call, function: Callable[..., Item], *arguments: Any) -> Item:
+        """Run what makes a call's prompt beside the event loop; to wait for a thread takes from its time as well."""
         try:
             async with asyncio.timeout(self.options.request_timeout or None):
-                return await self.engine.off_loop(function, *arguments)
+                return await self.engine.off_loop(function, *arguments, client=call.client)
         except TimeoutError as error:
             raise late(self.options.request_timeout) from error
 
@@ -214,15 +214,15 @@ class Serving:
         await self.engine.check_health()
         return list((await self.prompt_of(call))["prompt_token_ids"])
 
-    async def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
+    async def detokenize(self, ids: Sequence[int], client: str = "") -> str:
+        """Return the text of token ids that a client gave, special tokens included."""
         await self.engine.check_health()
         vocab_size, longest = self.engine.vocab_size, self.engine.max_model_len
         if len(ids) > longest:
             raise UserError(f"tokens may hold at most {longest} ids, got {len(ids)}.", "tokens")
         if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size for token in ids):
             raise UserError(f"tokens must be integers from 0 to {vocab_size - 1}.", "tokens")
-        return await self.engine.off_loop(self.engine.tokenizer.decode, ids, False)
+        return await self.engine.off_loop(self.engine.tokenizer.decode, ids, False, client=client)
 
     def _check_bounds(self, given: Mapping[str, Any]) -> None:
         """Refuse what is more than this server takes, before anything of that size is made."""

@@ -23,6 +23,7 @@ FOLDERS = {"jaxllm": ROOT / "jaxllm", "jaxllm_server": ROOT / "server" / "jaxllm
 MODULES = (
     *("jaxllm.async_engine", "jaxllm.chat_template", "jaxllm.chat_tokens", "jaxllm.detokenizer", "jaxllm.engine"),
     *(
+        "jaxllm.fair_threads",
         "jaxllm.prompts",
         "jaxllm.repetition",
         "jaxllm.samples",
@@ -60,6 +61,7 @@ OTHER_MODULES = {
     "numbers": ("jaxllm.metrics", "jaxllm_server.log_stats"),
     "how a failure is told, which is a failure's own last step": (
         *("jaxllm.errors", "jaxllm_server.errors", "jaxllm_server.grpc_errors", "jaxllm_server.http_errors"),
+        "jaxllm_server.log_limit",
     ),
     "health": ("jaxllm_server.grpc_health",),
     "the connection, not the request": ("jaxllm_server.http_protocol", "jaxllm_server.http_server"),
@@ -89,20 +91,21 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "jaxllm.chat_template": "compile_template _one_line",
         "jaxllm.chat_tokens": "SpecialTokens.__init__",
         "jaxllm.engine": "LLMEngine.__init__ LLMEngine.from_engine_args LLMEngine.close",
+        "jaxllm.fair_threads": "FairThreads.__init__ FairThreads.shutdown",
         "jaxllm.seats": "Seats.__init__",
         "jaxllm.streams": "Inbox.__init__ Inbox.stop BlockLog.__init__ BlockLog.end StreamTable.__init__ "
         "StreamTable.fail_all StreamTable.wait_idle",
         "jaxllm.tokenizer": "_byte_level_alphabet load_tokenizer Tokenizer.__init__ Tokenizer.vocab_size "
         "Tokenizer.bos_token_id Tokenizer.eos_token_id Tokenizer.has_chat_template Tokenizer._named_id _decoding_of "
-        "_flatten Tokenizer._longest_token Tokenizer._special_tokens Tokenizer._around Tokenizer._template "
-        "NoTokenizer.__init__",
+        "_flatten Tokenizer._longest_token Tokenizer._most_characters Tokenizer._special_tokens Tokenizer._around "
+        "Tokenizer._template NoTokenizer.__init__",
         "jaxllm.types": "default_sampling_params",
         "jaxllm_server.clients": "Shares.__init__",
         "jaxllm_server.grpc_gate": "Gate.__init__ Gate._guard",
         "jaxllm_server.grpc_service": "InferenceService.__init__ ControlService.__init__",
         "jaxllm_server.http_app": "make_app Endpoints.__init__ Endpoints.routes Endpoints._gated Front.__init__ "
         "_counted _answer_other",
-        "jaxllm_server.http_guard": "Guard.__init__ Gate.__init__",
+        "jaxllm_server.http_guard": "Guard.__init__ Gate.__init__ Bodies.__init__",
         "jaxllm_server.prometheus": "PrometheusObserver.__init__",
         "jaxllm_server.serving": "Serving.__init__ _model_name",
         "jaxllm_server.tracing": "Tracer.from_endpoint Tracer.close _RecordingTracer.__init__ _RecordingTracer.close "
@@ -125,6 +128,7 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
     },
     "the last act of cleaning up: nothing stands behind it": {
         "jaxllm.async_engine": "AsyncLLM._close",
+        "jaxllm.fair_threads": "FairThreads._give_back FairThreads._hand_out",
         "jaxllm.streams": "StreamTable.close",
     },
     "how a failure goes on": {
@@ -178,10 +182,11 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "jaxllm.detokenizer": "_extend_run _longer _settle_run _unfinished",
         "jaxllm.prompts": "_salt",
         "jaxllm.streams": "merge",
-        "jaxllm.tokenizer": "Tokenizer.decode Tokenizer._make_piece Tokenizer.apply_chat_template "
+        "jaxllm.tokenizer": "Tokenizer.decode Tokenizer.end_of Tokenizer._make_piece Tokenizer.apply_chat_template "
         "Tokenizer._template_source Tokenizer._refusal NoTokenizer.piece NoTokenizer._refuse",
         "jaxllm.types": "_extra_args",
-        "jaxllm_server.chat_checks": "_object_of",
+        "jaxllm.fair_threads": "FairThreads._withdraw",
+        "jaxllm_server.chat_checks": "_arguments_of _num_brackets _with_parsed _object_of",
         "jaxllm_server.grpc_messages": "_tools_of _from_value _seconds",
         "jaxllm_server.grpc_replies": "whole_calls call_deltas",
         "jaxllm_server.grpc_service": "InferenceService._hinted Writer._look",

@@ -1,0 +1,84 @@
+"""A few threads for slow work beside the event loop, which clients take in turns.
+
+One client never has the last free thread, so that what another brings begins at once; the clients that wait have one
+turn each, again and again. What is cancelled before its turn never runs. Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class FairThreads:
+    """At least two threads. A client is any name; None is work that is bounded by no share."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_free = num_threads
+        self._share = num_threads - 1
+        self._running: Counter[str | None] = Counter()
+        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # by client, the next one first
+
+    async def run(self, client: str | None, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Run a function in a thread once it is the client's turn."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._hand_out()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._withdraw(client, turn)
+            raise
+        try:
+            work = self._pool.submit(function, *arguments)
+        except RuntimeError:  # it was shut down
+            self._give_back(client)
+            raise
+
+        def ended(_: Future[Result]) -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self._give_back, client)
+
+        work.add_done_callback(ended)  # not where this ends: a thread goes on when its reader was cancelled
+        return await asyncio.wrap_future(work)
+
+    def shutdown(self) -> None:
+        """Begin nothing more, and wait for nothing."""
+        self._pool.shutdown(wait=False)
+
+    def _hand_out(self) -> None:
+        while self._num_free:
+            ready = [name for name in self._waiting if name is None or self._running[name] < self._share]
+            if not ready:
+                return
+            client = ready[0]
+            turns = self._waiting.pop(client)
+            turns.popleft().set_result(None)
+            if turns:
+                self._waiting[client] = turns  # behind the others
+            self._num_free -= 1
+            self._running[client] += 1
+
+    def _withdraw(self, client: str | None, turn: asyncio.Future[None]) -> None:
+        if not turn.cancelled():  # the turn came in the same moment
+            self._give_back(client)
+            return
+        turns = self._waiting[client]
+        turns.remove(turn)
+        if not turns:
+            del self._waiting[client]
+
+    def _give_back(self, client: str | None) -> None:
+        self._num_free += 1
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
+        self._hand_out()
