@@ -87,7 +87,8 @@ _SERVER_HELP = {
     "enable_request_id_headers": "send x-request-id with every HTTP response",
     "api_key": "key that clients must send, over HTTP to every path but /health, /live and /ready (to /metrics, too), "
     "over gRPC to all but health; may be repeated: any of them opens",
-    "admin_api_key": "key for gRPC's control service; may be repeated",
+    "admin_api_key": "key for what shows or ends the work of all: /metrics (Prometheus has to send it) and /load over "
+    "HTTP, gRPC's control service; may be repeated; without any, these open with an only --api-key, not with several",
     "ssl_keyfile": "private key, for TLS on both front ends",
     "ssl_certfile": "certificate, for TLS on both front ends",
     "ssl_ca_certs": "certificates that sign those of clients",

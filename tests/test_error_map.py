@@ -359,8 +359,10 @@ def test_keys_over_http(server: ServingProcess) -> None:
                     assert response.headers["www-authenticate"] == "Bearer"
         for path in ("/health", "/live", "/ready"):
             assert http.get(path).status_code == 200
-        for key in (USER, ADMIN):
-            assert http.get("/metrics", headers={"authorization": f"Bearer {key}"}).status_code == 200
+        for path in ("/metrics", "/load"):
+            assert http.get(path, headers={"authorization": f"Bearer {ADMIN}"}).status_code == 200
+            response = http.get(path, headers={"authorization": f"Bearer {USER}"})
+            assert over_http(response) == (403, "ADMIN_REQUIRED", "permission_denied")
 
 
 def test_what_is_not_there(rpc: Grpc, http: httpx.Client) -> None:

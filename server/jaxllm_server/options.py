@@ -42,7 +42,7 @@ class ServerOptions:
 
     # Who may come in.
     api_key: tuple[str, ...] = ()  # any of these opens everything but health
-    admin_api_key: tuple[str, ...] = ()  # the control service needs one, where there are any or several API keys
+    admin_api_key: tuple[str, ...] = ()  # for what shows or ends the work of all; needed where there are several keys
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None  # of the clients
