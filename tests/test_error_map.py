@@ -330,6 +330,7 @@ def test_keys_over_grpc(rpc: Grpc) -> None:
         for wrong in ("wrong", USER[:-1], f"{USER}x", f"{USER} x", ""):
             assert over_grpc(lambda call=call, wrong=wrong: call(metadata=bearer(wrong))) == unknown
         assert over_grpc(lambda call=call: call(metadata=(("authorization", f"Basic {USER}"),))) == unknown
+        assert over_grpc(lambda call=call: call(metadata=bearer(ADMIN) + bearer(ADMIN))) == unknown
         if number >= 5:
             assert over_grpc(lambda call=call: call(metadata=bearer(USER))) == admin
     rpc.control.Abort(control_pb2.AbortRequest(), metadata=bearer(ADMIN))

@@ -230,6 +230,7 @@ def test_what_each_call_says_to_each_key(keyed: ServingProcess) -> None:
             "/grpc.health.v1.Health",
         ):
             assert code(method) == "UNAUTHENTICATED", method
+            assert code(method, *bearer(ADMIN), *bearer(ADMIN)) == "UNAUTHENTICATED", method
         assert code("/grpc.health.v1.Health/Check") == "OK"
         for method in (
             "/grpc.health.v1.Health/../../jaxllm.v1.InferenceService/ListModels",
