@@ -73,7 +73,7 @@ class ServerOptions:
     max_sequences_per_client: int | None = None  # under way, of an API key or else an address; default: no bound
     max_rpcs: int = 1024  # calls at once, on each front end; seven eighths of them on one connection of gRPC
     request_timeout: float = 600.0  # a request that is not through by then fails
-    stall_timeout: float = 30.0  # a stream that is not read for so long is closed; 0: never
+    stall_timeout: float = 30.0  # for a request to come whole; a stream not read for so long is closed; 0: never
 
     # Its life.
     shutdown_timeout: float = 30.0  # streams may finish for so long once a signal came
