@@ -115,7 +115,7 @@ _SERVER_HELP = {
     "max_sequences_per_client": "outputs under way of one API key, or of one address where there are no keys",
     "max_rpcs": "calls at once, on each front end; what comes on top is told to try again",
     "request_timeout": "seconds after which a request fails; 0: never",
-    "stall_timeout": "seconds after which a stream that nobody reads is closed; 0: never",
+    "stall_timeout": "after which a request that has not come whole, or a stream that is not read, is ended; 0: never",
     "shutdown_timeout": "seconds that streams may go on after SIGTERM or ^C",
     "drain_delay": 'seconds between "not ready" and refusing work',
     "hang_timeout": 'seconds of one step after which the server is "not ready"',
