@@ -208,6 +208,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        owner: str = "",
         priority: int = 0,
         time_limit: float | None = None,
         timeout: float | None = None,
@@ -219,6 +220,7 @@ class AsyncLLM:
         What a slow reader has not taken is merged into one output. After `time_limit` seconds the request ends with
         what it has; after `timeout` it fails with DeadlineError. What is wrong with the request is raised by the first
         step of the iterator: UserError, OverloadedError where the queue is full, UnavailableError, EngineDeadError.
+        An id is one request's at a time, of each `owner`.
         `arrival`, of the monotonic clock, is when the request came, if that was before this call;
         `name` is what logs and recordings call it, where that is more than its id.
         """
@@ -229,15 +231,15 @@ class AsyncLLM:
                 raise UserError(f"{limit} must be a number of seconds above 0, at most {MAX_SECONDS}.", limit)
         self._check_serving()
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        if request_id in self._streams:
+        if self._streams.has(request_id, owner):
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
         with self.preparing(1):
             accepted = await self._accept(request_id, prompt, sampling_params, priority)
-        if request_id in self._streams:
+        if self._streams.has(request_id, owner):
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
         self._check_serving()
         self.check_queue(accepted.params.n, accepted.params.n * len(accepted.prompt_token_ids))
-        stream = self._streams.open(accepted.request_id, accepted.params, arrival)
+        stream = self._streams.open(request_id, owner, accepted.params, arrival)
         assert self._loop is not None
         timers = []
         try:
@@ -258,9 +260,12 @@ class AsyncLLM:
             self._close(stream)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests; their readers get what there is, with the finish reason "abort". Unknown ids change nothing."""
+        """End the requests of these ids, whoever owns them; unknown ids change nothing.
+
+        Their readers get what there is, with the finish reason "abort".
+        """
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
-            if (stream := self._streams.get(request_id)) is not None:
+            for stream in self._streams.of_id(request_id):
                 self._inbox.abort(stream.key, "abort")
 
     async def check_health(self) -> None:

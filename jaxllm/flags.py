@@ -88,7 +88,8 @@ _SERVER_HELP = {
     "enable_request_id_headers": "send x-request-id with every HTTP response",
     "api_key": "key that clients must send, over HTTP to every path but /health, /live and /ready (to /metrics, too), "
     "over gRPC to all but health; may be repeated: any of them opens",
-    "admin_api_key": "key for gRPC's control service; may be repeated",
+    "admin_api_key": "key for what shows or ends the work of all: /metrics (Prometheus has to send it) and /load over "
+    "HTTP, gRPC's control service; may be repeated; without any, these open with an only --api-key, not with several",
     "ssl_keyfile": "private key, for TLS on both front ends",
     "ssl_certfile": "certificate, for TLS on both front ends",
     "ssl_ca_certs": "certificates that sign those of clients",
@@ -116,7 +117,7 @@ _SERVER_HELP = {
     "max_receiving_bytes": "of HTTP bodies that are not read yet, all together; one client may have half of it",
     "max_rpcs": "calls at once, on each front end; what comes on top is told to try again",
     "request_timeout": "seconds after which a request fails; 0: never",
-    "stall_timeout": "seconds after which a stream that nobody reads is closed; 0: never",
+    "stall_timeout": "after which a request that has not come whole, or a stream that is not read, is ended; 0: never",
     "shutdown_timeout": "seconds that streams may go on after SIGTERM or ^C",
     "drain_delay": 'seconds between "not ready" and refusing work',
     "hang_timeout": 'seconds of one step after which the server is "not ready"',

@@ -158,8 +158,9 @@ class BlockLog:
 class Stream:
     """One request's outputs on their way to its reader; what was not taken yet is one merged output."""
 
-    def __init__(self, request_id: str, key: str, params: SamplingParams, arrival: float) -> None:
+    def __init__(self, request_id: str, owner: str, key: str, params: SamplingParams, arrival: float) -> None:
         self.request_id = request_id  # the caller's
+        self.owner = owner  # who else may use that id
         self.key = key  # the engine's
         self.params = params
         self.is_finished = False  # its last output has come
@@ -247,10 +248,13 @@ class Stream:
 
 
 class StreamTable:
-    """The streams of all readers, by the caller's id and by the engine's. Belongs to the event loop."""
+    """The streams of all readers, by the caller's id and by the engine's. Belongs to the event loop.
+
+    A caller's id is one request's at a time; other owners' requests may have it, too.
+    """
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Stream] = {}
+        self._by_id: dict[str, dict[str, Stream]] = {}  # the second by owner
         self._by_key: dict[str, Stream] = {}
         self._num_opened = 0
         self._num_awaited = 0  # streams of which the engine has more to say
@@ -260,29 +264,30 @@ class StreamTable:
         self._idle.set()
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._by_key)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._by_id
+    def has(self, request_id: str, owner: str) -> bool:
+        """Whether a caller's id is in use."""
+        return owner in self._by_id.get(request_id, ())
 
     def ids(self) -> list[str]:
         """List the callers' ids."""
         return list(self._by_id)
 
-    def get(self, request_id: str) -> Stream | None:
-        """Find a stream by its caller's id."""
-        return self._by_id.get(request_id)
+    def of_id(self, request_id: str) -> list[Stream]:
+        """Find the streams of all callers' requests of an id."""
+        return list(self._by_id.get(request_id, {}).values())
 
     def of_key(self, key: str) -> Stream | None:
         """Find a stream by the engine's id; None if its reader has gone."""
         return self._by_key.get(key)
 
-    def open(self, request_id: str, params: SamplingParams, arrival: float) -> Stream:
+    def open(self, request_id: str, owner: str, params: SamplingParams, arrival: float) -> Stream:
         """Make a stream for an id that is free."""
         # An id may come back before the engine has heard of its first owner's end, so it has names of its own.
         self._num_opened += 1
-        stream = Stream(request_id, f"{self._num_opened}", params, arrival)
-        self._by_id[request_id] = self._by_key[stream.key] = stream
+        stream = Stream(request_id, owner, f"{self._num_opened}", params, arrival)
+        self._by_id.setdefault(request_id, {})[owner] = self._by_key[stream.key] = stream
         self._num_awaited += 1
         self._idle.clear()
         self._quiet.clear()
@@ -290,9 +295,12 @@ class StreamTable:
 
     def close(self, stream: Stream) -> None:
         """Forget a stream, whose reader has gone."""
-        del self._by_id[stream.request_id], self._by_key[stream.key]
+        owners = self._by_id[stream.request_id]
+        del owners[stream.owner], self._by_key[stream.key]
+        if not owners:
+            del self._by_id[stream.request_id]
         self.note_over(stream)
-        if not self._by_id:
+        if not self._by_key:
             self._idle.set()
 
     def note_over(self, stream: Stream) -> None:
@@ -310,7 +318,7 @@ class StreamTable:
 
     def fail_all(self, error: BaseException) -> None:
         """End every stream with an error."""
-        for stream in list(self._by_id.values()):
+        for stream in list(self._by_key.values()):
             self.fail(stream, error)
 
     async def wait_quiet(self) -> None:

@@ -243,6 +243,24 @@ def test_an_id_is_unique_among_the_living(engine: AsyncLLM, run: Run) -> None:
     run(check())
 
 
+def test_an_id_is_one_requests_of_each_owner_and_to_abort_it_ends_all(engine: AsyncLLM, run: Run) -> None:
+    async def check() -> None:
+        long = params(max_tokens=200, ignore_eos=True)
+        owners = ("", "a", "b")
+        requests = [asyncio.ensure_future(read(engine, "Once", long, request_id="same", owner=own)) for own in owners]
+        while engine.num_live < len(requests):
+            await asyncio.sleep(0.001)
+        with pytest.raises(RequestIdInUseError):
+            await read(engine, "Once", params(), request_id="same", owner="b")
+        await engine.abort(["other", "same"])
+        for outputs in await asyncio.gather(*requests):
+            assert {output.request_id for output in outputs} == {"same"}
+            assert outputs[-1].outputs[0].finish_reason == "abort"
+        await is_empty(engine)
+
+    run(check())
+
+
 def test_bad_requests_are_refused_before_the_engine_sees_them(engine: AsyncLLM, run: Run) -> None:
     async def check() -> None:
         for prompt, own in [("", params()), ([], params()), ([10**6], params()), ("x", params(stop_token_ids=[10**6]))]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,10 @@ from jaxllm import Client, SamplingParams, errors
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.prompts import read_prompt
 from jaxllm.tokenizer import load_tokenizer
-from jaxllm.v1 import inference_pb2, inference_pb2_grpc
+from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jaxllm_server.auth import Keys
 from jaxllm_server.calls import Call
-from jaxllm_server.clients import Shares, client_of, host_of_peer
+from jaxllm_server.clients import Places, Shares, client_of, host_of_peer
 from jaxllm_server.options import ServerOptions
 from jaxllm_server.serving import Serving
 from tests.fake_serving import FakeServing, http_server
@@ -85,6 +86,23 @@ def test_a_share_is_held_as_long_as_the_work_and_no_client_is_remembered() -> No
     assert shares._held == {}
     with Shares(None).place("a", 10**6):
         pass
+
+
+def test_places_are_all_connections_together_and_those_of_a_unix_socket_have_one_name() -> None:
+    places = Places("calls", 4, 2)
+    with ExitStack() as held:
+        for peer in ("ipv4:1:1", "ipv4:1:1", "unix:"):
+            held.enter_context(places.place(peer))
+        with pytest.raises(errors.OverloadedError, match="This connection has 2 calls already"):
+            held.enter_context(places.place("ipv4:1:1"))
+        held.enter_context(places.place("unix:"))
+        for peer in ("ipv4:1:2", "unix:"):
+            with pytest.raises(errors.OverloadedError, match="answering 4 calls already"):
+                held.enter_context(places.place(peer))
+    assert (places._num, places._held) == (0, {})
+    with ExitStack() as held:
+        for _ in range(3):
+            held.enter_context(places.place("unix:"))
 
 
 def test_one_call_cannot_ask_for_more_than_the_share() -> None:
@@ -236,6 +254,32 @@ def test_a_client_with_its_share_is_refused_and_others_are_not(server: ServingPr
         raise AssertionError("a share was not given back")
 
     asyncio.run(check())
+
+
+def test_an_id_is_one_requests_of_each_key_and_the_admin_aborts_all_of_them(server: ServingProcess) -> None:
+    async def check() -> list[str]:
+        long = {"prompt": [20], "max_tokens": 500, "ignore_eos": True, "stream": True, "request_id": "mine"}
+        keys = [{"authorization": f"Bearer small-{number}"} for number in (6, 7)]
+        async with (
+            httpx.AsyncClient(base_url=server.http, timeout=60.0) as http,
+            http.stream("POST", "/v1/completions", json=long, headers=keys[0]) as first,
+            http.stream("POST", "/v1/completions", json=long, headers=keys[1]) as second,
+            grpc.aio.insecure_channel(server.grpc) as channel,
+        ):
+            assert first.status_code == second.status_code == 200
+            taken = await http.post("/v1/completions", json=long, headers=keys[0])
+            assert (taken.status_code, taken.json()["error"]["code"]) == (409, "request_id_in_use")
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            asked = inference_pb2.GenerateRequest(text="a", request_id="mine", stop={"max_tokens": 1})
+            own = await stub.Generate(asked, metadata=[("authorization", "Bearer small-8")])
+            assert own.request_id == "mine"
+            control = control_pb2_grpc.ControlServiceStub(channel)
+            ids = control_pb2.AbortRequest(request_ids=["mine"])
+            await control.Abort(ids, metadata=[("authorization", "Bearer boss")])
+            return [(await response.aread()).decode() for response in (first, second)]
+
+    for told in asyncio.run(check()):
+        assert '"id":"cmpl-mine"' in told and '"finish_reason":"abort"' in told
 
 
 def test_a_call_for_more_than_the_share_is_wrong(server: ServingProcess) -> None:

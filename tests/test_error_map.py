@@ -332,6 +332,7 @@ def test_keys_over_grpc(rpc: Grpc) -> None:
         for wrong in ("wrong", USER[:-1], f"{USER}x", f"{USER} x", ""):
             assert over_grpc(lambda call=call, wrong=wrong: call(metadata=bearer(wrong))) == unknown
         assert over_grpc(lambda call=call: call(metadata=(("authorization", f"Basic {USER}"),))) == unknown
+        assert over_grpc(lambda call=call: call(metadata=bearer(ADMIN) + bearer(ADMIN))) == unknown
         if number >= 5:
             assert over_grpc(lambda call=call: call(metadata=bearer(USER))) == admin
     rpc.control.Abort(control_pb2.AbortRequest(), metadata=bearer(ADMIN))
@@ -355,8 +356,10 @@ def test_keys_over_http(server: ServingProcess) -> None:
                     assert response.headers["www-authenticate"] == "Bearer"
         for path in ("/health", "/live", "/ready"):
             assert http.get(path).status_code == 200
-        for key in (USER, ADMIN):
-            assert http.get("/metrics", headers={"authorization": f"Bearer {key}"}).status_code == 200
+        for path in ("/metrics", "/load"):
+            assert http.get(path, headers={"authorization": f"Bearer {ADMIN}"}).status_code == 200
+            response = http.get(path, headers={"authorization": f"Bearer {USER}"})
+            assert over_http(response) == (403, "admin_required", "permission_denied")
 
 
 def test_what_is_not_there(rpc: Grpc, http: httpx.Client) -> None:

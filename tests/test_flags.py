@@ -160,6 +160,7 @@ def test_help_begins_with_what_most_set_and_says_which_paths_need_the_key(run: R
     assert len(usual.splitlines()) < 60
     said = " ".join(out.split())
     assert "every path but /health, /live and /ready (to /metrics, too" in said
+    assert "/metrics (Prometheus has to send it) and /load over HTTP, gRPC's control service" in said
 
 
 def test_log_probabilities_without_json_are_warned_of(run: Run) -> None:

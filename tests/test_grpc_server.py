@@ -310,7 +310,29 @@ def test_what_is_not_a_request(run: Any) -> None:
             assert (error.code(), reason_of(error)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "")  # gRPC's own
             error = await error_of(channel.unary_unary(f"/{INFERENCE}/NoSuch")(b""))
             assert error.code() == grpc.StatusCode.UNIMPLEMENTED
+            for messages in ([], [ask(), ask()]):
+                raws = iter([message.SerializeToString() for message in messages])
+                error = await error_of(drained(channel.stream_stream(f"/{INFERENCE}/Generate")(raws)))
+                assert (error.code(), reason_of(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PARAMETER")
             assert own.serving.calls == []
+
+    run(check())
+
+
+def test_a_message_that_does_not_come(run: Any) -> None:
+    async def check() -> None:
+        async with site(answer, max_rpcs=1, stall_timeout=0.2) as own, own.channel() as channel:
+            began = time.monotonic()
+            waiting = drained(channel.stream_stream(f"/{INFERENCE}/Generate")(endless()))
+            error = await error_of(waiting)
+            assert (error.code(), reason_of(error)) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+            assert 0.2 <= time.monotonic() - began < SOON and "message did not come" in (error.details() or "")
+            assert (await InferenceServiceStub(channel).Generate(ask())).outputs  # its place is free
+            gone = channel.stream_stream(f"/{INFERENCE}/Generate")(endless())
+            await asyncio.sleep(0.1)
+            gone.cancel()
+            await own.handled(3)
+            assert [code for _, _, code in own.observer.handled] == ["DEADLINE_EXCEEDED", "OK", "CANCELLED"]
 
     run(check())
 

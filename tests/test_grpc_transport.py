@@ -30,6 +30,7 @@ from tests.certificates import credentials
 from tests.grpc_site import (
     NOT_SERVING,
     SERVING,
+    SOON,
     Site,
     answer,
     ask,
@@ -246,6 +247,37 @@ def test_health_follows_the_engine(run: Any) -> None:
             assert error.code() == grpc.StatusCode.NOT_FOUND
             watch.cancel()
             unknown.cancel()
+
+    run(check())
+
+
+def test_watches_are_few(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxllm_server.grpc_health.MAX_WATCHES", 3)
+    monkeypatch.setattr("jaxllm_server.grpc_health.MAX_WATCHES_EACH", 2)
+
+    async def check() -> None:
+        own_connection = {"grpc.use_local_subchannel_pool": 1}
+        async with site() as own, own.channel(**own_connection) as one, own.channel(**own_connection) as other:
+            stubs = [health_pb2_grpc.HealthStub(channel) for channel in (one, other)]
+            watches = []
+            for stub, words in ((0, None), (0, None), (0, "This connection has 2"), (1, None), (1, "is answering 3")):
+                watch = stubs[stub].Watch(health_pb2.HealthCheckRequest())
+                if words is None:
+                    assert (await watch.read()).status == NOT_SERVING
+                    watches.append(watch)
+                else:
+                    error = await error_of(watch.read())
+                    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+                    assert f"{words} watches already" in (error.details() or "")
+            assert (await stubs[0].Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
+            watches[0].cancel()
+            async with asyncio.timeout(SOON):  # its place is free once the server has heard of it
+                while True:
+                    try:
+                        assert (await stubs[1].Watch(health_pb2.HealthCheckRequest()).read()).status == NOT_SERVING
+                        break
+                    except grpc.aio.AioRpcError:
+                        await asyncio.sleep(0.01)
 
     run(check())
 

@@ -106,8 +106,8 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests, queued or running; their calls return what there is, with status OK and FINISH_REASON_ABORTED. Ids that
-        are not known are no error, so the call can be repeated.
+        """Ends requests, queued or running; their calls return what there is, with status OK and FINISH_REASON_ABORTED. Where
+        several keys have requests of one id, all of them end. Ids that are not known are no error, so the call can be repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,7 +1,7 @@
 """Who may call: API keys, compared in constant time. Knows neither protocol: both hand in the Authorization header.
 
-With no keys at all every call is open. The control service needs an admin key where there are any, and where there are
-several API keys, because it shows and ends what others do; an admin key opens everything else too.
+With no keys at all every call is open. What shows or ends the work of all (gRPC's control service, /load and /metrics
+over HTTP) needs an admin key where there are any, and where there are several API keys. An admin key opens all else.
 """
 
 from __future__ import annotations
@@ -45,8 +45,15 @@ class Keys:
         if scheme.lower() != "bearer" or not names:
             raise AuthError("The API key is not known here.", False)
         if admin and self._has_admins and not names[-1].startswith(_ADMIN):
-            raise AdminRequiredError("This call needs an admin key.")
+            raise AdminRequiredError("This needs an admin key; see --admin-api-key.")
         return names[-1]
+
+
+def only_header(values: Sequence[str]) -> str | None:
+    """Return a call's Authorization header; None where it has none. AuthError for several: which one would count?"""
+    if len(values) > 1:
+        raise AuthError("There may be only one Authorization header.", False)
+    return values[0] if values else None
 
 
 def _digest(key: str) -> bytes:

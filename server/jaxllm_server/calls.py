@@ -32,7 +32,7 @@ class Call:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that the client gave
     default_max_tokens: int | None = None  # of the protocol, where neither client nor model say one
     stream: bool = False
-    request_id: str | None = None  # unique among living requests
+    request_id: str | None = None  # unique among living requests, of each client where keys tell them apart
     client_id: str | None = None  # X-Request-Id, which anybody may send twice; it goes into logs and recordings
     priority: int = 0
     cache_salt: str | None = None

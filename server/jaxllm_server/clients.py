@@ -1,6 +1,7 @@
 """Who asks: clients are told apart by their API key or, where there are no keys, by their address.
 
-Each may have so many sequences under way, and each that has a key has a prefix cache of its own. Knows no protocol.
+Each may have so many sequences under way, and each that has a key has a prefix cache of its own. Of gRPC, connections
+are bounded as well. Knows no protocol.
 """
 
 from __future__ import annotations
@@ -61,3 +62,32 @@ class Shares:
             self._held[client] -= num_sequences
             if not self._held[client]:
                 del self._held[client]  # or every address that ever called would be remembered
+
+
+class Places:
+    """How many calls are under way, on all connections of gRPC together and on each, and that it is not too many."""
+
+    def __init__(self, name: str, most: int, share: int) -> None:
+        self._name = name  # of such calls, for the error
+        self._most = most
+        self._share = share  # of one connection
+        self._num = 0
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def place(self, peer: str) -> Iterator[None]:
+        """Hold a place for a connection's call while the body runs; OverloadedError where there is none."""
+        if self._num >= self._most:
+            raise OverloadedError(f"The server is answering {self._most} {self._name} already.", retry_after=1.0)
+        is_shared = peer.startswith("unix:")  # all clients of a Unix socket have one name
+        if self._held[peer] >= self._share and not is_shared:
+            raise OverloadedError(f"This connection has {self._share} {self._name} already.", retry_after=1.0)
+        self._num += 1
+        self._held[peer] += 1
+        try:
+            yield
+        finally:
+            self._num -= 1
+            self._held[peer] -= 1
+            if not self._held[peer]:
+                del self._held[peer]

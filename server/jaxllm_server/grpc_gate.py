@@ -1,4 +1,4 @@
-"""What stands before every gRPC call: keys, the bound of calls, traces, and exceptions made into statuses.
+"""What stands before every gRPC call: keys, the bounds of calls and messages, traces, exceptions made into statuses.
 
 Knows nothing of what the services do.
 """
@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from jaxllm.errors import EngineError, OverloadedError, UserError
+from jaxllm.errors import DeadlineError, EngineError, UserError
+from jaxllm_server.auth import only_header
+from jaxllm_server.clients import Places
 from jaxllm_server.grpc_errors import Failure, failure_of
 from jaxllm_server.grpc_health import CONTROL, HEALTH
 from jaxllm_server.grpc_service import REQUEST_ID, first
@@ -31,6 +33,13 @@ CHANNELZ = "grpc.channelz.v1.Channelz"
 _ADMIN_PREFIXES = (f"/{CONTROL}/", f"/{CHANNELZ}/")
 _HEALTH_PREFIX = f"/{HEALTH}/"
 _FAREWELL_SECONDS = 5.0  # for a status to leave; a client that reads nothing would hold its call for ever
+_CANCEL_SECONDS = 0.05  # for gRPC to cancel our task: to a reader a call that was cancelled looks like one that ended
+_EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] - Cython's
+# Health needs no key, and a message of it may be announced as large as any: no more than these are received at once,
+# 256 MiB with the default bound of a message. One of ours comes whole in the packet of its head.
+_MAX_HEALTH_MESSAGES = 32
+_MAX_HEALTH_MESSAGES_EACH = 8  # of one connection
+_HEALTH_SECONDS = 1.0
 _SPAN = {"rpc.system": "grpc"}
 _KINDS = {
     (False, False): "unary_unary",
@@ -39,19 +48,23 @@ _KINDS = {
     (True, True): "stream_stream",
 }
 
-# Answers a raw request, and appends the parsed one to the list as soon as it is one.
-Respond = Callable[[Any, grpc.aio.ServicerContext, list[Message]], Awaitable[Any]]
+# Answers a call, and appends its request to the list as soon as it is there.
+Respond = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext, list[Message]], Awaitable[Any]]
 
 
 class Gate(grpc.aio.ServerInterceptor):
     """Stands before every call of every kind: lets in, counts, traces, and turns exceptions into statuses."""
 
-    def __init__(self, keys: Keys, tracer: Tracer, observer: PrometheusObserver, max_rpcs: int) -> None:
+    def __init__(
+        self, keys: Keys, tracer: Tracer, observer: PrometheusObserver, max_rpcs: int, stall_timeout: float
+    ) -> None:
         self._keys = keys
         self._tracer = tracer
         self._observer = observer
-        self._max_rpcs = max_rpcs
-        self._num_rpcs: Counter[str] = Counter()  # by connection
+        self._stall_timeout = stall_timeout
+        # An eighth of the places is for others than one connection.
+        self._calls = Places("calls", max_rpcs, max_rpcs - max_rpcs // 8)
+        self._health = Places("health calls", _MAX_HEALTH_MESSAGES, _MAX_HEALTH_MESSAGES_EACH)
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
 
     async def intercept_service(
@@ -63,7 +76,7 @@ class Gate(grpc.aio.ServerInterceptor):
         method: str = handler_call_details.method
         if not method.startswith(_HEALTH_PREFIX):
             try:
-                header = first(handler_call_details.invocation_metadata, "authorization")
+                header = _authorization(handler_call_details.invocation_metadata)
                 self._keys.check(header, admin=method.startswith(_ADMIN_PREFIXES))
             except Exception as error:  # what gRPC sees of it, a client sees, with the name of its class
                 return self._refusal(method, error)
@@ -76,37 +89,49 @@ class Gate(grpc.aio.ServerInterceptor):
         return guarded
 
     def _guard(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Wrap a method; requests are parsed inside, because a parser's error would reach the client as it is."""
-        kind = _KINDS[handler.request_streaming, handler.response_streaming]
-        behaviour = getattr(handler, kind)
+        """Wrap a method. To gRPC it takes a stream, so that its message is received when it has a place, not before.
+
+        Requests are parsed inside, because a parser's error would reach the client as it is.
+        """
+        behaviour = getattr(handler, _KINDS[handler.request_streaming, handler.response_streaming])
         parse = handler.request_deserializer
         if parse is None:
             raise TypeError(f"{method} takes bytes; every service is made of messages")
+        receive = self._receive_health if method.startswith(_HEALTH_PREFIX) else self._receive
 
-        async def respond(raw: Any, context: grpc.aio.ServicerContext, asked: list[Message]) -> Any:
+        async def respond(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext, asked: list[Message]) -> Any:
             if handler.request_streaming:
-                result = behaviour(_parsed(raw, parse), context)
+                result = behaviour(_parsed(raws, parse), context)
             else:
-                asked.append(_parse(raw, parse))
+                asked.append(_parse(await receive(context), parse))
                 result = behaviour(asked[0], context)
             if not hasattr(result, "__aiter__"):
                 return await result
             async for response in result:
                 await context.write(response)
 
-        async def answer(raw: Any, context: grpc.aio.ServicerContext) -> Any:
+        async def answer(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
             try:
-                return await self._answer(method, context, respond, raw)
+                return await self._answer(method, context, respond, raws)
             except (grpc.aio.AbortError, grpc.aio.InternalError):
                 raise  # a status was sent, or the client has gone
             except Exception as failure:  # of the gate itself: gRPC would tell the client its class and its text
                 _log.error("%s failed before its answer", method, exc_info=failure)
                 await _fail(context, failure_of(failure))
 
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        make = getattr(grpc, f"{_KINDS[True, handler.response_streaming]}_rpc_method_handler")
         return make(answer, request_deserializer=None, response_serializer=handler.response_serializer)
 
-    async def _answer(self, method: str, context: grpc.aio.ServicerContext, respond: Respond, raw: Any) -> Any:
+    async def _receive(self, context: grpc.aio.ServicerContext) -> bytes:
+        return await _one_message(context, self._stall_timeout)
+
+    async def _receive_health(self, context: grpc.aio.ServicerContext) -> bytes:
+        with self._health.place(context.peer()):
+            return await _one_message(context, _HEALTH_SECONDS)
+
+    async def _answer(
+        self, method: str, context: grpc.aio.ServicerContext, respond: Respond, raws: AsyncIterator[bytes]
+    ) -> Any:
         """Answer one call and account for it; every exception becomes a status, and the log has the unforeseen ones."""
         is_counted = not method.startswith(_HEALTH_PREFIX)
         began = time.monotonic()
@@ -114,12 +139,11 @@ class Gate(grpc.aio.ServerInterceptor):
         asked: list[Message] = []
         error: BaseException | None = None
         code = "OK"
-        peer = context.peer()
-        self._num_rpcs[peer] += is_counted
+        place = ExitStack()
         try:
             if is_counted:
-                self._check_room(peer)
-            return await respond(raw, context, asked)
+                place.enter_context(self._calls.place(context.peer()))
+            return await respond(raws, context, asked)
         except (grpc.aio.AbortError, grpc.aio.InternalError) as ended:  # a status was sent, or the client has gone
             error, code = ended, "CANCELLED"
             raise
@@ -137,9 +161,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 _log.error("%s failed, request %s: %s", method, name, failure, exc_info=unforeseen)
             await _fail(context, told)
         finally:
-            self._num_rpcs[peer] -= is_counted
-            if not self._num_rpcs[peer]:
-                del self._num_rpcs[peer]
+            place.close()
             try:
                 span.end(error)
                 if is_counted:
@@ -147,27 +169,14 @@ class Gate(grpc.aio.ServerInterceptor):
             except Exception:  # statistics are no reason to fail anybody
                 _log.exception("the observer failed")
 
-    def _check_room(self, peer: str) -> None:
-        """Refuse one call too many, of all or of a connection: an eighth of the places is for others.
-
-        HTTP/2's own bound of a connection's streams would be no help: until a client has heard of it, what it asks
-        for beyond it fails as UNAVAILABLE (2,575 calls of a burst of 3,000, measured).
-        """
-        if self._num_rpcs.total() > self._max_rpcs:
-            raise OverloadedError(f"The server is answering {self._max_rpcs} calls already.", retry_after=1.0)
-        is_shared = peer.startswith("unix:")  # all clients of a Unix socket have one name
-        most = self._max_rpcs - self._max_rpcs // 8
-        if self._num_rpcs[peer] > most and not is_shared:
-            raise OverloadedError(f"This connection has {most} calls already.", retry_after=1.0)
-
     def _refusal(self, method: str, error: Exception) -> grpc.RpcMethodHandler:
         """Return a method that fails at once. It takes a stream of requests, so that gRPC does not wait for one."""
 
-        async def refuse(raw: Any, context: grpc.aio.ServicerContext, asked: list[Message]) -> None:
+        async def refuse(raws: Any, context: grpc.aio.ServicerContext, asked: list[Message]) -> None:
             raise error
 
-        async def answer(raw: Any, context: grpc.aio.ServicerContext) -> None:
-            await self._answer(method, context, refuse, raw)
+        async def answer(raws: Any, context: grpc.aio.ServicerContext) -> None:
+            await self._answer(method, context, refuse, raws)
 
         return grpc.stream_stream_rpc_method_handler(answer)
 
@@ -186,9 +195,32 @@ async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
         raise asyncio.CancelledError from None  # the status waits behind what the client does not read
 
 
+def _authorization(metadata: Any) -> str | None:
+    """Return the Authorization of a call's metadata; what is no text is no key."""
+    values = [value for name, value in metadata or () if name == "authorization"]
+    return only_header([value if isinstance(value, str) else "" for value in values])
+
+
 def _request_id(context: grpc.aio.ServicerContext) -> str:
     """Return the id that the service has given to the call so far; "" if none."""
     return first(context.trailing_metadata(), REQUEST_ID) or ""
+
+
+async def _one_message(context: grpc.aio.ServicerContext, seconds: float) -> bytes:
+    """Receive the message of a call that has one, and its end: what came behind it would be held while the call runs.
+
+    gRPC holds what has come of a message until it is whole. DeadlineError where that takes longer than so many seconds
+    (0: for ever).
+    """
+    try:
+        async with asyncio.timeout(seconds or None):
+            raw = await context.read()
+            if raw is not _EOF and await context.read() is _EOF:
+                return raw
+            await asyncio.sleep(_CANCEL_SECONDS)
+            raise UserError("A call of this method sends one message, no more and no less.")
+    except TimeoutError:
+        raise DeadlineError(f"The message did not come within {seconds:g} seconds.") from None
 
 
 def _parse(raw: bytes, parse: Callable[[bytes], Message]) -> Message:

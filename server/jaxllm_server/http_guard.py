@@ -1,7 +1,7 @@
 """Who and what may reach the routes: size of the head, Host, Origin, API key, declared size of the body, how many.
 
-An ASGI middleware that raises `Refusal` or `AuthError`, and a gate; answering them is `http_app`'s business. It decides
-on the raw path, on which no decoding, host name or case can play tricks (vLLM CVE-2026-48746).
+An ASGI middleware that raises `Refusal` or an error of `auth`, and a gate; answering them is `http_app`'s business. It
+decides on the raw path, on which no decoding, host name or case can play tricks (vLLM CVE-2026-48746).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.errors import OverloadedError
-from jaxllm_server.auth import Keys
+from jaxllm_server.auth import Keys, only_header
 from jaxllm_server.clients import client_of
-from jaxllm_server.errors import AuthError
 from jaxllm_server.http_errors import Headers, Refusal, body_too_large
 from jaxllm_server.options import LOOPBACK, ServerOptions
 
 CLIENT = "jaxllm.client"  # in a request's scope: who sent it
 OPEN_PATHS = frozenset({b"/health", b"/live", b"/ready"})  # for probes, which have no key
+# And all that begins like them once it is decoded: to the router "/%6coad" and "/load\n" are "/load".
+_ADMIN_PATHS = ("/load", "/metrics")
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
 _PREFLIGHT_SECONDS = b"600"  # that a browser may remember an answer to its question
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
@@ -54,7 +55,7 @@ class Guard:
             await _answer_preflight(headers, send)
             return
         if scope["raw_path"] not in OPEN_PATHS:
-            key = self._keys.check(_authorization(headers))
+            key = self._keys.check(_authorization(headers), admin=scope["path"].startswith(_ADMIN_PATHS))
             scope[CLIENT] = client_of(key, (scope.get("client") or ("",))[0])
         # With the spaces and tabs that RFC 9110 allows behind a value: llhttp has read the same number past them.
         length = headers.get(b"content-length", [b"0"])[0].strip(b" \t")
@@ -200,10 +201,7 @@ def _authority(origin: bytes) -> bytes | None:
 
 
 def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
-    values = headers.get(b"authorization", [])
-    if len(values) > 1:
-        raise AuthError("There may be only one Authorization header.", False)
-    return values[0].decode("utf-8", "surrogateescape") if values else None
+    return only_header([value.decode("utf-8", "surrogateescape") for value in headers.get(b"authorization", [])])
 
 
 def _without_root(scope: Scope, root: str) -> Scope:

@@ -43,7 +43,7 @@ class ServerOptions:
 
     # Who may come in.
     api_key: tuple[str, ...] = ()  # any of these opens everything but health
-    admin_api_key: tuple[str, ...] = ()  # the control service needs one, where there are any or several API keys
+    admin_api_key: tuple[str, ...] = ()  # for what shows or ends the work of all; needed where there are several keys
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None  # of the clients
@@ -75,7 +75,7 @@ class ServerOptions:
     max_receiving_bytes: int | None = None  # of HTTP bodies, half of it a client's; default: 16 times max_body_bytes
     max_rpcs: int = 1024  # calls at once, on each front end; seven eighths of them on one connection of gRPC
     request_timeout: float = 600.0  # a request that is not through by then fails
-    stall_timeout: float = 30.0  # a stream that is not read for so long is closed; 0: never
+    stall_timeout: float = 30.0  # for a request to come whole; a stream not read for so long is closed; 0: never
 
     # Its life.
     shutdown_timeout: float = 30.0  # streams may finish for so long once a signal came

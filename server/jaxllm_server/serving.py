@@ -58,7 +58,7 @@ class Serving:
         self._template_kwargs = template_kwargs(options)
         self._shares = Shares(options.max_sequences_per_client)
         num_keys = len(options.api_key) + len(options.admin_api_key)
-        self._has_tenants = bool(options.api_key) and num_keys > 1 and not options.share_prefix_cache
+        self._has_tenants = bool(options.api_key) and num_keys > 1
         self._template: str | None = None
         if options.chat_template is not None:
             self._template = Path(options.chat_template).read_text(encoding="utf-8")
@@ -122,6 +122,7 @@ class Serving:
                 prompt,
                 params,
                 request_id,
+                owner=call.client if self._has_tenants else "",
                 priority=call.priority,
                 time_limit=call.time_limit,
                 timeout=self.options.request_timeout or None,
@@ -204,7 +205,7 @@ class Serving:
 
         The colon is in no salt that a caller can give, so nobody can name another's.
         """
-        if self._has_tenants:
+        if self._has_tenants and not self.options.share_prefix_cache:
             return {"cache_salt": f"{call.client}:{call.cache_salt or ''}"}
         return {} if call.cache_salt is None else {"cache_salt": call.cache_salt}
 

@@ -100,7 +100,7 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "_flatten Tokenizer._longest_token Tokenizer._most_characters Tokenizer._special_tokens Tokenizer._around "
         "Tokenizer._template NoTokenizer.__init__",
         "jaxllm.types": "default_sampling_params",
-        "jaxllm_server.clients": "Shares.__init__",
+        "jaxllm_server.clients": "Shares.__init__ Places.__init__",
         "jaxllm_server.grpc_gate": "Gate.__init__ Gate._guard",
         "jaxllm_server.grpc_service": "InferenceService.__init__ ControlService.__init__",
         "jaxllm_server.http_app": "make_app Endpoints.__init__ Endpoints.routes Endpoints._gated Front.__init__ "
@@ -155,10 +155,10 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "jaxllm.engine": "LLMEngine.add_request LLMEngine.abort_request LLMEngine.reset_prefix_cache "
         "LLMEngine.start_profile",
         "jaxllm.streams": "Inbox.abort Inbox.call Inbox.set_paused BlockLog.append BlockLog._wake BlockLog.read "
-        "StreamTable.__len__ StreamTable.ids StreamTable.get StreamTable.wait_quiet",
+        "StreamTable.__len__ StreamTable.ids StreamTable.of_id StreamTable.wait_quiet",
         "jaxllm.tokenizer": "Tokenizer.token Tokenizer.ids Tokenizer.is_text",
         "jaxllm.types": "CompletionOutput.finished",
-        "jaxllm_server.grpc_gate": "_parsed",
+        "jaxllm_server.grpc_gate": "Gate._receive_health _parsed",
         "jaxllm_server.grpc_messages": "tokenize_call_of detokenize_ids_of",
         "jaxllm_server.grpc_replies": "kv_events_of _hash default_sampling_of default_stop_of",
         "jaxllm_server.grpc_service": "InferenceService.Embed InferenceService.Tokenize InferenceService.Detokenize "

@@ -66,6 +66,17 @@ class Frames:
         self.flush()
         return stream
 
+    def pour(self, stream: int, num_bytes: int) -> int:
+        """Send so many zeros, or as many as the windows allow; return how many."""
+        num_bytes = sent = max(0, min(num_bytes, self.http.local_flow_control_window(stream)))
+        while num_bytes:
+            piece = bytes(min(num_bytes, self.http.max_outbound_frame_size))
+            self.http.send_data(stream, piece)
+            num_bytes -= len(piece)
+        self.socket.settimeout(10.0)  # of `read`: half a frame would spoil the connection
+        self.flush()
+        return sent
+
     def read(self, until: Callable[[list[Any]], object], seconds: float = 5.0) -> bool:
         """Take in events until something holds of all that came, or the connection or the time is over."""
         end = time.monotonic() + seconds

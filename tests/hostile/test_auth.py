@@ -39,8 +39,8 @@ ROUTES = {
     ("GET", "/live"): (200, 200, 200, 200),
     ("GET", "/ready"): (200, 200, 200, 200),
     ("GET", "/version"): (401, 401, 200, 200),
-    ("GET", "/load"): (401, 401, 200, 200),
-    ("GET", "/metrics"): (401, 401, 404, 404),
+    ("GET", "/load"): (401, 401, 403, 200),
+    ("GET", "/metrics"): (401, 401, 403, 404),
 }
 # Every gRPC service but health, which is open: whether its calls are an administrator's.
 SERVICES = {
@@ -140,7 +140,13 @@ def test_no_path_in_disguise_is_open(port: int, path: str) -> None:
         assert status(port, "GET", path, host=host) in (400, 401), host
     # With a key it is nothing special, either.
     keyed = status(port, "GET", path, authorization(f"Bearer {KEY}"))
-    assert keyed in (200, 400, 404, 405)
+    assert keyed in (200, 400, 404, 405) or (keyed, path) == (403, "/metrics")
+
+
+@pytest.mark.parametrize("path", ["/load", "/%6coad", "/load%0A", "/load?x", "http://localhost/load", "/metrics%0a"])
+def test_no_path_in_disguise_is_open_to_a_users_key(port: int, path: str) -> None:
+    assert status(port, "GET", path, authorization(f"Bearer {KEY}")) == 403
+    assert status(port, "GET", path, authorization(f"Bearer {ADMIN}")) in (200, 404)
 
 
 def test_what_stands_behind_an_open_path_is_not_looked_at(port: int) -> None:
@@ -224,6 +230,7 @@ def test_what_each_call_says_to_each_key(keyed: ServingProcess) -> None:
             "/grpc.health.v1.Health",
         ):
             assert code(method) == "UNAUTHENTICATED", method
+            assert code(method, *bearer(ADMIN), *bearer(ADMIN)) == "UNAUTHENTICATED", method
         assert code("/grpc.health.v1.Health/Check") == "OK"
         for method in (
             "/grpc.health.v1.Health/../../jaxllm.v1.InferenceService/ListModels",

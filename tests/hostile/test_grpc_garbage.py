@@ -9,12 +9,14 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import grpc
 import h2.events
+import h2.exceptions
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -194,7 +196,8 @@ def test_metadata_of_all_kinds(fake: ServingProcess, channel: grpc.Channel) -> N
             generate(good, metadata=metadata, timeout=5)
         except grpc.RpcError as error:
             told: Any = error
-            assert told.code().name in ("INVALID_ARGUMENT", "INTERNAL", "RESOURCE_EXHAUSTED"), (metadata, told)
+            codes = ("INVALID_ARGUMENT", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED")
+            assert told.code().name in codes, (metadata, told)
             assert SECRETS.search(told.details() or "") is None
             # What is INTERNAL never left this machine.
             assert told.code().name != "INTERNAL" or told.details() in ("Invalid metadata", "Illegal header value")
@@ -219,8 +222,8 @@ def test_metadata_of_all_kinds(fake: ServingProcess, channel: grpc.Channel) -> N
 
 
 @contextmanager
-def unhurt(server: ServingProcess, calls: int = 30, most_mib: int = 100) -> Iterator[None]:
-    """Fail if calls of another client fail or take long while the block runs, or if it costs a core."""
+def unhurt(server: ServingProcess, calls: int = 30, most_mib: int = 100) -> Iterator[list[float]]:
+    """Fail if calls of another client fail or take long while the block runs, or if it costs a core; give the times."""
     pid, end, times = server.process.pid, threading.Event(), []
 
     def ask() -> None:
@@ -236,7 +239,7 @@ def unhurt(server: ServingProcess, calls: int = 30, most_mib: int = 100) -> Iter
     before, busy, began = resident_bytes(pid), processor_seconds(pid), time.monotonic()
     thread.start()
     try:
-        yield
+        yield times
     finally:
         end.set()
         thread.join(30)
@@ -298,6 +301,7 @@ def test_a_flood_of_frames_that_ask_for_nothing(fake: ServingProcess) -> None:
 
 
 NUM_STREAMS = 2000
+NUM_WATCHES = 20_000
 
 
 @pytest.mark.ci
@@ -313,6 +317,80 @@ def test_thousands_of_streams_at_once(fake: ServingProcess) -> None:
         codes = {frames.status(stream, 0.1)[0] for stream in asked[:: len(asked) // 50]}
         print(len(asked), "streams, statuses", codes)
         assert codes == {8, None}, "the first ones are being answered, the others are told at once"
+
+
+NUM_PARCELS, PARCEL = 100, 8 << 20  # messages that are announced, and their bytes: as large as any may be
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("method", "most_mib", "codes"),
+    [
+        ("/grpc.health.v1.Health/Check", 300, {4, 8}),  # 8 on each of four connections are received at all
+        ("/grpc.health.v1.Health/Watch", 300, {4, 8}),
+        (f"{INFERENCE}/Generate", 850, {4}),  # which needs a key, where there are keys
+    ],
+)
+def test_messages_that_never_come_whole(
+    fake: ServingProcess, method: str, most_mib: int, codes: set[int | None]
+) -> None:
+    """On four connections, all but for the last byte: they are refused, or let go in time with what they held."""
+    pid, before, most = fake.process.pid, resident_bytes(fake.process.pid), 0
+    with unhurt(fake) as times, ExitStack() as connections:
+        attackers = [connections.enter_context(Frames(fake.grpc)) for _ in range(4)]
+        left = {
+            (number, attackers[number % 4].call(method, b"\0" + PARCEL.to_bytes(4, "big"), ends=False)): PARCEL - 1
+            for number in range(NUM_PARCELS)
+        }
+        end = time.monotonic() + STALL_SECONDS + 8
+        while left and time.monotonic() < end:
+            for (number, stream), num_bytes in list(left.items()):
+                try:
+                    left[number, stream] -= attackers[number % 4].pour(stream, num_bytes)
+                except h2.exceptions.StreamClosedError:  # it has a status
+                    del left[number, stream]
+            for attacker in attackers:
+                attacker.read(lambda events: False, 0.002)
+            most = max(most, resident_bytes(pid) - before)
+        heads = [
+            own for attacker in attackers for own in attacker.events if isinstance(own, h2.events.ResponseReceived)
+        ]
+        found = Counter(int(dict(head.headers)[b"grpc-status"]) for head in heads)
+        print(
+            f"{most >> 20} MiB at most, statuses {dict(found)}, another's call took {1e3 * max(times):.0f} ms at most"
+        )
+        assert found.total() == NUM_PARCELS and found.keys() == codes
+        while resident_bytes(pid) - before > 100 << 20:  # also where a connection lives on
+            assert time.monotonic() < end + 5
+            time.sleep(0.05)
+    assert most < most_mib << 20 and max(times) < 0.5
+
+
+@pytest.mark.ci
+def test_thousands_of_watches(fake: ServingProcess) -> None:
+    """They need no key, and stay: a connection has its share of them, and no more."""
+    import hpack
+
+    before, most = resident_bytes(fake.process.pid), 0
+    head = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/grpc.health.v1.Health/Watch")]
+    head += [(b":authority", b"localhost"), (b"content-type", b"application/grpc"), (b"te", b"trailers")]
+    with unhurt(fake) as times, Frames(fake.grpc) as frames:
+        frames.read(lambda events: False, 0.2)
+        encoder, calls = hpack.Encoder(), b""
+        for number in range(NUM_WATCHES):  # without h2, which would take as long as the server
+            block = encoder.encode(head)
+            stream = (2 * number + 1).to_bytes(4, "big")
+            calls += len(block).to_bytes(3, "big") + b"\1\4" + stream + block + b"\0\0\5\0\1" + stream + framed(b"")
+        frames.socket.settimeout(1.0)
+        frames.socket.sendall(calls)
+        with suppress(TimeoutError):  # once it is silent
+            while frames.socket.recv(1 << 20):
+                most = max(most, resident_bytes(fake.process.pid) - before)
+        held = resident_bytes(fake.process.pid) - before
+    print(
+        f"{most >> 20} MiB at most, {held >> 20} MiB in the end, another's call took {1e3 * max(times):.0f} ms at most"
+    )
+    assert held < 50 << 20 and most < 200 << 20 and max(times) < 0.5
 
 
 def test_heads_that_grow_when_unpacked(fake: ServingProcess) -> None:

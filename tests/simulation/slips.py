@@ -338,7 +338,12 @@ SLIPS = [
         "load.waiting_tokens and load.waiting_tokens + num_tokens > most_tokens",
         "False",
     ),
-    Mutant("an id may be used twice", "async_engine.AsyncLLM.generate", "if request_id in self._streams:", "if False:"),
+    Mutant(
+        "an id may be used twice",
+        "async_engine.AsyncLLM.generate",
+        "if self._streams.has(request_id, owner):",
+        "if False:",
+    ),
     Mutant(
         "who leaves is not aborted", "async_engine.AsyncLLM._close", 'self._inbox.abort(stream.key, "abort")', "pass"
     ),
@@ -397,8 +402,8 @@ SLIPS = [
     Mutant(
         "streams are kept",
         "streams.StreamTable.close",
-        "del self._by_id[stream.request_id], self._by_key[stream.key]",
-        "del self._by_id[stream.request_id]",
+        "del owners[stream.owner], self._by_key[stream.key]",
+        "del owners[stream.owner]",
     ),
     Mutant(
         "the load is not told",
@@ -600,7 +605,7 @@ SLIPS = [
         "the id is not looked at again once the prompt is made",
         "async_engine.AsyncLLM.generate",
         "accepted = await self._accept(request_id, prompt, sampling_params, priority)\n"
-        "    if request_id in self._streams:",
+        "    if self._streams.has(request_id, owner):",
         "accepted = await self._accept(request_id, prompt, sampling_params, priority)\n    if False:",
     ),
     Mutant(
