@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from jaxllm.errors import DeadlineError, EngineError, UserError
+from jaxllm.errors import DeadlineError, EngineError, OverloadedError, UserError
 from jaxllm_server.auth import only_header
 from jaxllm_server.clients import Places
 from jaxllm_server.grpc_errors import Failure, failure_of
@@ -36,10 +36,11 @@ _FAREWELL_SECONDS = 5.0  # for a status to leave; a client that reads nothing wo
 _CANCEL_SECONDS = 0.05  # for gRPC to cancel our task: to a reader a call that was cancelled looks like one that ended
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] - Cython's
 # Health needs no key, and a message of it may be announced as large as any: no more than these are received at once,
-# 256 MiB with the default bound of a message. One of ours comes whole in the packet of its head.
+# 256 MiB with the default bound of a message. An honest one comes whole in the packet of its head; so where all places
+# are taken, the message that has been coming longest makes room, unless it began just now.
 _MAX_HEALTH_MESSAGES = 32
-_MAX_HEALTH_MESSAGES_EACH = 8  # of one connection
 _HEALTH_SECONDS = 1.0
+_HEALTH_LEAST_SECONDS = 0.1
 _SPAN = {"rpc.system": "grpc"}
 _KINDS = {
     (False, False): "unary_unary",
@@ -64,7 +65,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._stall_timeout = stall_timeout
         # An eighth of the places is for others than one connection.
         self._calls = Places("calls", max_rpcs, max_rpcs - max_rpcs // 8)
-        self._health = Places("health calls", _MAX_HEALTH_MESSAGES, _MAX_HEALTH_MESSAGES_EACH)
+        self._health: dict[asyncio.Timeout, float] = {}  # of messages being received: when each began, in order
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
 
     async def intercept_service(
@@ -123,11 +124,22 @@ class Gate(grpc.aio.ServerInterceptor):
         return make(answer, request_deserializer=None, response_serializer=handler.response_serializer)
 
     async def _receive(self, context: grpc.aio.ServicerContext) -> bytes:
-        return await _one_message(context, self._stall_timeout)
+        return await _one_message(context, asyncio.timeout(self._stall_timeout or None))
 
     async def _receive_health(self, context: grpc.aio.ServicerContext) -> bytes:
-        with self._health.place(context.peer()):
-            return await _one_message(context, _HEALTH_SECONDS)
+        now = asyncio.get_running_loop().time()
+        if len(self._health) >= _MAX_HEALTH_MESSAGES:
+            oldest, began = next(iter(self._health.items()))
+            if now - began < _HEALTH_LEAST_SECONDS:
+                raise OverloadedError("The server is receiving too many health checks.", retry_after=1.0)
+            del self._health[oldest]
+            oldest.reschedule(now)
+        limit = asyncio.timeout(_HEALTH_SECONDS)
+        self._health[limit] = now
+        try:
+            return await _one_message(context, limit)
+        finally:
+            self._health.pop(limit, None)
 
     async def _answer(
         self, method: str, context: grpc.aio.ServicerContext, respond: Respond, raws: AsyncIterator[bytes]
@@ -206,21 +218,20 @@ def _request_id(context: grpc.aio.ServicerContext) -> str:
     return first(context.trailing_metadata(), REQUEST_ID) or ""
 
 
-async def _one_message(context: grpc.aio.ServicerContext, seconds: float) -> bytes:
+async def _one_message(context: grpc.aio.ServicerContext, limit: asyncio.Timeout) -> bytes:
     """Receive the message of a call that has one, and its end: what came behind it would be held while the call runs.
 
-    gRPC holds what has come of a message until it is whole. DeadlineError where that takes longer than so many seconds
-    (0: for ever).
+    gRPC holds what has come of a message until it is whole. DeadlineError where that takes longer than the limit.
     """
     try:
-        async with asyncio.timeout(seconds or None):
+        async with limit:
             raw = await context.read()
             if raw is not _EOF and await context.read() is _EOF:
                 return raw
             await asyncio.sleep(_CANCEL_SECONDS)
             raise UserError("A call of this method sends one message, no more and no less.")
     except TimeoutError:
-        raise DeadlineError(f"The message did not come within {seconds:g} seconds.") from None
+        raise DeadlineError("The message did not come in time.") from None
 
 
 def _parse(raw: bytes, parse: Callable[[bytes], Message]) -> Message:
