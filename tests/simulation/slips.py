@@ -705,4 +705,30 @@ SLIPS = [
         " and not self._is_stopped",
         "",
     ),
+    Mutant(
+        "who leaves while its prompt is made keeps its place",
+        "async_engine.AsyncLLM.preparing",
+        "finally:",
+        "except Exception:\n        self._num_preparing -= num_samples\n        raise\n    else:",
+    ),
+    Mutant(
+        "the log of block events is never cut",
+        "streams.BlockLog.append",
+        "while self._num_events > LOGGED_EVENTS and len(self._batches) > 1:",
+        "while False:",
+    ),
+    Mutant(
+        "a slot stays as wide as its widest sample was",
+        "seats.Seats.give",
+        "self._variants[slot] = VARIANTS.index(sample.variant)",
+        "self._variants[slot] = max(self._variants[slot], VARIANTS.index(sample.variant))",
+    ),
+    Mutant(
+        "a preempted request's stop strings forget min_tokens",
+        "engine.LLMEngine._admit",
+        "extras: list[tuple[int, np.ndarray]] = []",
+        "extras: list[tuple[int, np.ndarray]] = []\n    import dataclasses\n"
+        "    for preempted in [self._samples[each] for each in plan.preempted]:\n"
+        "        preempted.params = dataclasses.replace(preempted.params, min_tokens=0)",
+    ),
 ]
