@@ -257,6 +257,12 @@ class Core(RuleBasedStateMachine):
             self.take_in()
 
 
+@pytest.fixture(autouse=True)
+def shrunk_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is told within a minute: Hypothesis shrinks for five, and has no setting for that."""
+    monkeypatch.setattr("hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS", 20)
+
+
 class TestCore(Core.TestCase):
     settings = settings(max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 
