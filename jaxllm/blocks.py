@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The prefix index is kept in byte strings, each with the entries of some digests: a change copies 1 kB. Copies of dicts,
-# which count a reference for each entry when they are made and freed, were half of a step that replaced 26 of 4,096
-# requests.
+# The prefix index is kept in byte strings, each with the entries of some digests: a change copies 1 kB. To copy and free
+# dicts, which count a reference for each of 256 entries, was half of a step that replaced 26 of 4,096 requests.
 SHARD_BLOCKS = 32  # of the pool, for each shard
 MOST_SHARDS = 8192  # a change copies their list too
 BLOCK_BYTES = 4
@@ -251,7 +250,6 @@ class PoolEditor:
             left = Chunk(blocks[used:], digests[used:], their_stamps[used:], rest)
             self._oldest = left if left.blocks else rest
         self._num_cached -= count
-        self._own_stamps()[evicted] += 1
         return evicted
 
     def _drop(self, digest: bytes) -> None:

@@ -55,6 +55,8 @@ def check_turn(world: World, began: float) -> None:
     batches = world.llm._blocks._batches
     if len(batches) > 1 and sum(len(batch.events) for batch in batches) > streams.LOGGED_EVENTS:
         raise Violation("I13: the log of the prefix cache's events grows")
+    if world.llm._blocks._next and not batches:
+        raise Violation("the log of the prefix cache's events has lost the last batch, too")
     if len(world.engine._samples) != len(reference.by_id):
         raise Violation("I13: the engine keeps samples that have ended, or lost some")
     for turn, client in world.left:

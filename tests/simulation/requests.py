@@ -117,7 +117,8 @@ def params_of(world: World, given: dict[str, Any]) -> SamplingParams:
     if "seeded" in given:
         world.num_seeds += 1
         params = copy.copy(params)
-        object.__setattr__(params, "seed", world.num_seeds << 20)  # what is valid for one is for another
+        seed = (-1) ** world.num_seeds * (world.num_seeds << 20)
+        object.__setattr__(params, "seed", seed)  # what is valid for one is for another
     return params
 
 

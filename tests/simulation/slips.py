@@ -731,4 +731,11 @@ SLIPS = [
         "    for preempted in [self._samples[each] for each in plan.preempted]:\n"
         "        preempted.params = dataclasses.replace(preempted.params, min_tokens=0)",
     ),
+    Mutant(
+        "the last batch of block events is cut, too",
+        "streams.BlockLog.append",
+        "len(self._batches) > 1",
+        "len(self._batches) >= 1",
+    ),
+    Mutant("a negative seed is told as another", "samples._signed", "seed - 2**64 if seed >= 2**63 else seed", "seed"),
 ]
