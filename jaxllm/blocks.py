@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The prefix index is kept in byte strings, each with the entries of some digests: a change copies 1 kB. To copy and free
-# dicts, which count a reference for each of 256 entries, was half of a step that replaced 26 of 4,096 requests.
+# The prefix index is kept in byte strings, each with the entries of some digests: a change copies 1 kB. To copy and
+# free dicts, which count a reference for each of 256 entries, was half of a step that replaced 26 of 4,096 requests.
 SHARD_BLOCKS = 32  # of the pool, for each shard
 MOST_SHARDS = 8192  # a change copies their list too
 BLOCK_BYTES = 4
