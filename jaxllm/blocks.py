@@ -168,8 +168,9 @@ class PoolEditor:
         """Enter (digest, block) pairs into the index; content that is there already keeps its block."""
         for digest, block in entries:
             number = _number(digest, len(self._shards))
-            if _place(self._shards[number], digest) < 0:
-                self._own_shards()[number] += _entry(self._shards[number], digest, block)
+            shard = self._shards[number]
+            if _place(shard, digest) < 0:
+                self._own_shards()[number] = _extended(shard, digest, block)
                 if self._records:
                     self.changes.append((True, digest))
 
@@ -264,8 +265,11 @@ class PoolEditor:
 
     def _find(self, digest: bytes) -> int | None:
         shard = self._shards[_number(digest, len(self._shards))]
-        at = _place(shard, digest) + len(digest)
-        return None if at < len(digest) else int.from_bytes(shard[at : at + BLOCK_BYTES])
+        at = _place(shard, digest)
+        if at < 0:
+            return None
+        at += len(digest)
+        return int.from_bytes(shard[at : at + BLOCK_BYTES])
 
     def _own_references(self) -> np.ndarray:
         if self._references is None:
@@ -296,18 +300,18 @@ def make_shards(entries: Iterable[tuple[bytes, int]], num_blocks: int) -> tuple[
     shards = [b""] * min(MOST_SHARDS, -(-num_blocks // SHARD_BLOCKS))
     for digest, block in entries:
         number = _number(digest, len(shards))
-        shards[number] += _entry(shards[number], digest, block)
+        shards[number] = _extended(shards[number], digest, block)
     return tuple(shards)
 
 
 def _number(digest: bytes, num_shards: int) -> int:
     """Say which shard a digest belongs to."""
-    return int.from_bytes(digest[:4]) % num_shards
+    return (digest[0] << 8 | digest[1]) % num_shards
 
 
-def _entry(shard: bytes, digest: bytes, block: int) -> bytes:
-    """Return what is appended to a shard: the first of its bytes says how long digests are."""
-    return (b"" if shard else bytes([len(digest)])) + digest + block.to_bytes(BLOCK_BYTES)
+def _extended(shard: bytes, digest: bytes, block: int) -> bytes:
+    """Return a shard with one entry more; the first of its bytes says how long digests are."""
+    return (shard or bytes([len(digest)])) + digest + block.to_bytes(BLOCK_BYTES)
 
 
 def _entries(shard: bytes) -> Iterator[tuple[bytes, int]]:

@@ -147,7 +147,7 @@ SLIPS = [
     Mutant(
         "published content moves to the new block",
         "blocks.PoolEditor.publish",
-        "if _place(self._shards[number], digest) < 0:",
+        "if _place(shard, digest) < 0:",
         "if True:",
     ),
     Mutant(
