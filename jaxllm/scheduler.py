@@ -258,7 +258,7 @@ def _admit(
         num_running += 1
         rows.append((slot, start, length))
         admitted.append(Admission(slot, entry.request, entry.known, start))
-        table.append(np.asarray([(slot, index, block) for index, block in enumerate(owned)], np.int32))
+        table.append(np.array(([slot] * len(owned), range(len(owned)), owned), np.int32).T)
     editor.waiting = editor.waiting[len(admitted) :]
 
 

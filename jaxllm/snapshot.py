@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm import blocks
-from jaxllm.blocks import Cached, Chunk, Pool
+from jaxllm.blocks import Cached, Pool
 from jaxllm.state import Limits, Plan, Request, Running, Slots, State, Waiting, initial
 
 PLAN_COLUMNS: dict[str, Any] = {"slots": np.intp, "epochs": np.int64, "starts": np.int32, "lengths": np.int32}
@@ -70,8 +70,7 @@ def pack_state(
 ) -> dict[str, Any]:
     """Write a state, the plans whose tokens are still to come, and the requests that it names, already packed."""
     pool = state.pool
-    index = [(hide(digest), block) for shard in pool.index for digest, block in shard.items()]
-    index.sort(key=lambda entry: entry[1])
+    index = sorted(((hide(digest), block) for digest, block in pool.index.items()), key=lambda entry: entry[1])
     cached = list(blocks.cached_entries(pool))
     return {
         "requests": list(requests),
@@ -159,9 +158,9 @@ def _unpack_pool(data: Mapping[str, Any], limits: Limits) -> Pool:
         free=free,
         num_cached=len(entries),
         num_entries=len(entries),
-        oldest=Chunk(entries, None) if entries else None,
+        oldest=blocks.make_queue(entries),
         newest=None,
-        index=blocks.make_index(zip(_cut(digests, len(numbers)), numbers.tolist(), strict=True)),
+        shards=blocks.make_shards(zip(_cut(digests, len(numbers)), numbers.tolist(), strict=True), num_blocks),
     )
 
 

@@ -251,7 +251,7 @@ class StateEditor:
     def pool(self) -> PoolEditor:
         """The blocks."""
         if "pool" not in self._parts:
-            self._parts["pool"] = PoolEditor(self._state.pool)
+            self._parts["pool"] = PoolEditor(self._state.pool, self._state.block_events is not None)
         return self._parts["pool"]
 
     @property
@@ -281,7 +281,7 @@ class StateEditor:
 
     def forget_cache(self, limits: Limits) -> None:
         """Start with a new pool, in which every block is free."""
-        self._parts["pool"] = PoolEditor(blocks.make_pool(limits.num_blocks))
+        self._parts["pool"] = PoolEditor(blocks.make_pool(limits.num_blocks), self._state.block_events is not None)
         self._was_cleared = True
 
     def describe(self, request: Request, digests: Sequence[bytes], full: range, block_size: int) -> None:

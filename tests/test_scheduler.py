@@ -62,7 +62,7 @@ def check_accounts(state: State, limits: Limits) -> None:
     cached, free = blocks.cached_blocks(pool), pool.free.tolist()
     assert len(cached) == pool.num_cached and len(set(cached)) == len(cached)
     assert sorted([*set(named), *cached, *free]) == list(range(limits.num_blocks)), "free + used + cached = total"
-    indexed = [block for shard in pool.index for block in shard.values()]
+    indexed = list(pool.index.values())
     assert len(set(indexed)) == len(indexed), "a block holds one content"
     assert not set(indexed) & set(free), "a free block cannot be hit"
     for slot, record in enumerate(state.running):
@@ -221,7 +221,7 @@ class Core(RuleBasedStateMachine):
                     self.indexed.remove(digest)
                 case Cleared():
                     self.indexed.clear()
-        assert self.indexed == {digest for shard in self.state.pool.index for digest in shard}
+        assert self.indexed == self.state.pool.index.keys()
         self.state = take_block_events(self.state)[0]
 
     @invariant()
@@ -255,6 +255,12 @@ class Core(RuleBasedStateMachine):
     def step_without_faults(self) -> None:
         if len(self.in_flight) == self.depth or not self.issue():
             self.take_in()
+
+
+@pytest.fixture(autouse=True)
+def shrunk_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is told within a minute: Hypothesis shrinks for five, and has no setting for that."""
+    monkeypatch.setattr("hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS", 20)
 
 
 class TestCore(Core.TestCase):

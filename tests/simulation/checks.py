@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jaxllm import streams
 from jaxllm.types import RequestOutputKind
 from tests.simulation.device import Violation
 
@@ -51,6 +52,11 @@ def check_turn(world: World, began: float) -> None:
                 raise Violation(f"I7: {client.name} waits although the time of the drain is over")
     if world.setting["block_events"] and len(world.follower.stored) != len(reference.index):
         raise Violation("the events of the prefix cache do not add up to it")
+    batches = world.llm._blocks._batches
+    if len(batches) > 1 and sum(len(batch.events) for batch in batches) > streams.LOGGED_EVENTS:
+        raise Violation("I13: the log of the prefix cache's events grows")
+    if world.llm._blocks._next and not batches:
+        raise Violation("the log of the prefix cache's events has lost the last batch, too")
     if len(world.engine._samples) != len(reference.by_id):
         raise Violation("I13: the engine keeps samples that have ended, or lost some")
     for turn, client in world.left:
@@ -94,6 +100,8 @@ def check_idle(world: World) -> None:
         raise Violation("I13: requests are kept after their end")
     if world.llm._inbox.counts() != (0, 0) or len(world.llm._streams):
         raise Violation("I13: the inbox counts what is not there")
+    if world.llm._num_preparing:
+        raise Violation("I13: a place in the queue is kept for a prompt that nobody makes")
     if world.draining is None and world.loop.next_timer() is not None:
         raise Violation("I13: a timer is kept for nobody")
     if engine.metrics.finished != dict(world.reasons):

@@ -11,7 +11,7 @@ from jaxllm.errors import EngineError
 from jaxllm.state import Plan
 from tests.simulation.client import Client
 from tests.simulation.device import Violation
-from tests.simulation.requests import burst, race, submit
+from tests.simulation.requests import burst, leave_early, race, submit
 
 if TYPE_CHECKING:
     from jaxllm.async_engine import PauseMode
@@ -31,6 +31,8 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
             elif world.live:
                 name = list(world.live)[arguments[0] % len(world.live)]
                 world.fired[kind] += submit(world, arguments[1] | {"name": name})
+        case "leave_early":
+            world.fired[kind] += leave_early(world, arguments[0] | {"text": "abcabcab"})
         case "tokenizer_error":
             failures = world.tokenizer.num_failures
             submit(world, arguments[0])

@@ -14,8 +14,10 @@ from jaxllm import async_engine, blocks, engine, runner, streams
 from jaxllm.batch import Shape
 from jaxllm.blocks import PoolEditor
 from jaxllm.engine import MAX_EXHAUSTED, MAX_FAILURES
+from jaxllm.sampling import Variant
 from jaxllm.seats import Seats
-from tests.simulation.device import Flight, Violation
+from jaxllm.state import Plan
+from tests.simulation.device import VARIANTS, Flight, Violation
 from tests.simulation.events import happen
 from tests.simulation.requests import submit
 from tests.simulation.stand_ins import InjectedError, no_span
@@ -107,7 +109,7 @@ class StepFaults:
     def patched(self) -> Iterator[None]:
         """Put faults into production code, and bounds that small worlds reach; say nothing of requests that fail."""
         world = self.world
-        take, give = PoolEditor.take, Seats.give
+        take, give, variant_of = PoolEditor.take, Seats.give, Seats.variant
 
         def refusing(editor: PoolEditor, count: int) -> np.ndarray:
             if world.takes_until_refusal:
@@ -129,6 +131,13 @@ class StepFaults:
                 raise InjectedError("request_fault")
             give(seats, slot, sample)
 
+        def narrowest(seats: Seats, plan: Plan) -> Variant:
+            variant = variant_of(seats, plan)
+            rows = world.reference.plans[plan.number]
+            if VARIANTS.index(variant) != max(entry.truth.variant for entry, *_ in rows):
+                raise Violation("a step samples more widely than its rows need, or less")
+            return variant
+
         logger = logging.getLogger("jaxllm")
         before = logger.level
         logger.setLevel(logging.CRITICAL + 1)
@@ -140,6 +149,7 @@ class StepFaults:
                 mock.patch.object(async_engine, "LONG_TEXT", 6),
                 mock.patch.object(streams, "LOGGED_EVENTS", 20),
                 mock.patch.object(Seats, "give", giving),
+                mock.patch.object(Seats, "variant", narrowest),
                 mock.patch.object(engine, "FEW_STREAMS", world.few_streams),
                 mock.patch.object(runner, "PATCH_ENTRIES", 3),  # so that more is sent than one call takes
                 mock.patch.object(runner, "PATCH_EXTRAS", 1),

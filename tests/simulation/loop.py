@@ -52,9 +52,11 @@ class Loop(asyncio.AbstractEventLoop):
             try:
                 result = func(*args)
             except Exception as error:
-                future.set_exception(error)
+                if not future.cancelled():
+                    future.set_exception(error)
             else:
-                future.set_result(result)
+                if not future.cancelled():
+                    future.set_result(result)
 
         if self.held is None:
             self.call_soon(run)

@@ -101,7 +101,7 @@ def row_of(params: SamplingParams, seed: int, num_prompt: int) -> np.ndarray:
         *(params.top_k, num_prompt, num_prompt + params.min_tokens),
         *(len(params.logit_bias or ()), 0, params.allowed_token_ids is not None, 0),
     )
-    head = struct.pack("<6f7i2I", *floats, *integers, seed >> 32, seed & 0xFFFFFFFF)
+    head = struct.pack("<6f7i2I", *floats, *integers, seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
     row = np.full(ROW_WIDTH, VOCABULARY, np.int32)
     row[:15] = np.frombuffer(head, np.int32)
     row[15 : 15 + len(held)] = held

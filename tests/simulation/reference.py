@@ -368,7 +368,7 @@ class Reference:
         if pool.num_entries > 2 * pool.num_cached + blocks.MOST_STALE:
             raise Violation("I13: the queue of cached blocks grows")
         if with_index:
-            found = sorted(block for shard in pool.index for block in shard.values())
+            found = sorted(pool.index.values())
             if found != sorted(self.index.values()):
                 raise Violation("the prefix index holds other blocks")
 

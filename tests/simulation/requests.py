@@ -72,6 +72,25 @@ def race(world: World, request: dict[str, Any]) -> bool:
     return True
 
 
+def leave_early(world: World, request: dict[str, Any]) -> bool:
+    """Send a request whose reader goes away while another thread makes its prompt: its place is free again."""
+    client = Client(world, request, ids_of(world, request), params_of(world, request["params"]))
+    if refusal(world, client) is not None:
+        return False
+    held = world.loop.held = []
+    client.task = world.loop.create_task(client.run())
+    world.loop.run()
+    world.loop.held = None
+    client.task.cancel()
+    world.loop.run()
+    for run in held:
+        run()
+    world.loop.run()
+    if len(held) != 1 or not client.was_dropped or client.is_submitted:
+        raise Violation(f"{client.name} went away before its prompt was made, and is there")
+    return True
+
+
 def edges(world: World, client: Client) -> Iterator[tuple[str, bool]]:
     size, most, length = world.setting["block_size"], world.max_model_len, len(client.ids)
     yield "length_1", length == 1
@@ -98,7 +117,8 @@ def params_of(world: World, given: dict[str, Any]) -> SamplingParams:
     if "seeded" in given:
         world.num_seeds += 1
         params = copy.copy(params)
-        object.__setattr__(params, "seed", world.num_seeds << 20)  # what is valid for one is for another
+        seed = (-1) ** world.num_seeds * (world.num_seeds << 20)
+        object.__setattr__(params, "seed", seed)  # what is valid for one is for another
     return params
 
 

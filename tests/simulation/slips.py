@@ -124,15 +124,15 @@ SLIPS = [
     Mutant(
         "the most recently used block is evicted",
         "blocks.PoolEditor._evict",
-        "for entry in entries:",
-        "for entry in reversed(entries):",
+        "in zip(blocks, digests, their_stamps, now, strict=True):",
+        "in reversed([*zip(blocks, digests, their_stamps, now, strict=True)]):",
     ),
-    Mutant("an evicted block stays in the index", "blocks.PoolEditor._evict", "self._drop(entry.digest)", "pass"),
+    Mutant("an evicted block stays in the index", "blocks.PoolEditor._evict", "self._drop(digest)", "pass"),
     Mutant(
         "stale entries are evicted",
         "blocks.PoolEditor._evict",
-        "if stamps[entry.block] == entry.stamp:",
-        "if entry.digest in self._own_shard(entry.digest):",
+        "if current == stamp:",
+        "if self._find(digest) is not None:",
     ),
     Mutant("a hit does not age the entry", "blocks.PoolEditor.share", "self._own_stamps()[idle] += 1", "pass"),
     Mutant("a hit is not counted off", "blocks.PoolEditor.share", "self._num_cached -= len(idle)", "pass"),
@@ -147,20 +147,18 @@ SLIPS = [
     Mutant(
         "published content moves to the new block",
         "blocks.PoolEditor.publish",
-        "if self._find(digest) is None:",
+        "if _place(shard, digest) < 0:",
         "if True:",
     ),
     Mutant(
         "a foreign block counts as cached",
         "blocks.PoolEditor.release",
-        "self._find(digest) == block",
-        "self._find(digest) is not None",
+        "self._find(digests[position]) == block",
+        "self._find(digests[position]) is not None",
     ),
     Mutant("shared blocks are forgotten too", "blocks.PoolEditor.forget", " and references[block] == 1", ""),
     Mutant("a gap in the prefix is skipped", "blocks.PoolEditor.look_up", "break", "continue"),
-    Mutant(
-        "compacting loses an entry", "blocks._compact", "tuple(cached_entries(pool))", "tuple(cached_entries(pool))[1:]"
-    ),
+    Mutant("compacting loses an entry", "blocks._compact", "cached_entries(pool)", "[*cached_entries(pool)][1:]"),
     Mutant(
         "the queue is never swept",
         "blocks.PoolEditor.done",
@@ -712,4 +710,37 @@ SLIPS = [
         " and not self._is_stopped",
         "",
     ),
+    Mutant(
+        "who leaves while its prompt is made keeps its place",
+        "async_engine.AsyncLLM.preparing",
+        "finally:",
+        "except Exception:\n        self._num_preparing -= num_samples\n        raise\n    else:",
+    ),
+    Mutant(
+        "the log of block events is never cut",
+        "streams.BlockLog.append",
+        "while self._num_events > LOGGED_EVENTS and len(self._batches) > 1:",
+        "while False:",
+    ),
+    Mutant(
+        "a slot stays as wide as its widest sample was",
+        "seats.Seats.give",
+        "self._variants[slot] = VARIANTS.index(sample.variant)",
+        "self._variants[slot] = max(self._variants[slot], VARIANTS.index(sample.variant))",
+    ),
+    Mutant(
+        "a preempted request's stop strings forget min_tokens",
+        "engine.LLMEngine._admit",
+        "extras: list[tuple[int, np.ndarray]] = []",
+        "extras: list[tuple[int, np.ndarray]] = []\n    import dataclasses\n"
+        "    for preempted in [self._samples[each] for each in plan.preempted]:\n"
+        "        preempted.params = dataclasses.replace(preempted.params, min_tokens=0)",
+    ),
+    Mutant(
+        "the last batch of block events is cut, too",
+        "streams.BlockLog.append",
+        "len(self._batches) > 1",
+        "len(self._batches) >= 1",
+    ),
+    Mutant("a negative seed is told as another", "samples._signed", "seed - 2**64 if seed >= 2**63 else seed", "seed"),
 ]

@@ -17,7 +17,7 @@ FAULTS = (
     *("clock_forward", "clock_back", "clock_freeze", "allocation_refused", "raise_before", "raise_after"),
     *("result_lost", "result_late", "result_duplicated", "result_of_gone", "not_finite", "out_of_memory"),
     *("compile_stall", "tokenizer_error", "detokenizer_error", "same_prefix", "prefix_thrash", "priority_inversion"),
-    *("burst", "drain", "restart", "reset_cache", "pause", "dies", "request_fault"),
+    *("burst", "drain", "restart", "reset_cache", "pause", "dies", "request_fault", "leave_early"),
 )
 # What a prompt may end in: characters that it has begun, of two bytes, three and four.
 HALVES = tuple(tuple(PIECES.index(bytes([byte])) for byte in end) for end in (b"ab\xc3", b"a\xe2\x82", b"\xf0\x9f\x98"))
@@ -110,7 +110,7 @@ class _Maker:
             "result_lost": 0.008, "result_late": 0.008, "result_duplicated": 0.02, "result_of_gone": 0.02,
             "not_finite": 0.012, "out_of_memory": 0.008, "compile_stall": 0.008, "tokenizer_error": 0.01,
             "burst": 0.005, "drain": 0.006, "restart": 0.006, "reset_cache": 0.01, "pause": 0.02, "dies": 0.005,
-            "request_fault": 0.01,
+            "request_fault": 0.01, "leave_early": 0.01,
             "resume_reading": 0.2,
         }  # fmt: skip
         is_on = [(kind, rate) for kind, rate in rates.items() if kind in faults or kind == "resume_reading"]
@@ -142,6 +142,8 @@ class _Maker:
                 return [chance.randrange(8)]
             case "out_of_memory":
                 return [chance.choice((1, 4, 16))]
+            case "leave_early":
+                return [self._request()]
             case "tokenizer_error":
                 return [self._request() | {"text": "ab\0"}]
             case "burst":
@@ -236,8 +238,9 @@ class _Maker:
             params["stop_token_ids"] = sorted(chance.sample(range(2, 40), chance.randint(1, 4)))
         if chance.random() < 0.5:
             params["ignore_eos"] = True
-        if chance.random() < 0.2 and (params["max_tokens"] or 20) > 3:
-            params["min_tokens"] = chance.randint(1, 3)
+        if chance.random() < (0.5 if "stop" in params else 0.2) and (params["max_tokens"] or 20) > 3:
+            params["min_tokens"] = chance.choice((1, 2, 3, 8, 16, 24))  # the large ones outlast a preemption
+            params["min_tokens"] = min(params["min_tokens"], params["max_tokens"] or 24)
         if chance.random() < 0.1:
             params["detokenize"] = False
             params.pop("stop", None)

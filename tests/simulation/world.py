@@ -240,7 +240,7 @@ class World:
             for index in range(params.n):
                 truth = Truth(client.ids, params, seed + index, root, client.limit, self.tokenizer.is_broken)
                 client.truths.append(truth)
-                self.runner.device.truths[seed + index] = truth
+                self.runner.device.truths[(seed + index) % 2**64] = truth
                 request = requests[len(entries)]
                 self.client_of[request.id] = client
                 skips = bool(params.skip_reading_prefix_cache) or (params.prompt_logprobs is not None and index == 0)
