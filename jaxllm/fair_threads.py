@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -38,17 +38,12 @@ class FairThreads:
             self._withdraw(client, turn)
             raise
         try:
-            work = self._pool.submit(function, *arguments)
+            work = loop.run_in_executor(self._pool, function, *arguments)
         except RuntimeError:  # it was shut down
             self._give_back(client)
             raise
-
-        def ended(_: Future[Result]) -> None:
-            with suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(self._give_back, client)
-
-        work.add_done_callback(ended)  # not where this ends: a thread goes on when its reader was cancelled
-        return await asyncio.wrap_future(work)
+        work.add_done_callback(partial(self._ended, client))
+        return await asyncio.shield(work)  # a thread goes on when its reader was cancelled, and keeps its place
 
     def shutdown(self) -> None:
         """Begin nothing more, and wait for nothing."""
@@ -75,6 +70,10 @@ class FairThreads:
         turns.remove(turn)
         if not turns:
             del self._waiting[client]
+
+    def _ended(self, client: str | None, work: asyncio.Future[Any]) -> None:
+        work.exception()  # read, or the loop would report what a reader that has gone no longer takes
+        self._give_back(client)
 
     def _give_back(self, client: str | None) -> None:
         self._num_free += 1

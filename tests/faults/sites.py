@@ -128,7 +128,7 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
     },
     "the last act of cleaning up: nothing stands behind it": {
         "jaxllm.async_engine": "AsyncLLM._close",
-        "jaxllm.fair_threads": "FairThreads._give_back FairThreads._hand_out",
+        "jaxllm.fair_threads": "FairThreads._ended FairThreads._give_back FairThreads._hand_out",
         "jaxllm.streams": "StreamTable.close",
     },
     "how a failure goes on": {
