@@ -166,11 +166,13 @@ class PoolEditor:
 
     def publish(self, entries: Iterable[tuple[bytes, int]]) -> None:
         """Enter (digest, block) pairs into the index; content that is there already keeps its block."""
+        shards = self._own_shards()
+        num_shards = len(shards)
         for digest, block in entries:
-            number = _number(digest, len(self._shards))
-            shard = self._shards[number]
-            if _place(shard, digest) < 0:
-                self._own_shards()[number] = _extended(shard, digest, block)
+            number = _number(digest, num_shards)
+            shard = shards[number]
+            if digest not in shard or _place(shard, digest) < 0:
+                shards[number] = _extended(shard, digest, block)
                 if self._records:
                     self.changes.append((True, digest))
 
