@@ -64,11 +64,12 @@ def serve(server: Server) -> int:
 
 def configure_logging() -> None:
     """Write the log to standard error, without what libraries tell of themselves and of clients."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(Seldom("uvicorn.error", "jaxllm.server.http"))  # what any connection makes them say
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=line, handlers=[handler])
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # tells of every back end that is not there
     logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # tells that it begins with no folder
-    for name in ("uvicorn.error", "jaxllm.server.http"):  # what any connection makes them say
-        logging.getLogger(name).addFilter(Seldom())
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # tells what our own lines tell
     # Metadata that are no UTF-8, a key perhaps, and a traceback for each.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))

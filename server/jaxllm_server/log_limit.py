@@ -11,15 +11,21 @@ _MOST_LINES = 64  # that are remembered; one that names a request comes once any
 
 
 class Seldom(logging.Filter):
-    """Lets a logger's line through once in ten seconds; the next one says how many like it were left out."""
+    """Lets a line of some loggers through once in ten seconds; the next one says how many like it were left out.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    For a handler: filters of loggers would outlive it.
+    """
+
+    def __init__(self, *names: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
+        self._names = names
         self._clock = clock
         self._lines: dict[str, tuple[float, int]] = {}  # when each was written, and how often it was not since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether a line is to be written; called under no lock, as the event loop alone writes these lines."""
+        """Say whether a line is to be written; takes no lock, as the event loop alone writes these lines."""
+        if record.name not in self._names:
+            return True
         line, now = record.getMessage(), self._clock()
         written, num_left_out = self._lines.pop(line, (now - SECONDS, 0))
         if now - written < SECONDS:

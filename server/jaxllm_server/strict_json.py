@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from jaxllm.errors import UserError
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # possessive: never looks back
 # What comes before an escape that is half of a surrogate pair, and that escape's beginning.
 _HALF_A_PAIR = re.compile(
     rb"\A(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F])*+\\u", re.DOTALL
@@ -55,7 +54,7 @@ def read_value(raw: bytes | bytearray, max_depth: int, name: str, *, in_thread: 
         raise UserError(f"{name} begins with a byte order mark (EF BB BF): send UTF-8 without one.")
     # Quotes that no backslash precedes are ends of texts, and cost little to count.
     least_texts = (raw.count(b'"') - raw.count(b'\\"')) // 2
-    brackets, num_texts = (b"", least_texts) if least_texts > _MOST_TEXTS else _brackets_of(raw, in_thread)
+    brackets, num_texts = (b"", least_texts) if least_texts > _MOST_TEXTS else _brackets_of(raw)
     if num_texts > _MOST_TEXTS:
         raise UserError(f"{name} holds more than {_MOST_TEXTS} texts, names in objects counted.")
     if brackets.count(b"[") > _MOST_LISTS:
@@ -80,13 +79,14 @@ def read_value(raw: bytes | bytearray, max_depth: int, name: str, *, in_thread: 
     return document
 
 
-def _brackets_of(raw: bytes | bytearray, in_thread: bool) -> tuple[bytes | bytearray, int]:
+def _brackets_of(raw: bytes | bytearray) -> tuple[bytes, int]:
     """Return a document's brackets outside of texts, square ones in place of all, and the number of its texts.
 
-    Of one that is no JSON, those before its first mistake are right; of too many texts the rest is not looked at.
+    Of one that is no JSON, those before its first mistake are right. Without escapes every quote begins or ends a text;
+    an expression that finds texts takes four times as long.
     """
-    left, num_texts = _STRING.subn(_nothing if in_thread else b"", raw, count=_MOST_TEXTS + 1)
-    return left.translate(_SQUARE, _NO_BRACKETS), num_texts
+    parts = bytes(raw).replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+    return b"".join(parts[::2]).translate(_SQUARE, _NO_BRACKETS), len(parts) // 2
 
 
 def _is_shallow(brackets: bytes | bytearray, max_depth: int) -> bool:
@@ -102,10 +102,6 @@ def _is_shallow(brackets: bytes | bytearray, max_depth: int) -> bool:
 
 
 # What the parser calls; `read_value` puts before an error what it is of.
-
-
-def _nothing(_: re.Match[bytes]) -> bytes:
-    return b""
 
 
 def _whole(text: str) -> int:

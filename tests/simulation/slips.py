@@ -147,7 +147,7 @@ SLIPS = [
     Mutant(
         "published content moves to the new block",
         "blocks.PoolEditor.publish",
-        "if _place(shard, digest) < 0:",
+        "if digest not in shard or _place(shard, digest) < 0:",
         "if True:",
     ),
     Mutant(
