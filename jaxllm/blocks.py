@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The prefix index is kept in byte strings, each with the entries of some digests: a change copies 1 kB. To copy and
-# free dicts, which count a reference for each of 256 entries, was half of a step that replaced 26 of 4,096 requests.
+# The prefix index is divided into byte strings, so that a change copies 1 kB and counts no references. With dicts,
+# copying them took half of a step that replaced 26 of 4,096 requests.
 SHARD_BLOCKS = 32  # of the pool, for each shard
 MOST_SHARDS = 8192  # a change copies their list too
 BLOCK_BYTES = 4
+QUEUE_CHUNK = 1024  # entries in a chunk of a queue that is built anew: an eviction copies what is left of one
 MOST_STALE = 1024  # entries of the queue that are not worth sweeping
 
 
@@ -241,8 +242,8 @@ class PoolEditor:
                     raise RuntimeError("num_cached counts blocks that the queue does not hold")
             blocks, digests, their_stamps, rest = self._oldest
             used = 0
-            now = stamps[np.asarray(blocks)].tolist()
-            for block, digest, stamp, current in zip(blocks, digests, their_stamps, now, strict=True):
+            now = stamps[np.asarray(blocks[: 2 * (count - len(evicted))])].tolist()  # half of them stale, at most
+            for block, digest, stamp, current in zip(blocks, digests, their_stamps, now, strict=False):
                 if len(evicted) == count:
                     break
                 used += 1
@@ -332,21 +333,17 @@ def _place(shard: bytes, digest: bytes) -> int:
 
 
 def _compact(pool: Pool) -> Pool:
-    oldest = make_queue(cached_entries(pool))
-    return pool._replace(num_entries=len(oldest.blocks) if oldest else 0, oldest=oldest, newest=None)
+    return pool._replace(num_entries=pool.num_cached, oldest=make_queue(cached_entries(pool)), newest=None)
 
 
 def make_queue(entries: Iterable[Cached]) -> Chunk | None:
     """Build the queue of cached blocks from its entries, the next one to be evicted first."""
     kept = [*entries]
-    if not kept:
-        return None
-    return Chunk(
-        tuple([entry.block for entry in kept]),
-        tuple([entry.digest for entry in kept]),
-        tuple([entry.stamp for entry in kept]),
-        None,
-    )
+    chunk = None
+    for start in reversed(range(0, len(kept), QUEUE_CHUNK)):
+        blocks, digests, stamps = zip(*kept[start : start + QUEUE_CHUNK], strict=True)
+        chunk = Chunk(blocks, digests, stamps, chunk)
+    return chunk
 
 
 def cached_entries(pool: Pool) -> Iterator[Cached]:

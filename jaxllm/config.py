@@ -122,7 +122,7 @@ AsyncEngineArgs = EngineArgs
 def config_of(engine_args: str | os.PathLike[str] | EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
     """Return the settings of an engine: those that are made already, or of a model, changed by `settings`."""
     if isinstance(engine_args, EngineConfig):
-        return replace(engine_args, **settings)
+        return replace(engine_args, **_understood(settings))
     return EngineArgs(engine_args, **settings)
 
 
@@ -165,8 +165,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
 }
-# Arguments of vLLM, old ones too, that change no result, for what jaxllm does in one way only: any value is taken, and
-# one warning names them. With vLLM's default; a boolean one is a switch on a command line.
+# Arguments of vLLM, old ones too, that change no result here: any value is taken, and one warning names them. These
+# are vLLM's defaults; where one is a boolean, the flag is a switch.
 WITHOUT_EFFECT: dict[str, Any] = {
     "trust_remote_code": False,  # a model's own code is never run
     "enforce_eager": False,
@@ -181,6 +181,8 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "distributed_executor_backend": None,
     "worker_use_ray": False,
     "disable_custom_all_reduce": False,
+    "disable_cascade_attn": False,
+    "preemption_mode": None,
     "enable_expert_parallel": False,
     "guided_decoding_backend": "auto",
     "disable_log_stats": False,
@@ -205,6 +207,8 @@ _RANGES: dict[str, tuple[int, int]] = {
     "num_kv_blocks": (1, 2**31 - 1),
     "max_logprobs": (-1, 2**31 - 1),
 }
-_SWITCHES = ("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "deterministic")
-_SWITCHES += ("enable_kv_cache_events",)
+_SWITCHES = (
+    *("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "deterministic"),
+    "enable_kv_cache_events",
+)
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "num_kv_blocks"}

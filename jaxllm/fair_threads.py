@@ -56,9 +56,12 @@ class FairThreads:
                 return
             client = ready[0]
             turns = self._waiting.pop(client)
-            turns.popleft().set_result(None)
+            turn = turns.popleft()
             if turns:
                 self._waiting[client] = turns  # behind the others
+            if turn.done():
+                continue  # cancelled, and `_withdraw` is still to come
+            turn.set_result(None)
             self._num_free -= 1
             self._running[client] += 1
 
@@ -66,10 +69,11 @@ class FairThreads:
         if not turn.cancelled():  # the turn came in the same moment
             self._give_back(client)
             return
-        turns = self._waiting[client]
-        turns.remove(turn)
-        if not turns:
-            del self._waiting[client]
+        turns = self._waiting.get(client, deque())
+        if turn in turns:  # else `_hand_out` has left it out
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[client]
 
     def _ended(self, client: str | None, work: asyncio.Future[Any]) -> None:
         work.exception()  # read, or the loop would report what a reader that has gone no longer takes

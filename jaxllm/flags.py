@@ -86,7 +86,7 @@ _SERVER_HELP = {
     "enable_prompt_tokens_details": "tell how many prompt tokens were cached",
     "enable_force_include_usage": "end every HTTP stream with its usage",
     "enable_request_id_headers": "send x-request-id with every HTTP response",
-    "api_key": "key that clients must send, over HTTP to every path but /health, /live and /ready (to /metrics, too), "
+    "api_key": "key that clients must send, over HTTP to every path but /health, /live and /ready, "
     "over gRPC to all but health; may be repeated: any of them opens",
     "admin_api_key": "key for what shows or ends the work of all: /metrics (Prometheus has to send it) and /load over "
     "HTTP, gRPC's control service; may be repeated; without any, these open with an only --api-key, not with several",
@@ -132,9 +132,11 @@ _SERVER_HELP = {
     "record_max_bytes": "of the recording, over its four files, at least 1M; the oldest is dropped",
 }
 # Fields of the server and the engine that most who serve a model set.
-COMMON = ("host", "port", "grpc_port", "api_key", "served_model_name", "chat_template", "dtype", "quantization")
-COMMON += ("max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size")
-IDLE = "without_effect"  # where those that were given and change nothing are listed among the options
+COMMON = (
+    *("host", "port", "grpc_port", "api_key", "served_model_name", "chat_template", "dtype", "quantization"),
+    *("max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size"),
+)
+IDLE = "without_effect"  # the key under which parsed options list the given flags that change nothing
 _NO_FLAGS = {"detokenize", "output_kind", "stream_interval"}  # of a program that reads outputs
 _NO_FLAGS |= {"logit_bias", "extra_args", "repetition_detection"}  # tables
 _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}

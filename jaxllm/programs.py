@@ -143,9 +143,9 @@ class Programs:
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
         """Start to compile `keys`; `wait` ends it."""
         if not self._threads:
-            # At exit Python calls last what was registered first, and all finalizers at once where the process's first
-            # one registered them. JAX holds the constants of a program that is being traced by finalizers: were they
-            # called before `_join`, tracing would fail with the KeyError of a variable. So this one comes before it.
+            # `atexit` calls in reverse order, and the first finalizer of a process registers one call that runs all of
+            # them. JAX keeps the constants of a program that it traces by finalizers: if they ran before `_join`,
+            # tracing would fail with the KeyError of a variable. So a finalizer is made before `_join` is registered.
             weakref.finalize(self, self._is_closed.set)
             # A thread must not be inside XLA while the interpreter goes down: it aborts the process. The method is held
             # weakly, so that an engine nobody refers to any more can go.

@@ -67,9 +67,13 @@ def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_
 
 
 def _num_kept(params: SamplingParams, max_model_len: int) -> int | None:
-    """Return how many of a prompt's tokens stay, the last ones; None for all."""
-    if params.truncate_prompt_tokens != -1:
-        return params.truncate_prompt_tokens
+    """Return how many of a prompt's tokens stay, the last ones; None for all. More than the context are refused."""
+    asked = params.truncate_prompt_tokens
+    if asked is not None and asked > max_model_len:
+        message = f"truncate_prompt_tokens value ({asked}) is greater than max_model_len ({max_model_len})."
+        raise UserError(f"{message} Please select a smaller truncation size.", "truncate_prompt_tokens", asked)
+    if asked != -1:
+        return asked
     return max(1, max_model_len - (params.max_tokens or 1))
 
 

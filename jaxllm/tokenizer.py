@@ -26,7 +26,7 @@ from jaxllm.tokenizer_files import read_tokenizer_files, typed_errors
 
 _ANCHOR = "a"  # a token text that no decoder changes: stands for "some text came before"
 _MANY_IDS = 4096  # from which on ids are decoded without the GIL, which `decode` holds: 0.5 ms (measured)
-_TOKENS_AT_A_CUT = 64  # of the longest kind, as what a cut may change: more than a word, where words have spaces
+_TOKENS_AT_A_CUT = 64  # that are kept besides, because a cut changes the tokens next to it
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # A token's share of the text: bytes that are characters only together with their neighbours, or its text when it is
@@ -147,10 +147,11 @@ class Tokenizer:
     def end_of(self, text: str, num_tokens: int) -> str:
         """Return the end of a text from which its last `num_tokens` tokens follow, without tokenizing it.
 
-        That is as many characters as so many tokens of the longest kind have, and some more: a cut changes the tokens
-        next to it, which are not among the last ones then. These may differ, or be fewer, only where a token depends
-        on what is far before it, as in a word that is longer than what was added, or where ever so many characters
-        make one token or none: those that a normalizer removes or joins, unknown ones, spaces beside an added token.
+        It has the characters of so many of the longest tokens, and of 64 more: a cut changes the tokens next to it,
+        which are dropped later. The last tokens differ, or are fewer, only where
+        - a word is longer than those 64 tokens, or
+        - any number of characters make one token or none: those that a normalizer removes or joins, unknown ones,
+          spaces beside an added token.
         """
         most = (num_tokens + _TOKENS_AT_A_CUT) * self._most_characters
         return text[-most:]
@@ -337,7 +338,7 @@ class NoTokenizer(Tokenizer):
         raise UserError("There is no tokenizer, since skip_tokenizer_init left it out: use token ids.", "prompt")
 
     vocab_size = property(_refuse)
-    token_id = encode = check_length = end_of = decode = apply_chat_template = encode_chat = _refuse
+    token = token_id = encode = check_length = end_of = decode = apply_chat_template = encode_chat = _refuse
 
 
 @dataclass(frozen=True, slots=True)

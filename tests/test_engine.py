@@ -540,6 +540,8 @@ def test_an_engine_is_made_of_the_arguments_of_llm() -> None:
     assert EngineArgs().model == str(MODEL_DIR)
     args = AsyncEngineArgs(model=STORIES, block_size=8)
     assert AsyncLLMEngine.from_engine_args(args).config == args
+    with pytest.warns(UserWarning, match="swap_space"):
+        assert AsyncLLMEngine(args, swap_space=4).config == args
 
 
 def test_what_vllms_llm_has_beside_it_is_told(llm: LLM) -> None:

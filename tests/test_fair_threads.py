@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -122,5 +123,22 @@ def test_nothing_begins_after_the_end() -> None:
         for name in ("0", "1", "2"):  # each gives its turn back
             with pytest.raises(RuntimeError):
                 await asyncio.wait_for(site.ask("a", name), 5)
+
+    run(work)
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+def test_who_leaves_as_a_thread_becomes_free_takes_nobodys_turn(num_turns: int) -> None:
+    async def work(site: Site) -> None:
+        first, leaving, patient = (site.ask("a", name) for name in ("a0", "a1", "a2"))
+        await site.wait_begun("a0")
+        site.end("a0", "a1", "a2")
+        time.sleep(0.05)  # the thread has ended its work, and the loop has not heard of it
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        leaving.cancel()
+        async with asyncio.timeout(5):
+            assert (await first, await patient) == ("a0", "a2")
+        assert leaving.cancelled() or leaving.result() == "a1"
 
     run(work)

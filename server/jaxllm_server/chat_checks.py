@@ -13,7 +13,7 @@ from jaxllm_server import strict_json
 
 _MOST_MESSAGES = 16_384  # as many as one request of gRPC holds: 55 µs of a thread each, the shortest ones (measured)
 _MOST_VALUES = 131_072  # in messages and tools, keys counted: a thread takes 3 to 6 µs for each (measured)
-_MOST_BRACKETS = 1 << 19  # in all arguments of earlier tool calls, those in texts counted: before they are parsed
+_MOST_BRACKETS = 1 << 19  # in all tool calls' arguments together, counted before they are parsed, those in texts too
 _MAX_TEMPLATE_KWARGS = 32
 _MAX_TEMPLATE_KWARG_CHARS = 1024
 _MAX_NAME_CHARS = 64

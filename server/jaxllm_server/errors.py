@@ -69,7 +69,7 @@ _ROWS: tuple[tuple[type[BaseException], Row], ...] = (
     (AdminRequiredError, Row("PERMISSION_DENIED", "ADMIN_REQUIRED", 403, "permission_denied")),
 )
 _UNKNOWN = Row("INTERNAL", "ENGINE_ERROR", 500, "server_error")
-# Where OpenAI has another word than the reason in lower case, for which clients look.
+# OpenAI's codes, for which clients look, where they differ from the reason in lower case.
 _OPENAI_CODES = {
     "AUTH_MISSING": "invalid_api_key",
     "AUTH_INVALID": "invalid_api_key",

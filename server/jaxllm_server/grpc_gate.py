@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from jaxllm.errors import DeadlineError, EngineError, OverloadedError, UserError
+from jaxllm.errors import DeadlineError, EngineError, UserError
 from jaxllm_server.auth import only_header
 from jaxllm_server.clients import Places
 from jaxllm_server.grpc_errors import Failure, failure_of
@@ -33,14 +33,15 @@ CHANNELZ = "grpc.channelz.v1.Channelz"
 _ADMIN_PREFIXES = (f"/{CONTROL}/", f"/{CHANNELZ}/")
 _HEALTH_PREFIX = f"/{HEALTH}/"
 _FAREWELL_SECONDS = 5.0  # for a status to leave; a client that reads nothing would hold its call for ever
-_CANCEL_SECONDS = 0.05  # for gRPC to cancel our task: to a reader a call that was cancelled looks like one that ended
+# After a cancellation `read` gives EOF: so long gRPC has to cancel our task, before EOF counts as the client's mistake.
+_CANCEL_SECONDS = 0.05
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] - Cython's
-# Health needs no key, and a message of it may be announced as large as any: no more than these are received at once,
-# 256 MiB with the default bound of a message. An honest one comes whole in the packet of its head; so where all places
-# are taken, the message that has been coming longest makes room, unless it began just now.
+# Health needs no key, and a message of it may be announced as large as any. An honest one comes whole in the packet of
+# its head. So no more than these are received at once that began longer ago than that: the oldest makes room for a new
+# one. With the default bound of a message they hold 256 MiB.
 _MAX_HEALTH_MESSAGES = 32
 _HEALTH_SECONDS = 1.0
-_HEALTH_LEAST_SECONDS = 0.1
+_HEALTH_LEAST_SECONDS = 0.05
 _SPAN = {"rpc.system": "grpc"}
 _KINDS = {
     (False, False): "unary_unary",
@@ -128,12 +129,13 @@ class Gate(grpc.aio.ServerInterceptor):
 
     async def _receive_health(self, context: grpc.aio.ServicerContext) -> bytes:
         now = asyncio.get_running_loop().time()
-        if len(self._health) >= _MAX_HEALTH_MESSAGES:
+        while len(self._health) >= _MAX_HEALTH_MESSAGES:
             oldest, began = next(iter(self._health.items()))
             if now - began < _HEALTH_LEAST_SECONDS:
-                raise OverloadedError("The server is receiving too many health checks.", retry_after=1.0)
+                break
             del self._health[oldest]
-            oldest.reschedule(now)
+            if not oldest.expired():
+                oldest.reschedule(now)
         limit = asyncio.timeout(_HEALTH_SECONDS)
         self._health[limit] = now
         try:

@@ -115,8 +115,14 @@ class Gate:
             self._num_requests -= 1
 
 
+_FREE_BYTES = 64 << 10  # of a body that are not counted: as many bodies as there may be requests hold 64 MiB of them
+
+
 class Bodies:
-    """Bounds the bytes of bodies that are being received, all together, and of one client to half of them."""
+    """Bounds the bytes of bodies that are being received, all together, and of one client to half of them.
+
+    A small body has room whatever others hold.
+    """
 
     def __init__(self, most: int, max_body_bytes: int) -> None:
         self._most = most
@@ -131,10 +137,14 @@ class Bodies:
         Raises:
             OverloadedError: from what it yields, where there is no room for them.
         """
-        held = 0
+        received = held = 0
 
         def grow(num_bytes: int) -> None:
-            nonlocal held
+            nonlocal received, held
+            received += num_bytes
+            num_bytes = max(0, received - _FREE_BYTES) - held
+            if num_bytes == 0:
+                return
             if self._held[client] + num_bytes > self._share or self._total + num_bytes > self._most:
                 raise OverloadedError("The server is receiving too many large bodies.", retry_after=1.0)
             self._held[client] += num_bytes

@@ -24,7 +24,7 @@ class Seldom(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Say whether a line is to be written; takes no lock, as the event loop alone writes these lines."""
-        if record.name not in self._names:
+        if record.name not in self._names or record.exc_info:
             return True
         line, now = record.getMessage(), self._clock()
         written, num_left_out = self._lines.pop(line, (now - SECONDS, 0))

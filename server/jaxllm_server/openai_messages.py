@@ -263,7 +263,7 @@ def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:
 
 def token_name(token: int, entry: Logprob, form: Form) -> str:
     """Return what a token is called in log-probabilities."""
-    return f"token_id:{token}" if form.tokens_as_ids else entry.decoded_token or ""
+    return entry.decoded_token if entry.decoded_token and not form.tokens_as_ids else f"token_id:{token}"
 
 
 def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:

@@ -144,7 +144,7 @@ NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
         "jaxllm_server.http_guard": "Guard._is_allowed _authority _answer_preflight",
         "jaxllm_server.openai_messages": "error_body error_body_of",
         "jaxllm_server.sse": "event",
-        "jaxllm_server.strict_json": "_nothing _whole _unique _finite _refuse_constant",
+        "jaxllm_server.strict_json": "_whole _unique _finite _refuse_constant",
         "jaxllm_server.grpc_messages": "_too_many",
     },
     "control, lists and statistics that somebody asks for": {

@@ -124,8 +124,8 @@ SLIPS = [
     Mutant(
         "the most recently used block is evicted",
         "blocks.PoolEditor._evict",
-        "in zip(blocks, digests, their_stamps, now, strict=True):",
-        "in reversed([*zip(blocks, digests, their_stamps, now, strict=True)]):",
+        "in zip(blocks, digests, their_stamps, now, strict=False):",
+        "in reversed([*zip(blocks, digests, their_stamps, now, strict=False)]):",
     ),
     Mutant("an evicted block stays in the index", "blocks.PoolEditor._evict", "self._drop(digest)", "pass"),
     Mutant(
