@@ -498,7 +498,7 @@ def test_fifty_streams_survive_a_sigterm() -> None:
                 async with httpx.AsyncClient(base_url=server.http) as http:
                     assert (await http.get("/ready")).status_code == 503
                     refused = await http.post("/v1/completions", json={"prompt": "x"})
-                    assert refused.status_code == 503 and refused.json()["error"]["code"] == "DRAINING"
+                    assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
                     assert (await http.get("/live")).status_code == 200
 
         signalling = asyncio.ensure_future(asyncio.to_thread(asyncio.run, later()))
