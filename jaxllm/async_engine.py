@@ -260,7 +260,7 @@ class AsyncLLM:
             self._close(stream)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End the requests of these ids, whoever owns them; unknown ids change nothing.
+        """End the requests of these ids, of all owners; unknown ids change nothing.
 
         Their readers get what there is, with the finish reason "abort".
         """

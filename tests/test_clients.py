@@ -190,7 +190,7 @@ def test_the_wait_for_a_thread_takes_from_a_requests_time() -> None:
             asyncio.run(asyncio.wait_for(serving.prompt_of(Call(**asked)), 20.0))
 
 
-def test_of_a_prompt_that_is_cut_only_the_end_is_tokenized() -> None:
+def test_of_a_prompt_that_is_cut_only_the_end_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, read = load_tokenizer(MODEL_DIR), []
     encode = tokenizer.encode
 
@@ -198,7 +198,7 @@ def test_of_a_prompt_that_is_cut_only_the_end_is_tokenized() -> None:
         read.append(len(text))
         return encode(text, *others)
 
-    tokenizer.encode = noted  # type: ignore[method-assign]
+    monkeypatch.setattr(tokenizer, "encode", noted)
     engine: Any = SimpleNamespace(config=SimpleNamespace(model="m"), tokenizer=tokenizer, max_model_len=512)
     engine.off_loop = lambda function, *arguments, client: asyncio.to_thread(function, *arguments)
     text = "Once upon a time there was a fox. " * 10_000

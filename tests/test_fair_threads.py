@@ -96,27 +96,6 @@ def test_what_is_cancelled_before_its_turn_never_runs_and_what_runs_keeps_its_th
     run(work)
 
 
-def test_a_turn_that_comes_as_it_is_cancelled_goes_to_the_next() -> None:
-    async def work(site: Site) -> None:
-        site.ask("a", "a0")
-        cancelled = site.ask("a", "a1")
-        give_back = site.threads._give_back
-
-        def give_back_and_cancel(client: str | None) -> None:
-            give_back(client)
-            cancelled.cancel()
-
-        site.threads._give_back = give_back_and_cancel  # type: ignore[method-assign]
-        await site.wait_begun("a0")
-        site.end("a0")
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        site.ask("a", "a2")
-        await site.wait_begun("a0", "a2")
-
-    run(work)
-
-
 def test_nothing_begins_after_the_end() -> None:
     async def work(site: Site) -> None:
         site.threads.shutdown()
@@ -128,7 +107,7 @@ def test_nothing_begins_after_the_end() -> None:
 
 
 @pytest.mark.parametrize("num_turns", range(8))
-def test_who_leaves_as_a_thread_becomes_free_takes_nobodys_turn(num_turns: int) -> None:
+def test_who_leaves_as_a_thread_becomes_free_loses_no_turn_of_others(num_turns: int) -> None:
     async def work(site: Site) -> None:
         first, leaving, patient = (site.ask("a", name) for name in ("a0", "a1", "a2"))
         await site.wait_begun("a0")

@@ -236,7 +236,7 @@ class Endpoints:
             return await (while_connected(request.receive, parsing) if is_large else parsing)
 
     async def _receive(self, request: Request, grow: Callable[[int], None]) -> bytearray:
-        """Read a body; `grow` is told of each piece before it is kept, and may refuse it."""
+        """Read a body; `grow` is called with each piece's length before it is kept, and may raise."""
         body = bytearray()
         try:
             async with asyncio.timeout(self._options.stall_timeout or None):

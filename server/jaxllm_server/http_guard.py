@@ -132,10 +132,10 @@ class Bodies:
 
     @contextmanager
     def place(self, client: str) -> Iterator[Callable[[int], None]]:
-        """Count one body while the block runs: what it yields is told of more bytes.
+        """Count one body while the block runs; call what it yields with the length of each piece.
 
         Raises:
-            OverloadedError: from what it yields, where there is no room for them.
+            OverloadedError: by that call, where there is no room for the piece.
         """
         received = held = 0
 

@@ -101,7 +101,7 @@ def check_idle(world: World) -> None:
     if world.llm._inbox.counts() != (0, 0) or len(world.llm._streams):
         raise Violation("I13: the inbox counts what is not there")
     if world.llm._num_preparing:
-        raise Violation("I13: a place in the queue is kept for a prompt that nobody makes")
+        raise Violation("I13: a place in the queue is kept for a prompt that is not being made")
     if world.draining is None and world.loop.next_timer() is not None:
         raise Violation("I13: a timer is kept for nobody")
     if engine.metrics.finished != dict(world.reasons):
