@@ -54,10 +54,11 @@ simulate: $(VENV)/.dev  ## five million steps of the simulation, on all cores; S
 release: test-slow test-optimized simulate fuzz soak overload bench  ## what CI leaves out, for some hours: before a release
 	$(MAKE) gpu-aot ALL=1
 
-check: $(VENV)/.dev  ## lint, format, types
+check: $(VENV)/.dev  ## lint, format, types, which room may import which
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	PYTHONPATH=.:server $(VENV)/bin/lint-imports --no-logo
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
@@ -83,7 +84,7 @@ interop: $(VENV)/.dev tests/interop/node_modules  ## a client in another languag
 	$(VENV)/bin/python -m pytest tests/test_serve.py -k node
 
 bench: $(VENV)/.dev  ## the figures that are promised, measured here; BENCHMARKS.md has more rounds of each
-	$(VENV)/bin/python -m tests.bench
+	$(VENV)/bin/python -m tests.benchmarks
 
 # A GPU machine brings its own jax, torch and triton: nothing is installed there. DRY=1 is a CPU with tiny shapes.
 gpu-check: $(if $(DRY),$(VENV)/.dev)  ## correctness and speed on one NVIDIA GPU, in nine minutes; ONLY=, MINUTES=
@@ -91,11 +92,11 @@ gpu-check: $(if $(DRY),$(VENV)/.dev)  ## correctness and speed on one NVIDIA GPU
 		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
 
 notebooks: $(VENV)/.dev  ## run the notebooks and write their outputs into them
-	$(VENV)/bin/python -m tests.notebooks
+	$(VENV)/bin/python -m tests.support.notebooks
 
 train-embedded: $(VENV)/.dev  ## train the embedded model again: about half an hour on two cores
-	$(VENV)/bin/python -m jaxllm.embedded.train --out jaxllm/embedded/model --seed 0
-	$(VENV)/bin/python -m jaxllm.embedded.evaluate
+	$(VENV)/bin/python -m training.train --out jaxllm/embedded/model --seed 0
+	$(VENV)/bin/python -m training.evaluate
 
 clean:
 	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) $(FUZZ_VENV) .cache build *.egg-info

@@ -9,23 +9,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.version import __version__
+
 if TYPE_CHECKING:
-    from jaxllm.async_engine import AsyncLLM, AsyncLLMEngine
     from jaxllm.client import AsyncClient, Client
     from jaxllm.config import AsyncEngineArgs, EngineArgs, EngineConfig
-    from jaxllm.engine import LLMEngine
+    from jaxllm.engine.async_llm import AsyncLLM, AsyncLLMEngine
+    from jaxllm.engine.llm import LLM
+    from jaxllm.engine.llm_engine import LLMEngine
     from jaxllm.errors import EngineError, UserError
-    from jaxllm.llm import LLM
-    from jaxllm.types import (
-        CompletionOutput,
-        Logprob,
-        RepetitionDetectionParams,
-        RequestOutput,
-        RequestOutputKind,
-        SamplingParams,
-    )
+    from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncClient",
@@ -44,28 +39,32 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "UserError",
+    "__version__",
 ]
 
 _HOMES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_engine",
-    "AsyncLLMEngine": "async_engine",
+    "LLM": "engine.llm",
+    "AsyncLLM": "engine.async_llm",
+    "AsyncLLMEngine": "engine.async_llm",
     "AsyncClient": "client",
     "Client": "client",
     "AsyncEngineArgs": "config",
     "EngineArgs": "config",
     "EngineConfig": "config",
     "EngineError": "errors",
-    "LLMEngine": "engine",
+    "LLMEngine": "engine.llm_engine",
     "UserError": "errors",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+    "RequestOutput": "outputs",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
-    return getattr(import_module(f"jaxllm.{_HOMES.get(name, 'types')}"), name)
+    return getattr(import_module(f"jaxllm.{_HOMES.get(name, 'sampling_params')}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted(__all__)

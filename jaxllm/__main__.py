@@ -1,6 +1,6 @@
 """`python -m jaxllm`: the command line, see cli.py."""
 
-from jaxllm.cli import run
+from jaxllm.commands.cli import run
 
 if __name__ == "__main__":
     run()

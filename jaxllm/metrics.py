@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from jaxllm.types import RequestOutput, SamplingParams
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams
 
 
 @dataclass

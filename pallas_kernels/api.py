@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int, Num, UInt
 
 from pallas_kernels import choice
 from pallas_kernels.choice import Choice, Site, capability_of
-from pallas_kernels.xla_sampling import MOST_TOKENS
+from pallas_kernels.sampling.xla import MOST_TOKENS
 
 SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")  # types of caches with scales
 

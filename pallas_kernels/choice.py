@@ -16,17 +16,21 @@ from typing import Any
 # The module of each operation's implementations, the reference first. A module has a function named after the
 # operation and, unless it can do everything, `refusal(operation, site)`.
 MODULES: dict[str, dict[str, str]] = {
-    "write_kv": {"xla": "xla_cache", "pallas": "pallas_cache", "triton": "triton_cache"},
-    "copy_blocks": {"xla": "xla_cache", "triton": "triton_cache"},
+    "write_kv": {"xla": "kv_cache.xla", "pallas": "kv_cache.pallas", "triton": "kv_cache.triton_kernels"},
+    "copy_blocks": {"xla": "kv_cache.xla", "triton": "kv_cache.triton_kernels"},
     "paged_decode": {
-        "xla": "xla",
-        "xla_lanes": "xla_lanes",
-        "xla_gather": "xla_gather",
-        "pallas": "pallas_decode",
-        "triton": "triton_attention",
+        "xla": "attention.xla",
+        "xla_lanes": "attention.xla_lanes",
+        "xla_gather": "attention.xla_gather",
+        "pallas": "attention.pallas_decode",
+        "triton": "attention.triton_kernels",
     },
-    "paged_prefill": {"xla": "xla", "xla_gather": "xla_gather", "triton": "triton_attention"},
-    "sample": {"xla": "xla_sampling", "triton": "triton_sampling"},
+    "paged_prefill": {
+        "xla": "attention.xla",
+        "xla_gather": "attention.xla_gather",
+        "triton": "attention.triton_kernels",
+    },
+    "sample": {"xla": "sampling.xla", "triton": "sampling.triton_kernels"},
 }
 OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them
 # By platform, the best first; the reference, which can do everything, stands behind them all.

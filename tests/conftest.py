@@ -16,10 +16,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 # What tests share asserts as tests do, under `python -O` too: pytest rewrites the modules that it is told of.
-_OWN = {
-    path.stem for path in Path(__file__).parent.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-}
-pytest.register_assert_rewrite(*(f"tests.{name}" for name in sorted(_OWN - {"__init__", "conftest"})))
+pytest.register_assert_rewrite(*(f"tests.{path.parent.name}" for path in Path(__file__).parent.glob("*/__init__.py")))
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -35,8 +32,8 @@ install_import_hook(["jaxllm.model.decoder", "pallas_kernels.api"], "beartype.be
 
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the keys and certificates of `tests.certificates`."""
-    from tests.certificates import make_certificates
+    """A folder with the keys and certificates of `tests.support.certificates`."""
+    from tests.support.certificates import make_certificates
 
     folder = tmp_path_factory.mktemp("certificates")
     make_certificates(folder)
@@ -46,7 +43,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_compiled_in_front_of_a_request(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail the test in which an engine compiled something while it started a step."""
-    runner = sys.modules.get("jaxllm.runner")
+    runner = sys.modules.get("jaxllm.runner.model_runner")
     if runner is None:
         yield  # a module that makes engines imports it first
         return
@@ -66,7 +63,7 @@ def nothing_is_compiled_in_front_of_a_request(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def run_jaxllm(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Call the command line; give the exit code, standard output and standard error."""
-    from jaxllm import cli
+    from jaxllm.commands import cli
 
     def call(*arguments: str) -> tuple[int, str, str]:
         code = cli.main(arguments)
@@ -78,7 +75,7 @@ def run_jaxllm(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, s
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Call the command line with a stand-in for the model, `tests.fake_llm`."""
-    from tests.fake_llm import caller
+    """Call the command line with a stand-in for the model, `tests.support.fake_llm`."""
+    from tests.support.fake_llm import caller
 
     return caller(monkeypatch, capsys)

@@ -9,12 +9,15 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
-from tests.notebooks import NOTEBOOKS, execute
+from tests.support.notebooks import NOTEBOOKS, execute
 
 # 30 seconds of two cores. Seconds on the clock would be those of whatever else runs here.
 CPU_SECONDS = 60
 BROKEN = {  # what is broken in jaxllm, and the words of the failing check
-    "02_scheduler": ("from jaxllm.blocks import PoolEditor\nPoolEditor.look_up = lambda self, digests: []", "== 12"),
+    "02_scheduler": (
+        "from jaxllm.scheduler.block_pool import PoolEditor\nPoolEditor.look_up = lambda self, digests: []",
+        "== 12",
+    ),
     "03_kernel": (
         "import pallas_kernels\nright = pallas_kernels.paged_decode\n"
         "pallas_kernels.paged_decode = lambda *args, **kwargs: right(*args, **kwargs) * 1.001",

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.serving_process import QUICK, ROOT, ServingProcess
-from tests.test_verdicts import ACCEPTED, BAD, BASE, EDGES, GOOD, TOGETHER, Clients, Refused, is_json
+from tests.server.test_verdicts import ACCEPTED, BAD, BASE, EDGES, GOOD, TOGETHER, Clients, Refused, is_json
+from tests.support.serving_process import QUICK, ROOT, ServingProcess
 
 OPTIMIZED = {**os.environ, "PYTHONOPTIMIZE": "1", "FUZZ_FEW": "20"}
 # What a hostile caller or folder is told, over every way in; and that what fails for one request fails it alone.
@@ -28,7 +28,7 @@ SELECTED = (
     "tests/test_async_engine.py::test_one_of_several_samples_that_fails_fails_the_request",
 )
 LEFT_OUT = "not own_code and not its_box"  # seconds, in which nothing of ours asserts
-PROCESSORS = [f"--logits-processors=tests.test_verdicts:{name}" for name in ("no_change", "no_change_either")]
+PROCESSORS = [f"--logits-processors=tests.server.test_verdicts:{name}" for name in ("no_change", "no_change_either")]
 
 
 @pytest.mark.ci

@@ -6,12 +6,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import jaxllm
 from jaxllm.model.families import FAMILIES
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 IMPORT = """
 import sys, time
 start = time.process_time()
@@ -33,7 +32,8 @@ def test_importing_costs_milliseconds_and_nothing_heavy() -> None:
 
 
 def test_the_engine_does_not_import_torch() -> None:
-    code = "import sys, jaxllm.llm, jaxllm.cli, jaxllm.doctor; print(*{'torch', 'transformers'} & set(sys.modules))"
+    modules = "jaxllm.engine.llm, jaxllm.commands.cli, jaxllm.commands.doctor_report"
+    code = f"import sys, {modules}; print(*{{'torch', 'transformers'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 

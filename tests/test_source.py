@@ -11,16 +11,15 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from re import _constants as constants  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
 import pytest
 
-from jaxllm import chat_tokens, template_sandbox
+from jaxllm.text import special_token_guard, template_sandbox
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxllm", "server", "pallas_kernels")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
@@ -43,7 +42,7 @@ UNSAFE_METHODS = frozenset(
 # Where a command of our own, or git, is started; with a list of arguments, never through a shell.
 STARTS_PROCESSES = ("jaxllm/bench/",)
 # What is imported by a name that is made at run time: parts of ourselves, and what whoever starts the engine names.
-IMPORTS_BY_NAME = ("jaxllm/__init__.py", "jaxllm/processors.py", "pallas_kernels/choice.py")
+IMPORTS_BY_NAME = ("jaxllm/__init__.py", "jaxllm/sampling/logits_processors.py", "pallas_kernels/choice.py")
 
 
 def unsafe_loads(tree: ast.Module, file: str) -> Findings:
@@ -153,11 +152,11 @@ RE_FUNCTIONS = ("compile", "match", "fullmatch", "search", "sub", "subn", "split
 REPEATS = (constants.MAX_REPEAT, constants.MIN_REPEAT)
 MANY = 64  # repetitions that count as unbounded
 MADE_AT_RUN_TIME = {
-    "jaxllm/chat_tokens.py": 2,  # signs between two characters; an alternation of escaped texts
-    "jaxllm/template_sandbox.py": 1,  # a bound in braces
+    "jaxllm/text/special_token_guard.py": 2,  # signs between two characters; an alternation of escaped texts
+    "jaxllm/text/template_sandbox.py": 1,  # a bound in braces
 }
 # Their input is the operator's own: flags, reports, programs that XLA wrote.
-NOT_ON_INPUT = ("jaxllm/bench/", "jaxllm/commands/", "jaxllm/flags.py")
+NOT_ON_INPUT = ("jaxllm/bench/", "jaxllm/commands/")
 
 
 def backtracking_regexes(tree: ast.Module, file: str) -> Findings:
@@ -323,8 +322,8 @@ ON_INPUT = [
     for _, pattern in patterns(TREES[path])
     if pattern is not None
 ] + [
-    ("jaxllm/chat_tokens.py", chat_tokens._TWINS.pattern),
-    ("jaxllm/template_sandbox.py", template_sandbox._WIDE.pattern),
+    ("jaxllm/text/special_token_guard.py", special_token_guard._TWINS.pattern),
+    ("jaxllm/text/template_sandbox.py", template_sandbox._WIDE.pattern),
 ]
 
 

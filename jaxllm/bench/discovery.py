@@ -112,7 +112,7 @@ def find_tokenizer(asked: str | None, target: Target, root: str) -> tuple[Coder,
     neither, the server is asked for each text.
     """
     from jaxllm.embedded import MODEL_DIR
-    from jaxllm.tokenizer import load_tokenizer
+    from jaxllm.text.tokenizer import load_tokenizer
 
     if asked is not None:
         return load_tokenizer(asked), asked

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from jaxllm import __version__
+from jaxllm.version import __version__
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "grpcio", "protobuf", "aiohttp", "transformers", "torch")
 _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")  # those that change figures

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxllm import scheduler
-from jaxllm.state import Limits, Request, initial
+from jaxllm.scheduler import scheduler
+from jaxllm.scheduler.state import Limits, Request, initial
 
 Load = Literal["decode", "turnover"]
 VOCABULARY = 30_000  # the stop id lies behind it, so that nobody ends by chance

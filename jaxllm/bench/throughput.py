@@ -18,11 +18,12 @@ from tqdm import tqdm
 from jaxllm.bench.timeline import Timeline
 from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError
-from jaxllm.types import RequestOutput, RequestOutputKind, SamplingParams
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from jaxllm.async_engine import AsyncLLM
-    from jaxllm.llm import LLM
+    from jaxllm.engine.async_llm import AsyncLLM
+    from jaxllm.engine.llm import LLM
 
 WARM_UP_TOKENS = 4  # of each output of the warm-up: one prefill and some decode steps
 
@@ -118,7 +119,7 @@ def run_async(
 async def _run_async(
     engine_args: Mapping[str, Any], jobs: Sequence[Job], n: int, detokenize: bool, num_warmups: int
 ) -> Served:
-    from jaxllm.async_engine import AsyncLLM
+    from jaxllm.engine.async_llm import AsyncLLM
 
     async with AsyncLLM(
         **engine_args,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxllm.bench.explain import Explanation, explain, programs_in, read_trace
-from jaxllm.types import SamplingParams
+from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxllm.engine import LLMEngine
-    from jaxllm.prompts import Prompt
+    from jaxllm.engine.input_processor import Prompt
+    from jaxllm.engine.llm_engine import LLMEngine
 
 
 def trace(

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
-from jaxllm import __version__
 from jaxllm.client.errors import read_error
 from jaxllm.errors import EngineError, UserError
+from jaxllm.version import __version__
 
 _HEALTH = {
     health_pb2.HealthCheckResponse.SERVING: "serving",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from jaxllm.types import RepetitionDetectionParams
+from jaxllm.sampling_params import RepetitionDetectionParams
 
 
 class GenerateOptions(TypedDict, total=False):

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from jaxllm.client.fields import as_json, number_of, set_field, shown
 from jaxllm.client.options import CHAT_FIELDS, GENERATE_FIELDS, STREAM_FIELDS
 from jaxllm.errors import UserError
-from jaxllm.types import RepetitionDetectionParams
+from jaxllm.sampling_params import RepetitionDetectionParams
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
 
 _NEVER_EMPTY = ("allowed_token_ids", "logprob_token_ids", "request_id", "cache_salt")  # on the wire, empty is not given

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeAlias
 
+from jaxllm.commands.flags import flag_of, given
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.flags import flag_of, given
 
 WITH_SAMPLING = ("generate", "chat")  # commands that have the flags of a request, too
 Subparsers: TypeAlias = "argparse._SubParsersAction[Any]"

@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxllm.commands.arguments import add_model, engine_config
 from jaxllm.commands.bench_results import add_output, check_output
+from jaxllm.commands.flags import add_engine_flags, given
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.flags import add_engine_flags, given
 
 
 def add_engine(
@@ -39,7 +39,7 @@ def read_engine(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tupl
 
 def check_context(config: EngineConfig, input_len: int, output_len: int) -> None:
     """Refuse a request that the model cannot hold, before its weights are read and its programs compiled."""
-    from jaxllm.setup import prepare
+    from jaxllm.runner.model_setup import prepare
 
     longest = prepare(config, needs_weights=False).max_model_len
     if input_len + output_len > longest:

@@ -7,9 +7,9 @@ from typing import Any
 
 from jaxllm.commands.arguments import Subparsers, add_model, engine_config
 from jaxllm.commands.bench_results import add_output, check_output, positive, write
+from jaxllm.commands.flags import add_engine_flags, given
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineError
-from jaxllm.flags import add_engine_flags, given
 
 
 def add(benchmarks: Subparsers) -> None:

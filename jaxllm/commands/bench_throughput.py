@@ -11,9 +11,9 @@ from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
 from jaxllm.commands.bench_results import natural, positive, write
 from jaxllm.commands.bench_trace import add_trace, check_trace, traced
 from jaxllm.commands.bench_workload import add_dataset_flags, dataset_options
+from jaxllm.commands.flags import flag_of, given
 from jaxllm.commands.session import open_llm
 from jaxllm.config import EngineConfig
-from jaxllm.flags import flag_of, given
 
 if TYPE_CHECKING:
     from jaxllm.bench.throughput import Served
@@ -56,7 +56,7 @@ def run(options: dict[str, Any]) -> int:
         print("No --dataset-path: prompts are random tokens (--dataset-name random).", file=sys.stderr)
     from jaxllm.bench import throughput
     from jaxllm.bench.datasets import make_jobs
-    from jaxllm.tokenizer import load_tokenizer
+    from jaxllm.text.tokenizer import load_tokenizer
 
     # Text or ids is the same work, and both backends get the same ids.
     jobs = make_jobs(dataset, load_tokenizer(config.tokenizer or config.model, config.revision), as_text=False)

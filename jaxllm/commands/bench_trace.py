@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.commands.arguments import Usage, add_profile
 
 if TYPE_CHECKING:
-    from jaxllm.llm import LLM
-    from jaxllm.types import SamplingParams
+    from jaxllm.engine.llm import LLM
+    from jaxllm.sampling_params import SamplingParams
 
 
 def add_trace(parser: argparse.ArgumentParser) -> None:

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config
+from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, given
 from jaxllm.commands.session import open_llm, stream
 from jaxllm.errors import UserError
-from jaxllm.flags import add_engine_flags, add_sampling_flags, given
-from jaxllm.types import SamplingParams
+from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxllm.llm import LLM
+    from jaxllm.engine.llm import LLM
 
 CHAT_TOKENS = 1024  # default of `--max-tokens`: an answer should end by itself
 _NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # a conversation shows one text and no numbers

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.commands.arguments import Subparsers, add_model, engine_config, told_by_flags
+from jaxllm.commands.flags import add_engine_flags
 from jaxllm.config import EngineConfig
-from jaxllm.flags import add_engine_flags
 
 
 def add(commands: Subparsers) -> None:
@@ -32,7 +32,7 @@ def add(commands: Subparsers) -> None:
 def run(options: dict[str, Any]) -> int:
     """Compile, and say how many programs there are."""
     config = engine_config({**options, "model": options["model_tag"] or options["model"]})
-    from jaxllm.ahead import compile_ahead
+    from jaxllm.runner.aot_compile import compile_ahead
 
     folder = Path(options["out"]).expanduser()
     with told_by_flags(EngineConfig):

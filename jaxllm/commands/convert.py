@@ -29,8 +29,8 @@ def add(commands: Subparsers) -> None:
 def run(options: dict[str, Any]) -> int:
     """Write the folder and say where it is."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # Orbax asks JAX for its devices, and a GPU's memory would be taken
-    from jaxllm.convert import convert
-    from jaxllm.tokenizer_files import has_tokenizer
+    from jaxllm.commands.conversion import convert
+    from jaxllm.text.tokenizer_files import has_tokenizer
 
     target = convert(options["source"], Path(options["target"]), options["revision"], progress=sys.stderr.isatty())
     if not has_tokenizer(target):

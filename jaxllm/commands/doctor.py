@@ -1,4 +1,4 @@
-"""`jaxllm doctor`: show what `jaxllm.doctor` finds out about this machine and a model."""
+"""`jaxllm doctor`: show what `jaxllm.commands.doctor_report` finds out about this machine and a model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from jaxllm.commands.arguments import Subparsers, add_model, by_flags, engine_config
+from jaxllm.commands.flags import add_engine_flags
 from jaxllm.config import EngineConfig
-from jaxllm.flags import add_engine_flags
 
 
 def add(commands: Subparsers) -> None:
@@ -28,9 +28,9 @@ def add(commands: Subparsers) -> None:
 def run(options: dict[str, Any]) -> int:
     """Write the report; 1 where the model cannot run."""
     config = engine_config(options)
-    from jaxllm import doctor
+    from jaxllm.commands import doctor_report
 
-    report = doctor.examine(config)
+    report = doctor_report.examine(config)
     report["problems"] = [by_flags(problem, EngineConfig) for problem in report["problems"]]
-    print(json.dumps(report, indent=2) if options["json"] else doctor.describe(report))
+    print(json.dumps(report, indent=2) if options["json"] else doctor_report.describe(report))
     return 0 if report["usable"] else 1

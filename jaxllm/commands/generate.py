@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, build, engine_config
+from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, flag_of, given
 from jaxllm.commands.session import open_llm, profile, stream
 from jaxllm.errors import UserError
-from jaxllm.flags import add_engine_flags, add_sampling_flags, flag_of, given
-from jaxllm.types import Logprob, RequestOutput, SamplingParams
+from jaxllm.outputs import Logprob, RequestOutput
+from jaxllm.sampling_params import SamplingParams
 
 GENERATE_TOKENS = 128  # default of `--max-tokens`: a look at a model, not an essay
 

@@ -16,8 +16,8 @@ from jaxllm.commands.arguments import Subparsers, Usage
 from jaxllm.errors import printable
 
 if TYPE_CHECKING:
-    from jaxllm.replay import Moment, Replay
-    from jaxllm.state import Request, State
+    from jaxllm.replay.replay import Moment, Replay
+    from jaxllm.scheduler.state import Request, State
 
 
 def add(commands: Subparsers) -> None:
@@ -44,7 +44,7 @@ def run(options: dict[str, Any]) -> int:
     """Replay and show; 1 where a plan differs or a file breaks off."""
     if options["step"] and (options["json"] or options["request"]):
         raise Usage("--step goes with --at alone")
-    from jaxllm.replay import Replay
+    from jaxllm.replay.replay import Replay
 
     replay = Replay(options["file"])
     try:

@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config, told_by_flags
+from jaxllm.commands.flags import COMMON, add_common_flags, add_engine_flags, add_server_flags
 from jaxllm.config import EngineConfig
-from jaxllm.flags import COMMON, add_common_flags, add_engine_flags, add_server_flags
-from jaxllm_server.options import ServerOptions
+from jaxllm_server.shared.options import ServerOptions
 
 
 def add(commands: Subparsers) -> None:
@@ -69,9 +69,8 @@ def _check(config: EngineConfig) -> None:
 
     Reads no weights; of a model on the hub the small files are fetched.
     """
-    from jaxllm import sharding
-    from jaxllm.model import weights
-    from jaxllm.setup import free_bytes, plan_memory, prepare
+    from jaxllm.model import sharding, weights
+    from jaxllm.runner.model_setup import free_bytes, plan_memory, prepare
 
     with told_by_flags(EngineConfig):
         setup = prepare(config, needs_weights=False)

@@ -13,13 +13,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.arguments import by_flags
+from jaxllm.commands.flags import given
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.flags import given
-from jaxllm.types import RequestOutput, SamplingParams
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxllm.llm import LLM
+    from jaxllm.engine.llm import LLM
 
 REQUEST_ID = "cli"
 
@@ -27,7 +28,7 @@ REQUEST_ID = "cli"
 @contextmanager
 def open_llm(options: Mapping[str, Any]) -> Iterator[LLM]:
     """Load the model that the flags name, with a bar at a terminal; what is wrong with it is told by flags."""
-    from jaxllm.llm import LLM
+    from jaxllm.engine.llm import LLM
 
     try:
         loaded = LLM(options["model"], use_tqdm=sys.stderr.isatty(), **given(options, EngineConfig))
@@ -39,7 +40,7 @@ def open_llm(options: Mapping[str, Any]) -> Iterator[LLM]:
 
 def profile(llm: LLM, options: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Trace what the engine does inside, if `--profile` was given."""
-    from jaxllm.profiling import profiled
+    from jaxllm.runner.profiling import profiled
 
     return profiled(llm.engine, options["profile"], options["profile_steps"])
 

@@ -1,7 +1,4 @@
-"""The model that ships inside the package: a tiny Llama, the script that writes its text and the script that trains it.
-
-Importing this package costs nothing but the path below; the training modules are imported only when they are run.
-"""
+"""The model that ships inside the package, a tiny Llama; `training/` writes its text and trains it."""
 
 from pathlib import Path
 

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.errors import UserError
-from jaxllm.model_files import inside, parse_object, read_object
+from jaxllm.model.files import inside, parse_object, read_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import Array, lax, named_scope
 from jaxtyping import Float, Int
 
-from jaxllm.model import experts, latent, layers
-from jaxllm.model.declaration import Part, Weight
+from jaxllm.model import layers, mla, moe
+from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
 from pallas_kernels import rotate
 
@@ -131,13 +131,13 @@ def _qk_norm_weight(spec: Spec, name: str, rows: int, copies: int) -> Weight:
 
 
 def _latent_weights(spec: Spec, own: Latent) -> dict[str, Weight]:
-    weights = _norm_weights(spec, "attn_norm") | latent.declare(spec, own)
+    weights = _norm_weights(spec, "attn_norm") | mla.declare(spec, own)
     mixed = spec.num_heads * own.value_size
     return weights | {"out": Weight((spec.width, mixed), ("width", "heads"), (Part("out", spec.width),))}
 
 
 def _expert_weights(spec: Spec) -> dict[str, Weight]:
-    return _norm_weights(spec, "mlp_norm") | (experts.declare(spec, spec.experts) if spec.experts else {})
+    return _norm_weights(spec, "mlp_norm") | (moe.declare(spec, spec.experts) if spec.experts else {})
 
 
 def _mlp_weights(spec: Spec) -> dict[str, Weight]:
@@ -243,10 +243,10 @@ def _mixer(
         return _attention(spec, weights, layer, x, turns, attend, axis)
     rope = spec.ropes[layer]
     assert rope is not None
-    q, k = latent.project(spec.latent, weights, x, turns[rope], rope)
+    q, k = mla.project(spec.latent, weights, x, turns[rope], rope)
     heads = Heads(jnp.concatenate([q, k], axis=1), None, False)
     mixed = attend(layer, heads, spec.windows[layer], None).astype(x.dtype)
-    return _row_parallel(latent.expand(spec.latent, weights, mixed), weights, "out", axis)
+    return _row_parallel(mla.expand(spec.latent, weights, mixed), weights, "out", axis)
 
 
 def _attention(
@@ -290,7 +290,7 @@ def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, axis: str) -> tupl
 def _feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, axis: str) -> Array:
     if spec.experts is None or not spec.experts.layers[layer]:
         return _mlp(spec, weights, x, axis)
-    return _all_reduce(experts.mix(spec, spec.experts, weights, x, axis).astype(x.dtype), axis)
+    return _all_reduce(moe.mix(spec, spec.experts, weights, x, axis).astype(x.dtype), axis)
 
 
 @partial(jax.jit, static_argnames=("spec", "axis"))

@@ -13,7 +13,7 @@ from jaxllm.errors import UserError
 from jaxllm.model.config_fields import Fields
 from jaxllm.model.dense_families import DENSE
 from jaxllm.model.family import Family
-from jaxllm.model.routed_families import ROUTED
+from jaxllm.model.moe_families import ROUTED
 from jaxllm.model.spec import Spec
 
 FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED)

@@ -18,8 +18,8 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxllm.model.declaration import Weight
-from jaxllm.sharding import SPLIT_AXES, named, partition
+from jaxllm.model.parameters import Weight
+from jaxllm.model.sharding import SPLIT_AXES, named, partition
 
 Leaf = TypeVar("Leaf")
 

@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 from jaxllm.errors import UserError
 from jaxllm.model import int8
-from jaxllm.model.declaration import Part, Weight
 from jaxllm.model.decoder import Params
-from jaxllm.model_files import inside, read_object
-from jaxllm.sharding import AXIS, SPLIT_AXES, named
+from jaxllm.model.files import inside, read_object
+from jaxllm.model.parameters import Part, Weight
+from jaxllm.model.sharding import AXIS, SPLIT_AXES, named
 
 FOLDER = "orbax"  # within the model's folder
 LISTING = "orbax.json"  # beside it

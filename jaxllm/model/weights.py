@@ -26,12 +26,12 @@ from tqdm import tqdm
 from jaxllm.errors import UserError
 from jaxllm.model import int8, orbax_checkpoint
 from jaxllm.model.checkpoint import Tensor, open_tensors
-from jaxllm.model.declaration import Comb, Part, Weight
 from jaxllm.model.decoder import Leaf, Params, declare
 from jaxllm.model.families import Family
+from jaxllm.model.files import read_object
+from jaxllm.model.parameters import Comb, Part, Weight
+from jaxllm.model.sharding import SPLIT_AXES, named
 from jaxllm.model.spec import Spec
-from jaxllm.model_files import read_object
-from jaxllm.sharding import SPLIT_AXES, named
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 _PIECE_BYTES = 32 * 2**20  # copied before the pages read are given back

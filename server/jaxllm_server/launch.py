@@ -20,18 +20,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.async_engine import AsyncLLM
 from jaxllm.config import EngineConfig
+from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.errors import UserError
 from jaxllm.file_limit import raise_file_limit
-from jaxllm.recording import FileRecorder
-from jaxllm_server.log_limit import Seldom
-from jaxllm_server.options import ServerOptions
-from jaxllm_server.sockets import check_uds
+from jaxllm.replay.recording import FileRecorder
+from jaxllm_server.observability.log_limit import Seldom
+from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.sockets import check_uds
 
 if TYPE_CHECKING:
-    from jaxllm_server.grpc_server import GrpcServer
-    from jaxllm_server.http_server import HttpServer
+    from jaxllm_server.grpc.server import GrpcServer
+    from jaxllm_server.http.server import HttpServer
 
 _log = logging.getLogger("jaxllm.server")
 WATCH_SECONDS = 0.2  # between two looks at the engine's state
@@ -79,10 +79,10 @@ class Server:
     """One engine and its front ends."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, progress: bool = False) -> None:
-        from jaxllm_server.auth import Keys
-        from jaxllm_server.prometheus import PrometheusObserver
-        from jaxllm_server.serving import Serving
-        from jaxllm_server.tracing import Tracer
+        from jaxllm_server.observability.prometheus import PrometheusObserver
+        from jaxllm_server.observability.tracing import Tracer
+        from jaxllm_server.shared.auth import Keys
+        from jaxllm_server.shared.serving import Serving
 
         self.options = options
         self.engine = AsyncLLM(
@@ -146,7 +146,7 @@ class Server:
         """Open the ports; one that is taken is a UserError."""
         options = self.options
         if options.grpc_port is not None or options.grpc_uds is not None:
-            from jaxllm_server.grpc_server import start_grpc
+            from jaxllm_server.grpc.server import start_grpc
 
             self.grpc = await start_grpc(self.serving, options, self.keys, self.tracer, self.observer)
             _log.info("gRPC on %s", options.grpc_uds or f"{options.host}:{self.grpc.port}")
@@ -159,9 +159,9 @@ class Server:
         return "http" if self.options.ssl_certfile is None else "https"
 
     def _open_http(self) -> None:
-        from jaxllm_server.http_app import make_app
-        from jaxllm_server.http_protocol import server_config
-        from jaxllm_server.http_server import HttpServer
+        from jaxllm_server.http.app import make_app
+        from jaxllm_server.http.protocol import server_config
+        from jaxllm_server.http.server import HttpServer
 
         options = self.options
         listener = _listen(options)
@@ -202,7 +202,7 @@ class Server:
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _log_stats(self) -> None:
-        from jaxllm_server.log_stats import log_stats
+        from jaxllm_server.observability.log_stats import log_stats
 
         if self.options.log_stats_interval > 0:
             await log_stats(self.engine, self.options.log_stats_interval, _log.info)

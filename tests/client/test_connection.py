@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -29,8 +28,7 @@ from tests.client.fake_server import (
     deltas_of_whole,
     until_gone,
 )
-
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("way", ["close", "with", "break"])

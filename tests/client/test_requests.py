@@ -9,7 +9,7 @@ import pytest
 from jaxllm import errors
 from jaxllm.client.options import GenerateOptions, keyword_of
 from jaxllm.client.requests import chat_request, generate_request
-from jaxllm.types import RepetitionDetectionParams, SamplingParams
+from jaxllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from jaxllm.v1 import types_pb2
 from tests.client.fake_server import (
     FakeServer,

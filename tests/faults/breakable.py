@@ -21,12 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm import cli
-from jaxllm.core import Core
-from jaxllm.engine import LLMEngine
-from jaxllm.runner import Runner
-from jaxllm.samples import Sample
-from jaxllm.types import RequestOutput
+from jaxllm.commands import cli
+from jaxllm.engine.llm_engine import LLMEngine
+from jaxllm.engine.sequence import Sample
+from jaxllm.outputs import RequestOutput
+from jaxllm.runner.model_runner import Runner
+from jaxllm.scheduler.recorded import Core
 from jaxllm_server.launch import Server
 
 HANG_SECONDS = 30.0  # at most

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import aiohttp
 
 from tests.faults.overload import PROMPT, quantile
-from tests.serving_process import ServingProcess
-from tests.sizes import SLOTS, flags
+from tests.support.serving_process import ServingProcess
+from tests.support.sizes import SLOTS, flags
 
 NUM_SMALL = 10
 HOG = "hog"

@@ -27,8 +27,8 @@ import grpc.aio
 import psutil
 
 from jaxllm.v1 import inference_pb2, inference_pb2_grpc
-from tests.serving_process import ROOT, ServingProcess
-from tests.sizes import SLOTS, flags
+from tests.support.serving_process import ROOT, ServingProcess
+from tests.support.sizes import SLOTS, flags
 
 LOADS = (1, 2, 5, 10)  # times capacity
 SERVER = flags(SLOTS)

@@ -17,9 +17,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.v1 import inference_pb2_grpc
 from jaxllm_server.launch import Server
-from jaxllm_server.options import ServerOptions
-from tests.failures import SECRETS
-from tests.sizes import SLOTS
+from jaxllm_server.shared.options import ServerOptions
+from tests.support.failures import SECRETS
+from tests.support.sizes import SLOTS
 
 ENGINE = SLOTS | {"max_logprobs": 24}
 

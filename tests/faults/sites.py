@@ -17,58 +17,120 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.paths import ROOT
+
 FOLDERS = {"jaxllm": ROOT / "jaxllm", "jaxllm_server": ROOT / "server" / "jaxllm_server"}
 
 MODULES = (
-    *("jaxllm.async_engine", "jaxllm.chat_template", "jaxllm.chat_tokens", "jaxllm.detokenizer", "jaxllm.engine"),
-    *(
-        "jaxllm.fair_threads",
-        "jaxllm.prompts",
-        "jaxllm.repetition",
-        "jaxllm.samples",
-        "jaxllm.sampling",
-        "jaxllm.seats",
-        "jaxllm.stop_strings",
-    ),
-    *("jaxllm.streams", "jaxllm.tokenizer", "jaxllm.types"),
-    *("jaxllm_server.calls", "jaxllm_server.chat_checks", "jaxllm_server.clients", "jaxllm_server.grpc_gate"),
-    "jaxllm_server.grpc_messages",
-    *("jaxllm_server.grpc_replies", "jaxllm_server.grpc_service", "jaxllm_server.http_answers"),
-    *("jaxllm_server.http_app", "jaxllm_server.http_guard", "jaxllm_server.openai_chat"),
-    *("jaxllm_server.openai_completions", "jaxllm_server.openai_messages", "jaxllm_server.prometheus"),
-    *("jaxllm_server.reasoning", "jaxllm_server.serving", "jaxllm_server.sse", "jaxllm_server.strict_json"),
-    *("jaxllm_server.tool_call_json", "jaxllm_server.tool_parsers", "jaxllm_server.tracing"),
+    "jaxllm.engine.async_llm",
+    "jaxllm.engine.fair_threads",
+    "jaxllm.engine.inbox",
+    "jaxllm.engine.input_batch",
+    "jaxllm.engine.input_processor",
+    "jaxllm.engine.kv_events",
+    "jaxllm.engine.llm_engine",
+    "jaxllm.engine.output_streams",
+    "jaxllm.engine.sequence",
+    "jaxllm.sampling.sampler",
+    "jaxllm.outputs",
+    "jaxllm.sampling_params",
+    "jaxllm.text.chat_template",
+    "jaxllm.text.detokenizer",
+    "jaxllm.text.repetition_detector",
+    "jaxllm.text.special_token_guard",
+    "jaxllm.text.stop_strings",
+    "jaxllm.text.tokenizer",
+    "jaxllm_server.grpc.gate",
+    "jaxllm_server.grpc.messages",
+    "jaxllm_server.grpc.replies",
+    "jaxllm_server.grpc.service",
+    "jaxllm_server.http.answers",
+    "jaxllm_server.http.app",
+    "jaxllm_server.http.guard",
+    "jaxllm_server.http.sse",
+    "jaxllm_server.observability.prometheus",
+    "jaxllm_server.observability.tracing",
+    "jaxllm_server.openai.chat",
+    "jaxllm_server.openai.completions",
+    "jaxllm_server.openai.messages",
+    "jaxllm_server.parsers.reasoning",
+    "jaxllm_server.parsers.tool_call_json",
+    "jaxllm_server.parsers.tool_parsers",
+    "jaxllm_server.shared.calls",
+    "jaxllm_server.shared.chat_checks",
+    "jaxllm_server.shared.client_quota",
+    "jaxllm_server.shared.serving",
+    "jaxllm_server.shared.strict_json",
 )
 # Why the other modules have no site.
 OTHER_MODULES = {
     "pure functions over all requests, proven by simulation": (
-        *("jaxllm.batch", "jaxllm.blocks", "jaxllm.core", "jaxllm.scheduler", "jaxllm.state"),
+        *(
+            "jaxllm.runner.batch",
+            "jaxllm.scheduler.block_pool",
+            "jaxllm.scheduler.recorded",
+            "jaxllm.scheduler.scheduler",
+            "jaxllm.scheduler.state",
+        ),
     ),
     "the device's side of a step; its failures are in test_step_faults": (
-        *("jaxllm.cache", "jaxllm.processors", "jaxllm.profiling", "jaxllm.programs", "jaxllm.runner", "jaxllm.step"),
-        "jaxllm.vocabulary",
+        *(
+            "jaxllm.runner.device_state",
+            "jaxllm.sampling.logits_processors",
+            "jaxllm.runner.profiling",
+            "jaxllm.runner.compiled_programs",
+            "jaxllm.runner.model_runner",
+            "jaxllm.runner.step",
+        ),
+        "jaxllm.sampling.vocab_parallel",
     ),
-    "the loop around all requests; its death is in test_process_faults": ("jaxllm.engine_thread",),
+    "the loop around all requests; its death is in test_process_faults": ("jaxllm.engine.engine_thread",),
     "before the first request": (
-        *("jaxllm", "jaxllm.__main__", "jaxllm.ahead", "jaxllm.cli", "jaxllm.config", "jaxllm.convert"),
-        *("jaxllm.doctor", "jaxllm.file_limit", "jaxllm.flags", "jaxllm.memory", "jaxllm.model_files"),
-        *("jaxllm.parts", "jaxllm.phases"),
-        *("jaxllm.prepared", "jaxllm.setup", "jaxllm.sharding", "jaxllm.tokenizer_files"),
-        *("jaxllm_server", "jaxllm_server.launch", "jaxllm_server.options", "jaxllm_server.sockets"),
-        *("jaxllm_server.auth", "jaxllm_server.grpc_server"),
+        *(
+            "jaxllm",
+            "jaxllm.__main__",
+            "jaxllm.runner.aot_compile",
+            "jaxllm.commands.cli",
+            "jaxllm.config",
+            "jaxllm.commands.conversion",
+        ),
+        *(
+            "jaxllm.commands.doctor_report",
+            "jaxllm.file_limit",
+            "jaxllm.commands.flags",
+            "jaxllm.runner.memory_plan",
+            "jaxllm.model.files",
+        ),
+        *("jaxllm.engine.loader", "jaxllm.runner.startup_timing"),
+        *(
+            "jaxllm.runner.aot_manifest",
+            "jaxllm.runner.model_setup",
+            "jaxllm.model.sharding",
+            "jaxllm.text.tokenizer_files",
+        ),
+        *("jaxllm_server", "jaxllm_server.launch", "jaxllm_server.shared.options", "jaxllm_server.shared.sockets"),
+        *("jaxllm_server.shared.auth", "jaxllm_server.grpc.server"),
     ),
-    "numbers": ("jaxllm.metrics", "jaxllm_server.log_stats"),
+    "numbers": ("jaxllm.metrics", "jaxllm_server.observability.log_stats"),
     "how a failure is told, which is a failure's own last step": (
-        *("jaxllm.errors", "jaxllm_server.errors", "jaxllm_server.grpc_errors", "jaxllm_server.http_errors"),
-        "jaxllm_server.log_limit",
+        *(
+            "jaxllm.errors",
+            "jaxllm_server.shared.error_table",
+            "jaxllm_server.grpc.error_details",
+            "jaxllm_server.http.error_bodies",
+        ),
+        "jaxllm_server.observability.log_limit",
     ),
-    "health": ("jaxllm_server.grpc_health",),
-    "the connection, not the request": ("jaxllm_server.http_protocol", "jaxllm_server.http_server"),
-    "without a server": ("jaxllm.llm",),
-    "beside the engine, which goes on without it": ("jaxllm.recording", "jaxllm.replay", "jaxllm.snapshot"),
-    "inside of a template, which its own tests break": ("jaxllm.template_meter", "jaxllm.template_sandbox"),
-    "tokenizing alone": ("jaxllm_server.openai_tokens",),
+    "health": ("jaxllm_server.grpc.health",),
+    "the connection, not the request": ("jaxllm_server.http.protocol", "jaxllm_server.http.server"),
+    "without a server": ("jaxllm.engine.llm",),
+    "beside the engine, which goes on without it": (
+        "jaxllm.replay.recording",
+        "jaxllm.replay.replay",
+        "jaxllm.replay.snapshot",
+    ),
+    "inside of a template, which its own tests break": ("jaxllm.text.template_meter", "jaxllm.text.template_sandbox"),
+    "tokenizing alone": ("jaxllm_server.openai.tokens",),
 }
 
 
@@ -85,124 +147,133 @@ class Site(NamedTuple):
 # Functions of MODULES that none of the calls reaches, or that are not one request's, by the reason.
 NOT_OF_A_REQUEST: dict[str, dict[str, str]] = {
     "start and stop": {
-        "jaxllm.async_engine": "AsyncLLM.__init__ AsyncLLM.from_engine_args AsyncLLM.start AsyncLLM.__aenter__ "
+        "jaxllm.engine.async_llm": "AsyncLLM.__init__ AsyncLLM.from_engine_args AsyncLLM.start AsyncLLM.__aenter__ "
         "AsyncLLM.__aexit__ AsyncLLM._ready AsyncLLM._died AsyncLLM.announce_drain AsyncLLM.drain AsyncLLM.wait_dead "
         "AsyncLLM.close",
-        "jaxllm.chat_template": "compile_template _one_line",
-        "jaxllm.chat_tokens": "SpecialTokens.__init__",
-        "jaxllm.engine": "LLMEngine.__init__ LLMEngine.from_engine_args LLMEngine.close",
-        "jaxllm.fair_threads": "FairThreads.__init__ FairThreads.shutdown",
-        "jaxllm.seats": "Seats.__init__",
-        "jaxllm.streams": "Inbox.__init__ Inbox.stop BlockLog.__init__ BlockLog.end StreamTable.__init__ "
-        "StreamTable.fail_all StreamTable.wait_idle",
-        "jaxllm.tokenizer": "_byte_level_alphabet load_tokenizer Tokenizer.__init__ Tokenizer.vocab_size "
+        "jaxllm.text.chat_template": "compile_template _one_line",
+        "jaxllm.text.special_token_guard": "SpecialTokens.__init__",
+        "jaxllm.engine.llm_engine": "LLMEngine.__init__ LLMEngine.from_engine_args LLMEngine.close",
+        "jaxllm.engine.fair_threads": "FairThreads.__init__ FairThreads.shutdown",
+        "jaxllm.engine.input_batch": "Seats.__init__",
+        "jaxllm.engine.inbox": "Inbox.__init__ Inbox.stop",
+        "jaxllm.engine.kv_events": "BlockLog.__init__ BlockLog.end",
+        "jaxllm.engine.output_streams": "StreamTable.__init__ StreamTable.fail_all StreamTable.wait_idle",
+        "jaxllm.text.tokenizer": "_byte_level_alphabet load_tokenizer Tokenizer.__init__ Tokenizer.vocab_size "
         "Tokenizer.bos_token_id Tokenizer.eos_token_id Tokenizer.has_chat_template Tokenizer._named_id _decoding_of "
         "_flatten Tokenizer._longest_token Tokenizer._most_characters Tokenizer._special_tokens Tokenizer._around "
         "Tokenizer._template NoTokenizer.__init__",
-        "jaxllm.types": "default_sampling_params",
-        "jaxllm_server.clients": "Shares.__init__ Places.__init__",
-        "jaxllm_server.grpc_gate": "Gate.__init__ Gate._guard",
-        "jaxllm_server.grpc_service": "InferenceService.__init__ ControlService.__init__",
-        "jaxllm_server.http_app": "make_app Endpoints.__init__ Endpoints.routes Endpoints._gated Front.__init__ "
+        "jaxllm.sampling_params": "default_sampling_params",
+        "jaxllm_server.shared.client_quota": "Shares.__init__ Places.__init__",
+        "jaxllm_server.grpc.gate": "Gate.__init__ Gate._guard",
+        "jaxllm_server.grpc.service": "InferenceService.__init__ ControlService.__init__",
+        "jaxllm_server.http.app": "make_app Endpoints.__init__ Endpoints.routes Endpoints._gated Front.__init__ "
         "_counted _answer_other",
-        "jaxllm_server.http_guard": "Guard.__init__ Gate.__init__ Bodies.__init__",
-        "jaxllm_server.prometheus": "PrometheusObserver.__init__",
-        "jaxllm_server.serving": "Serving.__init__ _model_name",
-        "jaxllm_server.tracing": "Tracer.from_endpoint Tracer.close _RecordingTracer.__init__ _RecordingTracer.close "
+        "jaxllm_server.http.guard": "Guard.__init__ Gate.__init__ Bodies.__init__",
+        "jaxllm_server.observability.prometheus": "PrometheusObserver.__init__",
+        "jaxllm_server.shared.serving": "Serving.__init__ _model_name",
+        "jaxllm_server.observability.tracing": "Tracer.from_endpoint Tracer.close _RecordingTracer.__init__ "
+        "_RecordingTracer.close "
         "_exporter _tracer_to",
     },
     "traced into a program": {
-        "jaxllm.sampling": "Extras.fields Extras.unpack unpack_rows sample logprobs_of all_logprobs biased "
+        "jaxllm.sampling.sampler": "Extras.fields Extras.unpack unpack_rows sample logprobs_of all_logprobs biased "
         "penalized processed without_bad_words restricted _held_back _chosen _chosen_by_kernel kept_tokens",
     },
     "a whole step, whose failure ends the engine or is recovered from: test_step_faults, test_process_faults": {
-        "jaxllm.async_engine": "AsyncLLM._deliver",
-        "jaxllm.engine": "LLMEngine.step LLMEngine._step LLMEngine._take_in LLMEngine._outputs LLMEngine.load "
+        "jaxllm.engine.async_llm": "AsyncLLM._deliver",
+        "jaxllm.engine.llm_engine": "LLMEngine.step LLMEngine._step LLMEngine._take_in LLMEngine._outputs "
+        "LLMEngine.load "
         "LLMEngine._check_open LLMEngine.has_unfinished_requests LLMEngine.take_block_events _uninterrupted "
         "LLMEngine.abort_requests LLMEngine._recover",
-        "jaxllm.streams": "Inbox.take Inbox.settle",
+        "jaxllm.engine.inbox": "Inbox.take Inbox.settle",
     },
     "around all that is caught: what it raises itself, the library below answers": {
-        "jaxllm_server.grpc_gate": "Gate.intercept_service",
-        "jaxllm_server.http_app": "Front.__call__",
+        "jaxllm_server.grpc.gate": "Gate.intercept_service",
+        "jaxllm_server.http.app": "Front.__call__",
     },
     "the last act of cleaning up: nothing stands behind it": {
-        "jaxllm.async_engine": "AsyncLLM._close",
-        "jaxllm.fair_threads": "FairThreads._ended FairThreads._give_back FairThreads._hand_out",
-        "jaxllm.streams": "StreamTable.close",
+        "jaxllm.engine.async_llm": "AsyncLLM._close",
+        "jaxllm.engine.fair_threads": "FairThreads._ended FairThreads._give_back FairThreads._hand_out",
+        "jaxllm.engine.output_streams": "StreamTable.close",
     },
     "how a failure goes on": {
-        "jaxllm.async_engine": "AsyncLLM._refused",
-        "jaxllm.engine": "LLMEngine._fail LLMEngine._end_group LLMEngine._largest _is_out_of_memory",
-        "jaxllm.samples": "Group.show_failure",
-        "jaxllm.seats": "RequestFault.__init__",
-        "jaxllm.streams": "Stream.fail StreamTable.fail",
-        "jaxllm.types": "_shown _pieces",
-        "jaxllm_server.grpc_gate": "Gate._refusal _fail _request_id",
-        "jaxllm_server.http_answers": "Answer._name_of",
-        "jaxllm_server.http_app": "_send_error _refuse_path",
-        "jaxllm_server.http_guard": "Guard._is_allowed _authority _answer_preflight",
-        "jaxllm_server.openai_messages": "error_body error_body_of",
-        "jaxllm_server.sse": "event",
-        "jaxllm_server.strict_json": "_whole _unique _finite _refuse_constant",
-        "jaxllm_server.grpc_messages": "_too_many",
+        "jaxllm.engine.async_llm": "AsyncLLM._refused",
+        "jaxllm.engine.llm_engine": "LLMEngine._fail LLMEngine._end_group LLMEngine._largest _is_out_of_memory",
+        "jaxllm.engine.sequence": "Group.show_failure",
+        "jaxllm.engine.input_batch": "RequestFault.__init__",
+        "jaxllm.engine.output_streams": "Stream.fail StreamTable.fail",
+        "jaxllm.sampling_params": "_shown _pieces",
+        "jaxllm_server.grpc.gate": "Gate._refusal _fail _request_id",
+        "jaxllm_server.http.answers": "Answer._name_of",
+        "jaxllm_server.http.app": "_send_error _refuse_path",
+        "jaxllm_server.http.guard": "Guard._is_allowed _authority _answer_preflight",
+        "jaxllm_server.openai.messages": "error_body error_body_of",
+        "jaxllm_server.http.sse": "event",
+        "jaxllm_server.shared.strict_json": "_whole _unique _finite _refuse_constant",
+        "jaxllm_server.grpc.messages": "_too_many",
     },
     "control, lists and statistics that somebody asks for": {
-        "jaxllm.async_engine": "AsyncLLM.state AsyncLLM.num_live AsyncLLM.vocab_size AsyncLLM.is_paused AsyncLLM.abort "
+        "jaxllm.engine.async_llm": "AsyncLLM.state AsyncLLM.num_live AsyncLLM.vocab_size AsyncLLM.is_paused "
+        "AsyncLLM.abort "
         "AsyncLLM.reset_prefix_cache "
         "AsyncLLM.start_profile AsyncLLM.kv_events AsyncLLM.pause AsyncLLM.resume AsyncLLM._call _set_result "
         "_set_exception",
-        "jaxllm.engine": "LLMEngine.add_request LLMEngine.abort_request LLMEngine.reset_prefix_cache "
+        "jaxllm.engine.llm_engine": "LLMEngine.add_request LLMEngine.abort_request LLMEngine.reset_prefix_cache "
         "LLMEngine.start_profile",
-        "jaxllm.streams": "Inbox.abort Inbox.call Inbox.set_paused BlockLog.append BlockLog._wake BlockLog.read "
-        "StreamTable.__len__ StreamTable.ids StreamTable.of_id StreamTable.wait_quiet",
-        "jaxllm.tokenizer": "Tokenizer.token Tokenizer.ids Tokenizer.is_text",
-        "jaxllm.types": "CompletionOutput.finished",
-        "jaxllm_server.grpc_gate": "Gate._receive_health _parsed",
-        "jaxllm_server.grpc_messages": "tokenize_call_of detokenize_ids_of",
-        "jaxllm_server.grpc_replies": "kv_events_of _hash default_sampling_of default_stop_of",
-        "jaxllm_server.grpc_service": "InferenceService.Embed InferenceService.Tokenize InferenceService.Detokenize "
+        "jaxllm.engine.inbox": "Inbox.abort Inbox.call Inbox.set_paused",
+        "jaxllm.engine.kv_events": "BlockLog.append BlockLog._wake BlockLog.read",
+        "jaxllm.engine.output_streams": "StreamTable.__len__ StreamTable.ids StreamTable.of_id StreamTable.wait_quiet",
+        "jaxllm.text.tokenizer": "Tokenizer.token Tokenizer.ids Tokenizer.is_text",
+        "jaxllm.outputs": "CompletionOutput.finished",
+        "jaxllm_server.grpc.gate": "Gate._receive_health _parsed",
+        "jaxllm_server.grpc.messages": "tokenize_call_of detokenize_ids_of",
+        "jaxllm_server.grpc.replies": "kv_events_of _hash default_sampling_of default_stop_of",
+        "jaxllm_server.grpc.service": "InferenceService.Embed InferenceService.Tokenize InferenceService.Detokenize "
         "InferenceService.ListModels ControlService.GetServerInfo ControlService.GetLoad ControlService.Abort "
         "ControlService.ResetPrefixCache ControlService.PauseGeneration ControlService.ResumeGeneration "
         "ControlService.StreamKvEvents ControlService.LoadAdapter ControlService.UnloadAdapter "
         "ControlService.ListAdapters _now",
-        "jaxllm_server.http_app": "Endpoints.tokenize Endpoints.detokenize Endpoints.models Endpoints.model "
+        "jaxllm_server.http.app": "Endpoints.tokenize Endpoints.detokenize Endpoints.models Endpoints.model "
         "Endpoints.health Endpoints.live Endpoints.ready Endpoints.version Endpoints.load Endpoints.metrics _json",
-        "jaxllm_server.openai_messages": "model_card model_list",
-        "jaxllm_server.prometheus": "Histogram.buckets PrometheusObserver.render PrometheusObserver.collect "
+        "jaxllm_server.openai.messages": "model_card model_list",
+        "jaxllm_server.observability.prometheus": "Histogram.buckets PrometheusObserver.render "
+        "PrometheusObserver.collect "
         "PrometheusObserver.describe PrometheusObserver._engine_families PrometheusObserver._histogram_families "
         "PrometheusObserver._device_families PrometheusObserver._handled_families PrometheusObserver._counter "
         "PrometheusObserver._gauge PrometheusObserver._family",
-        "jaxllm_server.serving": "Serving.tokenize",
+        "jaxllm_server.shared.serving": "Serving.tokenize",
     },
     "called by a function that is reached, for what the embedded model or these calls do not have": {
-        "jaxllm.chat_template": "_mark_end _cut_at_mark",
-        "jaxllm.chat_tokens": "SpecialTokens.encode_literally SpecialTokens._refusal Disguise.take_off Disguise._twin "
+        "jaxllm.text.chat_template": "_mark_end _cut_at_mark",
+        "jaxllm.text.special_token_guard": "SpecialTokens.encode_literally SpecialTokens._refusal Disguise.take_off "
+        "Disguise._twin "
         "_strings _copy",
-        "jaxllm.detokenizer": "_extend_run _longer _settle_run _unfinished",
-        "jaxllm.prompts": "_salt",
-        "jaxllm.streams": "merge",
-        "jaxllm.tokenizer": "Tokenizer.decode Tokenizer.end_of Tokenizer._make_piece Tokenizer.apply_chat_template "
+        "jaxllm.text.detokenizer": "_extend_run _longer _settle_run _unfinished",
+        "jaxllm.engine.input_processor": "_salt",
+        "jaxllm.engine.output_streams": "merge",
+        "jaxllm.text.tokenizer": "Tokenizer.decode Tokenizer.end_of Tokenizer._make_piece "
+        "Tokenizer.apply_chat_template "
         "Tokenizer._template_source Tokenizer._refusal NoTokenizer.piece NoTokenizer._refuse",
-        "jaxllm.types": "_extra_args",
-        "jaxllm.fair_threads": "FairThreads._withdraw",
-        "jaxllm_server.chat_checks": "_arguments_of _num_brackets _with_parsed _object_of",
-        "jaxllm_server.grpc_messages": "_tools_of _from_value _seconds",
-        "jaxllm_server.grpc_replies": "whole_calls call_deltas",
-        "jaxllm_server.grpc_service": "InferenceService._hinted Writer._look",
-        "jaxllm_server.openai_chat": "_tool_call_delta",
-        "jaxllm_server.openai_completions": "_first_name _without_output",
-        "jaxllm_server.openai_messages": "_is_same prompt_logprobs_of",
-        "jaxllm_server.reasoning": "ReasoningParser._split",
-        "jaxllm_server.serving": "Serving.detokenize given_of _make_call_id",
-        "jaxllm_server.tool_call_json": "CallObject.__init__ CallObject.read CallObject.take_arguments "
+        "jaxllm.sampling_params": "_extra_args",
+        "jaxllm.engine.fair_threads": "FairThreads._withdraw",
+        "jaxllm_server.shared.chat_checks": "_arguments_of _num_brackets _with_parsed _object_of",
+        "jaxllm_server.grpc.messages": "_tools_of _from_value _seconds",
+        "jaxllm_server.grpc.replies": "whole_calls call_deltas",
+        "jaxllm_server.grpc.service": "InferenceService._hinted Writer._look",
+        "jaxllm_server.openai.chat": "_tool_call_delta",
+        "jaxllm_server.openai.completions": "_first_name _without_output",
+        "jaxllm_server.openai.messages": "_is_same prompt_logprobs_of",
+        "jaxllm_server.parsers.reasoning": "ReasoningParser._split",
+        "jaxllm_server.shared.serving": "Serving.detokenize given_of _make_call_id",
+        "jaxllm_server.parsers.tool_call_json": "CallObject.__init__ CallObject.read CallObject.take_arguments "
         "CallObject._begins_value CallObject._begin_value CallObject._read_value CallObject._end_value "
         "CallObject._close CallObject._break _Value.__init__ _Value.read skip_space _string",
-        "jaxllm_server.tool_parsers": "ToolParser._end ToolParser._follow ToolParser._match ToolParser._begin_object "
+        "jaxllm_server.parsers.tool_parsers": "ToolParser._end ToolParser._follow ToolParser._match "
+        "ToolParser._begin_object "
         "ToolParser._read_object HermesParser._open HermesParser._read_opening HermesParser._follow "
         "HermesParser._read_between LlamaParser.__init__ LlamaParser._read_between LlamaParser._refuse "
         "LlamaParser._read_content LlamaParser._follow LlamaParser._end",
-        "jaxllm_server.tracing": "Span.set _RecordedSpan.__init__ _RecordedSpan.set _RecordedSpan.end "
+        "jaxllm_server.observability.tracing": "Span.set _RecordedSpan.__init__ _RecordedSpan.set _RecordedSpan.end "
         "_RecordingTracer.start",
     },
 }
@@ -214,7 +285,7 @@ LISTED = {
 }
 
 
-WRAPPED = {Site("jaxllm.streams", "merge")}  # reached by a call of its own
+WRAPPED = {Site("jaxllm.engine.output_streams", "merge")}  # reached by a call of its own
 
 
 class InjectedError(RuntimeError):
@@ -224,9 +295,10 @@ class InjectedError(RuntimeError):
 def modules() -> set[str]:
     """Name the modules of the engine and the server, packages below them left out."""
     return {
-        package if path.stem == "__init__" else f"{package}.{path.stem}"
+        ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
         for package, folder in FOLDERS.items()
-        for path in folder.glob("*.py")
+        for path in folder.rglob("*.py")
+        if not {"bench", "client", "commands", "model", "v1"} & set(path.parts)
     }
 
 

@@ -31,7 +31,7 @@ import httpx
 
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from tests.faults.breakable import NAN, UNTOLD
-from tests.serving_process import QUICK, ServingProcess
+from tests.support.serving_process import QUICK, ServingProcess
 
 MOST_BYTES = 100.0  # of memory that a request may leave behind
 AT_ONCE = 32

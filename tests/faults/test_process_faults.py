@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from jaxllm import AsyncClient, Client, errors
-from tests.serving_process import QUICK, ROOT, ServingProcess
+from tests.support.serving_process import QUICK, ROOT, ServingProcess
 
 ENDLESS: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True}
 EXPECTED: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.0}
@@ -292,7 +292,7 @@ def test_a_start_without_memory_ends_at_once_with_a_code(gibibytes: float) -> No
     limit = int(gibibytes * 2**30)
     program = (
         f"import resource, sys; resource.setrlimit(resource.RLIMIT_AS, ({limit}, {limit})); "
-        "sys.argv = ['jaxllm', 'serve', '--port', '0', '--grpc-port', '0']; from jaxllm import cli; cli.run()"
+        "sys.argv = ['jaxllm', 'serve', '--port', '0', '--grpc-port', '0']; from jaxllm.commands import cli; cli.run()"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program],

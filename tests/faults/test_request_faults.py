@@ -12,10 +12,10 @@ import pytest
 from jaxllm import AsyncLLM, SamplingParams
 from jaxllm.client.requests import chat_request, generate_request
 from jaxllm.errors import RequestFailedError
-from jaxllm.types import RequestOutputKind
+from jaxllm.sampling_params import RequestOutputKind
 from tests.faults.served import Answer, Clients, is_empty, new_server, opened, over_grpc, over_http
 from tests.faults.sites import LISTED, MODULES, OTHER_MODULES, Injector, Site, modules
-from tests.grpc_site import one_loop
+from tests.support.grpc_site import one_loop
 
 CHAT = [{"role": "user", "content": "What is 2 + 3?"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]

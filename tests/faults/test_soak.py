@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.overload import REFUSALS, SERVER, measure, quantile
 from tests.faults.soak import faults_of, slope, soak
-from tests.serving_process import ServingProcess
+from tests.support.serving_process import ServingProcess
 
 SMALL_MOST_BYTES = 16_000.0  # a request: what pools and caches take while they fill shows in so few
 QUEUE = 4 * 8  # samples that may wait, for eight slots

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, EngineError, SamplingParams
-from jaxllm.blocks import PoolEditor
-from jaxllm.runner import StepInFlight
-from jaxllm.step import Result
-from jaxllm.types import RequestOutput
+from jaxllm.outputs import RequestOutput
+from jaxllm.runner.model_runner import StepInFlight
+from jaxllm.runner.step import Result
+from jaxllm.scheduler.block_pool import PoolEditor
 from tests.faults.served import ENGINE
 
 PREFIX = list(range(20, 60))  # two and a half blocks, which all prompts but two have in common
@@ -206,7 +206,7 @@ def test_a_request_that_cannot_be_made_ready_for_a_step_fails_alone(
 
 
 def test_what_cannot_be_shown_ends_as_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxllm.samples import Group
+    from jaxllm.engine.sequence import Group
 
     real, errors = Group.show, llm.engine.metrics.finished.get("error", 0)
     monkeypatch.setattr(Group, "show", lambda group: 1 // 0 if group.prompt_token_ids[0] == 450 else real(group))

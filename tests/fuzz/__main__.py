@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.paths import ROOT
+
 CORPUS = ROOT / ".cache" / "fuzz"
 INPUT_SECONDS = 10  # that one input may take
 MEMORY_MB = 4096  # of the process: a file that claims gigabytes must not get them

@@ -16,28 +16,30 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
-from jaxllm.async_engine import AsyncLLM
 from jaxllm.client.errors import read_error
 from jaxllm.client.requests import generate_request
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.engine import Accepted, LLMEngine
+from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.llm_engine import Accepted, LLMEngine
+from jaxllm.engine.loader import Parts
 from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
-from jaxllm.parts import Parts
-from jaxllm.sampling import Extras
-from jaxllm.state import Limits
-from jaxllm.tokenizer import Tokenizer, load_tokenizer
-from jaxllm.types import CompletionOutput, RequestMetrics, RequestOutput, RequestOutputKind, SamplingParams
+from jaxllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxllm.sampling.sampler import Extras
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.scheduler.state import Limits
+from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.v1 import inference_pb2
-from jaxllm_server import grpc_messages, grpc_replies, strict_json
-from jaxllm_server.calls import Call, Chunk
-from jaxllm_server.grpc_errors import failure_of
-from jaxllm_server.openai_chat import ChatReply
-from jaxllm_server.openai_completions import CompletionReply
-from jaxllm_server.openai_tokens import detokenize_request_of, tokenize_call_of
-from jaxllm_server.options import ServerOptions
-from jaxllm_server.serving import Serving
+from jaxllm_server.grpc import messages, replies
+from jaxllm_server.grpc.error_details import failure_of
+from jaxllm_server.openai.chat import ChatReply
+from jaxllm_server.openai.completions import CompletionReply
+from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of
+from jaxllm_server.shared import strict_json
+from jaxllm_server.shared.calls import Call, Chunk
+from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.serving import Serving
 
 VOCABULARY = 1536
 CONTEXT = 512
@@ -145,13 +147,13 @@ class Doors:
 
     def _answer_message(self, kind: type[Message], message: Any, stream: bool) -> None:
         if kind is inference_pb2.TokenizeRequest:
-            self._run(self.serving.tokenize(grpc_messages.tokenize_call_of(message, max_json_depth=MOST_DEPTH)))
+            self._run(self.serving.tokenize(messages.tokenize_call_of(message, max_json_depth=MOST_DEPTH)))
         elif kind is inference_pb2.DetokenizeRequest:
-            self._run(self.serving.detokenize(grpc_messages.detokenize_ids_of(message)))
+            self._run(self.serving.detokenize(messages.detokenize_ids_of(message)))
         else:
-            call = grpc_messages.call_of(message, message.request_id or "id", stream=stream, max_json_depth=MOST_DEPTH)
+            call = messages.call_of(message, message.request_id or "id", stream=stream, max_json_depth=MOST_DEPTH)
             chunks = self._run(self._chunks(call))
-            reply = grpc_replies.reply_of(message, self.serving.check_model(message.model))
+            reply = replies.reply_of(message, self.serving.check_model(message.model))
             reply.response(chunks[-1]).SerializeToString()
 
     # The same fields over each way in.

@@ -22,11 +22,11 @@ from jaxllm.model import weights
 from jaxllm.model.checkpoint import open_tensors
 from jaxllm.model.decoder import declare
 from jaxllm.model.families import read_spec
-from jaxllm.replay import Replay
-from jaxllm.tokenizer import load_tokenizer
-from jaxllm.types import default_sampling_params
+from jaxllm.replay.replay import Replay
+from jaxllm.sampling_params import default_sampling_params
+from jaxllm.text.tokenizer import load_tokenizer
+from tests.support.paths import GOLDEN
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 TEXT = "Once upon a time, naïve 日本語 🎉 <|im_end|>\n"
 
 
@@ -89,7 +89,7 @@ def read_generation(place: Path) -> None:
     from types import SimpleNamespace
     from typing import Any
 
-    from jaxllm.parts import _eos_ids
+    from jaxllm.engine.loader import _eos_ids
 
     settings = weights.read_generation_config(place)
     default_sampling_params(settings)
@@ -117,7 +117,7 @@ def read_recording(place: Path) -> None:
 
 def recordings() -> list[bytes]:
     """Return what a core of a few requests wrote down, whole and redacted."""
-    from tests.test_recording import Driver
+    from tests.replay.test_recording import Driver
 
     made = []
     for is_redacted in (False, True):
@@ -146,7 +146,7 @@ def generation_configs() -> list[bytes]:
 
 
 def tokenizers() -> list[bytes]:
-    from tests.tokenizer_kinds import KINDS, build
+    from tests.support.tokenizer_kinds import KINDS, build
 
     return [build(kind).to_str().encode() for kind in KINDS]
 

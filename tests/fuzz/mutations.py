@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 
-from jaxllm.recording import MAGIC
+from jaxllm.replay.recording import MAGIC
 
 NUMBERS: list[Any] = [
     *(0, -1, 1, 2, 7, 2**16, 2**31 - 1, 2**31, 2**32, 2**32 + 5, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30),

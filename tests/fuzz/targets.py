@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxllm.errors import MOST_MESSAGE, UserError
 from jaxllm.v1 import inference_pb2, types_pb2
-from jaxllm_server import strict_json
+from jaxllm_server.shared import strict_json
 from tests.fuzz import files, texts
 from tests.fuzz.doors import MOST_DEPTH, doors
 from tests.fuzz.fields import BASE, NAMES, VALUES
@@ -172,7 +172,7 @@ def _field_sets() -> list[bytes]:
 
 
 def _templates() -> list[bytes]:
-    from tests.test_chat_template import PARTS, TOOLS, TRIMMED
+    from tests.text.test_chat_template import PARTS, TOOLS, TRIMMED
 
     return [source.encode() for source in (texts.CHATML, TOOLS, TRIMMED, PARTS)]
 

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxllm.detokenizer import advance, begin, finish
 from jaxllm.errors import UserError
-from jaxllm.stop_strings import StopMatcher, match_stops
+from jaxllm.text.detokenizer import advance, begin, finish
+from jaxllm.text.stop_strings import StopMatcher, match_stops
 from tests.fuzz import FEW, MANY, texts
 from tests.fuzz.doors import doors
 from tests.fuzz.fields import BASE, NAMES, VALUES
 from tests.fuzz.targets import TARGETS, check_verdicts
-from tests.linear import is_linear
+from tests.support.linear import is_linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:temperature is less than")
 COUNTS = pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])

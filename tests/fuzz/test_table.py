@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fuzz.doors import doors
-from tests.test_verdicts import ACCEPTED, BAD, BASE, GOOD, TOGETHER, is_json
+from tests.server.test_verdicts import ACCEPTED, BAD, BASE, GOOD, TOGETHER, is_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:temperature .* was raised")
 

@@ -10,25 +10,24 @@ import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jaxllm.chat_template import compile_template, render
-from jaxllm.detokenizer import advance, begin, finish
+from jaxllm.engine.sequence import Sample
 from jaxllm.errors import UserError
-from jaxllm.samples import Sample
-from jaxllm.sampling import needs
-from jaxllm.stop_strings import StopMatcher
-from jaxllm.tokenizer import Tokenizer, load_tokenizer
-from jaxllm.types import SamplingParams
-from jaxllm_server.reasoning import REASONING_PARSERS
-from jaxllm_server.tool_parsers import TOOL_PARSERS
+from jaxllm.sampling.sampler import needs
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.chat_template import compile_template, render
+from jaxllm.text.detokenizer import advance, begin, finish
+from jaxllm.text.stop_strings import StopMatcher
+from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
+from jaxllm_server.parsers.reasoning import REASONING_PARSERS
+from jaxllm_server.parsers.tool_parsers import TOOL_PARSERS
 from tests.fuzz.doors import tokenizer as embedded
-from tests.naive import parsed_calls, split_reasoning, stop_at
-from tests.tokenizer_kinds import KINDS, build
+from tests.support.naive import parsed_calls, split_reasoning, stop_at
+from tests.support.paths import STORIES
+from tests.support.tokenizer_kinds import KINDS, build
 
-STORIES = Path(__file__).parent.parent / "golden" / "stories260K"
 TOKENIZERS = ("embedded", "stories260K", *KINDS)
 Words = list[str]
 

@@ -22,14 +22,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import pallas_kernels
-from jaxllm import batch, cache, sharding, step
-from jaxllm.batch import Shape
-from jaxllm.cache import Geometry
-from jaxllm.model import weights
+from jaxllm.model import sharding, weights
 from jaxllm.model.families import read_spec
 from jaxllm.model.spec import Spec, heads_per_shard
-from jaxllm.sampling import ROW_WIDTH, Extras, Variant
-from jaxllm.setup import OPERATIONS
+from jaxllm.runner import batch, device_state, step
+from jaxllm.runner.batch import Shape
+from jaxllm.runner.device_state import Geometry
+from jaxllm.runner.model_setup import OPERATIONS
+from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from pallas_kernels import Choice, Site
 
 TARGET = Path(__file__).with_name("h200_target.txtpb")
@@ -141,7 +141,7 @@ def compile_shape(
     over = mesh(devices)
     params = weights.abstract(spec, over, dtype)
     extras = Extras(spec.vocab_size)
-    state = cache.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype))
+    state = device_state.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype))
     chosen = kernels_of(spec, devices, dtype, kernels)
     run = step.build(spec, geometry, shape, variant, 0, extras, (), over, params, state, chosen)
     buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=sharding.replicated(over))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,18 @@ import pytest
 
 import pallas_kernels
 from jaxllm import LLM, SamplingParams
-from jaxllm.setup import OPERATIONS
+from jaxllm.runner.model_setup import OPERATIONS
 from pallas_kernels import Choice, tuning
-from tests import test_attention
-from tests.test_attention import CASES, WRITES
+from tests.kernels import test_attention
+from tests.kernels.test_attention import CASES, WRITES
+from tests.support import paths
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
 TRITON = Choice("triton", 90)
-STORIES = str(Path(__file__).parents[1] / "golden" / "stories260K")
+STORIES = str(paths.STORIES)
 
 
 @pytest.mark.parametrize("least_keys", [tuning.LEAST_KEYS, 16])

@@ -10,7 +10,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import Choice, Site
-from tests.test_sample_kernel import FILTERS, Rows, random_rows
+from tests.kernels.test_sample import FILTERS, Rows, random_rows
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)

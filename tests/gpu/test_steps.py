@@ -22,9 +22,9 @@ pytest.importorskip("jax_cuda13_plugin")
 import pallas_kernels
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.model import decoder
-from jaxllm.sampling import Variant
+from jaxllm.sampling.sampler import Variant
 from pallas_kernels import Choice
-from tests.bench.shapes import SHAPES
+from tests.benchmarks.shapes import SHAPES
 from tests.gpu import aot
 
 MIB = 1 << 20

@@ -21,8 +21,8 @@ from typing import Any
 
 from tests.gpu_check import report
 from tests.gpu_check.parts import PARTS
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 END = 5  # seconds in which a part that was told to end is gone
 Start = Callable[[str, Path, float, bool], int]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench import shapes
+from tests.benchmarks import shapes
 from tests.gpu_check import models
 from tests.gpu_check.check import Check
 from tests.gpu_check.sites import full_precision

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench import shapes
+from tests.benchmarks import shapes
 
 LLAMA_8B: dict[str, Any] = shapes.SHAPES["llama-3.2-1b"] | {
     "hidden_size": 4096,

@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm import batch
 from jaxllm.config import EngineArgs
-from jaxllm.engine import LLMEngine
-from jaxllm.programs import Key
-from jaxllm.sampling import Variant
-from jaxllm.state import Plan
+from jaxllm.engine.llm_engine import LLMEngine
+from jaxllm.runner import batch
+from jaxllm.runner.compiled_programs import Key
+from jaxllm.sampling.sampler import Variant
+from jaxllm.scheduler.state import Plan
 from pallas_kernels import measuring
-from tests.bench import overlap
-from tests.bench.bare import Packed, compile_greedy, packed_steps, replay
+from tests.benchmarks import overlap
+from tests.benchmarks.bare import Packed, compile_greedy, packed_steps, replay
 from tests.gpu_check import models
 from tests.gpu_check.check import Check
 

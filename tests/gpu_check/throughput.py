@@ -66,7 +66,7 @@ def _compare(check: Check, name: str, folder: str, dtype: str, vocabulary: int) 
 
 def _jaxllm(folder: str, dtype: str, prompts: list[list[int]], new: int, longest: int) -> float:
     from jaxllm import LLM, SamplingParams
-    from tests.bench.bare import compile_greedy
+    from tests.benchmarks.bare import compile_greedy
 
     slots = min(len(prompts), 256)
     sizes = {"max_model_len": longest + new, "max_num_seqs": slots, "num_kv_blocks": slots * -(-(longest + new) // 16)}

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from tests.hostile.machine import num_descriptors
-from tests.serving_process import ROOT, ServingProcess
-from tests.sizes import SLOTS, flags
+from tests.support.serving_process import ROOT, ServingProcess
+from tests.support.sizes import SLOTS, flags
 
 STALL_SECONDS = 2.0
 MAX_BODY_BYTES = 1 << 20

@@ -16,10 +16,10 @@ import uvloop
 
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm_server.http_guard import is_request_id
+from jaxllm_server.http.guard import is_request_id
 from jaxllm_server.launch import Server, configure_logging
-from jaxllm_server.options import ServerOptions
-from tests.fake_serving import SCRIPT, FakeServing
+from jaxllm_server.shared.options import ServerOptions
+from tests.support.fake_serving import SCRIPT, FakeServing
 
 
 class Ordered(FakeServing):

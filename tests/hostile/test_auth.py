@@ -16,14 +16,14 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jaxllm.v1 import control_pb2, inference_pb2
-from jaxllm_server.auth import Keys
-from jaxllm_server.errors import AuthError
-from jaxllm_server.http_app import Endpoints
-from jaxllm_server.options import ServerOptions
-from tests.fake_serving import FakeServing, http_server, raw_exchange
-from tests.grpc_site import bearer
+from jaxllm_server.http.app import Endpoints
+from jaxllm_server.shared.auth import Keys
+from jaxllm_server.shared.error_table import AuthError
+from jaxllm_server.shared.options import ServerOptions
 from tests.hostile.wire import statuses_of
-from tests.serving_process import ServingProcess
+from tests.support.fake_serving import FakeServing, http_server, raw_exchange
+from tests.support.grpc_site import bearer
+from tests.support.serving_process import ServingProcess
 
 KEY, ADMIN = "sk-1234567890abcdef", "boss-1234567890abcdef"
 

@@ -25,15 +25,15 @@ import uvloop
 
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.engine import LLMEngine
-from jaxllm.types import SamplingParams
+from jaxllm.engine.llm_engine import LLMEngine
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.v1 import inference_pb2
 from jaxllm_server.launch import Server
-from jaxllm_server.options import ServerOptions
-from tests.failures import SECRETS
+from jaxllm_server.shared.options import ServerOptions
 from tests.hostile.frames import SERVICE, Frames
 from tests.hostile.wire import post
-from tests.sizes import FEW_SLOTS
+from tests.support.failures import SECRETS
+from tests.support.sizes import FEW_SLOTS
 
 PHASES = ("queue", "prefill", "decode")
 STEPS = {"queue": 0.03, "prefill": 0.15, "decode": 0.03}  # seconds of a step

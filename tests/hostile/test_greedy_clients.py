@@ -16,8 +16,8 @@ import pytest
 
 from tests.hostile.machine import resident_bytes
 from tests.hostile.wire import address_of, post, statuses_of
-from tests.serving_process import ServingProcess
-from tests.sizes import SLOTS, flags
+from tests.support.serving_process import ServingProcess
+from tests.support.sizes import SLOTS, flags
 
 pytestmark = pytest.mark.ci
 

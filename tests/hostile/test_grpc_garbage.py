@@ -24,12 +24,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from jaxllm.v1 import control_pb2, inference_pb2
-from tests.failures import SECRETS
-from tests.grpc_site import details_of
 from tests.hostile.conftest import STALL_SECONDS
 from tests.hostile.frames import SERVICE, Frames, framed
 from tests.hostile.machine import processor_seconds, resident_bytes
-from tests.serving_process import ServingProcess
+from tests.support.failures import SECRETS
+from tests.support.grpc_site import details_of
+from tests.support.serving_process import ServingProcess
 
 INFERENCE, CONTROL = "/jaxllm.v1.InferenceService", "/jaxllm.v1.ControlService"
 REQUESTS: dict[str, type[Message]] = {

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from jaxllm.v1 import inference_pb2, types_pb2
-from tests.failures import over_http
 from tests.hostile.machine import resident_bytes
-from tests.serving_process import ServingProcess
+from tests.support.failures import over_http
+from tests.support.serving_process import ServingProcess
 
 GOOD = json.dumps(
     {

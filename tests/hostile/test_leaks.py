@@ -17,12 +17,12 @@ import pytest
 
 from jaxllm import errors
 from jaxllm.v1 import control_pb2, inference_pb2
-from tests.failures import SECRETS
-from tests.fake_serving import raw_exchange
-from tests.grpc_site import details_of
 from tests.hostile.test_raw_http import NO_HTTP
 from tests.hostile.wire import address_of
-from tests.serving_process import ServingProcess
+from tests.support.failures import SECRETS
+from tests.support.fake_serving import raw_exchange
+from tests.support.grpc_site import details_of
+from tests.support.serving_process import ServingProcess
 
 # Names that a Python programmer would know: of exceptions, ours and Python's, and of classes of the server.
 CLASSES = re.compile(

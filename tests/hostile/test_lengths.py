@@ -18,7 +18,7 @@ import pytest
 from jaxllm.v1 import inference_pb2
 from tests.hostile.conftest import wait_idle
 from tests.hostile.wire import Waits, ask_streams
-from tests.serving_process import ServingProcess
+from tests.support.serving_process import ServingProcess
 
 CONTEXT = 512
 BOS = 0

@@ -13,9 +13,9 @@ import pytest
 
 from jaxllm.bench.sse import EventReader
 from jaxllm.errors import UserError
-from jaxllm.stop_strings import StopMatcher, match_stops
-from jaxllm_server import strict_json
-from tests.linear import is_linear
+from jaxllm.text.stop_strings import StopMatcher, match_stops
+from jaxllm_server.shared import strict_json
+from tests.support.linear import is_linear
 
 MEGABYTE = 1 << 20
 

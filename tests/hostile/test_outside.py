@@ -26,8 +26,8 @@ from jaxllm.v1 import inference_pb2
 from tests.hostile.conftest import wait_idle
 from tests.hostile.machine import tcp_sockets
 from tests.hostile.wire import address_of, statuses_of
-from tests.serving_process import ROOT, ServingProcess
-from tests.sizes import SLOTS, flags
+from tests.support.serving_process import ROOT, ServingProcess
+from tests.support.sizes import SLOTS, flags
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1 as the kernel writes it, also of IPv6 sockets
 
@@ -40,7 +40,7 @@ def test_it_listens_where_it_was_told_and_nowhere_else(server: ServingProcess, f
 
 
 def test_loopback_is_the_default() -> None:
-    from jaxllm_server.options import ServerOptions
+    from jaxllm_server.shared.options import ServerOptions
 
     assert ServerOptions().host == "127.0.0.1" and ServerOptions().is_loopback
 

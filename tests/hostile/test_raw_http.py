@@ -15,12 +15,12 @@ from contextlib import suppress
 
 import pytest
 
-from tests.failures import SECRETS
-from tests.fake_serving import raw_exchange
 from tests.hostile.conftest import MAX_BODY_BYTES, STALL_SECONDS
 from tests.hostile.machine import bytes_read, processor_seconds, resident_bytes
 from tests.hostile.wire import address_of, post, statuses_of
-from tests.serving_process import ServingProcess
+from tests.support.failures import SECRETS
+from tests.support.fake_serving import raw_exchange
+from tests.support.serving_process import ServingProcess
 
 BODY = b'{"prompt":"a"}'
 INNER = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"  # what a smuggler hides

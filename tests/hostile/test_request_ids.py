@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from jaxllm.v1 import control_pb2, inference_pb2
-from tests.failures import Grpc
 from tests.hostile.conftest import wait_idle
-from tests.serving_process import ServingProcess
+from tests.support.failures import Grpc
+from tests.support.serving_process import ServingProcess
 
 NUM_CALLS = 100
 ID = "the-same"

@@ -23,7 +23,7 @@ from tests.hostile.conftest import STALL_SECONDS
 from tests.hostile.frames import Frames
 from tests.hostile.machine import num_descriptors, resident_bytes
 from tests.hostile.wire import Waits, address_of, ask_streams, honest_client, post, statuses_of
-from tests.serving_process import ServingProcess
+from tests.support.serving_process import ServingProcess
 
 HONEST = "50 8 0.002"  # chunks, characters, seconds between
 NUM_ATTACKERS = 500

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from tests.serving_process import ServingProcess
+from tests.support.serving_process import ServingProcess
 
 
 def address_of(server: ServingProcess) -> tuple[str, int]:

@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_kernels
-from jaxllm import sharding
-from jaxllm.model import decoder, weights
+from jaxllm.model import decoder, sharding, weights
 from jaxllm.model.families import read_spec
 from jaxllm.model.spec import Spec, heads_per_shard
 

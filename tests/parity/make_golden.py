@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+from tests.support.paths import GOLDEN
+
 PROMPT_TOKENS = 40
 STEPS = 32
 SEED = 2

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.async_engine import AsyncLLM
+from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.errors import EngineDeadError
-from jaxllm.state import Cleared, Removed, Stored
+from jaxllm.scheduler.state import Cleared, Removed, Stored
 from tests.simulation.device import Violation
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxllm import streams
-from jaxllm.types import RequestOutputKind
+from jaxllm.engine import kv_events
+from jaxllm.sampling_params import RequestOutputKind
 from tests.simulation.device import Violation
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def check_turn(world: World, began: float) -> None:
     if world.setting["block_events"] and len(world.follower.stored) != len(reference.index):
         raise Violation("the events of the prefix cache do not add up to it")
     batches = world.llm._blocks._batches
-    if len(batches) > 1 and sum(len(batch.events) for batch in batches) > streams.LOGGED_EVENTS:
+    if len(batches) > 1 and sum(len(batch.events) for batch in batches) > kv_events.LOGGED_EVENTS:
         raise Violation("I13: the log of the prefix cache's events grows")
     if world.llm._blocks._next and not batches:
         raise Violation("the log of the prefix cache's events has lost the last batch, too")

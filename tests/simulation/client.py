@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.engine import MANY_STREAMS_INTERVAL
+from jaxllm.engine.llm_engine import MANY_STREAMS_INTERVAL
 from jaxllm.errors import EngineError, UserError
-from jaxllm.types import RequestOutput, RequestOutputKind, SamplingParams
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.simulation.device import Violation
 from tests.simulation.oracle import (
     BROKEN,

@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm import batch
-from jaxllm.batch import TILE, Shape
-from jaxllm.cache import DeviceState, Geometry
 from jaxllm.metrics import Metrics
-from jaxllm.programs import Key, Programs
-from jaxllm.runner import Runner
-from jaxllm.sampling import ROW_WIDTH, Extras, Variant
-from jaxllm.step import SCORED_ROWS
+from jaxllm.runner import batch
+from jaxllm.runner.batch import TILE, Shape
+from jaxllm.runner.compiled_programs import Key, Programs
+from jaxllm.runner.device_state import DeviceState, Geometry
+from jaxllm.runner.model_runner import Runner
+from jaxllm.runner.step import SCORED_ROWS
+from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob
 
 POISON = np.uint64(0xBAD)  # what a row whose numbers were not finite leaves in the cache

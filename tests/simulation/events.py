@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxllm.errors import EngineError
-from jaxllm.state import Plan
+from jaxllm.scheduler.state import Plan
 from tests.simulation.client import Client
 from tests.simulation.device import Violation
 from tests.simulation.requests import burst, leave_early, race, submit
 
 if TYPE_CHECKING:
-    from jaxllm.async_engine import PauseMode
+    from jaxllm.engine.async_llm import PauseMode
     from tests.simulation.world import World
 
 

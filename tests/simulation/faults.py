@@ -10,13 +10,15 @@ from unittest import mock
 
 import numpy as np
 
-from jaxllm import async_engine, blocks, engine, runner, streams
-from jaxllm.batch import Shape
-from jaxllm.blocks import PoolEditor
-from jaxllm.engine import MAX_EXHAUSTED, MAX_FAILURES
-from jaxllm.sampling import Variant
-from jaxllm.seats import Seats
-from jaxllm.state import Plan
+from jaxllm.engine import async_llm, kv_events, llm_engine
+from jaxllm.engine.input_batch import Seats
+from jaxllm.engine.llm_engine import MAX_EXHAUSTED, MAX_FAILURES
+from jaxllm.runner import model_runner
+from jaxllm.runner.batch import Shape
+from jaxllm.sampling.sampler import Variant
+from jaxllm.scheduler import block_pool
+from jaxllm.scheduler.block_pool import PoolEditor
+from jaxllm.scheduler.state import Plan
 from tests.simulation.device import VARIANTS, Flight, Violation
 from tests.simulation.events import happen
 from tests.simulation.requests import submit
@@ -145,18 +147,18 @@ class StepFaults:
         try:
             with (
                 mock.patch.object(PoolEditor, "take", refusing if refuses else take),
-                mock.patch.object(blocks, "MOST_STALE", 8),  # so that the queue of cached blocks is swept
-                mock.patch.object(async_engine, "LONG_TEXT", 6),
-                mock.patch.object(streams, "LOGGED_EVENTS", 20),
+                mock.patch.object(block_pool, "MOST_STALE", 8),  # so that the queue of cached blocks is swept
+                mock.patch.object(async_llm, "LONG_TEXT", 6),
+                mock.patch.object(kv_events, "LOGGED_EVENTS", 20),
                 mock.patch.object(Seats, "give", giving),
                 mock.patch.object(Seats, "variant", narrowest),
-                mock.patch.object(engine, "FEW_STREAMS", world.few_streams),
-                mock.patch.object(runner, "PATCH_ENTRIES", 3),  # so that more is sent than one call takes
-                mock.patch.object(runner, "PATCH_EXTRAS", 1),
-                mock.patch.object(runner, "SCORED_ROWS", 5),
-                mock.patch.object(engine, "span", no_span),
-                mock.patch.object(runner, "span", no_span),
-                mock.patch.object(engine, "_uninterrupted", nullcontext),  # the engine's thread is not the main one
+                mock.patch.object(llm_engine, "FEW_STREAMS", world.few_streams),
+                mock.patch.object(model_runner, "PATCH_ENTRIES", 3),  # so that more is sent than one call takes
+                mock.patch.object(model_runner, "PATCH_EXTRAS", 1),
+                mock.patch.object(model_runner, "SCORED_ROWS", 5),
+                mock.patch.object(llm_engine, "span", no_span),
+                mock.patch.object(model_runner, "span", no_span),
+                mock.patch.object(llm_engine, "_uninterrupted", nullcontext),  # the engine's thread is not the main one
             ):
                 yield
         finally:

@@ -22,7 +22,7 @@ class Mutant:
     """A planted bug."""
 
     name: str
-    target: str  # "module.function" or "module.Class.method" of jaxllm
+    target: str  # "room.module.function" or "room.module.Class.method" of jaxllm
     old: str
     new: str
 
@@ -30,54 +30,69 @@ class Mutant:
 HISTORY = [
     Mutant(
         "abort leaves a queued request",
-        "scheduler.abort",
+        "scheduler.scheduler.abort",
         "tuple(entry for entry in state.waiting if entry.request.id not in gone)",
-        "state.waiting",
+        "scheduler.state.waiting",
     ),
     Mutant(
         "abort keeps the blocks",
-        "scheduler.abort",
+        "scheduler.scheduler.abort",
         "_vacate(editor, limits, slots)",
         "_vacate(editor, limits, slots[1:])",
     ),
     Mutant(
         "a finished request is freed again when it is aborted",
-        "scheduler.commit",
+        "scheduler.scheduler.commit",
         "_vacate(editor, limits, row_slots[ended].tolist(), num_new=1)",
         "editor.pool.release(editor.tables[row_slots[ended][0]], ()) if ended.any() else None\n"
         "        _vacate(editor, limits, row_slots[ended].tolist(), num_new=1)",
     ),
     Mutant(
         "a preempted request counts as computed",
-        "scheduler._admit",
+        "scheduler.scheduler._admit",
         "start = len(hits) * limits.block_size",
         "start = len(hits) * limits.block_size if entry.known == entry.request.num_prompt else entry.known - 1",
     ),
-    Mutant("a late output is taken after a preemption", "scheduler.commit", "slots.epochs is not step.epochs", "False"),
+    Mutant(
+        "a late output is taken after a preemption",
+        "scheduler.scheduler.commit",
+        "slots.epochs is not step.epochs",
+        "False",
+    ),
     Mutant(
         "a prefix block is published before it is written",
-        "scheduler._publish_prompt",
+        "scheduler.scheduler._publish_prompt",
         "min((start + length) // limits.block_size, len(digests))",
         "len(digests)",
     ),
-    Mutant("off by one at a block's end", "scheduler._grow", 'editor.read("issued") >= ', 'editor.read("issued") > '),
-    Mutant("a request that can never fit is queued", "scheduler.check_fits", "needed > limits.num_blocks", "False"),
-    Mutant("the salt is not in the key", "scheduler._root", 'request.salt or b""', 'b""'),
+    Mutant(
+        "off by one at a block's end",
+        "scheduler.scheduler._grow",
+        'editor.read("issued") >= ',
+        'editor.read("issued") > ',
+    ),
+    Mutant(
+        "a request that can never fit is queued",
+        "scheduler.scheduler.check_fits",
+        "needed > limits.num_blocks",
+        "False",
+    ),
+    Mutant("the salt is not in the key", "scheduler.scheduler._root", 'request.salt or b""', 'b""'),
     Mutant(
         "the list of new blocks is never emptied",
-        "scheduler.plan",
+        "scheduler.scheduler.plan",
         "table: list[np.ndarray] = []",
         'table = plan.__dict__.setdefault("kept", [])',
     ),
     Mutant(
         "a recycled row keeps the old mask",
-        "seats.Seats.give",
+        "engine.input_batch.Seats.give",
         "self.rows[slot] = sample.row",
         "self.rows[slot, :15] = sample.row[:15]",
     ),
     Mutant(
         "the deadline of a waiting client is dropped",
-        "async_engine.AsyncLLM.generate",
+        "engine.async_llm.AsyncLLM.generate",
         "if timeout is not None:",
         "if False:",
     ),
@@ -87,8 +102,8 @@ HISTORY = [
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
     """Run with a bug in production code."""
-    module_name, *path = mutant.target.split(".")
-    module = importlib.import_module(f"jaxllm.{module_name}")
+    room, module_name, *path = mutant.target.split(".")
+    module = importlib.import_module(f"jaxllm.{room}.{module_name}")
     owner: Any = module
     for name in path[:-1]:
         owner = getattr(owner, name)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxllm.errors import UserError
-from jaxllm.sampling import ROW_WIDTH
-from jaxllm.tokenizer import Decoding
-from jaxllm.types import SamplingParams
+from jaxllm.sampling.sampler import ROW_WIDTH
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.tokenizer import Decoding
 
 EOS, BEGIN, BROKEN = 0, 1, 63
 VOCABULARY = 64

@@ -1,8 +1,8 @@
 """The scheduler once more, as simply as it can be said: lists and dicts, everything looked at in every step.
 
-It hears what the core is told (`jaxllm.core.Recorder`), does the same by its own rules, and compares: every plan row by
-row, every block that changes hands, and now and then the whole state. Blocks are named by the hash of the sequence up
-to their end (`oracle.Truth.chain`), the least recently released cached block is evicted first.
+It hears what the core is told (`jaxllm.scheduler.recorded.Recorder`), does the same by its own rules, and compares:
+every plan row by row, every block that changes hands, and now and then the whole state. Blocks are named by the hash of
+the sequence up to their end (`oracle.Truth.chain`), the least recently released cached block is evicted first.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm import blocks
-from jaxllm.core import Core
-from jaxllm.state import Events, Limits, Plan, Request
+from jaxllm.scheduler import block_pool
+from jaxllm.scheduler.recorded import Core
+from jaxllm.scheduler.state import Events, Limits, Plan, Request
 from tests.simulation.device import Violation
 from tests.simulation.oracle import Truth
 
@@ -360,12 +360,12 @@ class Reference:
             raise Violation("I2: a block is not named as often as tables name it")
         if sorted(pool.free.tolist()) != sorted(self.free):
             raise Violation("I1: the free blocks are not those that nobody names")
-        if pool.num_cached != len(self.cached) or blocks.cached_blocks(pool) != list(self.cached):
+        if pool.num_cached != len(self.cached) or block_pool.cached_blocks(pool) != list(self.cached):
             raise Violation("I1: the cached blocks are not in order of their release")
         live = sum(1 for _ in self.cached)
         if len(pool.free) + live + sum(count > 0 for count in self.references) != self.limits.num_blocks:
             raise Violation("I1: a block is lost")
-        if pool.num_entries > 2 * pool.num_cached + blocks.MOST_STALE:
+        if pool.num_entries > 2 * pool.num_cached + block_pool.MOST_STALE:
             raise Violation("I13: the queue of cached blocks grows")
         if with_index:
             found = sorted(pool.index.values())

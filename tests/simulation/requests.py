@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.async_engine import LEAST_QUEUED_TOKENS, QUEUED_PER_SLOT
+from jaxllm.engine.async_llm import LEAST_QUEUED_TOKENS, QUEUED_PER_SLOT
 from jaxllm.errors import (
     ContextLengthError,
     DrainingError,
@@ -17,7 +17,7 @@ from jaxllm.errors import (
     UnavailableError,
     UserError,
 )
-from jaxllm.types import SamplingParams
+from jaxllm.sampling_params import SamplingParams
 from tests.simulation.client import Client
 from tests.simulation.device import Violation
 from tests.simulation.oracle import BrokenTextError

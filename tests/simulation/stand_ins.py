@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.async_engine import AsyncLLM
-from jaxllm.engine_thread import EngineThread
-from jaxllm.state import Events, Plan
+from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.engine_thread import EngineThread
+from jaxllm.scheduler.state import Events, Plan
 from tests.simulation.device import Violation
 from tests.simulation.reference import Reference
 

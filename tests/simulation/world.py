@@ -16,8 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.cache import Geometry
-from jaxllm.engine import FEW_STREAMS, MANY_STREAMS_INTERVAL, MAX_EXHAUSTED, MAX_FAILURES, Accepted, LLMEngine
+from jaxllm.engine.input_batch import RequestFault
+from jaxllm.engine.llm_engine import (
+    FEW_STREAMS,
+    MANY_STREAMS_INTERVAL,
+    MAX_EXHAUSTED,
+    MAX_FAILURES,
+    Accepted,
+    LLMEngine,
+)
+from jaxllm.engine.loader import Parts
 from jaxllm.errors import (
     DeadlineError,
     DrainingError,
@@ -25,10 +33,10 @@ from jaxllm.errors import (
     RequestFailedError,
 )
 from jaxllm.metrics import StepReport
-from jaxllm.parts import Parts
-from jaxllm.seats import RequestFault
-from jaxllm.state import Plan, Request
-from jaxllm.types import RequestOutput, RequestOutputKind, SamplingParams
+from jaxllm.outputs import RequestOutput
+from jaxllm.runner.device_state import Geometry
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.scheduler.state import Plan, Request
 from tests.simulation.block_events import Follower
 from tests.simulation.checks import ROUNDING, TICK, check_idle, check_over, check_turn
 from tests.simulation.client import Client

@@ -1,0 +1,82 @@
+"""`jaxllm convert`: a safetensors model becomes a folder with an Orbax checkpoint and all its other files.
+
+Decides what goes into that folder, and that it is there whole or not at all; the checkpoint is written by
+model/orbax_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from pathlib import Path
+
+from tqdm import tqdm
+
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.errors import UserError
+from jaxllm.model import orbax_checkpoint, weights
+from jaxllm.model.checkpoint import INDEX
+from jaxllm.model.families import read_spec
+from jaxllm.model.files import inside
+
+EMBEDDED = "jaxllm-embedded"  # the small model's name, as the server tells it
+_KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*")
+
+
+def convert(source: str, target: Path, revision: str | None = None, progress: bool = False) -> Path:
+    """Write the model `source` (folder, hub id or "jaxllm-embedded") into the folder `target`; return its path.
+
+    `target` may be an empty folder; it appears under its name once all is written. Whatever is wrong with either is a
+    UserError of one line, found before the first byte is written where possible.
+    """
+    target = target.expanduser().absolute()
+    _check_target(target)
+    folder = MODEL_DIR if source == EMBEDDED else weights.resolve(source, revision)
+    if orbax_checkpoint.is_here(folder):
+        raise UserError(f"{folder} holds an Orbax checkpoint already; copy the folder.", "model")
+    spec, family = read_spec(weights.read_config(folder))
+    parts = weights.stored_parts(folder, spec, family)
+    num_bytes = sum(part.values.nbytes for part in parts.values())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < num_bytes:
+        raise UserError(
+            f"{target.parent} has {free / 2**30:.1f} GiB free, the checkpoint takes {num_bytes / 2**30:.1f} GiB.",
+            "model",
+        )
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    bar = tqdm(total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress)
+
+    def count(name: orbax_checkpoint.Name) -> None:
+        parts[name].release()
+        bar.update(parts[name].values.nbytes)
+
+    try:
+        with bar:
+            unfinished.mkdir()
+            _copy_files(folder, unfinished)
+            orbax_checkpoint.write(unfinished, {name: part.values for name, part in parts.items()}, count)
+        if target.is_dir():
+            target.rmdir()  # Windows renames onto nothing, not even an empty folder
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _check_target(target: Path) -> None:
+    if target.is_dir() and any(target.iterdir()):
+        raise UserError(f"{target} exists and is not empty; name a new folder.", "target")
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{target} is a file; name a new folder.", "target")
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy what is not weights: configuration, tokenizer, chat templates, licence."""
+    for pattern in _KEPT:
+        for path in source.glob(pattern):
+            if path.is_file() and not path.name.endswith(INDEX.removeprefix("model")):
+                copy = target / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                # Not its link, nor its mode: a hub's cache has both.
+                shutil.copyfile(inside(source, path.relative_to(source).as_posix()), copy)

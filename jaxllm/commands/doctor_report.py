@@ -1,0 +1,241 @@
+"""What `jaxllm doctor` says: versions, devices, memory, caches, and what an engine would use for a model and why.
+
+Looks and computes; loads no weights, compiles nothing and changes nothing. The choices are those of setup.py, asked
+for there and explained here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import psutil
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
+from jaxllm.model import sharding, weights
+from jaxllm.runner.memory_plan import size
+from jaxllm.runner.model_setup import CPU_CEILING, CPU_SHARE, Setup, describe_memory, free_bytes, plan_memory, prepare
+from jaxllm.text.tokenizer import load_tokenizer
+from jaxllm.version import __version__
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "jax-triton",
+    "triton",
+    "flax",
+    "orbax-checkpoint",
+    "numpy",
+    "tokenizers",
+    "transformers",
+    "huggingface_hub",
+)
+OPTIONAL = {"jax-cuda12-plugin", "jax-cuda13-plugin", "jax-triton", "triton", "transformers"}  # they come with extras
+
+
+def examine(config: EngineConfig) -> dict[str, Any]:
+    """Gather everything as plain values for JSON.
+
+    "problems" are what keeps the model from running, one line each; "usable" says that there are none; "advice" is
+    what would make it better.
+    """
+    problems, advice = [], []
+    versions = _versions()
+    problems += [f"{name} is not installed." for name in PACKAGES if not (versions[name] or name in OPTIONAL)]
+    model: dict[str, Any] = {"name": config.model}
+    devices: list[dict[str, Any]] = []
+    shared: dict[str, Any] = {}
+    try:
+        choices, shared = _choices(config)
+        model |= choices
+        devices = [_device(device) for device in jax.devices()]
+    except (UserError, RuntimeError) as error:  # RuntimeError: JAX cannot start a back end
+        problems.append(" ".join(str(error).split()))
+    cache = _cache(config.cache_dir())
+    if not cache["is_writable"]:
+        advice.append(
+            f"{cache['folder']} cannot be written: every start compiles anew. Set --compilation-cache-dir or "
+            "JAXLLM_CACHE_DIR."
+        )
+    if _has_nvidia_gpu() and all(device["platform"] == "cpu" for device in devices):
+        advice.append("There is an NVIDIA GPU but JAX does not see it: install jaxllm[cuda12] or jaxllm[cuda13].")
+    return {
+        "usable": not problems,
+        "problems": problems,
+        "advice": advice,
+        "versions": versions,
+        "devices": devices,
+        "host": {
+            "cpus": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "free_bytes": psutil.virtual_memory().available,
+        },
+        "cache": cache,
+        "model": model,
+        "memory": shared,
+    }
+
+
+def describe(report: dict[str, Any]) -> str:
+    """Write a report of `examine` for people, a section each."""
+    sections = {
+        "versions": [f"{name} {version or '-'}" for name, version in report["versions"].items()],
+        "devices": [_describe_device(device) for device in report["devices"]],
+        "host": [
+            f"{report['host']['cpus']} CPUs, {size(report['host']['free_bytes'])} of "
+            f"{size(report['host']['memory_bytes'])} free"
+        ],
+        "compiled programs": [
+            f"{report['cache']['folder']}: {report['cache']['programs']} programs, {size(report['cache']['bytes'])}"
+        ],
+        f"model {report['model']['name']}": [
+            f"{name}: {entry['value']} ({entry['why']})"
+            for name, entry in report["model"].items()
+            if isinstance(entry, dict)
+        ],
+        "memory": report["memory"].get("table", []),
+        "advice": report["advice"],
+        "problems": report["problems"] or ["none: the model can run"],
+    }
+    return "\n".join(
+        line for title, lines in sections.items() if lines for line in (title, *(f"  {one}" for one in lines))
+    )
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "jaxllm": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _device(device: jax.Device) -> dict[str, Any]:  # pyright: ignore[reportInvalidTypeForm]
+    memory = device.memory_stats() or {}  # a CPU has none
+    return {
+        "id": device.id,
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "memory_bytes": memory.get("bytes_limit"),
+        "used_bytes": memory.get("bytes_in_use"),
+    }
+
+
+def _describe_device(device: dict[str, Any]) -> str:
+    text = f"{device['platform']} {device['id']}: {device['kind']}"
+    if device["memory_bytes"] is None:
+        return text
+    return f"{text}, {size(device['used_bytes'])} of {size(device['memory_bytes'])} in use"
+
+
+def _cache(folder: Path) -> dict[str, Any]:
+    """Count the compiled programs; JAX keeps one in each file that ends in "-cache"."""
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return {
+        "folder": str(folder),
+        "programs": sum(path.name.endswith("-cache") for path in files),
+        "bytes": sum(path.stat().st_size for path in files),
+        "is_writable": nearest.is_dir() and os.access(nearest, os.W_OK),
+    }
+
+
+def _has_nvidia_gpu() -> bool:
+    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+
+
+def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Give what an engine would use, each as a value and the reason for it, and how it would share the memory out.
+
+    Raises what starting it would raise.
+    """
+    is_local = Path(config.model).expanduser().is_dir()
+    setup = prepare(config, needs_weights=False)
+    mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
+    if is_local:  # what is still on the hub is not fetched to be looked at
+        weights.check(setup.folder, setup.spec, setup.family, mesh.size)
+    if not config.skip_tokenizer_init:
+        load_tokenizer(config.tokenizer or setup.folder)
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(weights.abstract(setup.spec, mesh, setup.dtype)))
+    plan = plan_memory(config, setup, mesh, free_bytes(setup, mesh.size))
+    if setup.prepared:
+        kind = f"written down by `jaxllm compile` in {config.cache_dir()}"
+    else:
+        kind = f"the default on {'a CPU' if setup.platform == 'cpu' else 'a GPU'}"
+    shortened = plan.max_model_len < setup.max_model_len
+    chosen = {
+        "folder": (str(setup.folder), "local" if is_local else "from the hub"),
+        "parameters": (num_parameters, f"{size(plan.need.weights)} on each device"),
+        "device": (setup.platform, "what JAX prefers" if config.device == "auto" else "asked for"),
+        "deterministic": (config.deterministic, _asked(config, "deterministic")),
+        "tensor_parallel_size": (mesh.size, _asked(config, "tensor_parallel_size")),
+        "dtype": (setup.dtype.name, _dtype_reason(config, setup)),
+        "quantization": (config.quantization or "none", _asked(config, "quantization")),
+        "max_model_len": (
+            plan.max_model_len,
+            f"cut from {setup.max_model_len}: that is all the KV blocks hold"
+            if shortened
+            else ("the model's context length" if not setup.prepared else kind)
+            if config.max_model_len is None
+            else "asked for",
+        ),
+        "max_num_batched_tokens": (setup.max_num_batched_tokens, _default(config, "max_num_batched_tokens", kind)),
+        "max_num_seqs": (setup.max_num_seqs, _default(config, "max_num_seqs", kind)),
+        "block_size": (config.block_size, _asked(config, "block_size")),
+        "num_kv_blocks": (
+            plan.num_blocks,
+            kind if plan.num_blocks == setup.prepared.get("num_kv_blocks") else _blocks_reason(config, setup),
+        ),
+        **{
+            f"kernel {name}": (
+                choice.name,
+                "asked for"
+                if f"{name}={choice.name}" in config.kernels
+                else choice.reason or f"best on {setup.platform}",
+            )
+            for name, choice in setup.kernels.items()
+        },
+    }
+    shared = {
+        "free_bytes": plan.device.free,
+        "weight_bytes": plan.need.weights,
+        "temporary_bytes": plan.need.temporaries,
+        "slot_bytes": plan.need.slots,
+        "kv_bytes": plan.kv_bytes,
+        "table": describe_memory(plan, setup, mesh.size).splitlines(),
+    }
+    return {name: {"value": value, "why": why} for name, (value, why) in chosen.items()}, shared
+
+
+def _asked(config: EngineConfig, name: str) -> str:
+    return "the default" if getattr(config, name) == EngineConfig.__dataclass_fields__[name].default else "asked for"
+
+
+def _default(config: EngineConfig, name: str, kind: str) -> str:
+    return kind if getattr(config, name) is None else "asked for"
+
+
+def _dtype_reason(config: EngineConfig, setup: Setup) -> str:
+    if config.dtype != "auto":
+        return "asked for"
+    return "the default on a CPU" if setup.platform == "cpu" else "the checkpoint's, or bfloat16 for float32"
+
+
+def _blocks_reason(config: EngineConfig, setup: Setup) -> str:
+    if config.num_kv_blocks is not None:
+        return "asked for"
+    if config.kv_cache_memory_bytes is not None:
+        return f"what {size(config.kv_cache_memory_bytes)} hold, as asked for"
+    if setup.platform == "cpu":
+        return f"at most {CPU_SHARE:.0%} of the free memory, {size(CPU_CEILING)} and what all requests could use"
+    return f"what {config.gpu_memory_utilization:.0%} of the memory hold beside weights and programs, about"

@@ -1,0 +1,178 @@
+"""The thread of `AsyncLLM` that owns the engine: loads it, takes in what came, computes, and tells the event loop.
+
+Knows the engine and the inbox; of the event loop only how to call its functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.inbox import Inbox
+from jaxllm.engine.llm_engine import Accepted, LLMEngine
+from jaxllm.engine.loader import Parts
+from jaxllm.metrics import Load, Metrics, StepReport
+from jaxllm.outputs import FinishReason, RequestOutput
+from jaxllm.scheduler.recorded import Recorder
+from jaxllm.scheduler.state import BlockEvent
+
+_log = logging.getLogger(__name__)
+RATE_SECONDS = 2.0  # over which the speed in `Load` is measured
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """What the thread tells; each is called on the event loop."""
+
+    ready: Callable[[LLMEngine], None]
+    deliver: Callable[[list[RequestOutput], StepReport | None], None]  # a step's outputs
+    refused: Callable[[str], None]  # the key of a request that could not be taken in
+    block_events: Callable[[float, int, tuple[BlockEvent, ...]], None]  # Unix time, tokens of a block, what changed
+    died: Callable[[BaseException], None]
+
+
+class EngineThread:
+    """Runs an engine until `inbox` is stopped or the engine dies. `load` and `step_since` may be read from outside."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: bool,
+        metrics: Metrics,
+        recorder: Recorder | None,
+        inbox: Inbox,
+        loop: asyncio.AbstractEventLoop,
+        listeners: Listeners,
+        parts: Parts | None = None,  # what the engine is made of; None: loaded from the model
+    ) -> None:
+        self.load = Load()  # after the last step
+        self.step_since: float | None = None  # when the step that is running began
+        self._config = config
+        self._progress = progress
+        self._metrics = metrics
+        self._recorder = recorder
+        self._inbox = inbox
+        self._loop = loop
+        self._to = listeners
+        self._parts = parts
+        self._clock = time.monotonic if parts is None else parts.clock
+        self._speeds: deque[tuple[float, int]] = deque()  # times, and tokens generated until then
+        self._thread = threading.Thread(target=self._run, name="jaxllm-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load the model."""
+        self._thread.start()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the end; return whether it came in time."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the event loop."""
+        with suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _run(self) -> None:
+        for _ in self.turns():
+            pass
+
+    def turns(self) -> Iterator[None]:
+        """Load the engine and serve, a turn at each `next`, until stopped or dead; the thread does nothing else."""
+        engine: LLMEngine | None = None
+        try:
+            engine = LLMEngine(self._config, self._progress, self._metrics, self._recorder, self._parts)
+            self.load = engine.load()
+            self.tell(self._to.ready, engine)
+            yield
+            while self._turn(engine):
+                yield
+        except BaseException as error:
+            self.step_since = None
+            self.tell(self._to.died, error)
+        finally:
+            if engine is not None:
+                engine.close()
+
+    def _turn(self, engine: LLMEngine) -> bool:
+        """Take what came in, compute a step, hand its outputs over; return whether to go on."""
+        if not engine.has_unfinished_requests():
+            self._speeds = deque([(self._clock(), engine.metrics.generated_tokens)])
+        taken = self._inbox.take(is_idle=not engine.has_unfinished_requests())
+        if taken.is_stopped:
+            return False
+        outputs = self._take_in(engine, taken.added, taken.aborted, taken.calls)
+        if taken.added:
+            self.load = _with_speed(engine.load(), self.load)
+        self._inbox.settle(taken.added)
+        report = None
+        if not taken.is_paused and engine.has_unfinished_requests():
+            stepped, report = self._step(engine)
+            outputs += stepped
+        elif taken.aborted or taken.calls:
+            self.load = _with_speed(engine.load(), self.load)
+        if outputs or report is not None:
+            self.tell(self._to.deliver, outputs, report)
+        if blocks := engine.take_block_events():
+            self.tell(self._to.block_events, time.time(), self._config.block_size, blocks)
+        return True
+
+    def _step(self, engine: LLMEngine) -> tuple[list[RequestOutput], StepReport]:
+        """Compute a step and measure it."""
+        metrics = engine.metrics
+        before = metrics.chunk_tokens, metrics.generated_tokens
+        started = self.step_since = self._clock()
+        outputs = engine.step()
+        ended = self._clock()
+        self.step_since = None
+        num_sampled = metrics.generated_tokens - before[1]
+        num_tokens = metrics.chunk_tokens - before[0] + num_sampled
+        report = StepReport(ended - started, num_tokens, engine.num_rows, num_sampled)
+        speeds = self._speeds
+        speeds.append((ended, metrics.generated_tokens))
+        while len(speeds) > 2 and ended - speeds[1][0] > RATE_SECONDS:
+            speeds.popleft()
+        self.load = engine.load()._replace(
+            step_seconds=report.seconds,
+            generated_tokens_per_second=(speeds[-1][1] - speeds[0][1]) / max(ended - speeds[0][0], 1e-6),
+        )
+        return outputs, report
+
+    def _take_in(
+        self,
+        engine: LLMEngine,
+        added: list[Accepted],
+        aborted: list[tuple[str, FinishReason]],
+        calls: list[Callable[[LLMEngine], None]],
+    ) -> list[RequestOutput]:
+        """Add and abort requests, run what was asked for; return the last outputs of aborted requests."""
+        try:
+            if added:
+                engine.add(added)
+        except Exception:  # of one of them: the others are none of its business
+            for accepted in added:
+                try:
+                    engine.add([accepted])
+                except Exception:
+                    _log.exception("request %s could not be added", accepted.request_id)
+                    engine.metrics.note_finished("error", accepted.params.n)
+                    self.tell(self._to.refused, accepted.request_id)
+        outputs = engine.abort_requests(aborted) if aborted else []
+        for call in calls:
+            call(engine)
+        return outputs
+
+
+def _with_speed(load: Load, before: Load) -> Load:
+    """Keep what only a step can measure."""
+    return load._replace(
+        step_seconds=before.step_seconds, generated_tokens_per_second=before.generated_tokens_per_second
+    )

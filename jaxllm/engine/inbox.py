@@ -1,0 +1,91 @@
+"""What the event loop tells the engine's thread: requests to add and to abort, functions to call, whether to pause.
+
+Knows requests; knows neither the engine's loop nor any protocol.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxllm.outputs import FinishReason
+
+if TYPE_CHECKING:
+    from jaxllm.engine.llm_engine import Accepted, LLMEngine
+
+
+class Taken(NamedTuple):
+    """What the engine's thread found in its inbox."""
+
+    added: list[Accepted]
+    aborted: list[tuple[str, FinishReason]]
+    calls: list[Callable[[LLMEngine], None]]
+    is_paused: bool
+    is_stopped: bool
+
+
+class Inbox:
+    """Where the event loop puts what the engine is to do. Any thread may put; one takes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._added: list[Accepted] = []
+        self._aborted: list[tuple[str, FinishReason]] = []
+        self._calls: list[Callable[[LLMEngine], None]] = []
+        self._num_samples = self._num_tokens = 0
+        self._is_paused = self._is_stopped = False
+
+    def add(self, accepted: Accepted) -> None:
+        """Queue a request."""
+        with self._changed:
+            self._added.append(accepted)
+            self._num_samples += accepted.params.n
+            self._num_tokens += accepted.params.n * len(accepted.prompt_token_ids)
+            self._changed.notify()
+
+    def abort(self, request_id: str, reason: FinishReason) -> None:
+        """End a request."""
+        with self._changed:
+            self._aborted.append((request_id, reason))
+            self._changed.notify()
+
+    def call(self, function: Callable[[LLMEngine], None]) -> None:
+        """Run a function between two steps."""
+        with self._changed:
+            self._calls.append(function)
+            self._changed.notify()
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Stop computing steps, or go on."""
+        with self._changed:
+            self._is_paused = is_paused
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the engine's loop."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+
+    def counts(self) -> tuple[int, int]:
+        """Count the samples, and the tokens of their prompts, that `settle` has not been told of."""
+        return self._num_samples, self._num_tokens
+
+    def take(self, is_idle: bool) -> Taken:
+        """Take everything; an engine that is idle or paused waits here until there is something."""
+        with self._changed:
+            while not (self._added or self._aborted or self._calls or self._is_stopped):
+                if not is_idle and not self._is_paused:
+                    break
+                self._changed.wait()
+            taken = Taken(self._added, self._aborted, self._calls, self._is_paused, self._is_stopped)
+            self._added, self._aborted, self._calls = [], [], []
+            return taken
+
+    def settle(self, added: list[Accepted]) -> None:
+        """Count requests that were taken no more: from now on they show in the engine's own load."""
+        if added:
+            with self._changed:
+                self._num_samples -= sum(accepted.params.n for accepted in added)
+                self._num_tokens -= sum(accepted.params.n * len(accepted.prompt_token_ids) for accepted in added)

@@ -1,0 +1,70 @@
+"""The last changes of the prefix cache, for readers that follow them (a router in front of several engines)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import NamedTuple
+
+from jaxllm.errors import OutOfRangeError
+from jaxllm.scheduler.state import BlockEvent
+
+LOGGED_EVENTS = 100_000  # changes of the prefix cache that are kept for readers that come back: 25 MB
+
+
+class BlockBatch(NamedTuple):
+    """What entered and left the prefix cache in one step."""
+
+    sequence: int  # counts from 0 without a gap
+    time: float  # seconds since 1970
+    block_size: int  # tokens of a block
+    events: tuple[BlockEvent, ...]
+
+
+class BlockLog:
+    """The last changes of the prefix cache, for any number of readers. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._batches: deque[BlockBatch] = deque()
+        self._num_events = 0
+        self._next = 0
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+
+    def append(self, time: float, block_size: int, events: tuple[BlockEvent, ...]) -> None:
+        """Note a batch and wake the readers."""
+        self._batches.append(BlockBatch(self._next, time, block_size, events))
+        self._next += 1
+        self._num_events += len(events)
+        while self._num_events > LOGGED_EVENTS and len(self._batches) > 1:
+            self._num_events -= len(self._batches.popleft().events)
+        self._wake()
+
+    def end(self, error: BaseException) -> None:
+        """Tell the readers that nothing will follow."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def read(self, start: int) -> AsyncGenerator[BlockBatch]:
+        """Give the batches from number `start` on, and go on as they come; OutOfRangeError for one that is lost."""
+        while True:
+            first = self._next - len(self._batches)
+            if not first <= start <= self._next:
+                raise OutOfRangeError(
+                    f"batch {start} is not kept; the next one is {self._next}, the first that is kept {first}: forget "
+                    "all that was told and begin there.",
+                    "start_sequence",
+                )
+            changed = self._changed
+            for batch in [self._batches[number - first] for number in range(start, self._next)]:
+                yield batch
+                start = batch.sequence + 1
+            if start == self._next:
+                if self._error is not None:
+                    raise self._error
+                await changed.wait()

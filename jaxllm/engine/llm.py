@@ -1,0 +1,200 @@
+"""`LLM`: prompts in, finished outputs out, in one call. The way in for scripts and notebooks.
+
+Knows how to feed the engine and show progress; everything about a request is decided behind `LLMEngine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tqdm import tqdm
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.input_processor import Prompt
+from jaxllm.engine.llm_engine import LLMEngine
+from jaxllm.errors import UserError
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+_NO_POOLING = "it generates text only, and makes no embeddings, classes or scores"
+_NO_WORKERS = "there are no workers; `llm.engine` is the engine, in this process"
+_NO_SLEEP = "`llm.close()` gives the device's memory back, and a new LLM takes it again"
+_NO_QUEUE = "use `llm.engine` (add_request, step)"
+_MISSING = {  # what vLLM's `LLM` has, and what to do here
+    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _NO_POOLING),
+    "beam_search": "SamplingParams(n=…) gives several outputs",
+    **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _NO_WORKERS),
+    **dict.fromkeys(("init_weight_transfer_engine", "update_weights"), "weights are loaded once"),
+    **dict.fromkeys(("sleep", "wake_up"), _NO_SLEEP),
+    **dict.fromkeys(("start_profile", "stop_profile"), "use `llm.engine.start_profile(folder, num_steps)`"),
+    **dict.fromkeys(("enqueue", "wait_for_completion"), _NO_QUEUE),
+    "get_metrics": "`llm.engine.metrics` counts",
+    "llm_engine": "it is `llm.engine`",
+    "reset_mm_cache": "prompts are text only",
+    "set_tokenizer": "give tokenizer=… to LLM",
+}
+
+
+class NotBuiltError(AttributeError):
+    """Something that vLLM's `LLM` has and this one has not; `hasattr` is False of it."""
+
+
+class LLM:
+    """A model that is ready to generate. Without a name it is the small one that ships with jaxllm.
+
+    Keyword arguments are the fields of `EngineConfig`, with vLLM's names where the thing exists there.
+
+        with LLM("path/or/hub-id", dtype="bfloat16") as llm:
+            print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
+    """
+
+    def __init__(self, model: str | EngineConfig | None = None, *, use_tqdm: bool = False, **engine_args: Any) -> None:
+        self.engine = LLMEngine.from_engine_args(model, progress=use_tqdm, **engine_args)
+        self._num_requests = 0
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
+        """Make one of `EngineArgs`."""
+        return cls(engine_args)
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say of what vLLM's `LLM` has and this one has not what there is instead."""
+            if name in _MISSING:
+                raise NotBuiltError(f"jaxllm's LLM has no {name}: {_MISSING[name]}.", name=name, obj=self)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs stand in the order of the prompts.
+
+        A prompt is text, a list of token ids, or a mapping (see `LLMEngine.add_request`). Parameters are one for all
+        or one each; without them the model's own defaults hold. If one prompt is refused, none runs.
+        """
+        items = _as_list(prompts)
+        params = self._params_for(len(items), sampling_params)
+        if priority is not None and len(priority) != len(items):
+            raise UserError(
+                f"The lengths of prompts ({len(items)}) and priority ({len(priority)}) must be the same.", "priority"
+            )
+        accepted = []
+        for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
+            final = replace(own, output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(own, SamplingParams) else own
+            rank = 0 if priority is None else priority[index]
+            accepted.append(self.engine.accept(str(self._num_requests + index), prompt, final, rank))
+        self._num_requests += len(items)
+        ids = [request.request_id for request in accepted]
+        self.engine.add(accepted)
+        try:
+            return self._run(ids, use_tqdm)
+        finally:
+            for request_id in ids:  # those that have ended are unknown by now: nothing happens to them
+                self.engine.abort_request(request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of a list of them, through the model's chat template."""
+        if not messages:
+            raise UserError("A conversation needs at least one message.", "messages")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> dict[str, Any]:
+        """Render a conversation into a prompt: its text and token ids; arguments as of `Tokenizer.encode_chat`."""
+        text, ids = self.engine.tokenizer.encode_chat(messages, **template_args)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer."""
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what holds for a request without parameters: the model's generation_config.json, then neutral."""
+        return self.engine.default_params
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompts; False if that is not possible now."""
+        return self.engine.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Let go of the model and its memory."""
+        self.engine.close()
+
+    def _params_for(
+        self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.engine.default_params] * count
+        if len(given) != count:
+            raise UserError(
+                f"The lengths of prompts ({count}) and sampling_params ({len(given)}) must be the same.",
+                "sampling_params",
+            )
+        return given
+
+    def _run(self, ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
+        """Step until all requests have ended."""
+        done: dict[str, RequestOutput] = {}
+        num_in = num_out = 0
+        is_silent = not (use_tqdm and ids)
+        with tqdm(total=len(ids), desc="Processed prompts", disable=is_silent, dynamic_ncols=True) as bar:
+            while self.engine.has_unfinished_requests():
+                for output in self.engine.step():
+                    done[output.request_id] = output
+                    num_in += len(output.prompt_token_ids)
+                    num_out += sum(len(completion.token_ids) for completion in output.outputs)
+                    seconds = max(bar.format_dict["elapsed"], 1e-9)
+                    bar.postfix = (
+                        f"est. speed input: {num_in / seconds:.2f} toks/s, output: {num_out / seconds:.2f} toks/s"
+                    )
+                    bar.update()
+        return [done[request_id] for request_id in ids]
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """Tell one prompt from a list of them: a list of integers is one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"A prompt is text or a list of token ids, not {type(prompts).__name__}.", "prompts")
+    items = list(prompts)
+    return [items] if items and all(isinstance(item, Integral) for item in items) else items

@@ -1,0 +1,82 @@
+"""What an engine is put together from: a tokenizer, a runner, what the model says of sampling, and a clock.
+
+`load_parts` makes them from a model; a simulation brings its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
+from jaxllm.metrics import Metrics
+from jaxllm.runner.model_runner import Runner
+from jaxllm.runner.model_setup import prepare
+from jaxllm.runner.startup_timing import Phase, Phases, describe
+from jaxllm.sampling_params import SamplingParams, default_sampling_params
+from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine works with."""
+
+    tokenizer: Tokenizer
+    generation_config: Mapping[str, Any]  # of the model's file of that name
+    default_params: SamplingParams  # of a request without parameters
+    eos_ids: frozenset[int]
+    runner: Runner
+    vocab_size: int
+    max_model_len: int  # tokens
+    clock: Callable[[], float] = time.monotonic  # seconds
+    start_phases: tuple[Phase, ...] = ()  # how long the start took, and why
+
+
+def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
+    """Load a model onto its devices; what is wrong with it is a UserError, and comes before what takes long."""
+    phases = Phases()
+    with phases.phase("setup") as causes:
+        setup = prepare(config)
+        causes.append(f"config.json, {len(setup.devices)} × {setup.devices[0].device_kind}")
+    with phases.phase("tokenizer"):
+        source = config.tokenizer or setup.folder
+        tokenizer = NoTokenizer(str(source)) if config.skip_tokenizer_init else load_tokenizer(source)
+    eos_ids = _eos_ids(tokenizer, setup.generation_config, setup.spec.vocab_size)
+    default_params = default_sampling_params(setup.generation_config)
+    runner = Runner(config, setup, metrics, progress, phases=phases)
+    start_phases = phases.finished()
+    text = describe(start_phases)
+    if progress:
+        print(text, file=sys.stderr)
+    else:
+        logging.getLogger(__name__).info("%s", text)
+    return Parts(
+        tokenizer=tokenizer,
+        generation_config=setup.generation_config,
+        default_params=default_params,
+        eos_ids=eos_ids,
+        runner=runner,
+        vocab_size=setup.spec.vocab_size,
+        max_model_len=runner.geometry.max_model_len,
+        start_phases=start_phases,
+    )
+
+
+def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
+    """Return the tokens that end a text: the tokenizer's, and those of the model's generation_config.json.
+
+    Those beyond the vocabulary cannot be sampled and are left out: derived models often name their parents' too.
+    """
+    named = generation_config.get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise UserError(
+            f"eos_token_id of the model is {named!r:.80}; it must be a token id, or a list of them.", "model"
+        )
+    own = model_tokenizer.eos_token_id
+    return frozenset(token for token in (own, *ids) if token is not None and token < vocab_size)

@@ -1,0 +1,249 @@
+"""What the engine keeps of a request: its samples, their tokens and text as they grow, and what was shown of them.
+
+Knows tokens, text and outputs; knows no scheduler, device or clock. A step over text may fail; whoever calls it decides
+what that means for the request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from jaxllm.runner.step import Result, Score
+from jaxllm.sampling.sampler import Variant
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.text import detokenizer
+from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.repetition_detector import RepetitionDetector
+from jaxllm.text.stop_strings import StopMatcher, match_stops
+from jaxllm.text.tokenizer import Tokenizer
+
+End = tuple[FinishReason, int | str | None]  # how a sample ended, and the stop string or token that ended it
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One output of a request while it is being made."""
+
+    id: int
+    group: Group
+    index: int
+    params: SamplingParams
+    eos_ids: frozenset[int]
+    variant: Variant
+    tokens: array[int]  # of prompt and output, int32; only ever appended to
+    detokenizer: Detokenizer
+    matcher: StopMatcher
+    seed: int = 0
+    row: np.ndarray | None = None  # its packed row of the sampling state, see sampling.pack_row
+    extras: np.ndarray | None = None  # its packed extras, see sampling.Extras
+    repetition: RepetitionDetector | None = None
+    text: list[str] = field(default_factory=list)
+    num_read: int = 0  # output tokens that `text` is made of
+    num_shown: int = 0  # output tokens that were shown; -1 once the end was
+    text_shown: int = 0  # pieces of the text that were shown
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the output so far."""
+        return len(self.tokens) - len(self.group.prompt_token_ids)
+
+    def advance(self, tokenizer: Tokenizer, token: int, finish_reason: FinishReason | None) -> End | None:
+        """Take in the newest of `tokens`; say how it ends the sample, if it does.
+
+        The scheduler may say so; else it does by a stop string, else by a repetition.
+        """
+        if finish_reason == "stop":
+            self.read(tokenizer, len(self.tokens) - 1)
+            self.flush(tokenizer)
+            return "stop", None if token in self.eos_ids else token
+        stop_reason = None
+        if finish_reason is None and self._repeats(token):
+            finish_reason, stop_reason = "repetition", "repetition_detected"  # vLLM's words
+        if finish_reason is None and not self.params.stop:
+            return None  # nobody needs its text now
+        self.read(tokenizer)
+        if finish_reason is not None:
+            self.flush(tokenizer)
+        if self.matcher.matched is not None:
+            return "stop", self.matcher.matched
+        return None if finish_reason is None else (finish_reason, stop_reason)
+
+    def _repeats(self, token: int) -> bool:
+        """Whether the output repeats itself and is long enough to end."""
+        return self.repetition is not None and self.repetition.push(token) and self.num_tokens >= self.params.min_tokens
+
+    def read(self, tokenizer: Tokenizer, end: int | None = None) -> None:
+        """Append the text of the tokens before `end` that have not been read yet."""
+        if not self.params.detokenize:
+            return
+        tokens = self.tokens[len(self.group.prompt_token_ids) + self.num_read : end]
+        self.num_read += len(tokens)
+        self.detokenizer, delta = detokenizer.advance(self.detokenizer, tokenizer, tokens)
+        if self.num_read > self.params.min_tokens:
+            self.matcher, delta = match_stops(self.matcher, delta)  # text of min_tokens cannot end it
+        self._append(delta)
+
+    def flush(self, tokenizer: Tokenizer) -> None:
+        """Append the text that was held back, now that no token follows."""
+        if self.matcher.matched is not None or not self.params.detokenize:
+            return
+        delta = detokenizer.finish(self.detokenizer, tokenizer)
+        if self.num_read > self.params.min_tokens:
+            self.matcher, delta = match_stops(self.matcher, delta)
+        if self.matcher.matched is None:
+            delta += self.matcher.held
+            self.matcher = replace(self.matcher, held="")
+        self._append(delta)
+
+    def add_logprobs(self, tokenizer: Tokenizer, token: int, result: Result, row: int) -> None:
+        """Append the log-probabilities of a sampled token, if they were asked for."""
+        if self.logprobs is None:
+            return
+        assert result.logprob is not None and result.rank is not None
+        assert result.top_ids is not None and result.top_logprobs is not None
+        value = float(result.logprob[row])
+        chosen = Logprob(value, int(result.rank[row]), tokenizer.token_text(token))
+        top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
+        for score in result.scores:  # a row of more than a step reports
+            if score.of.request_id == self.id and score.of.position >= len(self.group.prompt_token_ids):
+                top_ids, top_logprobs = score.top_ids, score.top_logprobs
+        entry = _entry(tokenizer, token, chosen, self.params.logprobs or 0, top_ids, top_logprobs)
+        reported = self.params.logprob_token_ids or ()
+        if reported:
+            assert result.reported is not None
+            for other, logprob in zip(reported, result.reported[row, : len(reported)].tolist(), strict=True):
+                if other not in entry:
+                    entry[other] = Logprob(logprob, None, tokenizer.token_text(other))
+        self.logprobs.append(entry)
+        self.cumulative_logprob += value
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything came or happened since the sample was last shown; an end is told once."""
+        return self.num_shown >= 0 and (self.num_tokens > self.num_shown or self.finish_reason is not None)
+
+    def is_due(self, interval: int) -> bool:
+        """Whether it is to be shown now: for a first token, an end, or enough tokens."""
+        new = self.num_tokens - self.num_shown
+        is_first_or_last = self.num_shown == 0 or self.finish_reason is not None
+        return self.has_news and (is_first_or_last or new >= (self.params.stream_interval or interval))
+
+    def show(self, is_delta: bool) -> CompletionOutput:
+        """Return all of it, or what is new since this was last called."""
+        start, text_start = (self.num_shown, self.text_shown) if is_delta else (0, 0)
+        num_prompt = len(self.group.prompt_token_ids)
+        self.num_shown = self.num_tokens if self.finish_reason is None else -1
+        self.text_shown = len(self.text)
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self.text[text_start:]),
+            token_ids=self.tokens[num_prompt + start :].tolist(),
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[start:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            seed=None if self.params.temperature == 0.0 else _signed(self.seed),
+        )
+
+    def _append(self, text: str) -> None:
+        """Append text that is certain, with the stop string that ended it where that was asked for."""
+        if self.matcher.matched is not None and self.params.include_stop_str_in_output:
+            text += self.matcher.matched
+        if text:
+            self.text.append(text)
+
+
+def _entry(
+    tokenizer: Tokenizer, token: int, chosen: Logprob, count: int, top_ids: np.ndarray, top_logprobs: np.ndarray
+) -> dict[int, Logprob]:
+    """Make what is told of one position: the token that stands there, then the `count` likeliest; -1: all there are."""
+    end = None if count == -1 else count
+    entry = {token: chosen}
+    for rank, (other, logprob) in enumerate(zip(top_ids[:end].tolist(), top_logprobs[:end].tolist(), strict=True), 1):
+        if other not in entry:
+            entry[other] = Logprob(logprob, rank, tokenizer.token_text(other))
+    return entry
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A request as the caller knows it: a prompt and `n` samples of its continuation."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    metrics: RequestMetrics
+    kind: RequestOutputKind
+    samples: list[Sample] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    num_prompt_logprobs: int | None = None  # likeliest tokens to report of each of the prompt's; None: none, -1: all
+    prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
+    were_prompt_logprobs_shown: bool = False
+
+    @property
+    def misses_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        wanted = len(self.prompt_token_ids) - 1  # nothing predicts the first token
+        return self.num_prompt_logprobs is not None and len(self.prompt_logprobs) < wanted
+
+    def add_prompt_logprobs(self, tokenizer: Tokenizer, score: Score) -> None:
+        """Take in the log-probabilities of one of the prompt's tokens."""
+        assert self.num_prompt_logprobs is not None
+        token = score.of.token
+        chosen = Logprob(score.logprob, score.rank, tokenizer.token_text(token))
+        self.prompt_logprobs[score.of.position] = _entry(
+            tokenizer, token, chosen, self.num_prompt_logprobs, score.top_ids, score.top_logprobs
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all samples have ended."""
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    def is_due(self, interval: int) -> bool:
+        """Whether an output is to be made now; `interval` is how many tokens are enough where nobody says."""
+        if self.is_finished:
+            return True
+        is_final_only = self.kind is RequestOutputKind.FINAL_ONLY
+        return not is_final_only and any(sample.is_due(interval) for sample in self.samples)
+
+    def show(self) -> RequestOutput:
+        """Return the caller's view of it; of deltas, the samples that have news."""
+        is_delta = self.kind is RequestOutputKind.DELTA
+        prompt_logprobs = None
+        has_all = self.num_prompt_logprobs is not None and not self.misses_prompt_logprobs
+        if has_all and not (is_delta and self.were_prompt_logprobs_shown):
+            self.were_prompt_logprobs_shown = True
+            prompt_logprobs = [self.prompt_logprobs.get(position) for position in range(len(self.prompt_token_ids))]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[sample.show(is_delta) for sample in self.samples if not is_delta or sample.has_news],
+            finished=self.is_finished,
+            metrics=replace(self.metrics),
+            num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def show_failure(self, why: str) -> RequestOutput:
+        """Return the end of a request whose view cannot be made: nothing of what it has."""
+        for sample in self.samples:
+            sample.finish_reason, sample.stop_reason = "error", why
+        ends = [
+            CompletionOutput(sample.index, "", [], finish_reason="error", stop_reason=why) for sample in self.samples
+        ]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, ends, finished=True)
+
+
+def _signed(seed: int) -> int:
+    """Write a seed of 64 bits as a request can have it."""
+    return seed - 2**64 if seed >= 2**63 else seed

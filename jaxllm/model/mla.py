@@ -1,0 +1,75 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", §2.1): its weights, and its queries, keys and values.
+
+Keys and values of all heads are products of one short vector per token, the latent, and only that is cached, beside one
+rotated key part that the heads share. The products are moved to the other side of the attention ("absorbed"): a query
+is multiplied with its head's key matrix once, then the heads attend to the latents themselves, as many query heads over
+one key-value head, and what they mix is multiplied with the value matrix. Knows no collective and no cache.
+Letters: T tokens, D width, H heads (on this shard), N the plain and R the rotated coordinates of a head, V a value's,
+K the latent's.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxllm.model import layers
+from jaxllm.model.parameters import Comb, Part, Weight
+from jaxllm.model.spec import Latent, Rope, Spec
+from pallas_kernels import rotate
+
+_NORM_EPS = 1e-6  # of the latents' norms, whatever the model's own is (modeling_deepseek.py)
+
+
+def declare(spec: Spec, latent: Latent) -> dict[str, Weight]:
+    """List the weights of a layer's attention, its output matrix and the norm before it aside."""
+    heads, width = spec.num_heads, spec.width
+    rows = heads * (latent.plain_size + latent.rope_size)
+    keys, values = heads * latent.plain_size, heads * latent.value_size
+    short = latent.rank + latent.rope_size
+    period = latent.plain_size + latent.value_size
+    of_keys, of_values = Comb(0, latent.plain_size, period), Comb(latent.plain_size, latent.value_size, period)
+    weights = {
+        "latent": Weight((short, width), (None, "width"), (Part("latent", short),)),
+        "latent_norm": Weight((latent.rank,), (None,), (Part("latent_norm", latent.rank),), "ones"),
+        # One tensor, in which they alternate head by head; apart here, or each product would first cut its piece out.
+        "key": Weight((keys, latent.rank), ("heads", None), (Part("key", keys, comb=of_keys),)),
+        "value": Weight((values, latent.rank), ("heads", None), (Part("value", values, comb=of_values),)),
+    }
+    if latent.q_rank is None:
+        weights["q"] = Weight((rows, width), ("heads", "width"), (Part("q", rows),))
+    else:
+        weights["q_latent"] = Weight((latent.q_rank, width), (None, "width"), (Part("q_latent", latent.q_rank),))
+        weights["q_norm"] = Weight((latent.q_rank,), (None,), (Part("q_norm", latent.q_rank),), "ones")
+        weights["q"] = Weight((rows, latent.q_rank), ("heads", None), (Part("q_up", rows),))
+    return weights
+
+
+def project(
+    latent: Latent, weights: dict[str, Array], x: Array, turn: tuple[Array, Array], rope: Rope
+) -> tuple[Array, Array]:
+    """Make the queries [T, H, K + R] and the one key [T, 1, K + R] of the tokens `x` [T, D].
+
+    The key's first K coordinates are the latent, which is the value as well.
+    """
+    short = layers.linear(x, weights["latent"]).astype(x.dtype)  # [T, K + R]
+    values = layers.norm(short[:, : latent.rank], weights["latent_norm"], None, "rms", _NORM_EPS)
+    turned = rotate(short[:, None, latent.rank :], *turn, rope.is_interleaved)  # [T, 1, R]
+    key = jnp.concatenate([values[:, None], turned], axis=-1)
+
+    if latent.q_rank is not None:
+        x = layers.linear(x, weights["q_latent"]).astype(x.dtype)
+        x = layers.norm(x, weights["q_norm"], None, "rms", _NORM_EPS)
+    q = layers.linear(x, weights["q"]).astype(x.dtype)
+    q = q.reshape(len(x), -1, latent.plain_size + latent.rope_size)  # [T, H, N + R]
+    matrix = weights["key"].reshape(-1, latent.plain_size, latent.rank)  # [H, N, K]
+    absorbed = jnp.einsum("thn,hnk->thk", q[..., : latent.plain_size], matrix, preferred_element_type=jnp.float32)
+    turned = rotate(q[..., latent.plain_size :], *turn, rope.is_interleaved)
+    return jnp.concatenate([absorbed.astype(x.dtype), turned], axis=-1), key
+
+
+def expand(latent: Latent, weights: dict[str, Array], mixed: Array) -> Array:
+    """Turn the mixed latents [T, H, K] into the heads' values, side by side: [T, H · V]."""
+    matrix = weights["value"].reshape(-1, latent.value_size, latent.rank)  # [H, V, K]
+    values = jnp.einsum("thk,hvk->thv", mixed, matrix, preferred_element_type=jnp.float32)
+    return values.astype(mixed.dtype).reshape(len(mixed), -1)

@@ -1,0 +1,209 @@
+"""Mixtures of experts: their weights, the router's choice, and the chosen experts' products, for one shard of "tp".
+
+Each expert is split over the shards as a plain feed-forward is, so every shard computes a part of every expert and one
+all-reduce sums them. Nothing is dropped: shapes are static, but every token reaches all experts it chose. Knows no
+collective and no layer order. Letters: T tokens, D width, E experts, F an expert's width (on this shard), n experts per
+token, N = T · n assignments.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxllm.model import layers
+from jaxllm.model.parameters import Part, Weight
+from jaxllm.model.spec import Experts, Spec
+
+# Assignments that one product takes at most. More would save few reads of the weights, and pad more.
+_TILE = 128
+
+# Tokens up to which a GPU multiplies all of them with every expert: below about 200 a product waits for the weights,
+# all of which are read in any case, and neither sorting nor a loop is needed.
+_DENSE_TOKENS = 256
+
+
+def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
+    """List the weights of a layer's router, experts and shared feed-forward."""
+    count, inner, width = experts.count, experts.ffn_width, spec.width
+    weights = {
+        "router": Weight((count, width), ("expert", "width"), (Part("router", count),)),
+        "expert_up": Weight(
+            (count, 2 * inner, width),
+            ("expert", "ffn", "width"),
+            (Part("expert_gate", inner), Part("expert_up", inner)),
+            stack=count,
+        ),
+        "expert_down": Weight(
+            (count, width, inner), ("expert", "width", "ffn"), (Part("expert_down", width),), stack=count
+        ),
+    }
+    if experts.router_bias:
+        weights["router_bias"] = Weight((count,), ("expert",), (Part("router_bias", count),), "zeros")
+    if experts.choice_bias:
+        weights["choice_bias"] = Weight((count,), ("expert",), (Part("choice_bias", count),), "zeros", is_wide=True)
+    if experts.bias:
+        parts = (Part("expert_gate_bias", inner), Part("expert_up_bias", inner))
+        weights["expert_up_bias"] = Weight((count, 2 * inner), ("expert", "ffn"), parts, "zeros", stack=count)
+        parts = (Part("expert_down_bias", width),)
+        weights["expert_down_bias"] = Weight((count, width), ("expert", "width"), parts, "zeros", stack=count)
+    if experts.shared_width:
+        shared = experts.shared_width
+        parts = (Part("shared_gate", shared), Part("shared_up", shared))
+        weights["shared_up"] = Weight((2 * shared, width), ("ffn", "width"), parts)
+        weights["shared_down"] = Weight((width, shared), ("width", "ffn"), (Part("shared_down", width),))
+    if experts.shared_gate:
+        weights["shared_weight"] = Weight((1, width), (None, "width"), (Part("shared_weight", 1),))
+    return weights
+
+
+@partial(jax.jit, static_argnames=("spec", "experts", "axis"))
+def mix(spec: Spec, experts: Experts, weights: dict[str, Array], x: Array, axis: str) -> Array:
+    """Compute this shard's part of what the experts give for `x` [T, D]: [T, D] float32, to be summed over shards."""
+    chosen, gates = route(experts, weights, x)
+    routed = {name: weight for name, weight in weights.items() if name.startswith("expert_")}
+    total = lax.platform_dependent(
+        routed,
+        x,
+        chosen,
+        gates,
+        cpu=partial(by_tiles, spec, experts, skips=True),
+        default=partial(_by_size, spec, experts),
+    )
+    if experts.bias:  # whole on every shard, so only one of them adds it
+        bias = _spread(experts, chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
+        total = total + jnp.where(lax.axis_index(axis) == 0, bias, 0.0)
+    if experts.shared_width:
+        gate, up = jnp.split(layers.linear(x, weights["shared_up"]), 2, axis=-1)
+        inner = layers.activate(gate, spec.activation) * up
+        shared = layers.linear(inner.astype(x.dtype), weights["shared_down"])  # [T, D]
+        if experts.shared_gate:
+            shared = shared * jax.nn.sigmoid(layers.linear(x, weights["shared_weight"]))
+        total = total + shared
+    return total
+
+
+def route(experts: Experts, weights: dict[str, Array], x: Array) -> tuple[Array, Array]:
+    """Choose each token's experts and weigh them: their numbers and weights, both [T, n], the weights in float32."""
+    scores = layers.linear(x, weights["router"], weights.get("router_bias"))  # [T, E]
+    scores = jax.nn.sigmoid(scores) if experts.scores == "sigmoid" else jax.nn.softmax(scores, axis=-1)
+    candidates = scores + weights["choice_bias"] if experts.choice_bias else scores
+    if experts.groups > 1:
+        grouped = candidates.reshape(len(x), experts.groups, -1)  # [T, groups, experts of one]
+        worth = jnp.sum(lax.top_k(grouped, experts.group_best)[0], axis=-1)
+        best = lax.top_k(worth, experts.groups_per_token)[1]  # [T, groups per token]
+        is_open = jnp.any(best[:, :, None] == jnp.arange(experts.groups), axis=1)  # [T, groups]
+        candidates = jnp.where(is_open[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+    chosen = lax.top_k(candidates, experts.per_token)[1]
+    gates = jnp.take_along_axis(scores, chosen, axis=1)
+    if experts.is_normalised:
+        gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
+    return chosen, gates * experts.scale
+
+
+def by_tiles(
+    spec: Spec,
+    experts: Experts,
+    weights: dict[str, Array],
+    x: Array,
+    chosen: Array,
+    gates: Array,
+    *,
+    skips: bool,
+) -> Array:
+    """Sort the assignments by expert and multiply tile by tile: [T, D] float32.
+
+    A tile holds assignments of one expert only. `skips` ends the loop with the last real tile, a number that only the
+    device knows; without it the loop's length is that of the worst case, which a GPU need not wait to learn.
+    """
+    tokens, width = x.shape
+    total = chosen.size  # N
+    tile = _tile_size(tokens, experts)
+    flat = chosen.reshape(total)
+    order = jnp.argsort(flat).astype(jnp.int32)  # of the assignments, by expert
+    counts = jnp.zeros(experts.count, jnp.int32).at[flat].add(1)
+    starts = jnp.cumsum(counts) - counts
+    tiles = -(-counts // tile)
+    ends = jnp.cumsum(tiles)
+    source = jnp.pad(order // experts.per_token, (0, tile))  # [N + tile], of x
+
+    def multiply(number: Array, out: Array) -> Array:
+        expert = jnp.minimum(jnp.sum(ends <= number), experts.count - 1)
+        start = starts[expert] + (number - (ends[expert] - tiles[expert])) * tile
+        start = jnp.where(number < ends[-1], start, total)
+        own = {name: lax.dynamic_index_in_dim(weight, expert, keepdims=False) for name, weight in weights.items()}
+        rows = x.at[lax.dynamic_slice(source, (start,), (tile,))].get(mode="clip")  # [tile, D]
+        inner = layers.linear(rows, own["expert_up"], own.get("expert_up_bias"))
+        result = layers.linear(_gated(spec, experts, inner).astype(x.dtype), own["expert_down"])
+        # The rows behind the expert's last are overwritten by the next tile, which starts there.
+        return lax.dynamic_update_slice(out, result.astype(out.dtype), (start, 0))
+
+    worst = min(total, total // tile + experts.count)
+    out = jnp.zeros((total + tile, width), x.dtype)
+    out = lax.fori_loop(0, ends[-1] if skips else worst, multiply, out)
+    place = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32), unique_indices=True)
+    return _weighted(out[place], gates)
+
+
+def by_gathering(
+    spec: Spec, experts: Experts, weights: dict[str, Array], x: Array, chosen: Array, gates: Array
+) -> Array:
+    """Multiply each assignment with its own copy of its expert: [T, D] float32."""
+    own = {name: weight[chosen.reshape(-1)] for name, weight in weights.items()}
+    rows = jnp.repeat(x, experts.per_token, axis=0)  # [N, D]
+    inner = jnp.einsum("nd,nfd->nf", rows, own["expert_up"], preferred_element_type=jnp.float32)
+    if experts.bias:
+        inner = inner + own["expert_up_bias"].astype(jnp.float32)
+    inner = _gated(spec, experts, inner).astype(x.dtype)
+    result = jnp.einsum("nf,ndf->nd", inner, own["expert_down"], preferred_element_type=jnp.float32)
+    return _weighted(result, gates)
+
+
+def by_all(spec: Spec, experts: Experts, weights: dict[str, Array], x: Array, chosen: Array, gates: Array) -> Array:
+    """Multiply every token with every expert, and weigh those that it did not choose with zero: [T, D] float32."""
+    up = weights["expert_up"]  # [E, 2 F, D]
+    bias = weights["expert_up_bias"].reshape(-1) if experts.bias else None
+    inner = layers.linear(x, up.reshape(-1, x.shape[1]), bias).reshape(len(x), *up.shape[:2])  # [T, E, 2 F]
+    inner = _gated(spec, experts, inner) * _spread(experts, chosen, gates)[:, :, None]
+    # One product per expert: contracting E and F at once would first transpose all the weights.
+    inner = inner.astype(x.dtype).swapaxes(0, 1)  # [E, T, F]
+    result = jnp.einsum("etf,edf->etd", inner, weights["expert_down"], preferred_element_type=jnp.float32)
+    return jnp.sum(result, axis=0)
+
+
+def _by_size(spec: Spec, experts: Experts, weights: dict[str, Array], x: Array, chosen: Array, gates: Array) -> Array:
+    # A gathered expert is read, written and read again, so gathering pays up to a third of the experts.
+    if 3 * chosen.size <= experts.count:
+        return by_gathering(spec, experts, weights, x, chosen, gates)
+    if len(x) <= _DENSE_TOKENS:
+        return by_all(spec, experts, weights, x, chosen, gates)
+    return by_tiles(spec, experts, weights, x, chosen, gates, skips=False)
+
+
+def _tile_size(tokens: int, experts: Experts) -> int:
+    """Choose the rows of a tile: as many as an expert gets on average, within bounds; no token has one twice."""
+    average = -(-tokens * experts.per_token // experts.count)
+    return min(tokens, max(8, 1 << (average - 1).bit_length()), _TILE)
+
+
+def _gated(spec: Spec, experts: Experts, inner: Array) -> Array:
+    gate, up = jnp.split(inner, 2, axis=-1)  # [..., F] each
+    if experts.clamp is None:
+        return layers.activate(gate, spec.activation) * up
+    gate, up = jnp.minimum(gate, experts.clamp), jnp.clip(up, -experts.clamp, experts.clamp)
+    return gate * jax.nn.sigmoid(experts.clamp_slope * gate) * (up + 1.0)
+
+
+def _spread(experts: Experts, chosen: Array, gates: Array) -> Array:
+    """Lay the weights of the chosen experts out over all experts: [T, E], zero for the others."""
+    is_chosen = chosen[:, :, None] == jnp.arange(experts.count)  # [T, n, E]
+    return jnp.sum(jnp.where(is_chosen, gates[:, :, None], 0.0), axis=1)
+
+
+def _weighted(results: Array, gates: Array) -> Array:
+    """Sum the results [N, D] of each token's experts, weighted: [T, D] float32."""
+    results = results.reshape(*gates.shape, -1).astype(jnp.float32)  # [T, n, D]
+    return jnp.sum(results * gates[:, :, None], axis=1)

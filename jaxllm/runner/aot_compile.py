@@ -1,0 +1,34 @@
+"""Compiles all programs of a model into a folder before anybody starts an engine with it: `jaxllm compile`.
+
+Needs the model's config.json and the device, no weights. What is compiled is what an engine compiles (runner.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxllm.config import EngineConfig
+from jaxllm.metrics import Metrics
+from jaxllm.runner import aot_manifest
+from jaxllm.runner.model_runner import Runner
+from jaxllm.runner.model_setup import describe_programs, prepare
+
+
+def compile_ahead(config: EngineConfig, folder: Path, progress: bool = False) -> int:
+    """Compile every program into `folder` and write down what they are for; return how many they are.
+
+    What was written down there for this model before is forgotten first.
+    """
+    config = replace(config, precompile="all", compilation_cache_dir=str(folder))
+    setup = prepare(config, needs_weights=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    aot_manifest.path(folder, setup.spec).unlink(missing_ok=True)
+    setup = prepare(config, needs_weights=False)
+    runner = Runner(config, setup, Metrics(), progress, needs_weights=False)
+    try:
+        record = describe_programs(config, setup, config.tensor_parallel_size, runner.memory_plan)
+        aot_manifest.write(folder, setup.spec, record)
+        return len(runner.programs)
+    finally:
+        runner.close()

@@ -1,0 +1,229 @@
+"""What crosses from the scheduler to the device: one packed int32 buffer a step, and the table of its sizes.
+
+A step is one of two kinds. *Decode*: one token per row, all of them on the device already. *Ragged*: a flat run of
+tokens in which decode rows come first and chunks of prompts follow, cut into tiles for attention; or not cut, and then
+every token attends by itself (`uniform_shape`). Pure; knows plans, knows no device. Whoever reads the buffer (step.py)
+slices it with the same `fields`.
+
+Letters: T flat tokens, R rows, Y tiles, U block-table entries, S slots, P tokens per block, F numbers of a
+sampling row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.scheduler.state import Plan
+
+TILE = 32  # queries of one sequence that attend together in a ragged step
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The static sizes of a program."""
+
+    tokens: int  # T; equal to the rows in a decode program
+    rows: int  # R
+    tiles: int  # Y; 0 where every token attends by itself, as in a decode program
+    entries: int  # U: changes of the block table that fit into the buffer
+    sampling_fields: int  # F; 0 in a decode program, whose rows are on the device
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row is one token that was sampled on the device."""
+        return self.sampling_fields == 0
+
+    def __str__(self) -> str:
+        return f"decode[{self.rows}]" if self.is_decode else f"ragged[{self.tokens}]"
+
+
+class Extent(NamedTuple):
+    """What of a plan decides which shapes hold it."""
+
+    tokens: int
+    rows: int
+    tiles: int  # of its chunks of prompts; 0: every row is a decode row
+
+
+def decode_shapes(num_slots: int, smallest: int = 1) -> list[Shape]:
+    """List the decode programs: 1, 2, 4, 8, 12, 16, 24, 32, then steps of a quarter, up to all slots.
+
+    Both tables are as coarse as they can be with less than 12 % of padding (tests/bench/padding.py, DECISIONS).
+    """
+    rows = sorted({max(smallest, size) for size in _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})})
+    return [Shape(tokens=size, rows=size, tiles=0, entries=size, sampling_fields=0) for size in rows]
+
+
+def ragged_shapes(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int) -> list[Shape]:
+    """List the ragged programs: 16, 32 and 64 tokens, then steps of a half, up to the budget of a step.
+
+    With a budget above 1,024, as on a GPU, steps of a quarter from 128 to 1,024: most steps are there, and vary more.
+    """
+    sizes = _sizes(16, max_tokens, {64: 2, 128: 4, 1024: 2} if max_tokens > 1024 else {64: 2})
+    shapes = []
+    for size in sizes:
+        rows, chunks = min(size, num_slots), max_chunks(size, num_slots)
+        shapes.append(
+            Shape(
+                tokens=size,
+                rows=rows,
+                tiles=-(-size // TILE) + chunks,
+                entries=rows + chunks + size // block_size,
+                sampling_fields=sampling_fields,
+            )
+        )
+    return shapes
+
+
+def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int) -> Shape:
+    """Return the one ragged program of deterministic mode, which holds every plan and has no tiles.
+
+    A product's bits depend on how many rows it has, not on which of them is whose; attention's would depend on where
+    chunks and tiles begin. So with one size, and each token by itself, a token's bits depend on those before it alone.
+    """
+    return Shape(
+        tokens=max_tokens,
+        rows=min(max_tokens, num_slots),
+        tiles=0,
+        entries=2 * num_slots + max_tokens // block_size,
+        sampling_fields=sampling_fields,
+    )
+
+
+def coarser(shapes: Sequence[Shape]) -> list[Shape]:
+    """Pick those of a table that suffice for what is rare: powers of two, and the largest."""
+    return [shape for shape in shapes if shape is shapes[-1] or shape.tokens & (shape.tokens - 1) == 0]
+
+
+def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
+    """Double from `first` to `last`; from each key of `parts` on, with so many steps to the double."""
+    sizes, size = set(), first
+    while size < last:
+        count = parts[max((start for start in parts if start <= size), default=0)] if size >= min(parts) else 1
+        sizes |= {size + size * part // count for part in range(count)}
+        size *= 2
+    return sorted({min(size, last) for size in sizes} | {last})
+
+
+def max_chunks(tokens: int, num_slots: int) -> int:
+    """Return how many prompts may have a chunk in a ragged step: half of a tile each on average fills it."""
+    return min(num_slots, max(1, 2 * tokens // TILE))
+
+
+def extent(plan: Plan) -> Extent:
+    """Measure a plan."""
+    num_rows = len(plan.slots)
+    if num_rows == plan.num_decodes:
+        return Extent(num_rows, num_rows, 0)
+    tiles = int((-(-plan.lengths[plan.num_decodes :] // TILE)).sum())
+    return Extent(plan.num_tokens, num_rows, tiles)
+
+
+def fits(size: Extent, shape: Shape) -> bool:
+    """Say whether a plan can be packed into a shape; entries of the block table that do not fit are sent ahead."""
+    if shape.is_decode:
+        return not size.tiles and size.rows <= shape.rows
+    has_tiles = not shape.tiles or size.tiles <= shape.tiles
+    return size.tokens <= shape.tokens and size.rows <= shape.rows and has_tiles
+
+
+@lru_cache(maxsize=1024)
+def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+    """Return where each field lies in the buffer: its offset and its shape."""
+    table = {"table": (shape.entries, 3)}
+    rows = {"row_slot": (shape.rows,), "row_position": (shape.rows,)}
+    if shape.is_decode:
+        sizes = rows | table
+    else:
+        sizes = {
+            "num_decodes": (1,),
+            "tokens": (shape.tokens,),
+            "token_slot": (shape.tokens,),
+            "token_position": (shape.tokens,),
+            "tile_slot": (shape.tiles,),
+            "tile_start": (shape.tiles,),
+            "tile_length": (shape.tiles,),
+            "tile_position": (shape.tiles,),
+            **rows,
+            "row_last": (shape.rows,),
+            "row_samples": (shape.rows,),
+            "sampling": (shape.rows, shape.sampling_fields),
+            **table,
+        }
+    placed, offset = {}, 0
+    for name, size in sizes.items():
+        placed[name] = (offset, size)
+        offset += math.prod(size)
+    return placed
+
+
+@lru_cache(maxsize=1024)
+def buffer_size(shape: Shape) -> int:
+    """Return the number of int32 in the buffer."""
+    offset, size = list(fields(shape).values())[-1]
+    return offset + math.prod(size)
+
+
+def views(buffer: np.ndarray, shape: Shape) -> dict[str, np.ndarray]:
+    """Return the fields of a buffer, which share its memory."""
+    return {
+        name: buffer[offset : offset + math.prod(size)].reshape(size) for name, (offset, size) in fields(shape).items()
+    }
+
+
+def pack(
+    plan: Plan,
+    shape: Shape,
+    num_slots: int,
+    chunks: Sequence[np.ndarray] = (),
+    sampling: np.ndarray | None = None,
+) -> np.ndarray:
+    """Lay a plan out as int32[buffer_size(shape)].
+
+    `chunks` are the token ids of the rows after the decode rows, `sampling` is int32[S, F]. A row, token, tile or entry
+    that is not used has slot S, which the device drops.
+    """
+    buffer = np.zeros(buffer_size(shape), np.int32)
+    view = views(buffer, shape)
+    num_rows = len(plan.slots)
+    view["row_slot"][:num_rows] = plan.slots
+    view["row_slot"][num_rows:] = num_slots
+    view["row_position"][:num_rows] = plan.starts + plan.lengths - 1
+    table = plan.table[: shape.entries]  # more than that has been sent ahead
+    view["table"][: len(table)] = table
+    view["table"][len(table) :, 0] = num_slots
+    if shape.is_decode:
+        return buffer
+
+    assert sampling is not None
+    first_tokens = np.cumsum(plan.lengths) - plan.lengths
+    num_tokens = plan.num_tokens
+    view["num_decodes"][0] = plan.num_decodes
+    if chunks:
+        view["tokens"][plan.num_decodes : num_tokens] = np.concatenate(chunks)
+    view["token_slot"][:num_tokens] = np.repeat(plan.slots, plan.lengths)
+    view["token_slot"][num_tokens:] = num_slots
+    view["token_position"][:num_tokens] = np.arange(num_tokens) + np.repeat(plan.starts - first_tokens, plan.lengths)
+    view["row_last"][:num_rows] = first_tokens + plan.lengths - 1
+    view["row_samples"][:num_rows] = plan.samples
+    view["sampling"][:num_rows] = sampling[plan.slots]
+    if not shape.tiles:
+        return buffer
+
+    rows = slice(plan.num_decodes, num_rows)
+    counts = -(-plan.lengths[rows] // TILE)
+    num_tiles = int(counts.sum())
+    # Tokens of the row that come before each of its tiles.
+    inside = TILE * (np.arange(num_tiles) - np.repeat(np.cumsum(counts) - counts, counts))
+    view["tile_slot"][:num_tiles] = np.repeat(plan.slots[rows], counts)
+    view["tile_slot"][num_tiles:] = num_slots
+    view["tile_start"][:num_tiles] = np.repeat(first_tokens[rows], counts) + inside
+    view["tile_length"][:num_tiles] = np.minimum(TILE, np.repeat(plan.lengths[rows], counts) - inside)
+    view["tile_position"][:num_tiles] = np.repeat(plan.starts[rows], counts) + inside
+    return buffer

@@ -1,0 +1,104 @@
+"""The device's state: KV blocks, block tables, tokens and sampling numbers of every slot, one donated pytree.
+
+Says how large it is and where it lies. Knows no scheduler and no program.
+
+Letters: L layers, N blocks in the pool, K key-value heads, P tokens per block, C head size, S slots, M blocks per slot,
+F numbers of a slot's extras.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh, NamedSharding
+
+from jaxllm.model import sharding
+from jaxllm.model.spec import Spec, heads_per_shard
+from jaxllm.sampling.sampler import ROW_WIDTH, Extras
+
+Leaf = TypeVar("Leaf")
+KV_AXES = (None, "kv_heads", None, "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The sizes that every program and the state share."""
+
+    num_slots: int  # S
+    num_blocks: int  # N
+    block_size: int  # P
+    max_model_len: int  # tokens
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence, M."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@struct.dataclass
+class DeviceState(Generic[Leaf]):
+    """What a step reads and replaces."""
+
+    kv: tuple[tuple[Leaf, Leaf | None], ...]  # by layer: keys and values, each [N, K, P, C]; see `block_bytes`
+    tables: Leaf  # int32[S, M]: the blocks of each slot; behind its length, any block
+    tokens: Leaf  # int32[S, M * P]: the sequence of each slot as far as this device has seen it
+    sampling: Leaf  # int32[S, ROW_WIDTH]: of each slot a `sampling.pack_row`
+    extras: Leaf  # int32[S, F] of `sampling.Extras`; how much is the slot's own is in its sampling row
+    hidden: Leaf  # [T, D]: what the last step of the widest variant computed, for those who score more than its rows
+
+
+def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> int:
+    """Return the bytes that one block takes on one device, all layers together.
+
+    Latent attention keeps no values: they are part of the keys, the same on every device.
+    """
+    arrays = 2 if spec.latent is None else 1
+    return arrays * spec.num_layers * heads_per_shard(spec, shards)[1] * block_size * spec.head_size * dtype.itemsize
+
+
+def abstract(
+    spec: Spec, geometry: Geometry, max_tokens: int, extras: Extras, mesh: Mesh, dtype: jnp.dtype
+) -> DeviceState[jax.ShapeDtypeStruct]:
+    """Describe the state: shapes, types and shardings, nothing allocated. `max_tokens` are those of a step, T."""
+
+    def whole(shape: tuple[int, ...], kind: jnp.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, kind, sharding=sharding.replicated(mesh))
+
+    heads = heads_per_shard(spec, mesh.size)[1] * mesh.size
+    block = jax.ShapeDtypeStruct(
+        (geometry.num_blocks, heads, geometry.block_size, spec.head_size),
+        dtype,
+        sharding=sharding.named(mesh, KV_AXES),
+    )
+    int32 = jnp.dtype(jnp.int32)
+    return DeviceState(
+        kv=((block, block if spec.latent is None else None),) * spec.num_layers,
+        tables=whole((geometry.num_slots, geometry.max_blocks), int32),
+        tokens=whole((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32),
+        sampling=whole((geometry.num_slots, ROW_WIDTH), int32),
+        extras=whole((geometry.num_slots, extras.width), int32),
+        hidden=whole((max_tokens, spec.width), dtype),
+    )
+
+
+def allocate(state: DeviceState[jax.ShapeDtypeStruct]) -> DeviceState[jax.Array]:
+    """Make the state with zeros everywhere; what is read of a slot is written when a request gets it.
+
+    Each array is made by itself and in place on its devices: nothing the size of the pool exists twice.
+    """
+
+    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        assert isinstance(leaf.sharding, NamedSharding)
+        return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+
+    return jax.block_until_ready(jax.tree.map(zeros, state))
+
+
+def nbytes(state: DeviceState[jax.ShapeDtypeStruct]) -> int:
+    """Return the bytes of the state over all devices."""
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

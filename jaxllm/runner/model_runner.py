@@ -1,0 +1,386 @@
+"""Owns what is on the device: weights, the donated state, and the programs that turn one state into the next.
+
+What is chosen before comes as a `Setup` (setup.py). Knows plans and buffers; knows no requests, no text and no queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+from tqdm import tqdm
+
+from jaxllm.config import EngineConfig
+from jaxllm.metrics import Metrics
+from jaxllm.model import decoder, sharding, weights
+from jaxllm.runner import aot_manifest, batch, device_state, memory_plan, step
+from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
+from jaxllm.runner.device_state import Geometry
+from jaxllm.runner.memory_plan import MemoryPlan
+from jaxllm.runner.model_setup import Setup, describe_memory, describe_programs, extras_of, free_bytes, plan_memory
+from jaxllm.runner.profiling import span
+from jaxllm.runner.startup_timing import Compilations, Phases
+from jaxllm.runner.step import SCORED_ROWS, Result, Scored
+from jaxllm.sampling.logits_processors import load_processors
+from jaxllm.sampling.sampler import ROW_WIDTH, Variant
+from jaxllm.scheduler.state import Limits, Plan
+
+PATCH_ENTRIES = 1024  # changes that one call of `step.patch` takes
+PATCH_EXTRAS = 8  # requests' extras that one call of `step.patch_extras` takes, 26 kB each for 152,000 tokens
+_log = logging.getLogger(__name__)
+
+
+class StepInFlight(NamedTuple):
+    """A step that the device was given."""
+
+    joined: jax.Array
+    num_rows: int
+    num_logprobs: int
+    scores: Sequence[tuple[Sequence[Scored], jax.Array | np.ndarray]]  # of positions that are all whole or all not
+
+    def result(self) -> Result:
+        """Wait for what the step sampled. What failed on the device is raised here, and by every step behind it."""
+        result = step.read(np.asarray(self.joined), self.num_rows, self.num_logprobs)
+        if not self.scores:
+            return result
+        return replace(result, scores=[score for of, found in self.scores for score in step.read_scores(of, found)])
+
+
+class Runner:
+    """Runs plans on the device. Not thread-safe: one thread calls `dispatch`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        setup: Setup,
+        metrics: Metrics,
+        progress: bool = False,
+        needs_weights: bool = True,
+        phases: Phases | None = None,
+    ) -> None:
+        """Load the weights and compile; without weights, programs and state are all there is, and nothing can run.
+
+        How long that took, and why, is added to `phases`.
+        """
+        phases = Phases() if phases is None else phases
+        use_compilation_cache(config.cache_dir())
+        self.setup = setup
+        self.metrics = metrics
+        self._config = config
+        self._options = step.compiler_options(setup.platform, config.deterministic)
+        with phases.phase("plan"):
+            self._processors = load_processors(config.logits_processors, setup.spec.vocab_size)
+            self.extras = extras_of(config, setup.spec)
+            self.num_logprobs = step.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
+            self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
+            self._params_shapes = weights.abstract(setup.spec, self._mesh, setup.dtype, config.quantization)
+            free = free_bytes(setup, self._mesh.size)
+            plan = plan_memory(config, setup, self._mesh, free)
+            if needs_weights and config.load_format != "dummy":
+                weights.check(setup.folder, setup.spec, setup.family, self._mesh.size)
+        self._params: step.Leaves = ()
+        self._state: step.Leaves = ()
+        self._running_thread: int | None = None
+        compilations = Compilations()
+        compilations.begin()
+        self._start_programs(plan, progress)
+        try:
+            if needs_weights:
+                with phases.phase("weights") as causes:
+                    started = time.perf_counter()
+                    self._params = tuple(jax.tree.leaves(self._load(config, progress)))
+                    num_bytes = sum(leaf.nbytes for leaf in self._params)
+                    speed = memory_plan.size(int(num_bytes / (time.perf_counter() - started)))
+                    source = "random" if config.load_format == "dummy" else f"from {setup.folder}"
+                    causes.append(f"{memory_plan.size(num_bytes)} ({speed}/s) {source}")
+            with phases.phase("programs") as causes:
+                self._finish_programs(free, progress)
+                causes.append("traced and compiled" if compilations.num_compiled else "traced, and found in the cache")
+        except BaseException:
+            self.programs.close()
+            raise
+        finally:
+            compilations.end()
+        phases.note_beside("tracing", metrics.trace_seconds, f"{len(self.programs)} covering programs")
+        phases.note_beside("compiling", compilations.seconds, str(compilations))
+        with phases.phase("memory") as causes:
+            self.renew()
+            causes.append(memory_plan.size(sum(leaf.nbytes for leaf in self._state)))
+            causes.append("KV blocks and slots")
+        self._listener = _listener(weakref.ref(self))
+        jax.monitoring.register_event_duration_secs_listener(self._listener)
+        weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, self._listener)
+        if config.precompile == "background":
+            self.programs.follow(max(1, (os.cpu_count() or 2) // 2))
+        elif config.precompile == "all":
+            with phases.phase("all programs") as causes:
+                self.programs.begin(self.programs.rest, os.cpu_count() or 2)
+                self.programs.wait(progress)
+                causes.append(f"{self.programs.num_all} (precompile is 'all')")
+
+    @property
+    def limits(self) -> Limits:
+        """The budgets that plans for this runner must keep."""
+        return Limits(
+            num_slots=self.geometry.num_slots,
+            num_blocks=self.geometry.num_blocks,
+            block_size=self.geometry.block_size,
+            max_step_tokens=self.setup.max_num_batched_tokens,
+            max_step_chunks=self.geometry.num_slots  # where no tile is wasted on a short chunk
+            if self._config.deterministic
+            else batch.max_chunks(self.setup.max_num_batched_tokens, self.geometry.num_slots),
+            records_blocks=self._config.enable_kv_cache_events,
+        )
+
+    def dispatch(
+        self,
+        plan: Plan,
+        chunks: Sequence[np.ndarray],
+        sampling: np.ndarray,
+        variant: Variant,
+        history: np.ndarray | None = None,
+        extras: Sequence[tuple[int, np.ndarray]] = (),
+        scored: Sequence[Scored] = (),
+    ) -> StepInFlight:
+        """Give the device one step, which begins when the one before it has ended; wait for nothing.
+
+        `chunks` are the token ids of the plan's rows after its decode rows; `sampling` is int32[S, F]; `history` is
+        int32[·, 3] of (slot, position, token) that the device must know beforehand and will not compute; `extras` are
+        the slots of newly admitted requests that have some, each with what `sampling.Extras` made of them;
+        `scored` are positions of this step to be scored, for which the variant must be the widest.
+        After an exception the state may be gone: call `renew`, and compute every running request again.
+        """
+        self._running_thread = threading.get_ident()
+        try:
+            with span("pack"):
+                key = self.programs.choose(plan, variant)
+                buffer = batch.pack(plan, key.shape, self.geometry.num_slots, chunks, sampling)
+            with span("dispatch"):
+                ahead = plan.table[key.shape.entries :]
+                if len(ahead) or history is not None:
+                    self._patch(ahead, history)
+                if extras:
+                    self._patch_extras(extras)
+                self._state, joined = self.programs[key](self._params, self._state, buffer)
+                joined.copy_to_host_async()
+                scores = self._score(scored) if scored else ()
+        finally:
+            self._running_thread = None
+        self.metrics.steps += 1
+        self.metrics.padded_tokens += key.shape.tokens
+        self.metrics.computed_tokens += plan.num_tokens
+        return StepInFlight(joined, len(plan.slots), self.num_logprobs, scores)
+
+    def program_texts(self, names: Collection[str]) -> dict[str, str]:
+        """Return the HLO of programs by their names in a trace; those that are not here are left out."""
+        named = {step.program_name(key.shape, key.variant): program for key, program in self.programs.ready().items()}
+        named |= {"patch": self._patch_program, "patch_extras": self._patch_extras_program}
+        named |= {"score": self._score_programs[False], "score_whole": self._score_programs[True]}
+        return {name: program.as_text() for name, program in named.items() if name in names}
+
+    def renew(self) -> None:
+        """Give up whatever state there is and allocate an empty one."""
+        self._state = ()
+        self._state = tuple(jax.tree.leaves(device_state.allocate(self._state_shapes)))
+
+    def close(self) -> None:
+        """Stop compiling, wait for steps in flight, and let go of the device's memory."""
+        self.programs.close()
+        with suppress(Exception):  # of a step that failed: nobody waits for it any more
+            # A process that ends while XLA's threads compute is aborted by them.
+            jax.block_until_ready(self._state)
+        self._state = ()
+        self._params = ()
+
+    def _load(self, config: EngineConfig, progress: bool) -> decoder.Params[jax.Array]:
+        setup, kind = self.setup, config.quantization
+        if config.load_format == "dummy":
+            return weights.load_random(setup.spec, self._mesh, setup.dtype, config.seed % 2**32, kind)
+        return weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress, kind)
+
+    def _start_programs(self, plan: MemoryPlan, progress: bool) -> None:
+        """Begin to compile the covering programs for a memory plan, while the weights are being read."""
+        setup, shards = self.setup, self._mesh.size
+        self.memory_plan = plan
+        self.geometry = geometry = Geometry(
+            num_slots=setup.max_num_seqs,
+            num_blocks=plan.num_blocks,
+            block_size=self._config.block_size,
+            max_model_len=plan.max_model_len,
+        )
+        self._state_shapes = device_state.abstract(
+            setup.spec, geometry, setup.max_num_batched_tokens, self.extras, self._mesh, setup.dtype
+        )
+        sizes = setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH
+        if self._config.deterministic:
+            self.programs = Programs([], [batch.uniform_shape(*sizes)], self._lower, self.metrics, VARIANTS[-1:])
+        else:
+            is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
+            # XLA's CPU back end converts all 8 and 16-bit weights in a one-row product (reference/kernels.md §6), and
+            # on a GPU it makes two kernels of one row's norm: 13.6 a layer of the 0.5B shape, 11.8 with two rows.
+            decode = batch.decode_shapes(geometry.num_slots, 1 if setup.platform == "cpu" and not is_narrow else 2)
+            self.programs = Programs(decode, batch.ragged_shapes(*sizes), self._lower, self.metrics)
+        text = describe_memory(plan, setup, shards)
+        differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, shards, plan))
+        if differs:
+            _log.warning("not all prepared programs in %s can be used: %s", self._config.cache_dir(), differs)
+        start = (
+            f"{len(self.programs.covering)} of {self.programs.num_all} programs before the first request; compiled for "
+            "this machine, or found in its cache\n"
+            + (f"deterministic: every step computes {sizes[0]} tokens\n" if self._config.deterministic else "")
+            + "kernels: "
+            + ", ".join(
+                f"{operation}={chosen}" + (f" ({chosen.reason})" if chosen.reason else "")
+                for operation, chosen in setup.kernels.items()
+            )
+        )
+        if progress:
+            tqdm.write(f"{text}\n{start}", sys.stderr)
+        else:
+            _log.info("%s\n%s", text, start)
+        self.programs.begin(self.programs.covering, os.cpu_count() or 2)
+
+    def _finish_programs(self, free: int | None, progress: bool) -> None:
+        """Wait for the covering programs; if they need more memory than guessed, compile them for fewer blocks."""
+        while True:
+            self._compile_small()
+            self.programs.wait()
+            temporaries = max(self.programs[key].memory_analysis().temp_size_in_bytes for key in self.programs.covering)
+            fitting = plan_memory(self._config, self.setup, self._mesh, free, temporaries)
+            if fitting.num_blocks >= self.geometry.num_blocks:
+                return
+            self._start_programs(fitting, progress)
+
+    def _compile_small(self) -> None:
+        """Compile what runs before or behind a step, beside the threads that compile steps."""
+        shapes, everywhere = self._state_shapes, sharding.replicated(self._mesh)
+        changes = jax.ShapeDtypeStruct((2, PATCH_ENTRIES, 3), jnp.int32, sharding=everywhere)
+        patch = jax.jit(step.patch, donate_argnums=(0, 1))
+        self._patch_program = patch.lower(shapes.tables, shapes.tokens, changes).compile()
+        changes = jax.ShapeDtypeStruct((PATCH_EXTRAS, 1 + self.extras.width), jnp.int32, sharding=everywhere)
+        patch_extras = jax.jit(step.patch_extras, donate_argnums=0)
+        self._patch_extras_program = patch_extras.lower(shapes.extras, changes).compile()
+        places = jax.ShapeDtypeStruct((SCORED_ROWS, 2), jnp.int32, sharding=everywhere)
+        leaves = tuple(jax.tree.leaves(self._params_shapes))
+        self._score_programs = [
+            jax.jit(
+                step.score(self.setup.spec, self.num_logprobs, is_whole, self._mesh, self._params_shapes),
+                compiler_options=self._options,
+            )
+            .lower(leaves, shapes.hidden, places)
+            .compile()
+            for is_whole in (False, True)
+        ]
+
+    def _lower(self, key: Key) -> jax.stages.Lowered:
+        """Trace one program; to compile it is left to the caller."""
+        run = step.build(
+            self.setup.spec,
+            self.geometry,
+            key.shape,
+            key.variant,
+            self.num_logprobs,
+            self.extras,
+            tuple(self._processors.values()),
+            self._mesh,
+            self._params_shapes,
+            self._state_shapes,
+            self.setup.kernels,
+        )
+        buffer = jax.ShapeDtypeStruct(
+            (batch.buffer_size(key.shape),), jnp.int32, sharding=sharding.replicated(self._mesh)
+        )
+        params, state = (tuple(jax.tree.leaves(tree)) for tree in (self._params_shapes, self._state_shapes))
+        return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(params, state, buffer)
+
+    def _patch(self, table: np.ndarray, history: np.ndarray | None) -> None:
+        """Write block-table entries and tokens into the state before a step."""
+        parts = [table, np.zeros((0, 3), np.int32) if history is None else history]
+        for start in range(0, max(map(len, parts)), PATCH_ENTRIES):
+            changes = np.full((2, PATCH_ENTRIES, 3), self.geometry.num_slots, np.int32)
+            for target, part in zip(changes, parts, strict=True):
+                piece = part[start : start + PATCH_ENTRIES]
+                target[: len(piece)] = piece
+            state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
+            tables, tokens = self._patch_program(state.tables, state.tokens, changes)
+            self._state = tuple(jax.tree.leaves(state.replace(tables=tables, tokens=tokens)))
+
+    def _patch_extras(self, extras: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Write the extras of newly admitted requests into the state before a step."""
+        for start in range(0, len(extras), PATCH_EXTRAS):
+            changes = np.full((PATCH_EXTRAS, 1 + self.extras.width), self.geometry.num_slots, np.int32)
+            for target, (slot, packed) in zip(changes, extras[start : start + PATCH_EXTRAS], strict=False):
+                target[0], target[1:] = slot, packed
+            state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
+            patched = self._patch_extras_program(state.extras, changes)
+            self._state = tuple(jax.tree.leaves(state.replace(extras=patched)))
+
+    def _score(self, scored: Sequence[Scored]) -> list[tuple[Sequence[Scored], jax.Array | np.ndarray]]:
+        """Score positions of the step that the device was just given."""
+        state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
+        scores: list[tuple[Sequence[Scored], jax.Array | np.ndarray]] = []
+        for is_whole in (False, True):
+            wanted = [each for each in scored if each.is_whole == is_whole]
+            for start in range(0, len(wanted), SCORED_ROWS):
+                piece = wanted[start : start + SCORED_ROWS]
+                places = np.zeros((SCORED_ROWS, 2), np.int32)
+                places[: len(piece)] = [(each.index, each.token) for each in piece]
+                found = self._score_programs[is_whole](self._params, state.hidden, places)
+                # Whole rows are waited for: those of a long prompt would not fit beside the cache.
+                scores.append((piece, np.asarray(found)[:, : self.setup.spec.vocab_size] if is_whole else found))
+        return scores
+
+    def note_compilation(self) -> None:
+        """Count a compilation that somebody waits for: one on the thread that is starting a step."""
+        if threading.get_ident() == self._running_thread:
+            self.metrics.compilations_after_ready += 1
+
+
+def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:
+    """Return a listener to JAX's events that does not keep the runner alive."""
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        alive = runner()
+        if event == "/jax/core/compile/backend_compile_duration" and alive is not None:
+            alive.note_compilation()
+
+    return listen
+
+
+def use_compilation_cache(folder: Path) -> None:
+    """Keep compiled programs in `folder`, whatever time they took to compile, for this and later processes.
+
+    Where there can be no such folder that is told in one line, and nothing is kept.
+    """
+    place = str(folder) if _can_be_folder(folder) else None
+    if jax.config.values["jax_compilation_cache_dir"] != place:
+        compilation_cache.reset_cache()  # JAX goes on with the folder of the first engine of a process otherwise
+    jax.config.update("jax_compilation_cache_dir", place)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # XLA's own caches would lie under this folder too, and jax 0.10 makes their path part of every program's name, so
+    # that nothing is found once the folder was moved. A compiled program holds what they hold.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def _can_be_folder(folder: Path) -> bool:
+    """Make the folder of compiled programs; JAX would warn of it once for every program, in many words."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _log.warning("compiled programs are not kept: %s: %s; set compilation_cache_dir", folder, error.strerror)
+        return False
+    return True

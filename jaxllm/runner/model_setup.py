@@ -1,0 +1,298 @@
+"""What is chosen before anything large is allocated: devices, types, sizes, kernels, and the share of memory for each.
+
+From the configuration, the model's config.json and what the devices say of themselves; `jaxllm doctor` prints it. Knows
+no programs and no requests.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import psutil
+from jax.sharding import Mesh
+
+import pallas_kernels
+from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
+from jaxllm.model import weights
+from jaxllm.model.families import Family, read_spec
+from jaxllm.model.spec import Spec, heads_per_shard
+from jaxllm.runner import aot_manifest, device_state, memory_plan
+from jaxllm.runner.memory_plan import MemoryPlan
+from jaxllm.sampling.logits_processors import processor_name
+from jaxllm.sampling.sampler import Extras
+from jaxllm.sampling.vocab_parallel import MOST_TOKENS
+from jaxllm.version import __version__
+from pallas_kernels import Choice, Site
+
+OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample")  # that a step does
+GPU_SHARE = 0.97  # of what is left: the rest is for programs' code and for the tuning of those compiled later
+CPU_SHARE = 0.25  # of the free memory, for KV blocks: a laptop has other work to do …
+CPU_CEILING = 2 << 30  # … and two gigabytes hold 87,000 tokens of a 0.5B model in float32
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What was chosen from configuration, model and device, before anything large is allocated."""
+
+    folder: Path
+    spec: Spec
+    family: Family
+    generation_config: dict[str, Any]
+    platform: str
+    devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
+    dtype: jnp.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kernels: Mapping[str, Choice]  # by operation
+    prepared: Mapping[str, Any]  # what `jaxllm compile` wrote down beside the programs, {} if it made none
+
+
+def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
+    """Return the devices to run on; asking for a GPU that JAX does not see is a UserError."""
+    # Read when the back end starts: XLA would take 75 % of a GPU, whatever share the user asked for.
+    if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
+    if config.device == "auto":
+        return tuple(jax.devices())
+    try:
+        return tuple(jax.devices(config.device))
+    except RuntimeError as error:
+        raise UserError(
+            "device is 'gpu' but JAX sees none: install jaxllm[cuda12] or jaxllm[cuda13], and check `nvidia-smi`.",
+            "device",
+        ) from error
+
+
+def choose_dtype(config: EngineConfig, checkpoint: dict[str, Any], platform: str) -> jnp.dtype:
+    """Return the type of weights, activations and cache.
+
+    "auto" is float32 on a CPU (without 16-bit instructions it is the fastest as well as the most exact); on a GPU it is
+    the checkpoint's own type, and bfloat16 for a float32 checkpoint.
+    """
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    if platform == "cpu":
+        return jnp.dtype(jnp.float32)
+    stored = checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "bfloat16"
+    if stored not in ("bfloat16", "float16", "float32"):
+        raise UserError(f"config.json: dtype {stored!r:.80} cannot be computed in; set dtype.", "dtype")
+    return jnp.dtype(jnp.bfloat16 if stored == "float32" else stored)
+
+
+def choose_kernels(config: EngineConfig, spec: Spec, device: jax.Device, dtype: jnp.dtype) -> dict[str, Choice]:  # pyright: ignore[reportInvalidTypeForm]
+    """Choose an implementation of each operation of a step: the one that was asked for, or the best there is.
+
+    What is asked for and cannot be done here is a UserError; nothing takes its place.
+    """
+    heads, kv_heads = heads_per_shard(spec, config.tensor_parallel_size)
+    site = Site(
+        platform=device.platform,
+        capability=pallas_kernels.capability_of(device),
+        dtype=dtype.name,
+        cache_dtype=dtype.name,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=spec.head_size if spec.latent is None else spec.latent.rank + spec.latent.rope_size,
+        value_size=spec.latent.rank if spec.latent else None,
+        block_tokens=config.block_size,
+        shards=config.tensor_parallel_size,
+    )
+    asked = {}
+    for text in config.kernels:
+        operation, is_named, name = str(text).partition("=")
+        if not is_named or operation not in OPERATIONS:
+            known = ", ".join(OPERATIONS)
+            raise UserError(f"kernels: {text!r} is not operation=implementation; operations are {known}.", "kernels")
+        asked[operation] = name
+    try:
+        return {operation: pallas_kernels.resolve(operation, site, asked.get(operation)) for operation in OPERATIONS}
+    except ValueError as error:
+        raise UserError(f"kernels: {error}.", "kernels") from error
+
+
+def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
+    """Choose everything that can be chosen without loading weights; `jaxllm doctor` prints it."""
+    folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
+    checkpoint = weights.read_config(folder)
+    spec, family = read_spec(checkpoint, config.max_model_len)
+    devices = choose_devices(config)
+    platform = devices[0].platform
+    if spec.vocab_size > MOST_TOKENS:
+        raise UserError(f"config.json: vocab_size must be at most {MOST_TOKENS}, got {spec.vocab_size}.", "vocab_size")
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise UserError(
+            f"max_model_len ({config.max_model_len}) is greater than what the model was made for "
+            f"({spec.max_position} positions); lower it.",
+            "max_model_len",
+        )
+    if config.quantization is not None and (spec.experts or spec.latent):
+        what = "experts" if spec.experts else "latent attention"
+        raise UserError(
+            f"quantization {config.quantization} is not there for models with {what}, as {family.architectures[0]}; "
+            "leave it out.",
+            "quantization",
+        )
+    is_cpu = platform == "cpu"
+    dtype = choose_dtype(config, checkpoint, platform)
+    recorded = aot_manifest.read(config.cache_dir(), spec)
+    if config.deterministic:
+        _check_deterministic(config, is_cpu)
+    slots, tokens = step_sizes(config, recorded, is_cpu)
+    return Setup(
+        folder=folder,
+        spec=spec,
+        family=family,
+        # Older checkpoints name the end of a text in config.json only.
+        generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | weights.read_generation_config(folder),
+        platform=platform,
+        devices=devices,
+        dtype=dtype,
+        max_model_len=config.max_model_len or recorded.get("max_model_len") or spec.max_position,
+        max_num_seqs=slots,
+        max_num_batched_tokens=tokens,
+        kernels=choose_kernels(config, spec, devices[0], dtype),
+        prepared=recorded,
+    )
+
+
+def _check_deterministic(config: EngineConfig, is_cpu: bool) -> None:
+    """Refuse what deterministic mode cannot keep its promise with."""
+    if not is_cpu and config.tensor_parallel_size > 2:
+        # A ring adds up the pieces of an array each in an order of its own; of two numbers there is one sum.
+        raise UserError(
+            f"deterministic mode is not there for {config.tensor_parallel_size} GPUs: among more than two, the order "
+            "of a sum depends on where in the batch a token is. Set tensor_parallel_size to 1 or 2, or leave it out.",
+            "deterministic",
+        )
+    if any(str(text).startswith("paged_prefill") for text in config.kernels):
+        raise UserError(
+            "kernels: paged_prefill does nothing in deterministic mode, where every token attends by paged_decode.",
+            "kernels",
+        )
+
+
+def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool) -> tuple[int, int]:
+    """Return the requests that run at once, and the tokens of a step.
+
+    A deterministic step takes as long for one token as for all that it has room for; so it has room for few, and what
+    was `recorded` for other steps is not taken.
+    """
+    if recorded.get("deterministic", False) != config.deterministic:
+        recorded = {}
+    slots = config.max_num_seqs or recorded.get("max_num_seqs")
+    tokens = config.max_num_batched_tokens or recorded.get("max_num_batched_tokens")
+    if config.deterministic:
+        usual_slots, usual_tokens = (16, 32) if is_cpu else (128, 256)
+    else:
+        usual_slots, usual_tokens = (64, 160) if is_cpu else (256, 8192)
+    tokens = tokens or max(usual_tokens, 2 * (slots or 0))  # half of a step at least is left for prompts
+    return slots or min(usual_slots, tokens), tokens
+
+
+def free_bytes(setup: Setup, shards: int) -> int | None:
+    """Return the memory of a device that is free before anything is there; None where it does not say."""
+    if setup.platform == "cpu":
+        return psutil.virtual_memory().available // shards  # virtual devices share the host's
+    stats = setup.devices[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def plan_memory(
+    config: EngineConfig, setup: Setup, mesh: Mesh, free: int | None, temporaries: int | None = None
+) -> MemoryPlan:
+    """Share out the memory of one device.
+
+    `free` are its bytes before anything is there; `temporaries` what its largest program needs while it runs, None
+    while none is compiled yet. What does not fit is a UserError.
+    """
+    spec = setup.spec
+    longest = -(-setup.max_model_len // config.block_size)
+    is_cpu = setup.platform == "cpu"
+    leaves = jax.tree.leaves(weights.abstract(spec, mesh, setup.dtype, config.quantization))
+    device = memory_plan.Device(
+        free=free,
+        share=CPU_SHARE if is_cpu else GPU_SHARE,
+        ceiling=CPU_CEILING if is_cpu else None,
+        knob="kv_cache_memory_bytes" if is_cpu else "gpu_memory_utilization",
+    )
+    need = memory_plan.Need(
+        weights=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves),
+        temporaries=_guess(setup) if temporaries is None else temporaries,
+        # Tables, tokens and extras of every slot, and a step's hidden states, see cache.DeviceState.
+        slots=4 * setup.max_num_seqs * (longest + setup.max_model_len + extras_of(config, spec).width)
+        + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize,
+        block=device_state.block_bytes(spec, config.block_size, setup.dtype, mesh.size),
+        block_size=config.block_size,
+        num_slots=setup.max_num_seqs,
+        is_measured=temporaries is not None,
+        model_len=setup.max_model_len,
+    )
+    asked = memory_plan.Asked(
+        max_model_len=config.max_model_len,
+        kv_bytes=config.kv_cache_memory_bytes,
+        num_blocks=config.num_kv_blocks,
+        prepared_blocks=setup.prepared.get("num_kv_blocks"),
+    )
+    return memory_plan.share_out(device, need, asked)
+
+
+def extras_of(config: EngineConfig, spec: Spec) -> Extras:
+    """Return how requests' extras lie in the device's state."""
+    return Extras(spec.vocab_size, tuple(map(processor_name, config.logits_processors)))
+
+
+def describe_memory(plan: MemoryPlan, setup: Setup, shards: int) -> str:
+    """Write a memory plan as a small table, with how the host's memory stands."""
+    host = psutil.virtual_memory()
+    own = psutil.Process().memory_info().rss
+    where = "the host" if setup.platform == "cpu" else setup.devices[0].device_kind
+    if shards > 1:
+        where = f"each of {shards} devices ({where})"
+    used, free, total = (memory_plan.size(number) for number in (own, host.available, host.total))
+    text = f"{used} in use by this process, {free} of {total} free"
+    return memory_plan.describe(plan, where, text)
+
+
+def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: MemoryPlan) -> dict[str, Any]:
+    """Return all that programs are compiled for, beside the model's shapes, as `prepared.write` keeps it."""
+    return {
+        "jaxllm": __version__,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "device": setup.devices[0].device_kind,
+        "num_devices": len(setup.devices),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "kernels": {operation: chosen.name for operation, chosen in setup.kernels.items()},
+        "dtype": setup.dtype.name,
+        "quantization": config.quantization,
+        "deterministic": config.deterministic,
+        "tensor_parallel_size": shards,
+        "block_size": config.block_size,
+        "num_kv_blocks": plan.num_blocks,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": setup.max_num_seqs,
+        "max_num_batched_tokens": setup.max_num_batched_tokens,
+        "max_logprobs": config.max_logprobs,
+        "logits_processors": list(map(processor_name, config.logits_processors)),
+    }
+
+
+def _guess(setup: Setup) -> int:
+    """Guess what the largest program needs while it runs, on the high side: it is checked once one is compiled."""
+    spec = setup.spec
+    widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
+    if spec.experts is not None:  # what each token's experts give, by expert and by token
+        widest = max(widest, 2 * spec.experts.per_token * spec.width)
+    return 4 * (8 * setup.max_num_batched_tokens * widest + 8 * setup.max_num_seqs * spec.vocab_size)

@@ -1,0 +1,401 @@
+"""One engine step as a function that is traced once per program: forward, attention, logits, sampling, slot update.
+
+Pure and without a host: it takes weights, the donated state and the packed batch, and returns the next state and one
+buffer of results. Knows how batch.py lays the buffer out; knows no scheduler, and no compiled program (programs.py).
+
+Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, Vx vocabulary
+of one shard.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax, named_scope
+from jax.sharding import Mesh, PartitionSpec
+
+import pallas_kernels
+from jaxllm.model import decoder
+from jaxllm.model.decoder import Heads, Params
+from jaxllm.model.sharding import AXIS
+from jaxllm.model.spec import Spec
+from jaxllm.runner import batch
+from jaxllm.runner.batch import Shape
+from jaxllm.runner.device_state import DeviceState, Geometry
+from jaxllm.sampling import sampler
+from jaxllm.sampling.sampler import Extras, Processor, Sampled, Variant
+from jaxllm.sampling.vocab_parallel import Vocabulary
+from pallas_kernels import Choice
+
+Leaves = tuple[jax.Array, ...]
+MOST_LOGPROBS = 20  # likeliest tokens that a step reports; who asks for more gets them out of whole rows
+SCORED_ROWS = 64  # positions that one call of `score` takes
+
+# What layers and programs have in common is a function of its own to JAX: here, in sampling.py and in model/. It is
+# traced once for all that call it with the same shapes, and a program's text holds it once; XLA inlines it before all
+# else. Two programs of the 0.5B shape, 24 layers, are traced in 1.1 s so and in 4.3 without; of 24 layers with experts
+# in 1.4 and 4.9 (DECISIONS.md, 73).
+_write_kv = jax.jit(pallas_kernels.write_kv, static_argnames=("is_interleaved", "implementation"))
+_SETTINGS = ("scale", "window", "softcap", "value_size", "implementation")
+_paged_decode = jax.jit(pallas_kernels.paged_decode, static_argnames=_SETTINGS)
+_paged_prefill = jax.jit(pallas_kernels.paged_prefill, static_argnames=(*_SETTINGS, "tile"))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step sampled, on the host: a row for each row of its plan."""
+
+    tokens: np.ndarray  # int32[R]
+    is_finite: np.ndarray  # bool[R]
+    logprob: np.ndarray | None  # float32[R]; this and what follows only where the variant computes it
+    rank: np.ndarray | None  # int32[R]
+    top_logprobs: np.ndarray | None  # float32[R, n]
+    top_ids: np.ndarray | None  # int32[R, n]
+    reported: np.ndarray | None  # float32[R, MAX_REPORTED_TOKENS]
+    scores: Sequence[Score] = ()  # of what `Runner.dispatch` was asked to score
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A position whose log-probabilities are wanted beside the step's own: of a prompt, or all of a row's."""
+
+    request_id: int
+    position: int  # of the token that is scored
+    index: int  # of the token before it among the step's
+    token: int  # that stands there; 0 where it is to be sampled
+    is_whole: bool  # wants all of the vocabulary
+
+
+class Score(NamedTuple):
+    """The log-probabilities at one position."""
+
+    of: Scored
+    logprob: float  # of the token
+    rank: int
+    top_logprobs: np.ndarray  # float32[n], falling; n is V where all are wanted
+    top_ids: np.ndarray  # int32[n]
+
+
+def build(
+    spec: Spec,
+    geometry: Geometry,
+    shape: Shape,
+    variant: Variant,
+    num_logprobs: int,
+    extras: Extras,
+    processors: Sequence[Processor],
+    mesh: Mesh,
+    params: Params[jax.ShapeDtypeStruct],
+    state: DeviceState[jax.ShapeDtypeStruct],
+    kernels: Mapping[str, Choice],
+) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
+    """Return the step of one program as a function of flat tuples: (weights, state, buffer) -> (state, results).
+
+    Flat, because flattening a tree in each call cost other engines 17 to 34 ms a step (reference/peers.md §3).
+    """
+    params_tree, state_tree = jax.tree.structure(params), jax.tree.structure(state)
+
+    def on_shard(params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array) -> tuple[Leaves, jax.Array]:
+        weights = jax.tree.unflatten(params_tree, params_leaves)
+        current = jax.tree.unflatten(state_tree, state_leaves)
+        following, sampled = _step(
+            spec, geometry, shape, variant, num_logprobs, extras, processors, kernels, weights, current, buffer
+        )
+        return tuple(jax.tree.leaves(following)), _joined(sampled)
+
+    # What a trace calls the program. Part of its name in the compilation cache, too: what is found there has the scopes
+    # of the code that compiled it, for keys hold no scopes.
+    on_shard.__name__ = program_name(shape, variant)
+    params_specs, state_specs = (
+        tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state)
+    )
+    return jax.shard_map(
+        on_shard,
+        mesh=mesh,
+        in_specs=(params_specs, state_specs, PartitionSpec()),
+        out_specs=(state_specs, PartitionSpec()),
+        check_vma=False,  # kernels called by shard_map know nothing of varying axes (reference/kernels.md §3)
+    )
+
+
+def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str, str]:
+    """Return the options of XLA's compiler that steps are compiled with, beside its defaults.
+
+    On a GPU, sums over devices go into the CUDA graph too: without that a decode step over four devices is as many
+    graphs as there are sums, 65 for 32 layers. The list is XLA's own with COLLECTIVES at its end; who has said in
+    XLA_FLAGS what goes into graphs is not overruled.
+
+    Deterministic mode needs products in which a row's bits do not depend on which row it is. Libraries do not promise
+    that: a kernel that deals out tiles and depth together ("stream-K") divides the sum of some tiles and not of others.
+    XLA's own Triton products sum each tile from first to last where nothing is split.
+    """
+    if platform != "gpu":
+        return {}
+    options = {}
+    if is_deterministic:
+        options = {
+            "xla_gpu_triton_gemm_any": "True",
+            "xla_gpu_cublas_fallback": "False",
+            "xla_gpu_experimental_force_split_k": "1",
+        }
+    if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
+        return options
+    kinds = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"
+    return options | {"xla_gpu_enable_command_buffer": kinds}
+
+
+def program_name(shape: Shape, variant: Variant) -> str:
+    """Name the program of a shape and a variant, as decode_64_greedy; a trace writes `jit_` before it."""
+    return f"{'decode' if shape.is_decode else 'ragged'}_{shape.tokens}_{variant.value}"
+
+
+def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
+    """Return how many of the likeliest tokens a step reports, where requests may ask for `max_logprobs`; -1: all."""
+    return min(MOST_LOGPROBS if max_logprobs == -1 else max_logprobs, MOST_LOGPROBS, vocab_size)
+
+
+def score(
+    spec: Spec,
+    num_logprobs: int,
+    is_whole: bool,
+    mesh: Mesh,
+    params: Params[jax.ShapeDtypeStruct],
+) -> Callable[[Leaves, jax.Array, jax.Array], jax.Array]:
+    """Return a function of (weights, hidden states, places) that scores tokens at positions of the step before.
+
+    `places` are int32[Q, 2]: which hidden state, and which token. The result is int32[Q, W] like a step's, whose first
+    two columns mean nothing; where `is_whole`, the log-probabilities of the vocabulary instead, float32[Q, V], with
+    minus infinity behind its end.
+    """
+    params_tree = jax.tree.structure(params)
+
+    def on_shard(params_leaves: Leaves, hidden: jax.Array, places: jax.Array) -> jax.Array:
+        weights = jax.tree.unflatten(params_tree, params_leaves)
+        vocabulary = Vocabulary(spec.vocab_size, AXIS)
+        logits = decoder.logits(spec, weights, hidden.at[places[:, 0]].get(mode="clip"))  # [Q, Vx]
+        logits = vocabulary.without_padding(logits)
+        if is_whole:
+            return sampler.all_logprobs(logits, vocabulary)
+        found = sampler.logprobs_of(logits, places[:, 1], None, num_logprobs, vocabulary)
+        return _joined(Sampled(places[:, 1], jnp.ones(len(places), jnp.bool_), *found))
+
+    on_shard.__name__ = "score_whole" if is_whole else "score"
+    params_specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(params))
+    return jax.shard_map(
+        on_shard,
+        mesh=mesh,
+        in_specs=(params_specs, PartitionSpec(), PartitionSpec()),
+        out_specs=PartitionSpec(None, AXIS) if is_whole else PartitionSpec(),
+        check_vma=False,
+    )
+
+
+def read_scores(wanted: Sequence[Scored], found: jax.Array | np.ndarray) -> list[Score]:
+    """Read the results of `score` for positions that are all whole or all not."""
+    values = np.asarray(found)
+    scores = []
+    for row, of in enumerate(wanted):
+        if of.is_whole:
+            order = np.argsort(-values[row], kind="stable")  # equals by their ids, as in lax.top_k
+            logprob = values[row, of.token]
+            rank = 1 + int(np.count_nonzero(values[row] > logprob))
+            scores.append(Score(of, float(logprob), rank, values[row, order], order))
+        else:
+            one = read(values[row : row + 1], 1, (values.shape[1] - 4) // 2)
+            assert one.logprob is not None and one.rank is not None
+            assert one.top_logprobs is not None and one.top_ids is not None
+            scores.append(Score(of, float(one.logprob[0]), int(one.rank[0]), one.top_logprobs[0], one.top_ids[0]))
+    return scores
+
+
+def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> Result:
+    """Take a step's results apart, int32[R, W] as `build` returns them; rows behind `num_rows` were padding."""
+    joined = np.ascontiguousarray(joined[:num_rows].T)  # [W, R]
+    tokens, is_finite = joined[0], joined[1].astype(np.bool_)
+    if len(joined) == 2:
+        return Result(tokens, is_finite, None, None, None, None, None)
+    ids_at, reported_at = 4 + num_logprobs, 4 + 2 * num_logprobs
+    return Result(
+        tokens=tokens,
+        is_finite=is_finite,
+        logprob=joined[2].view(np.float32),
+        rank=joined[3],
+        top_logprobs=joined[4:ids_at].view(np.float32).T,
+        top_ids=joined[ids_at:reported_at].T,
+        reported=joined[reported_at:].view(np.float32).T if len(joined) > reported_at else None,
+    )
+
+
+def patch(tables: jax.Array, tokens: jax.Array, changes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Write into the block tables and the tokens ahead of a step what does not fit into its buffer.
+
+    `changes` is int32[2, W, 3] of (slot, index, value), first those of the tables; slot S is dropped.
+    """
+
+    def patched(array: jax.Array, change: jax.Array) -> jax.Array:
+        return array.at[change[:, 0], change[:, 1]].set(change[:, 2], mode="drop")
+
+    return patched(tables, changes[0]), patched(tokens, changes[1])
+
+
+def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:
+    """Write the extras of newly admitted requests into int32[S, F], ahead of their first step.
+
+    `changes` is int32[W, 1 + F]: slots, each with its `sampling.Extras`; slot S is dropped.
+    """
+    return extras.at[changes[:, 0]].set(changes[:, 1:], mode="drop")
+
+
+def _step(
+    spec: Spec,
+    geometry: Geometry,
+    shape: Shape,
+    variant: Variant,
+    num_logprobs: int,
+    extras: Extras,
+    processors: Sequence[Processor],
+    kernels: Mapping[str, Choice],
+    params: Params[jax.Array],
+    state: DeviceState[jax.Array],
+    buffer: jax.Array,
+) -> tuple[DeviceState[jax.Array], Sampled]:
+    field = {
+        name: lax.slice_in_dim(buffer, offset, offset + int(np.prod(size))).reshape(size)
+        for name, (offset, size) in batch.fields(shape).items()
+    }
+    row_slot, table = field["row_slot"], field["table"]
+    tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
+    rows, known = state.sampling, state.tokens
+    if shape.is_decode:
+        slots, positions = row_slot, field["row_position"]
+        tokens = known.at[slots, positions].get(mode="clip")
+        last, samples = jnp.arange(shape.rows), row_slot < geometry.num_slots
+    else:
+        slots, positions = field["token_slot"], field["token_position"]
+        is_on_device = jnp.arange(shape.tokens) < field["num_decodes"]
+        tokens = jnp.where(is_on_device, known.at[slots, positions].get(mode="clip"), field["tokens"])
+        known = known.at[slots, positions].set(tokens, mode="drop")
+        rows = rows.at[row_slot].set(field["sampling"], mode="drop")
+        last, samples = field["row_last"], field["row_samples"] > 0
+
+    kv = list(state.kv)
+    attend = _attention(spec, geometry, shape, kernels, kv, tables, field, slots, positions)
+    hidden = decoder.forward(spec, params, tokens, positions, attend, AXIS)  # [T, D]
+    kept = state.hidden
+    if variant is Variant.FULL:
+        kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
+    logits = decoder.logits(spec, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
+
+    with named_scope("sampling"):
+        ends = field["row_position"] + 1
+        here = sampler.unpack_rows(rows.at[row_slot].get(mode="clip"))
+        history, own = None, None
+        if variant is Variant.FULL:
+            history = known.at[row_slot].get(mode="clip")
+            own = extras.unpack(state.extras.at[row_slot].get(mode="clip"))
+        vocabulary = Vocabulary(spec.vocab_size, AXIS)
+        sampled = sampler.sample(
+            logits, here, ends, history, own, variant, num_logprobs, vocabulary, processors, kernels["sample"]
+        )
+        known = known.at[jnp.where(samples, row_slot, geometry.num_slots), ends].set(sampled.tokens, mode="drop")
+    return DeviceState(
+        kv=tuple(kv), tables=tables, tokens=known, sampling=rows, extras=state.extras, hidden=kept
+    ), sampled
+
+
+def _attention(
+    spec: Spec,
+    geometry: Geometry,
+    shape: Shape,
+    kernels: Mapping[str, Choice],
+    kv: list[tuple[jax.Array, jax.Array | None]],
+    tables: jax.Array,
+    field: dict[str, jax.Array],
+    slots: jax.Array,
+    positions: jax.Array,
+) -> decoder.Attend:
+    """Return the function that stores a layer's keys and values in `kv`, then attends over the cache."""
+    size = geometry.block_size
+    # Padding must not be stored; its places are all different because the scatter is promised unique ones.
+    nowhere = geometry.num_blocks + jnp.arange(shape.tokens)
+    stored_in = tables.at[slots, positions // size].get(mode="clip")
+    is_real = slots < geometry.num_slots
+    stored_in = jnp.where(is_real, stored_in, nowhere)
+    offsets = positions % size
+    # Those that attend by themselves: all tokens, or the first R, of which the decode rows do.
+    alone = slice(None) if not shape.tiles else slice(shape.rows)
+    alone_tables = tables.at[slots[alone]].get(mode="clip")  # [T or R, M]
+    lengths = jnp.where(is_real, positions + 1, 0)
+    if shape.tiles:
+        lengths = jnp.where(jnp.arange(shape.rows) < field["num_decodes"], lengths[alone], 0)
+        tile_tables = tables.at[field["tile_slot"]].get(mode="clip")  # [Y, M]
+
+    def attend(layer: int, heads: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
+        with named_scope("cache_write"):
+            written = _write_kv(
+                heads.qkv,
+                *kv[layer],
+                stored_in,
+                offsets,
+                turn=heads.turn,
+                is_interleaved=heads.is_interleaved,
+                implementation=kernels["write_kv"],
+            )
+        q, keys, values = written.q, written.k_cache, written.v_cache
+        kv[layer] = keys, values
+        options: dict[str, Any] = {
+            "scale": spec.attention_scale,
+            "window": window,
+            "softcap": spec.attention_softcap,
+            "sinks": sinks,
+            "value_size": spec.latent.rank if spec.latent else None,
+        }
+        with named_scope("attend"):
+            decoded = _paged_decode(
+                q[alone],
+                keys,
+                values,
+                alone_tables,
+                lengths,
+                implementation=kernels["paged_decode"],
+                **options,
+            )
+            if not shape.tiles:
+                return decoded
+            chunks = _paged_prefill(
+                q,
+                keys,
+                values,
+                tile_tables,
+                field["tile_start"],
+                field["tile_length"],
+                field["tile_position"],
+                tile=batch.TILE,
+                implementation=kernels["paged_prefill"],
+                **options,
+            )
+            return chunks.at[: shape.rows].add(decoded)  # what one of them does not cover, it leaves zero
+
+    return attend
+
+
+def _joined(sampled: Sampled) -> jax.Array:
+    """Lay all results side by side, int32[R, W], so that they reach the host in one transfer."""
+    columns = [sampled.tokens[:, None], sampled.is_finite[:, None].astype(jnp.int32)]
+    if sampled.logprob is not None:
+        assert sampled.rank is not None and sampled.top_logprobs is not None and sampled.top_ids is not None
+        columns += [
+            lax.bitcast_convert_type(sampled.logprob, jnp.int32)[:, None],
+            sampled.rank[:, None],
+            lax.bitcast_convert_type(sampled.top_logprobs, jnp.int32),
+            sampled.top_ids,
+        ]
+        if sampled.reported is not None:
+            columns.append(lax.bitcast_convert_type(sampled.reported, jnp.int32))
+    return jnp.concatenate(columns, axis=1)

@@ -1,0 +1,481 @@
+"""What goes into a request besides its prompt: `SamplingParams`, its rules and its defaults.
+
+Names, defaults, rules and messages are vLLM's where the thing exists there. Standard library only, so that a client can
+import it in milliseconds. Knows no tokenizer, no model (`validate_for_model` is told its sizes) and no scheduler.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, fields
+from enum import IntEnum
+from typing import Any, Self
+
+from jaxllm.errors import UnsupportedError, UserError
+
+MAX_MASKED_STOP_IDS = 32  # stop ids that one request can hold back with min_tokens: columns of the sampling state
+MAX_BIASED_TOKENS = 300  # entries of logit_bias, OpenAI's own bound: columns of the sampling state
+MAX_BAD_WORD_TOKENS = 512  # of all bad_words together, each with and without a space before it: columns as well
+MAX_REPORTED_TOKENS = 128  # logprob_token_ids, vLLM's bound: columns as well
+MAX_PROCESSOR_ARGUMENTS = 8  # numbers for a logits processor: columns as well
+MAX_PROCESSORS = 31  # of an engine: bits of an int32 that is never negative
+MAX_IDS = 2**20  # of a list of token ids, repetitions counted: several times the largest vocabularies, 0.1 s to read
+MAX_PATTERN_SIZE = 1024  # tokens of a pattern that repetition_detection looks for
+INT32_MAX = 2**31 - 1
+_GREEDY_BELOW = 1e-5  # temperatures under it mean greedy, as in vLLM
+_LEAST_TEMPERATURE = 0.01  # of a request that is not greedy: logits divided by less overflow
+_MOST_SEQUENCES = 16384  # vLLM's default bound of n
+_MOST_NAMED = 8  # keys that an error names
+_MOST_SHOWN = 100  # characters of a value that an error repeats
+
+
+class RequestOutputKind(IntEnum):
+    """What each output of a stream holds."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new
+    FINAL_ONLY = 2  # everything, once the request has ended
+
+
+@dataclass(frozen=True)
+class RepetitionDetectionParams:
+    """When an output counts as repeating itself: its end is one pattern of tokens `min_count` times in a row.
+
+    Raises:
+        UserError: for a number that is no integer or out of range, or a bad combination.
+    """
+
+    max_pattern_size: int = 0  # tokens of the longest pattern; 0 looks for none
+    min_pattern_size: int = 0  # tokens of the shortest one; 0 means 1
+    min_count: int = 0  # at least 2
+
+    def __post_init__(self) -> None:
+        for own in fields(self):
+            object.__setattr__(self, own.name, _integer("repetition_detection", getattr(self, own.name)))
+        if not 0 <= self.min_pattern_size <= self.max_pattern_size:
+            raise UserError(
+                "max_pattern_size, min_pattern_size must be >=0, with min_pattern_size <= max_pattern_size",
+                "repetition_detection",
+            )
+        if self.max_pattern_size > MAX_PATTERN_SIZE:
+            raise UserError(
+                f"max_pattern_size must be at most {MAX_PATTERN_SIZE}, got {self.max_pattern_size}.",
+                "repetition_detection",
+            )
+        if self.max_pattern_size > 0 and self.min_count < 2:
+            raise UserError(
+                "min_count must be >= 2 to detect repetitive patterns in engine output. If you do not wish to detect "
+                "repetitive patterns, set max_pattern_size to 0.",
+                "repetition_detection",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends; checked when made, so a value of this type is valid.
+
+    What vLLM has and jaxllm has not built yet is accepted with its default and otherwise refused by name.
+
+    Raises:
+        UserError: naming the parameter, for an unknown name, a wrong type, a number out of range or a bad combination.
+    """
+
+    n: int = 1  # outputs per prompt
+    presence_penalty: float = 0.0  # taken off the logit of a token that the output holds
+    frequency_penalty: float = 0.0  # taken off it once per occurrence
+    repetition_penalty: float = 1.0  # divides a positive, multiplies a negative logit of a token in prompt or output
+    temperature: float = 1.0  # 0 means greedy, which resets top_p, top_k and min_p
+    top_p: float = 1.0  # the least probability that the kept tokens hold together
+    top_k: int = 0  # tokens kept; 0 (or -1, stored as 0) keeps all
+    min_p: float = 0.0  # the least probability of a kept token, as a share of the likeliest token's
+    seed: int | None = None  # 64 bits; None (or -1, stored as None): the engine draws one
+    stop: Sequence[str] = ()  # stored as a tuple; a lone string is one stop string, None is ()
+    stop_token_ids: Sequence[int] = ()  # stored as a tuple without repetitions, None is ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: until the model's context is full
+    min_tokens: int = 0  # before which neither end-of-sequence nor stop_token_ids can be sampled
+    logprobs: int | None = None  # likeliest tokens to report beside the sampled one; True is 1, -1 the vocabulary
+    prompt_logprobs: int | None = None  # the same for each token of the prompt
+    # Tokens whose log-probabilities to report at every position, beside the sampled and the likeliest ones.
+    logprob_token_ids: Sequence[int] | None = None
+    skip_special_tokens: bool = True  # in the text
+    include_stop_str_in_output: bool = False  # let the text end with the stop string that ended it
+    detokenize: bool = True  # False: token ids only, no text
+    # Added to a token's logit, clamped to [-100, 100]; stored as a dict of its own, {} as None. Keys may be text, as in
+    # JSON. Left out of the hash, which a dict has none of: equal values still have equal hashes.
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None  # the only tokens that may be sampled; stored as a tuple
+    # Texts whose tokens, with and without a space before them, the output must not hold; stored as a tuple, None is ().
+    bad_words: Sequence[str] = ()
+    # Names of the engine's logits processors, each with its numbers; a lone number is one. Left out of the hash.
+    extra_args: Mapping[str, Sequence[float] | float] | None = field(default=None, hash=False)
+    repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats itself; or a mapping
+    truncate_prompt_tokens: int | None = None  # keep the prompt's last tokens; -1: as many as the model holds
+    skip_reading_prefix_cache: bool | None = None  # compute the whole prompt; None: with prompt_logprobs only
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None  # tokens between two outputs of a stream; None: the engine's choice
+
+    # Not built yet; `__post_init__` gets these in this order.
+    prompt_logprob_token_ids: InitVar[Sequence[int] | None] = None
+    prompt_logprob_start: InitVar[int | None] = None
+    flat_logprobs: InitVar[bool] = False
+    spaces_between_special_tokens: InitVar[bool] = True
+    structured_outputs: InitVar[object] = None
+    thinking_token_budget: InitVar[int | None] = None
+    routed_experts_prompt_start: InitVar[int] = 0
+    trace_decode_token_ids: InitVar[Sequence[int] | None] = None
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Refuse names that `__init__` would answer with a TypeError, and suggest the nearest one."""
+        if args:
+            raise UserError("SamplingParams takes keyword arguments only, as in SamplingParams(temperature=0.8).")
+        for name in kwargs:
+            if name not in cls.__dataclass_fields__:
+                near = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise UserError(f"{_shown(name)} is not a sampling parameter of jaxllm.{hint}", name)
+        return super().__new__(cls)
+
+    def __post_init__(self, *unbuilt: object) -> None:
+        built = {own.name for own in fields(self)}
+        names = [name for name in type(self).__dataclass_fields__ if name not in built]
+        for name, value in zip(names, unbuilt, strict=True):
+            default = getattr(type(self), name)
+            if type(value) is not type(default) or value != default:
+                shown = f"{name}={value}" if isinstance(value, bool) else name
+                raise UnsupportedError(f"{shown} is not supported by jaxllm yet.", name, value)
+        values = _normalized({name: getattr(self, name) for name in built})
+        _check_ranges(values)
+        if values["temperature"] < _GREEDY_BELOW:
+            values |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+            if values["n"] > 1:
+                raise UserError(f"n must be 1 when using greedy sampling, got {values['n']}.", "n", values["n"])
+        elif values["temperature"] < _LEAST_TEMPERATURE:
+            warnings.warn(  # without the value: Python keeps every text that it has warned with
+                f"temperature is less than {_LEAST_TEMPERATURE} and was raised to it; use 0 for greedy sampling.",
+                stacklevel=3,
+            )
+            values["temperature"] = _LEAST_TEMPERATURE
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def validate_for_model(
+    params: SamplingParams,
+    vocab_size: int,
+    max_logprobs: int,
+    eos_token_ids: Collection[int] = (),
+    processors: Collection[str] = (),
+) -> None:
+    """Refuse what this model cannot serve: ids outside its vocabulary, too many log-probabilities or masked stop ids.
+
+    `max_logprobs` -1 sets no bound. `eos_token_ids` are the model's own, which `min_tokens` holds back too;
+    `processors` are the names of the engine's logits processors.
+    """
+    most = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
+    for name, kind, count in (
+        ("logprobs", "sample", params.logprobs),
+        ("prompt_logprobs", "prompt", params.prompt_logprobs),
+    ):
+        if count == -1 and most < vocab_size:
+            message = (
+                f"{name}=-1 asks for the whole vocabulary ({vocab_size}), but max_logprobs is {max_logprobs}: "
+                f"ask for {most} at most, or start the engine with max_logprobs=-1 (--max-logprobs -1)."
+            )
+            raise UserError(message, name, count)
+        if count is not None and count > most:
+            message = f"Requested {kind} logprobs of {count}, which is greater than max allowed: {most}"
+            raise UserError(message, name, count)
+    for asked in params.extra_args or ():
+        if asked not in processors:
+            has = f"it has {', '.join(processors)}" if processors else "it was started without any"
+            message = f"extra_args: {_shown(asked)} is no logits processor of this engine; {has}."
+            raise UserError(message, "extra_args", asked)
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        ids = getattr(params, name) or ()
+        outside = [token for token in ids if not 0 <= token < vocab_size]
+        if outside:
+            raise UserError(
+                f"token_id(s) {_shown(outside)} in {name} contain out-of-vocab token ids. "
+                f"Vocabulary size: {vocab_size}",
+                name,
+                outside,
+            )
+    num_masked = len({*params.stop_token_ids, *eos_token_ids})
+    if params.min_tokens > 0 and num_masked > MAX_MASKED_STOP_IDS:
+        raise UserError(
+            f"min_tokens can hold back at most {MAX_MASKED_STOP_IDS} stop ids, got {num_masked} "
+            "(end-of-sequence ids counted): shorten stop_token_ids or drop min_tokens.",
+            "stop_token_ids",
+            params.stop_token_ids,
+        )
+
+
+def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """Build the defaults of a model's requests from its `generation_config.json`.
+
+    As in vLLM (`ModelConfig.get_diff_sampling_param`) `do_sample` has no say: a file without a temperature means 1.0.
+    """
+    names = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+    names["max_new_tokens"] = "max_tokens"
+    given = {names[key]: value for key, value in generation_config.items() if key in names and value is not None}
+    try:
+        return SamplingParams(**given)
+    except UserError as error:
+        raise UserError(f"generation_config.json: {error}", error.parameter, error.value) from error
+
+
+def _shown(value: object) -> str:
+    """Write `value` as `repr` does, on one line of at most 100 characters, whatever it is and however long."""
+    text = ""
+    try:
+        for piece in _pieces(value):
+            text += piece
+            if len(text) > 2 * _MOST_SHOWN:
+                break
+    except ValueError:  # CPython prints no integer of more than 4,300 digits, alone or in a list
+        return f"{type(value).__name__} too long to print"
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """Write a value piece by piece, so that whoever has enough can stop: all of half a million texts takes 0.14 s."""
+    if isinstance(value, str | bytes):
+        yield repr(value[: 2 * _MOST_SHOWN])
+    elif type(value) is list or type(value) is dict:
+        yield "[" if type(value) is list else "{"
+        for number, item in enumerate(value):
+            yield ", " if number else ""
+            yield from _pieces(item)
+            if type(value) is dict:
+                yield ": "
+                yield from _pieces(value[item])
+        yield "]" if type(value) is list else "}"
+    else:
+        yield repr(value)
+
+
+def _integer(name: str, value: object, low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):  # numpy's integers are Integral too
+        raise UserError(f"{name} must be an integer, got {_shown(value)}.", name, value)
+    number = int(value)
+    if not low <= number <= high:
+        raise UserError(f"{name} must be an integer from {low} to {high}, got {_shown(number)}.", name, value)
+    return number
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise UserError(f"{name} must be a number, got {_shown(value)}.", name, value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the largest float
+        number = math.inf
+    if not math.isfinite(number):
+        raise UserError(f"{name} must be a finite number, got {number}.", name, value)
+    return number
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UserError(f"{name} must be True or False, got {_shown(value)}.", name, value)
+    return value
+
+
+def _sequence(name: str, value: object, of: str, most: int | None) -> tuple[object, ...]:
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{name} must be a list of {of}, got {_shown(value)}.", name, value)
+    if most is not None and len(value) > most:  # before anything looks at each
+        raise UserError(f"{name} must hold at most {most} {of}, got {len(value)}.", name, len(value))
+    return tuple(value)
+
+
+def _normalized(given: dict[str, Any]) -> dict[str, Any]:
+    """Bring every value to its one type and form, or refuse it; ranges are left to `_check_ranges`."""
+    values = dict(given)
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"):
+        values[name] = _number(name, given[name])
+    for name in ("n", "top_k", "min_tokens"):
+        values[name] = _integer(name, given[name])
+    for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+        values[name] = _flag(name, given[name])
+    for name in ("max_tokens", "truncate_prompt_tokens", "stream_interval"):
+        if given[name] is not None:
+            values[name] = _integer(name, given[name])
+    values["output_kind"] = _output_kind(given["output_kind"])
+    values["logit_bias"] = None if given["logit_bias"] is None else _logit_bias(given["logit_bias"]) or None
+    for name in ("logprobs", "prompt_logprobs"):
+        if given[name] is not None:
+            values[name] = 1 if given[name] is True else _integer(name, given[name])
+    if given["skip_reading_prefix_cache"] is not None:
+        values["skip_reading_prefix_cache"] = _flag("skip_reading_prefix_cache", given["skip_reading_prefix_cache"])
+    if given["seed"] is not None:
+        seed = _integer("seed", given["seed"], -(2**63), 2**63 - 1)
+        values["seed"] = None if seed == -1 else seed
+    if values["top_k"] == -1:
+        values["top_k"] = 0
+    stop = (given["stop"],) if isinstance(given["stop"], str) else given["stop"]
+    values["stop"] = _texts("stop", stop)
+    values["bad_words"] = _texts("bad_words", given["bad_words"], MAX_BAD_WORD_TOKENS)
+    values["stop_token_ids"] = _ids("stop_token_ids", given["stop_token_ids"])
+    for name, most in (("allowed_token_ids", MAX_IDS), ("logprob_token_ids", MAX_REPORTED_TOKENS)):
+        values[name] = None if given[name] is None else _ids(name, given[name], most)
+    values["extra_args"] = None if given["extra_args"] is None else _extra_args(given["extra_args"]) or None
+    values["repetition_detection"] = _repetition_detection(given["repetition_detection"])
+    return values
+
+
+def _texts(name: str, value: object, most: int | None = None) -> tuple[str, ...]:
+    """Check a list of texts; None is an empty one."""
+    texts = () if value is None else _sequence(name, value, "strings", most)
+    if any(not isinstance(text, str) for text in texts):
+        raise UserError(f"{name} must contain only strings, got {_shown(list(texts))}.", name, value)
+    try:
+        "".join(map(str, texts)).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} must be text; half of a surrogate pair is none.", name, value) from error
+    return texts  # pyright: ignore[reportReturnType] - looked at above
+
+
+def _ids(name: str, value: object, most: int = MAX_IDS) -> tuple[int, ...]:
+    """Check a list of token ids and keep each once, in the order given; None is an empty one."""
+    ids = () if value is None else _sequence(name, value, "integers", most)
+    kinds = set(map(type, ids))  # what an abstract class says of each id takes 2 µs of it, and the ids are many
+    if any(kind is bool or not issubclass(kind, numbers.Integral) for kind in kinds):
+        raise UserError(f"{name} must contain only integers, got {_shown(list(ids))}.", name, value)
+    unique: dict[int, None] = dict.fromkeys(ids if kinds <= {int} else map(int, ids))  # pyright: ignore
+    if unique and not -INT32_MAX - 1 <= min(unique) <= max(unique) <= INT32_MAX:
+        for token in unique:
+            _integer(name, token)
+    return tuple(unique)
+
+
+def _extra_args(value: object) -> dict[str, tuple[float, ...]]:
+    if not isinstance(value, Mapping):
+        message = f"extra_args must map names of logits processors to numbers, got {_shown(value)}."
+        raise UserError(message, "extra_args", value)
+    if len(value) > MAX_PROCESSORS:
+        message = f"extra_args must name at most {MAX_PROCESSORS} logits processors, got {len(value)}."
+        raise UserError(message, "extra_args", len(value))
+    arguments: dict[str, tuple[float, ...]] = {}
+    for name, given in value.items():
+        if not isinstance(name, str):
+            raise UserError(f"extra_args must have names for keys, got {_shown(name)}.", "extra_args", name)
+        given = given if isinstance(given, list | tuple) else (given,)
+        if len(given) > MAX_PROCESSOR_ARGUMENTS:
+            message = (
+                f"extra_args may give a logits processor at most {MAX_PROCESSOR_ARGUMENTS} numbers, got {len(given)}."
+            )
+            raise UserError(message, "extra_args", len(given))
+        arguments[name] = tuple(_number("extra_args", number) for number in given)
+    return arguments
+
+
+def _repetition_detection(value: object) -> RepetitionDetectionParams | None:
+    """Read what may be a mapping, as in JSON; what looks for no pattern is None."""
+    if isinstance(value, Mapping):
+        known = [own.name for own in fields(RepetitionDetectionParams)]
+        for name in value:
+            if name not in known:
+                message = f"repetition_detection has no {_shown(name)}; it has {', '.join(known)}."
+                raise UserError(message, "repetition_detection", value)
+        value = RepetitionDetectionParams(**value)
+    if value is not None and not isinstance(value, RepetitionDetectionParams):
+        message = f"repetition_detection must be a RepetitionDetectionParams, got {_shown(value)}."
+        raise UserError(message, "repetition_detection", value)
+    return value if value is not None and value.max_pattern_size > 0 else None
+
+
+def _output_kind(value: object) -> RequestOutputKind:
+    try:
+        return RequestOutputKind(_integer("output_kind", value))
+    except ValueError as error:
+        raise UserError(
+            f"output_kind must be one of RequestOutputKind, got {_shown(value)}.", "output_kind", value
+        ) from error
+
+
+def _check_biased(bias: Mapping[object, object]) -> None:
+    """Refuse keys that are no token ids, all at once; JSON's keys are text."""
+    wrong = [
+        token
+        for token in bias
+        if isinstance(token, bool)
+        or not (re.fullmatch(r"[0-9]{1,10}", token) if isinstance(token, str) else isinstance(token, numbers.Integral))
+    ]
+    if wrong:
+        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        shown = ", ".join(map(_shown, wrong[:_MOST_NAMED]))
+        raise UserError(f"logit_bias must name tokens by their ids, got {shown}{more}.", "logit_bias", wrong[0])
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise UserError(f"logit_bias must map token ids to numbers, got {_shown(value)}.", "logit_bias", value)
+    if len(value) > MAX_BIASED_TOKENS:
+        raise UserError(
+            f"logit_bias must name at most {MAX_BIASED_TOKENS} tokens, got {len(value)}.", "logit_bias", len(value)
+        )
+    _check_biased(value)
+    bias: dict[int, float] = {}
+    for token, number in value.items():
+        token = _integer("logit_bias", int(token) if isinstance(token, str) else token)
+        if token in bias:
+            raise UserError(f"logit_bias must name a token once, got {token} twice.", "logit_bias", token)
+        # Clamped as vLLM does (SamplingParams.from_optional): OpenAI's range, in which 100 means "always".
+        bias[token] = min(100.0, max(-100.0, _number("logit_bias", number)))
+    return bias
+
+
+def _check_ranges(values: dict[str, Any]) -> None:
+    """Refuse numbers out of range, in vLLM's words and order."""
+    most = values["max_tokens"]
+    rules = [
+        ("n", values["n"] >= 1, "must be at least 1"),
+        ("n", values["n"] <= _MOST_SEQUENCES, f"must be at most {_MOST_SEQUENCES}"),
+        ("presence_penalty", -2.0 <= values["presence_penalty"] <= 2.0, "must be in [-2, 2]"),
+        ("frequency_penalty", -2.0 <= values["frequency_penalty"] <= 2.0, "must be in [-2, 2]"),
+        ("repetition_penalty", values["repetition_penalty"] > 0.0, "must be greater than zero"),
+        ("temperature", values["temperature"] >= 0.0, "must be non-negative"),
+        ("top_p", 0.0 < values["top_p"] <= 1.0, "must be in (0, 1]"),
+        ("top_k", values["top_k"] >= 0, "must be 0 (disable), or at least 1"),
+        ("min_p", 0.0 <= values["min_p"] <= 1.0, "must be in [0, 1]"),
+        ("max_tokens", most is None or most >= 1, "must be at least 1"),
+        ("min_tokens", values["min_tokens"] >= 0, "must be greater than or equal to 0"),
+        (
+            "min_tokens",
+            most is None or values["min_tokens"] <= most,
+            f"must be less than or equal to max_tokens={most}",
+        ),
+        *(
+            (name, values[name] is None or values[name] >= -1, "must be non-negative or -1")
+            for name in ("logprobs", "prompt_logprobs")
+        ),
+        (
+            "truncate_prompt_tokens",
+            values["truncate_prompt_tokens"] is None
+            or values["truncate_prompt_tokens"] == -1
+            or values["truncate_prompt_tokens"] >= 1,
+            "must be -1 (the model's length), or at least 1",
+        ),
+        ("stream_interval", values["stream_interval"] is None or values["stream_interval"] >= 1, "must be at least 1"),
+    ]
+    for name, holds, rule in rules:
+        if not holds:
+            raise UserError(f"{name} {rule}, got {values[name]}.", name, values[name])
+    if values["stop"] and not values["detokenize"]:
+        raise UserError("stop needs the text: set detokenize=True, or use stop_token_ids.", "stop", values["stop"])
+    if "" in values["stop"]:
+        raise UserError("stop cannot contain an empty string.", "stop", values["stop"])
+    if any(not word.lstrip(" ") for word in values["bad_words"]):
+        raise UserError("bad_words cannot contain an empty string.", "bad_words", values["bad_words"])
+    if values["allowed_token_ids"] == ():
+        raise UserError("allowed_token_ids is not None and empty!", "allowed_token_ids", ())
+    if values["logprob_token_ids"] == ():
+        raise UserError("logprob_token_ids must not be empty.", "logprob_token_ids", ())

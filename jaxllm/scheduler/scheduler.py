@@ -1,0 +1,362 @@
+"""The scheduler: pure functions from state and event to state and plan.
+
+`add` and `abort` take requests in and out, `plan` says what the next step computes, `commit` takes in what it sampled.
+Knows token ids only as the content of blocks; knows no clock, device, text or sampling. The data is in state.py.
+
+Letters: S slots, R rows of a plan, P tokens per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from jaxllm.errors import ContextLengthError
+from jaxllm.outputs import FinishReason
+from jaxllm.scheduler import block_pool
+from jaxllm.scheduler.state import Admission, Events, Limits, Plan, Request, Running, State, StateEditor, Waiting
+
+NO_TOKEN = np.iinfo(np.int32).max
+
+
+def check_fits(limits: Limits, num_prompt: int, limit: int) -> None:
+    """Refuse a request of at most `limit` tokens that could not run even alone in the pool."""
+    needed = -(-(limit - 1) // limits.block_size)  # the last token is sampled, never computed
+    if needed > limits.num_blocks:
+        raise ContextLengthError(
+            f"The request may reach {limit} tokens and would need {needed} KV blocks of {limits.block_size} "
+            f"tokens, but the whole pool has {limits.num_blocks}. Lower max_tokens, or raise num_kv_blocks.",
+            num_prompt,
+            limits.num_blocks * limits.block_size,
+        )
+
+
+def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
+    """Queue requests. If one could not run even alone in the pool, a UserError is raised and none is queued."""
+    editor = StateEditor(state)
+    entries: list[Waiting] = []
+    for request in requests:
+        check_fits(limits, request.num_prompt, request.limit)
+        before = entries[-1] if entries else None
+        if before and before.request.salt == request.salt and before.request.tokens == request.tokens:
+            digests = before.digests  # the next sample of the same prompt
+        else:
+            digests = digests_of(request, limits, (), request.num_prompt)
+        entries.append(Waiting(request, editor.num_added, request.num_prompt, digests))
+        editor.num_added += 1
+    editor.enqueue(entries)
+    return editor.done()
+
+
+def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
+    """Take requests out, in whatever phase they are, and give their blocks back; unknown ids change nothing."""
+    gone = frozenset(request_ids)
+    editor = StateEditor(state)
+    if any(entry.request.id in gone for entry in state.waiting):
+        editor.waiting = tuple(entry for entry in state.waiting if entry.request.id not in gone)
+    slots = [slot for slot in _taken_slots(editor) if editor.owner(slot).request.id in gone]
+    if slots:
+        _vacate(editor, limits, slots)
+    return editor.done()
+
+
+def reset(state: State, limits: Limits) -> State:
+    """Forget the cache: what ran goes back to the queue's head with its tokens, the pool is new, what waited stays.
+
+    For a device whose cache was lost, as after a step that failed once its input had been donated.
+    """
+    editor = StateEditor(state)
+    slots = _taken_slots(editor)
+    for slot in slots:
+        _requeue(editor, limits, slot)
+    _vacate(editor, limits, slots)
+    editor.forget_cache(limits)
+    return editor.done()
+
+
+def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
+    """Say what the next step computes: decodes, chunks of running prompts, then admissions, in one token budget."""
+    editor = StateEditor(state)
+    table: list[np.ndarray] = []
+    preempted = _grow(editor, limits, table)
+
+    issued, length = editor.read("issued"), editor.read("length")
+    works = (issued < length) & (length < editor.read("limit"))
+    chunking = works & (issued < editor.read("given"))
+    decodes = works ^ chunking
+    row_slots = decodes.nonzero()[0]
+    starts = issued[row_slots]
+    num_decodes = len(row_slots)
+    lengths, samples = _ones(num_decodes)
+    editor.replace("issued", issued + decodes)
+    editor.replace("length", length + decodes)
+
+    budget = limits.max_step_tokens - num_decodes
+    rows = _continue_prompts(editor, limits, chunking, budget) if chunking.any() else []
+    admitted: list[Admission] = []
+    if editor.waiting and not preempted:
+        _admit(editor, limits, rows, budget, admitted, table)
+    if rows:
+        chunks = np.asarray(rows, np.int32)
+        reaches_end = _issue_chunks(editor, chunks)
+        row_slots = np.concatenate([row_slots, chunks[:, 0]])
+        starts = np.concatenate([starts, chunks[:, 1]])
+        lengths = np.concatenate([lengths, chunks[:, 2]])
+        samples = np.concatenate([samples, reaches_end])
+    editor.num_planned += 1
+    state = editor.done()
+    return state, Plan(
+        now=now,
+        num_decodes=num_decodes,
+        slots=row_slots,
+        epochs=state.slots.epochs,
+        starts=starts,
+        lengths=lengths,
+        samples=samples,
+        table=table[0] if len(table) == 1 else np.concatenate([np.zeros((0, 3), np.int32), *table]),
+        admitted=tuple(admitted),
+        preempted=preempted,
+        number=state.num_planned,
+    )
+
+
+def commit(
+    state: State, limits: Limits, step: Plan, tokens: np.ndarray, is_finite: np.ndarray | None = None
+) -> tuple[State, Events]:
+    """Take in the tokens that a step sampled, int32[R], one per row of its plan; rows that sample nothing are ignored.
+
+    A result whose request has gone, or was preempted since, is dropped: the request samples that token again, and gets
+    the same one because randomness depends on its seed and position only. A row whose logits were not finite ends its
+    request.
+    """
+    slots = state.slots
+    editor = StateEditor(state)
+    ends = step.starts + step.lengths
+    live = step.samples & (slots.known[step.slots] == ends)
+    if slots.epochs is not step.epochs:  # slots have changed hands since
+        live &= slots.epochs[step.slots] == step.epochs[step.slots]
+    failed_slots: list[int] = []
+    if is_finite is not None and not is_finite.all():
+        failed_slots = step.slots[live & ~is_finite].tolist()
+        live &= is_finite
+    rows = live.nonzero()[0]
+    row_slots, sampled = step.slots, tokens
+    if len(rows) < len(row_slots):
+        row_slots, ends, sampled = row_slots[rows], ends[rows], sampled[rows]
+    ends = ends + 1
+    editor.write("known")[row_slots] = ends
+
+    stopped = sampled == slots.stop_id[row_slots]
+    if slots.has_more_stops.any():
+        for row in slots.has_more_stops[row_slots].nonzero()[0].tolist():
+            stopped[row] = int(sampled[row]) in editor.owner(int(row_slots[row])).request.stop_ids
+    ended = stopped | (ends >= slots.limit[row_slots])
+    ids = slots.ids[row_slots]
+    finished: dict[int, FinishReason] = {}
+    for row in ended.nonzero()[0].tolist():
+        finished[int(ids[row])] = "stop" if stopped[row] else "length"
+    failed = tuple(slots.ids[failed_slots].tolist()) if failed_slots else ()
+    if finished or failed:
+        for slot in failed_slots:  # whatever made its logits unusable may be in its blocks
+            editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
+        _vacate(editor, limits, failed_slots, may_publish=False)
+        _vacate(editor, limits, row_slots[ended].tolist(), num_new=1)
+    return editor.done(), Events(rows=rows, ids=ids, tokens=sampled, finished=finished, failed=failed)
+
+
+def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple[int, ...]:
+    """Give a block to every decoding slot whose blocks are full; preempt the last in rank until there are enough.
+
+    Adds the new blocks to `table`; returns the ids of the requests that were preempted.
+    """
+    preempted: list[int] = []
+    while True:
+        full = (editor.read("issued") >= editor.read("capacity")) & (editor.read("length") < editor.read("limit"))
+        growing = full.nonzero()[0]  # free slots have a limit of 0
+        if not len(growing):
+            return tuple(preempted)
+        if len(growing) <= editor.pool.num_available:
+            break
+        # Who has its last token in flight will give its blocks back in any case.
+        ending = editor.read("length") >= editor.read("limit")
+        victim = max((editor.read("epochs") * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
+        preempted.append(editor.owner(victim).request.id)
+        _requeue(editor, limits, victim)
+        _vacate(editor, limits, [victim])
+    taken = editor.pool.take(len(growing))
+    index = editor.read("capacity")[growing] // limits.block_size
+    tables = editor.tables
+    for slot, block in zip(growing.tolist(), taken.tolist(), strict=True):
+        tables[slot] += (block,)
+    editor.write("capacity")[growing] += limits.block_size
+    table.append(np.array((growing, index, taken), np.int32).T)
+    return tuple(preempted)
+
+
+def _continue_prompts(
+    editor: StateEditor, limits: Limits, chunking: np.ndarray, budget: int
+) -> list[tuple[int, int, int]]:
+    """Give the tokens of a step to running prompts by rank: rows of slot, start, length."""
+    rows: list[tuple[int, int, int]] = []
+    for slot in sorted(chunking.nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank):
+        if budget == 0 or len(rows) == limits.max_step_chunks:
+            break
+        start = int(editor.read("issued")[slot])
+        length = min(int(editor.read("given")[slot]) - start, budget)
+        budget -= length
+        rows.append((slot, start, length))
+        _publish_prompt(editor, limits, slot, start, length)
+    return rows
+
+
+def _admit(
+    editor: StateEditor,
+    limits: Limits,
+    rows: list[tuple[int, int, int]],
+    budget: int,
+    admitted: list[Admission],
+    table: list[np.ndarray],
+) -> None:
+    """Give slots and blocks to waiting requests while there are tokens, slots and blocks for the first in rank.
+
+    Adds to `rows`, whose tokens count against `budget`, to `admitted` and to `table`.
+    """
+    budget -= sum(length for _, _, length in rows)
+    free_slots = (editor.read("epochs") == 0).nonzero()[0].tolist()[::-1]
+    num_running = limits.num_slots - len(free_slots)
+    for entry in editor.waiting:
+        if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
+            break
+        # The last known token is always computed: its logits are what the next token is sampled from.
+        readable = (entry.known - 1) // limits.block_size if entry.request.reads_cache else 0
+        hits = editor.pool.look_up(entry.digests[:readable])
+        num_new = -(-entry.known // limits.block_size) - len(hits)
+        # A block is left for each running request, or the next step would undo the admission.
+        available = editor.pool.num_available - editor.pool.num_idle(hits)
+        if num_new > available - num_running:
+            break
+        slot = free_slots.pop()
+        editor.pool.share(hits)
+        owned = (*hits, *editor.pool.take(num_new).tolist())
+        start = len(hits) * limits.block_size
+        length = min(entry.known - start, budget)
+        _occupy(editor, limits, slot, entry, start, owned)
+        _publish_prompt(editor, limits, slot, start, length)
+        budget -= length
+        num_running += 1
+        rows.append((slot, start, length))
+        admitted.append(Admission(slot, entry.request, entry.known, start))
+        table.append(np.array(([slot] * len(owned), range(len(owned)), owned), np.int32).T)
+    editor.waiting = editor.waiting[len(admitted) :]
+
+
+def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
+    """Count the tokens of chunks, int32[·, 3], as issued; say which of them reach the end of their sequence."""
+    slots = chunks[:, 0]
+    issued, length = editor.write("issued"), editor.write("length")
+    issued[slots] += chunks[:, 2]
+    reaches_end = issued[slots] == length[slots]
+    length[slots] += reaches_end
+    return reaches_end
+
+
+def _occupy(
+    editor: StateEditor, limits: Limits, slot: int, entry: Waiting, num_cached: int, owned: tuple[int, ...]
+) -> None:
+    """Give a slot to a request that is admitted to it."""
+    request = entry.request
+    editor.num_admitted += 1
+    editor.running[slot] = Running(request, entry.order, entry.digests)
+    editor.tables[slot] = owned
+    for name, value in (
+        ("epochs", editor.num_admitted),
+        ("ids", request.id),
+        ("given", entry.known),
+        ("issued", num_cached),
+        ("length", entry.known),
+        ("known", entry.known),
+        ("limit", request.limit),
+        ("capacity", len(owned) * limits.block_size),
+        ("stop_id", request.stop_ids[0] if request.stop_ids else NO_TOKEN),
+        ("has_more_stops", len(request.stop_ids) > 1),
+    ):
+        editor.write(name)[slot] = value
+
+
+def _requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
+    """Queue a running request again with the tokens it has; its slot and blocks are still to be given back."""
+    record = editor.owner(slot)
+    known = int(editor.read("known")[slot])
+    digests = digests_of(record.request, limits, record.digests, known)
+    editor.enqueue([Waiting(record.request, record.order, known, digests)])
+
+
+def _vacate(
+    editor: StateEditor, limits: Limits, slots: Sequence[int], may_publish: bool = True, num_new: int = 0
+) -> None:
+    """Empty slots, index the blocks that sampled tokens have filled, and give all blocks back.
+
+    The last `num_new` known tokens are being committed: a step in flight may have written them, but they are not among
+    the request's tokens yet.
+    The blocks are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the
+    digests cost 2 us a block (62 of them a step at 1,000 running requests).
+    """
+    for slot in slots:
+        record, table = editor.owner(slot), editor.tables[slot]
+        written = min(int(editor.read("issued")[slot]), int(editor.read("known")[slot]) - num_new)
+        first = min(len(record.digests), written // limits.block_size)
+        digests = digests_of(record.request, limits, record.digests[:first], written)
+        if may_publish:
+            editor.describe(record.request, digests, range(first, len(digests)), limits.block_size)
+            editor.pool.publish(zip(digests[first:], table[first:], strict=False))
+        editor.pool.release(table, digests)
+        editor.running[slot], editor.tables[slot] = None, ()
+    # A free slot has limit and length 0, so that no column test takes it for one with work to do.
+    for name in ("epochs", "given", "issued", "length", "known", "limit", "capacity"):
+        editor.write(name)[list(slots)] = 0
+
+
+def _publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, length: int) -> None:
+    """Index the blocks that a chunk completes: later rows of this very step may hit them.
+
+    A step writes all its keys and values of a layer before any row attends, so a block can be read in the step that
+    writes it.
+    """
+    record, table = editor.owner(slot), editor.tables[slot]
+    digests = record.digests
+    full = slice(start // limits.block_size, min((start + length) // limits.block_size, len(digests)))
+    editor.describe(record.request, digests, range(full.start, full.stop), limits.block_size)
+    editor.pool.publish(zip(digests[full], table[full], strict=True))
+
+
+def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
+    """Continue the digests `first` of leading blocks to all full blocks among the first tokens of a request."""
+    if request.salt is None:
+        return ()
+    size = limits.block_size
+    if request.digests is not None:
+        return tuple(request.digests[: num_tokens // size])
+    digests = [*first]
+    tokens = request.tokens[len(first) * size : num_tokens // size * size].tobytes()
+    for start in range(0, len(tokens), 4 * size):
+        digests.append(block_pool.chain(digests[-1] if digests else _root(request), tokens[start : start + 4 * size]))
+    return tuple(digests)
+
+
+@lru_cache(maxsize=64)
+def _ones(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lengths and the flags of that many decode rows, shared by the plans of many steps."""
+    lengths, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
+    lengths.flags.writeable = samples.flags.writeable = False
+    return lengths, samples
+
+
+def _root(request: Request) -> bytes:
+    """Return what stands before a sequence's first block in the chain of digests."""
+    return block_pool.chain(b"", request.salt or b"")
+
+
+def _taken_slots(editor: StateEditor) -> list[int]:
+    return editor.read("epochs").nonzero()[0].tolist()

@@ -1,0 +1,331 @@
+"""What the scheduler knows, as plain data: requests, slots, plans, events; and the editor that makes the next state.
+
+Holds per slot a row of numpy columns that change every step, and per request an immutable record that is never rebuilt
+(DECISIONS, "The scheduler's state"). What is made in every step is a named tuple, which takes a fifth of the time of a
+frozen dataclass. A `State` never changes; a `StateEditor` lives inside one call of the scheduler.
+
+Letters: S slots, R rows of a plan, U block-table entries. "Issued" tokens are those whose keys and
+values are in the cache once the steps planned so far have run; "known" tokens are those whose value the host has.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxllm.outputs import FinishReason
+from jaxllm.scheduler import block_pool
+from jaxllm.scheduler.block_pool import Pool, PoolEditor
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The budgets that no plan exceeds."""
+
+    num_slots: int  # requests that run at once
+    num_blocks: int  # of the pool
+    block_size: int  # tokens per block, P
+    max_step_tokens: int  # tokens computed in one step, at least num_slots
+    max_step_chunks: int  # requests whose prompts are computed in one step
+    records_blocks: bool = False  # whether states carry `block_events`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What the scheduler needs to know of a request; never rebuilt."""
+
+    id: int
+    tokens: array[int]  # of prompt and output, int32; whoever calls `commit` appends what it returns
+    num_prompt: int
+    limit: int  # the most tokens it may have, prompt included
+    stop_ids: tuple[int, ...] = ()  # a sampled token among these ends it; the usual one first
+    priority: int = 0  # lower goes first
+    salt: bytes | None = b""  # blocks are shared only between requests of equal salt; None shares nothing
+    reads_cache: bool = True  # whether cached blocks stand in for its tokens; its own blocks are cached in any case
+    name: str = ""  # what its caller calls it, for people
+    digests: list[bytes] | None = None  # of its full blocks, where its tokens are not known (replay.py); they grow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """A request that has no slot: new, or preempted with the tokens it had."""
+
+    request: Request
+    order: int  # of arrival; a preempted request keeps its own
+    known: int
+    digests: tuple[bytes, ...]  # of the full blocks among the known tokens; empty where nothing is shared
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: lower priority value, then earlier arrival."""
+        return self.request.priority, self.order
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Running:
+    """A request that owns a slot, as long as it does."""
+
+    request: Request
+    order: int
+    digests: tuple[bytes, ...]  # of the full blocks that it brought; empty where nothing is shared
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: lower priority value, then earlier arrival."""
+        return self.request.priority, self.order
+
+
+class Slots(NamedTuple):
+    """What changes in every step: one row per slot, read-only, replaced as a whole."""
+
+    epochs: np.ndarray  # int64[S]: number of the admission that owns the slot, 0 where it is free
+    ids: np.ndarray  # int64[S]: the request's id
+    given: np.ndarray  # int32[S]: tokens that the host gave at admission; later ones were sampled on the device
+    issued: np.ndarray  # int32[S]: tokens in the cache once all planned steps have run
+    length: np.ndarray  # int32[S]: tokens that exist once all planned steps have run
+    known: np.ndarray  # int32[S]: tokens whose value the host has
+    limit: np.ndarray  # int32[S]: the most tokens the request may have
+    capacity: np.ndarray  # int32[S]: tokens that its blocks hold
+    stop_id: np.ndarray  # int32[S]: its usual stop token, the vocabulary's size or more where there is none
+    has_more_stops: np.ndarray  # bool[S]: whether further stop tokens must be looked at
+
+
+class Stored(NamedTuple):
+    """A block can be hit from now on."""
+
+    digest: bytes
+    parent: bytes | None  # the digest of the block before it, None where it is the first
+    tokens: tuple[int, ...]
+
+
+class Removed(NamedTuple):
+    """A block can be hit no more."""
+
+    digest: bytes
+
+
+class Cleared(NamedTuple):
+    """No block can be hit any more."""
+
+
+BlockEvent = Stored | Removed | Cleared
+
+
+class State(NamedTuple):
+    """All that the scheduler knows."""
+
+    waiting: tuple[Waiting, ...]  # by rank
+    slots: Slots
+    running: tuple[Running | None, ...]  # by slot
+    tables: tuple[tuple[int, ...], ...]  # by slot: the blocks that it names, in order
+    pool: Pool
+    num_added: int = 0
+    num_admitted: int = 0
+    num_planned: int = 0
+    block_events: tuple[BlockEvent, ...] | None = None  # of the prefix index, until they are taken; None: not recorded
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own a slot."""
+        return int(np.count_nonzero(self.slots.epochs))
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request that got a slot in this plan."""
+
+    slot: int
+    request: Request
+    num_known: int  # tokens it has; more than its prompt if it was preempted before
+    num_cached: int  # tokens found in the prefix cache
+
+
+class Plan(NamedTuple):
+    """What one step computes. Decode rows (one token, sampled on the device before) come first, then prompt chunks."""
+
+    now: float  # the time that `plan` was given
+    num_decodes: int
+    slots: np.ndarray  # intp[R]: numpy takes other integers to that before it indexes
+    epochs: np.ndarray  # int64[S]: the column at that time, which tells a late result from one of the next owner
+    starts: np.ndarray  # int32[R]: position of the row's first token
+    lengths: np.ndarray  # int32[R]: its tokens
+    samples: np.ndarray  # bool[R]: whether the row reaches the end of its sequence, so that a token is sampled
+    table: np.ndarray  # int32[U, 3]: slot, index in the block table, block
+    admitted: tuple[Admission, ...] = ()
+    preempted: tuple[int, ...] = ()  # ids
+    number: int = 0  # counts plans
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        num_rows = len(self.slots)
+        return num_rows if num_rows == self.num_decodes else int(self.lengths.sum())
+
+
+class Events(NamedTuple):
+    """What a step did to the requests: a token for each of `ids`, and how some of them ended."""
+
+    rows: np.ndarray  # of the plan, for what else the step returned
+    ids: np.ndarray  # int64
+    tokens: np.ndarray  # int32
+    finished: dict[int, FinishReason]
+    failed: tuple[int, ...] = ()  # ended without a token: their logits were not finite
+
+
+def initial(limits: Limits) -> State:
+    """Return the state without requests."""
+    num_slots = limits.num_slots
+
+    def zeros(size: int, dtype: type = np.int32) -> np.ndarray:
+        column = np.zeros(size, dtype)
+        column.flags.writeable = False
+        return column
+
+    slots = Slots(
+        epochs=zeros(num_slots, dtype=np.int64),
+        ids=zeros(num_slots, dtype=np.int64),
+        given=zeros(num_slots),
+        issued=zeros(num_slots),
+        length=zeros(num_slots),
+        known=zeros(num_slots),
+        limit=zeros(num_slots),
+        capacity=zeros(num_slots),
+        stop_id=zeros(num_slots),
+        has_more_stops=zeros(num_slots, dtype=np.bool_),
+    )
+    return State(
+        waiting=(),
+        slots=slots,
+        running=(None,) * num_slots,
+        tables=((),) * num_slots,
+        pool=block_pool.make_pool(limits.num_blocks),
+        block_events=() if limits.records_blocks else None,
+    )
+
+
+def take_block_events(state: State) -> tuple[State, tuple[BlockEvent, ...]]:
+    """Return the changes of the prefix index that were not taken yet."""
+    events = state.block_events
+    return (state._replace(block_events=()), events) if events else (state, ())
+
+
+class StateEditor:
+    """A state being changed inside one call: copies each part when it is first changed, and never the original.
+
+    `read` a column, `write` to one; the lists by slot and the pool are copied when they are first asked for.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._columns: dict[str, np.ndarray] = {}
+        self._parts: dict[str, Any] = {}
+        self.num_added = state.num_added
+        self.num_admitted = state.num_admitted
+        self.num_planned = state.num_planned
+        self.waiting = state.waiting
+        self._was_cleared = False
+        self._described: dict[bytes, Stored] = {}
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a column as it is now, not to be changed."""
+        column = self._columns.get(name)
+        return getattr(self._state.slots, name) if column is None else column
+
+    def write(self, name: str) -> np.ndarray:
+        """Return a column to be changed in place."""
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[name] = getattr(self._state.slots, name).copy()
+        return column
+
+    def replace(self, name: str, column: np.ndarray) -> None:
+        """Set a whole column to a new array."""
+        self._columns[name] = column
+
+    @property
+    def pool(self) -> PoolEditor:
+        """The blocks."""
+        if "pool" not in self._parts:
+            self._parts["pool"] = PoolEditor(self._state.pool, self._state.block_events is not None)
+        return self._parts["pool"]
+
+    @property
+    def running(self) -> list[Running | None]:
+        """Records by slot."""
+        return self._list("running")
+
+    @property
+    def tables(self) -> list[tuple[int, ...]]:
+        """Blocks by slot."""
+        return self._list("tables")
+
+    def owner(self, slot: int) -> Running:
+        """Return the record of a slot that is taken."""
+        record = (self._parts.get("running") or self._state.running)[slot]
+        if record is None:
+            raise RuntimeError(f"slot {slot} has a row in the columns and no record")
+        return record
+
+    def enqueue(self, entries: Sequence[Waiting]) -> None:
+        """Insert into the queue by rank."""
+        together = (*self.waiting, *entries)
+        # Usually they belong at the end, and looking at every rank of a long queue for each request adds up.
+        first = max(0, len(self.waiting) - 1)
+        is_sorted = all(one.rank <= other.rank for one, other in pairwise(together[first:]))
+        self.waiting = together if is_sorted else tuple(sorted(together, key=lambda entry: entry.rank))
+
+    def forget_cache(self, limits: Limits) -> None:
+        """Start with a new pool, in which every block is free."""
+        self._parts["pool"] = PoolEditor(block_pool.make_pool(limits.num_blocks), self._state.block_events is not None)
+        self._was_cleared = True
+
+    def describe(self, request: Request, digests: Sequence[bytes], full: range, block_size: int) -> None:
+        """Note what stands in blocks that are being indexed, for `block_events`: those of a request in `full`."""
+        if self._state.block_events is None:
+            return
+        for index in full:
+            parent = digests[index - 1] if index else None
+            tokens = tuple(request.tokens[index * block_size : (index + 1) * block_size])
+            self._described[digests[index]] = Stored(digests[index], parent, tokens)
+
+    def done(self) -> State:
+        """Return the changed state; the editor must not be used any more."""
+        old, columns = self._state, self._columns
+        if columns:
+            slots = old.slots
+            for column in columns.values():
+                column.setflags(write=False)
+            new_slots = Slots(*map(columns.get, Slots._fields, slots))  # a third of what `_replace` takes
+        else:
+            new_slots = old.slots
+        pool = self._parts.get("pool")
+        events = old.block_events
+        if events is not None and pool is not None:
+            events = (*events, *([Cleared()] if self._was_cleared else ()), *self._changes(pool))
+        lists = {name: tuple(part) for name, part in self._parts.items() if name != "pool"}
+        return State(
+            waiting=self.waiting,
+            slots=new_slots,
+            running=lists.get("running", old.running),
+            tables=lists.get("tables", old.tables),
+            pool=old.pool if pool is None else pool.done(),
+            num_added=self.num_added,
+            num_admitted=self.num_admitted,
+            num_planned=self.num_planned,
+            block_events=events,
+        )
+
+    def _changes(self, pool: PoolEditor) -> Iterator[BlockEvent]:
+        for is_stored, digest in pool.changes:
+            yield self._described[digest] if is_stored else Removed(digest)
+
+    def _list(self, name: str) -> list[Any]:
+        part = self._parts.get(name)
+        if part is None:
+            part = self._parts[name] = list(getattr(self._state, name))
+        return part

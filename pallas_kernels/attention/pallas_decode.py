@@ -1,0 +1,142 @@
+"""Paged attention with one query per sequence, in Pallas: the shortest text that says what such a kernel does.
+
+For reading, and for trying out changes without a GPU: on a CPU it is interpreted. Knows neither models nor schedulers.
+Letters: B rows, K key-value heads, G query heads per key-value head, C head size, V that of values, P tokens per block.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pallas_triton
+
+from pallas_kernels import pallas_bridge
+from pallas_kernels.attention.xla import LOWEST
+from pallas_kernels.choice import Site
+
+
+def refusal(operation: str, site: Site) -> str | None:
+    """Say why this cannot attend there; None where it can."""
+    sizes = {
+        "the size of a head": site.head_size,
+        "the size of a value": site.value_size or site.head_size,
+        "the number of tokens in a block": site.block_tokens,
+        "the number of query heads per key-value head": site.heads // site.kv_heads,
+    }
+    return pallas_bridge.refusal(site, sizes)
+
+
+def attend(
+    q: jax.Ref,
+    k_cache: jax.Ref,
+    v_cache: jax.Ref | None,
+    tables: jax.Ref,
+    lengths: jax.Ref,
+    sinks: jax.Ref | None,
+    k_scales: jax.Ref | None,
+    v_scales: jax.Ref | None,
+    out: jax.Ref,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Attend with the G query heads of one row that share one head of keys; grid (B, K).
+
+    A softmax needs the highest score and the sum of all weights before the first value can be weighted. The online one
+    (Milakov & Gimelshein 2018) goes through the row's blocks once: it keeps the highest score so far, and the sums of
+    weights and of weighted values relative to that; when a block brings a higher one, both sums shrink accordingly.
+
+    q [B, K, G, C], caches [N, K, P, C] and [N, K, P, V], tables [B, M], lengths [B], sinks [K, G], scales [N, K, P],
+    out [B, K, G, V].
+    """
+    row, head = pl.program_id(0), pl.program_id(1)
+    group, width = out.shape[2:]
+    block_tokens = k_cache.shape[2]
+    queries = q[row, head]  # [G, C]
+    length = lengths[row]
+    first_place = 0 if window is None else jnp.maximum(length - window, 0)
+
+    def visit(number: Array, seen: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        values, highest, total = seen  # [G, V], [G], [G]
+        block = tables[row, number]
+        places = number * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)  # [P]
+        is_seen = (places >= first_place) & (places < length)
+
+        k = _scaled(k_cache[block, head], k_scales, block, head)  # [P, C]
+        scores = _dot(queries, k, trans_b=True) * scale  # [G, P]
+        if softcap is not None:
+            scores = jnp.tanh(scores / softcap) * softcap
+        scores = jnp.where(is_seen[None, :], scores, LOWEST)
+
+        highest_now = jnp.maximum(highest, jnp.max(scores, axis=1))
+        shrink = jnp.exp(highest - highest_now)
+        weights = jnp.where(is_seen[None, :], jnp.exp(scores - highest_now[:, None]), 0.0)
+
+        if v_cache is None:  # the value is the beginning of its key
+            v = _scaled(k_cache[block, head, :, pl.ds(0, width)], k_scales, block, head)
+        else:
+            v = _scaled(v_cache[block, head], v_scales, block, head)  # [P, V]
+        # What nobody wrote may be NaN, and a weight of zero does not silence that.
+        v = jnp.where(is_seen[:, None], v, 0)
+        values = values * shrink[:, None] + _dot(weights.astype(v.dtype), v)
+        return values, highest_now, total * shrink + jnp.sum(weights, axis=1)
+
+    # Without keys, nothing was seen; a sink is a key that was seen already and has no value.
+    values = jnp.zeros((group, width), jnp.float32)
+    if sinks is None:
+        seen = values, jnp.full((group,), LOWEST, jnp.float32), jnp.zeros((group,), jnp.float32)
+    else:
+        seen = values, sinks[head].astype(jnp.float32), jnp.ones((group,), jnp.float32)
+    # Blocks behind the last key are not visited, so that what stands in their entries of the table does not matter.
+    values, _, total = lax.fori_loop(first_place // block_tokens, pl.cdiv(length, block_tokens), visit, seen)
+    total = jnp.where(total > 0, total, 1.0)  # a row of length 0 gives zeros
+    out[row, head] = (values / total[:, None]).astype(out.dtype)
+
+
+def _scaled(stored: Array, scales: jax.Ref | None, block: Array, head: Array) -> Array:
+    """Return what stored vectors [P, C] stand for: themselves, or each times its scale in float32."""
+    return stored if scales is None else stored.astype(jnp.float32) * scales[block, head][:, None]
+
+
+def _dot(a: Array, b: Array, trans_b: bool = False) -> Array:
+    """Multiply matrices with a float32 sum; where their types differ, both are float32, and never its short form."""
+    if a.dtype != b.dtype:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return pallas_triton.dot(a, b, trans_b=trans_b, allow_tf32=False)
+
+
+def paged_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array | None,
+    tables: Array,
+    lengths: Array,
+    sinks: Array | None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    value_size: int | None,
+) -> Array:
+    """See `pallas_kernels.paged_decode`."""
+    rows, heads, size = q.shape
+    kv_heads = k_cache.shape[1]
+    group = heads // kv_heads
+    width = value_size if v_cache is None else v_cache.shape[3]
+    assert width is not None
+    grouped = q.reshape(rows, kv_heads, group, size)
+    logits = None if sinks is None else sinks.reshape(kv_heads, group)
+    (out,) = pallas_bridge.call(
+        functools.partial(attend, scale=scale, window=window, softcap=softcap),
+        (grouped, k_cache, v_cache, tables, lengths, logits, k_scales, v_scales),
+        [jax.ShapeDtypeStruct((rows, kv_heads, group, width), q.dtype)],
+        grid=(rows, kv_heads),
+    )
+    return out.reshape(rows, heads, width)

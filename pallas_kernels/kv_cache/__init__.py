@@ -1,0 +1,1 @@
+"""Writing to the paged cache: one module for each implementation."""

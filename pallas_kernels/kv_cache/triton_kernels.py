@@ -1,0 +1,239 @@
+"""Writing the cache on NVIDIA GPUs, in Triton's language: rotary embedding and both stores in one kernel, and copies.
+
+One kernel instead of four to seven (split, two rotations, two scatters): a decode step of a small model takes as long
+as launching its kernels does (reference/kernels.md §4).
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels import triton_bridge, tuning
+from pallas_kernels.choice import Site
+from pallas_kernels.kv_cache.xla import LIMITS
+from pallas_kernels.triton_bridge import call
+
+
+def refusal(operation: str, site: Site) -> str | None:
+    """Say why this cannot write there; None where it can."""
+    if operation == "copy_blocks":  # whatever the numbers are
+        site = dataclasses.replace(site, dtype="float32", cache_dtype="float32")
+    return triton_bridge.refusal(site)
+
+
+@triton.jit
+def _stored(x, inverse, IS_INTEGER: tl.constexpr, LIMIT: tl.constexpr):
+    """Divide float32 numbers by their scale and bound them."""
+    scaled = x * inverse
+    if IS_INTEGER:
+        scaled = tl.floor(scaled + 0.5)
+    return tl.minimum(tl.maximum(scaled, -LIMIT), LIMIT)
+
+
+@triton.jit
+def rotate_and_store(
+    qkv,
+    blocks,
+    offsets,
+    cosine,
+    sine,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    q,
+    T: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    ALL: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    F: tl.constexpr,
+    FP: tl.constexpr,
+    REST: tl.constexpr,
+    RP: tl.constexpr,
+    BT: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+    LIMIT: tl.constexpr,  # what scaled numbers are bounded by; None without scales
+):
+    """Rotate and store one head of BT tokens; grid (token blocks, ALL heads: of queries, keys, values).
+
+    F pairs are rotated, and REST coordinates behind them are not; FP and RP are those, padded to powers of two.
+    """
+    head = tl.program_id(1)
+    tokens = tl.program_id(0) * BT + tl.arange(0, BT)
+    is_token = tokens < T
+    pairs = tl.arange(0, FP)
+    rest = 2 * F + tl.arange(0, RP)
+    source = (tokens.to(tl.int64) * ALL + head) * C
+    is_pair = is_token[:, None] & (pairs < F)[None, :]
+    is_rest = is_token[:, None] & (rest < C)[None, :]
+    if IS_INTERLEAVED:
+        if head < H + K:
+            first_at = 2 * pairs
+            second_at = 2 * pairs + 1
+        else:
+            first_at = pairs
+            second_at = pairs + F
+    else:
+        first_at = pairs
+        second_at = pairs + F
+    if F > 0:
+        first = tl.load(qkv + source[:, None] + first_at[None, :], mask=is_pair, other=0.0).to(tl.float32)
+        second = tl.load(qkv + source[:, None] + second_at[None, :], mask=is_pair, other=0.0).to(tl.float32)
+        if head < H + K:
+            turn = tokens[:, None] * F + pairs[None, :]
+            c = tl.load(cosine + turn, mask=is_pair, other=0.0)
+            s = tl.load(sine + turn, mask=is_pair, other=0.0)
+            turned = first * c - second * s
+            second = second * c + first * s
+            first = turned
+        # Rounded once to the type of queries, whatever the cache's is.
+        first = first.to(qkv.dtype.element_ty).to(tl.float32)
+        second = second.to(qkv.dtype.element_ty).to(tl.float32)
+    else:
+        first = tl.zeros((BT, FP), tl.float32)
+        second = first
+    if REST > 0:
+        behind = tl.load(qkv + source[:, None] + rest[None, :], mask=is_rest, other=0.0).to(tl.float32)
+    else:
+        behind = tl.zeros((BT, RP), tl.float32)
+    if head < H:
+        target = q + ((tokens.to(tl.int64) * H + head) * C)[:, None]
+        if F > 0:
+            tl.store(target + pairs[None, :], first.to(q.dtype.element_ty), mask=is_pair)
+            tl.store(target + F + pairs[None, :], second.to(q.dtype.element_ty), mask=is_pair)
+        if REST > 0:
+            tl.store(target + rest[None, :], behind.to(q.dtype.element_ty), mask=is_rest)
+    else:
+        block = tl.load(blocks + tokens, mask=is_token, other=N)
+        offset = tl.load(offsets + tokens, mask=is_token, other=0)
+        is_kept = is_token & (block < N)
+        slot = (block.to(tl.int64) * K + (head - H) % K) * P + offset
+        cache = k_cache
+        if v_cache is not None:
+            if head >= H + K:
+                cache = v_cache
+        if k_scales is not None:
+            scales = k_scales
+            if v_scales is not None:
+                if head >= H + K:
+                    scales = v_scales
+            largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
+            largest = tl.maximum(largest, tl.max(tl.abs(behind), 1))
+            scale = largest / LIMIT
+            tl.store(scales + slot, scale, mask=is_kept)
+            inverse = (1.0 / tl.where(scale > 0, scale, 1.0))[:, None]
+            first = _stored(first, inverse, IS_INTEGER, LIMIT)
+            second = _stored(second, inverse, IS_INTEGER, LIMIT)
+            behind = _stored(behind, inverse, IS_INTEGER, LIMIT)
+        stored_at = cache + slot[:, None] * C
+        is_pair = is_pair & is_kept[:, None]
+        if F > 0:
+            tl.store(stored_at + pairs[None, :], first.to(cache.dtype.element_ty), mask=is_pair)
+            tl.store(stored_at + F + pairs[None, :], second.to(cache.dtype.element_ty), mask=is_pair)
+        if REST > 0:
+            tl.store(stored_at + rest[None, :], behind.to(cache.dtype.element_ty), mask=is_rest & is_kept[:, None])
+
+
+@triton.jit
+def copy(sources, targets, k_cache, v_cache, N: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr):
+    """Copy BN numbers of one block; grid (copies, pieces of a block)."""
+    source = tl.load(sources + tl.program_id(0)).to(tl.int64)
+    target = tl.load(targets + tl.program_id(0)).to(tl.int64)
+    at = tl.program_id(1) * BN + tl.arange(0, BN)
+    if target < N:
+        mask = at < SIZE
+        tl.store(k_cache + target * SIZE + at, tl.load(k_cache + source * SIZE + at, mask=mask), mask=mask)
+        if v_cache is not None:
+            tl.store(v_cache + target * SIZE + at, tl.load(v_cache + source * SIZE + at, mask=mask), mask=mask)
+
+
+def write_kv(
+    qkv: Array,
+    k_cache: Array,
+    v_cache: Array | None,
+    blocks: Array,
+    offsets: Array,
+    cosine: Array | None,
+    sine: Array | None,
+    k_scales: Array | None,
+    v_scales: Array | None,
+    *,
+    is_interleaved: bool,
+    capability: int | None,
+) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
+    """See `pallas_kernels.write_kv`."""
+    tokens, every, size = qkv.shape
+    num_blocks, kv_heads, block_tokens, _ = k_cache.shape
+    heads = every - kv_heads * (1 if v_cache is None else 2)
+    pairs = 0 if cosine is None else cosine.shape[1]
+    rest = size - 2 * pairs
+    changed = [(place, one) for place, one in enumerate((k_cache, v_cache, k_scales, v_scales)) if one is not None]
+    outputs = [jax.ShapeDtypeStruct((tokens, heads, size), qkv.dtype)]
+    outputs += [jax.ShapeDtypeStruct(one.shape, one.dtype) for _, one in changed]
+    block = tuning.write_tokens(tokens)
+    name = str(k_cache.dtype)
+    q, *written = call(
+        rotate_and_store,
+        (qkv, blocks, offsets, cosine, sine, k_cache, v_cache, k_scales, v_scales),
+        outputs,
+        (triton.cdiv(tokens, block), every),
+        tuning.write(block),
+        capability,
+        aliases={5 + place: 1 + number for number, (place, _) in enumerate(changed)},
+        T=tokens,
+        N=num_blocks,
+        H=heads,
+        K=kv_heads,
+        ALL=every,
+        C=size,
+        P=block_tokens,
+        F=pairs,
+        FP=triton.next_power_of_2(max(1, pairs)),
+        REST=rest,
+        RP=triton.next_power_of_2(max(1, rest)),
+        BT=block,
+        IS_INTERLEAVED=is_interleaved,
+        IS_INTEGER=name == "int8",
+        LIMIT=LIMITS[name] if k_scales is not None else None,
+    )
+    found: list[Array | None] = [None] * 4
+    for (place, _), array in zip(changed, written, strict=True):
+        found[place] = array
+    new_keys, new_values, new_k_scales, new_v_scales = found
+    assert new_keys is not None
+    return q, new_keys, new_values, new_k_scales, new_v_scales
+
+
+def copy_blocks(
+    k_cache: Array, v_cache: Array | None, sources: Array, targets: Array, *, capability: int | None
+) -> tuple[Array, Array | None]:
+    """See `pallas_kernels.copy_blocks`."""
+    if v_cache is not None and (v_cache.shape, v_cache.dtype) != (k_cache.shape, k_cache.dtype):
+        one, other = (copy_blocks(cache, None, sources, targets, capability=capability) for cache in (k_cache, v_cache))
+        return one[0], other[0]
+    caches = [one for one in (k_cache, v_cache) if one is not None]
+    size = k_cache.size // k_cache.shape[0]
+    copied = call(
+        copy,
+        (sources, targets, k_cache, v_cache),
+        [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in caches],
+        (len(sources), triton.cdiv(size, tuning.COPIED)),
+        tuning.COPY,
+        capability,
+        aliases={2 + number: number for number in range(len(caches))},
+        N=k_cache.shape[0],
+        SIZE=size,
+        BN=tuning.COPIED,
+    )
+    return copied[0], copied[1] if v_cache is not None else None

@@ -1,0 +1,1 @@
+"""The choice of tokens from logits: one module for each implementation."""

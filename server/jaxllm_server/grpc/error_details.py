@@ -1,0 +1,100 @@
+"""What a gRPC client is told of an exception: status, google.rpc details with the path of the field, when to try again.
+
+Pure. Knows the error map of `errors.py` and the messages of a request; knows no gRPC library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from jaxllm.errors import ContextLengthError, OverloadedError, UserError
+from jaxllm_server.grpc.messages import SAMPLING_NAMES
+from jaxllm_server.grpc.replies import duration_of
+from jaxllm_server.shared.error_table import message_of, row_of
+
+ERROR_DOMAIN = "jaxllm"
+# With the details, which repeat it, and percent-encoding, a message of this many bytes stays under 2 KiB of trailers.
+# 9 KB reached the client; 30 KB were replaced by another error, and the message before them was lost (measured).
+MAX_ERROR_BYTES = 320
+MAX_PATH_CHARS = 128
+# The name of a parameter, as errors of the engine and of the shared checks have it -> path in GenerateRequest.
+_PATHS: Mapping[str, str] = {
+    **{name: f"{section}.{own}" for section, names in SAMPLING_NAMES.items() for own, name in names.items()},
+    "structured_outputs": "structured_output",
+    "time_limit": "stop.time_limit",
+    "tokens": "token_ids",  # of Detokenize
+    "messages": "chat.messages",
+    "tools": "chat.tools_json",
+    "tool_choice": "chat.tool_choice",
+    "template_kwargs": "chat.template_kwargs",
+    "chat_template_kwargs": "chat.template_kwargs",
+    "add_generation_prompt": "chat.add_generation_prompt",
+    "continue_final_message": "chat.continue_final_message",
+    "include_reasoning": "output.reasoning",
+}
+_PROMPT_ONEOFS = ("prompt", "input")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ends a call that failed."""
+
+    code: str  # name of a grpc.StatusCode
+    status: status_pb2.Status  # for the trailer grpc-status-details-bin; its message is the call's
+    pushback_ms: int | None  # for the trailer grpc-retry-pushback-ms
+
+
+def failure_of(error: BaseException, request: Message | None = None, request_id: str = "") -> Failure:
+    """Return how an error is told: code, google.rpc.ErrorInfo and the details that its row of the error map has.
+
+    `request` is what was asked, if it got so far: it decides the path of the prompt. Nothing of an error that is not
+    ours is told.
+    """
+    row = row_of(error)
+    parameter = error.parameter if isinstance(error, UserError) else None
+    message = _shortened(message_of(error))
+    metadata: dict[str, str] = {}
+    if isinstance(error, ContextLengthError):
+        metadata = {"prompt_tokens": str(error.num_prompt_tokens), "max_model_len": str(error.max_model_len)}
+    if request_id:
+        metadata["request_id"] = request_id
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=row.reason, domain=ERROR_DOMAIN, metadata=metadata)]
+    if parameter is not None and row.grpc in ("INVALID_ARGUMENT", "OUT_OF_RANGE"):
+        path = path_of(parameter, request)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=path, description=message, reason=row.reason)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    pushback_ms = None
+    if isinstance(error, OverloadedError):
+        pushback_ms = max(1, math.ceil(error.retry_after * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=duration_of(error.retry_after)))
+    return Failure(row.grpc, _status_of(row.grpc, message, details), pushback_ms)
+
+
+def _status_of(code: str, message: str, details: Iterable[Message]) -> status_pb2.Status:
+    status = status_pb2.Status(code=code_pb2.Code.Value(code), message=message)
+    for detail in details:
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def path_of(parameter: str, request: Message | None) -> str:
+    """Return the path of a parameter in a request; names that are paths already come back as they are."""
+    if request is not None and parameter in _PROMPT_ONEOFS:
+        oneof = next((name for name in _PROMPT_ONEOFS if name in request.DESCRIPTOR.oneofs_by_name), None)
+        return (request.WhichOneof(oneof) or oneof) if oneof is not None else "token_ids"
+    return _PATHS.get(parameter, parameter)[:MAX_PATH_CHARS]
+
+
+def _shortened(message: str) -> str:
+    encoded = message.encode("utf-8", "replace")
+    if len(encoded) <= MAX_ERROR_BYTES:
+        return encoded.decode()
+    return encoded[: MAX_ERROR_BYTES - 3].decode("utf-8", "ignore") + "..."

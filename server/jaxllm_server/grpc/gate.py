@@ -1,0 +1,248 @@
+"""What stands before every gRPC call: keys, the bounds of calls and messages, traces, exceptions made into statuses.
+
+Knows nothing of what the services do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from jaxllm.errors import DeadlineError, EngineError, UserError
+from jaxllm_server.grpc.error_details import Failure, failure_of
+from jaxllm_server.grpc.health import CONTROL, HEALTH
+from jaxllm_server.grpc.service import REQUEST_ID, first
+from jaxllm_server.shared.auth import only_header
+from jaxllm_server.shared.client_quota import Places
+
+if TYPE_CHECKING:
+    from jaxllm_server.observability.prometheus import PrometheusObserver
+    from jaxllm_server.observability.tracing import Tracer
+    from jaxllm_server.shared.auth import Keys
+
+_log = logging.getLogger("jaxllm.server.grpc")
+CHANNELZ = "grpc.channelz.v1.Channelz"
+_ADMIN_PREFIXES = (f"/{CONTROL}/", f"/{CHANNELZ}/")
+_HEALTH_PREFIX = f"/{HEALTH}/"
+_FAREWELL_SECONDS = 5.0  # for a status to leave; a client that reads nothing would hold its call for ever
+# After a cancellation `read` gives EOF: so long gRPC has to cancel our task, before EOF counts as the client's mistake.
+_CANCEL_SECONDS = 0.05
+_EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] - Cython's
+# Health needs no key, and a message of it may be announced as large as any. An honest one comes whole in the packet of
+# its head. So no more than these are received at once that began longer ago than that: the oldest makes room for a new
+# one. With the default bound of a message they hold 256 MiB.
+_MAX_HEALTH_MESSAGES = 32
+_HEALTH_SECONDS = 1.0
+_HEALTH_LEAST_SECONDS = 0.05
+_SPAN = {"rpc.system": "grpc"}
+_KINDS = {
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
+}
+
+# Answers a call, and appends its request to the list as soon as it is there.
+Respond = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext, list[Message]], Awaitable[Any]]
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Stands before every call of every kind: lets in, counts, traces, and turns exceptions into statuses."""
+
+    def __init__(
+        self, keys: Keys, tracer: Tracer, observer: PrometheusObserver, max_rpcs: int, stall_timeout: float
+    ) -> None:
+        self._keys = keys
+        self._tracer = tracer
+        self._observer = observer
+        self._stall_timeout = stall_timeout
+        # An eighth of the places is for others than one connection.
+        self._calls = Places("calls", max_rpcs, max_rpcs - max_rpcs // 8)
+        self._health: dict[asyncio.Timeout, float] = {}  # of messages being received: when each began, in order
+        self._guarded: dict[str, grpc.RpcMethodHandler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Check the key, before the request is even received, and wrap the method that answers."""
+        method: str = handler_call_details.method
+        if not method.startswith(_HEALTH_PREFIX):
+            try:
+                header = _authorization(handler_call_details.invocation_metadata)
+                self._keys.check(header, admin=method.startswith(_ADMIN_PREFIXES))
+            except Exception as error:  # what gRPC sees of it, a client sees, with the name of its class
+                return self._refusal(method, error)
+        guarded = self._guarded.get(method)
+        if guarded is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None  # gRPC answers UNIMPLEMENTED
+            guarded = self._guarded[method] = self._guard(method, handler)
+        return guarded
+
+    def _guard(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """Wrap a method. To gRPC it takes a stream, so that its message is received when it has a place, not before.
+
+        Requests are parsed inside, because a parser's error would reach the client as it is.
+        """
+        behaviour = getattr(handler, _KINDS[handler.request_streaming, handler.response_streaming])
+        parse = handler.request_deserializer
+        if parse is None:
+            raise TypeError(f"{method} takes bytes; every service is made of messages")
+        receive = self._receive_health if method.startswith(_HEALTH_PREFIX) else self._receive
+
+        async def respond(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext, asked: list[Message]) -> Any:
+            if handler.request_streaming:
+                result = behaviour(_parsed(raws, parse), context)
+            else:
+                asked.append(_parse(await receive(context), parse))
+                result = behaviour(asked[0], context)
+            if not hasattr(result, "__aiter__"):
+                return await result
+            async for response in result:
+                await context.write(response)
+
+        async def answer(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
+            try:
+                return await self._answer(method, context, respond, raws)
+            except (grpc.aio.AbortError, grpc.aio.InternalError):
+                raise  # a status was sent, or the client has gone
+            except Exception as failure:  # of the gate itself: gRPC would tell the client its class and its text
+                _log.error("%s failed before its answer", method, exc_info=failure)
+                await _fail(context, failure_of(failure))
+
+        make = getattr(grpc, f"{_KINDS[True, handler.response_streaming]}_rpc_method_handler")
+        return make(answer, request_deserializer=None, response_serializer=handler.response_serializer)
+
+    async def _receive(self, context: grpc.aio.ServicerContext) -> bytes:
+        return await _one_message(context, asyncio.timeout(self._stall_timeout or None))
+
+    async def _receive_health(self, context: grpc.aio.ServicerContext) -> bytes:
+        now = asyncio.get_running_loop().time()
+        while len(self._health) >= _MAX_HEALTH_MESSAGES:
+            oldest, began = next(iter(self._health.items()))
+            if now - began < _HEALTH_LEAST_SECONDS:
+                break
+            del self._health[oldest]
+            if not oldest.expired():
+                oldest.reschedule(now)
+        limit = asyncio.timeout(_HEALTH_SECONDS)
+        self._health[limit] = now
+        try:
+            return await _one_message(context, limit)
+        finally:
+            self._health.pop(limit, None)
+
+    async def _answer(
+        self, method: str, context: grpc.aio.ServicerContext, respond: Respond, raws: AsyncIterator[bytes]
+    ) -> Any:
+        """Answer one call and account for it; every exception becomes a status, and the log has the unforeseen ones."""
+        is_counted = not method.startswith(_HEALTH_PREFIX)
+        began = time.monotonic()
+        span = self._tracer.start(first(context.invocation_metadata(), "traceparent"), method[1:], _SPAN)
+        asked: list[Message] = []
+        error: BaseException | None = None
+        code = "OK"
+        place = ExitStack()
+        try:
+            if is_counted:
+                place.enter_context(self._calls.place(context.peer()))
+            return await respond(raws, context, asked)
+        except (grpc.aio.AbortError, grpc.aio.InternalError) as ended:  # a status was sent, or the client has gone
+            error, code = ended, "CANCELLED"
+            raise
+        except (Exception, asyncio.CancelledError) as failure:
+            error, code = failure, "CANCELLED"
+            task = asyncio.current_task()
+            if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # by gRPC: the call is over. A stray one would leave the client without a status
+            told = failure_of(failure, asked[0] if asked else None, _request_id(context))
+            code = told.code
+            if code == "INTERNAL":
+                # What the engine says itself is all there is to know; what nobody foresaw has a traceback.
+                unforeseen = None if isinstance(failure, EngineError) else failure
+                name = _request_id(context) or "without an id"
+                _log.error("%s failed, request %s: %s", method, name, failure, exc_info=unforeseen)
+            await _fail(context, told)
+        finally:
+            place.close()
+            try:
+                span.end(error)
+                if is_counted:
+                    self._observer.request_handled("grpc", method, code, time.monotonic() - began)
+            except Exception:  # statistics are no reason to fail anybody
+                _log.exception("the observer failed")
+
+    def _refusal(self, method: str, error: Exception) -> grpc.RpcMethodHandler:
+        """Return a method that fails at once. It takes a stream of requests, so that gRPC does not wait for one."""
+
+        async def refuse(raws: Any, context: grpc.aio.ServicerContext, asked: list[Message]) -> None:
+            raise error
+
+        async def answer(raws: Any, context: grpc.aio.ServicerContext) -> None:
+            await self._answer(method, context, refuse, raws)
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+
+async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
+    """End a call with a status; always raises."""
+    trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", failure.status.SerializeToString())]
+    if request_id := _request_id(context):
+        trailers.append((REQUEST_ID, request_id))
+    if failure.pushback_ms is not None:
+        trailers.append(("grpc-retry-pushback-ms", str(failure.pushback_ms)))
+    try:
+        async with asyncio.timeout(_FAREWELL_SECONDS):
+            await context.abort(grpc.StatusCode[failure.code], failure.status.message, tuple(trailers))
+    except TimeoutError:
+        raise asyncio.CancelledError from None  # the status waits behind what the client does not read
+
+
+def _authorization(metadata: Any) -> str | None:
+    """Return the Authorization of a call's metadata; what is no text is no key."""
+    values = [value for name, value in metadata or () if name == "authorization"]
+    return only_header([value if isinstance(value, str) else "" for value in values])
+
+
+def _request_id(context: grpc.aio.ServicerContext) -> str:
+    """Return the id that the service has given to the call so far; "" if none."""
+    return first(context.trailing_metadata(), REQUEST_ID) or ""
+
+
+async def _one_message(context: grpc.aio.ServicerContext, limit: asyncio.Timeout) -> bytes:
+    """Receive the message of a call that has one, and its end: what came behind it would be held while the call runs.
+
+    gRPC holds what has come of a message until it is whole. DeadlineError where that takes longer than the limit.
+    """
+    try:
+        async with limit:
+            raw = await context.read()
+            if raw is not _EOF and await context.read() is _EOF:
+                return raw
+            await asyncio.sleep(_CANCEL_SECONDS)
+            raise UserError("A call of this method sends one message, no more and no less.")
+    except TimeoutError:
+        raise DeadlineError("The message did not come in time.") from None
+
+
+def _parse(raw: bytes, parse: Callable[[bytes], Message]) -> Message:
+    try:
+        return parse(raw)
+    except DecodeError as error:
+        raise UserError("The request is not a message of this method.") from error
+
+
+async def _parsed(raws: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> AsyncIterator[Message]:
+    async for raw in raws:
+        yield _parse(raw, parse)

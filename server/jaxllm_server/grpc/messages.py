@@ -1,0 +1,305 @@
+"""What the requests of `jaxllm.v1` mean: they become `Call`s. The answers are in `grpc_replies`.
+
+Pure functions of their arguments. Knows the messages and what both protocols share; knows no gRPC library, no engine
+and no clock. Every field of a request is mapped here or refused by its path, as `sampling.top_p`; a test walks them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import ListValue, Struct, Value
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.v1 import inference_pb2, types_pb2
+from jaxllm_server.shared import strict_json
+from jaxllm_server.shared.calls import Call
+
+# Messages inside one request: 8 MiB could hold four million of them, seconds of the event loop.
+MAX_NESTED_MESSAGES = 16_384
+_MAX_UNKNOWN_BYTES = 4096
+_MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: 10,000 years
+_EXACT_INTEGERS = 2**53  # whole numbers that a Struct's doubles hold exactly
+
+# Section of GenerateRequest -> its field -> the name in SamplingParams. `call_of` reads the others.
+SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = {
+    "sampling": {
+        name: name
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "seed",
+            "n",
+            "logit_bias",
+            "allowed_token_ids",
+            "bad_words",
+            "extra_args",
+            "skip_reading_prefix_cache",
+        )
+    },
+    "stop": {
+        "max_tokens": "max_tokens",
+        "min_tokens": "min_tokens",
+        "stop_strings": "stop",
+        "stop_token_ids": "stop_token_ids",
+        "include_stop": "include_stop_str_in_output",
+        "ignore_eos": "ignore_eos",
+        "truncate_prompt_tokens": "truncate_prompt_tokens",
+        "repetition_detection": "repetition_detection",
+    },
+    "output": {
+        "text": "detokenize",
+        "logprobs": "logprobs",
+        "prompt_logprobs": "prompt_logprobs",
+        "logprob_token_ids": "logprob_token_ids",
+        "skip_special_tokens": "skip_special_tokens",
+    },
+    "stream": {"interval_tokens": "stream_interval"},
+}
+_TOOL_CHOICES = {
+    types_pb2.TOOL_CHOICE_UNSPECIFIED: None,
+    types_pb2.TOOL_CHOICE_NONE: "none",
+    types_pb2.TOOL_CHOICE_AUTO: "auto",
+}
+
+
+def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: bool, max_json_depth: int) -> Call:
+    """Return what a request asks for; unset fields are absent from `Call.sampling`, so that the defaults decide.
+
+    `max_json_depth` is that of a body over HTTP, so that both protocols take the same tools.
+
+    Values are not checked here but where all front ends' are; shapes that only this protocol can have are.
+
+    Raises:
+        UserError: naming the path of a field that is unknown, contradicts another or exists and is not built.
+    """
+    _refuse_unknown_fields(request)
+    _refuse_unbuilt(request, stream=stream)
+    stop = request.stop
+    return Call(
+        model=request.model,
+        **_prompt_of(request, "prompt", max_json_depth),
+        sampling=_sampling_of(request),
+        stream=stream,
+        request_id=request_id,
+        priority=request.priority,
+        cache_salt=request.cache_salt or None,
+        adapter=request.adapter,
+        time_limit=_seconds(stop.time_limit, "stop.time_limit") if stop.HasField("time_limit") else None,
+        include_reasoning=request.output.reasoning if request.output.HasField("reasoning") else True,
+    )
+
+
+def tokenize_call_of(request: inference_pb2.TokenizeRequest, *, max_json_depth: int) -> Call:
+    """Return the call whose prompt is to be tokenized; raises as `call_of` does."""
+    _refuse_unknown_fields(request)
+    return Call(model=request.model, **_prompt_of(request, "input", max_json_depth))
+
+
+def detokenize_ids_of(request: inference_pb2.DetokenizeRequest) -> list[int]:
+    """Return the token ids to turn into text."""
+    _refuse_unknown_fields(request)
+    return list(request.token_ids)
+
+
+def _sampling_of(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
+    sampling: dict[str, Any] = {}
+    for section, names in SAMPLING_NAMES.items():
+        if request.HasField(section):
+            for descriptor, value in getattr(request, section).ListFields():
+                if (name := names.get(descriptor.name)) is not None:
+                    sampling[name] = value if isinstance(value, bool | int | float) else _plain(value)
+    return sampling
+
+
+def _plain(value: Any) -> Any:
+    """Copy a repeated or map field, or a message."""
+    if isinstance(value, types_pb2.Numbers):
+        return list(value.values)
+    if isinstance(value, Message):
+        return {own.name: getattr(value, own.name) for own in value.DESCRIPTOR.fields}
+    if isinstance(value, Mapping):
+        return {key: _plain(own) if isinstance(own, Message) else own for key, own in value.items()}
+    return list(value)
+
+
+def _refuse_unbuilt(request: inference_pb2.GenerateRequest, *, stream: bool) -> None:
+    if request.HasField("structured_output"):
+        kind = request.structured_output.WhichOneof("constraint")
+        if kind is None:
+            raise UserError("structured_output names no constraint.", "structured_output")
+        path = f"structured_output.{kind}"
+        raise UnsupportedError(f"{path} is not supported by jaxllm yet.", path)
+    if request.output.token_bytes:
+        raise UnsupportedError("output.token_bytes is not supported by jaxllm yet.", "output.token_bytes")
+    if request.HasField("stream"):
+        if not stream:
+            raise UserError("stream is of StreamGenerate only: leave it out or call StreamGenerate.", "stream")
+        if request.stream.HasField("max_delay"):
+            raise UnsupportedError("stream.max_delay is not supported by jaxllm yet.", "stream.max_delay")
+    for key in request.extensions.fields:
+        raise UserError(f"extensions: the key {key[:64]!r} is not known; this server knows none.", "extensions")
+
+
+def _prompt_of(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, oneof: str, max_json_depth: int
+) -> dict[str, Any]:
+    """Return the fields of `Call` that say what the prompt is."""
+    kind = request.WhichOneof(oneof)  # pyright: ignore[reportArgumentType]
+    if kind is None:
+        names = [own.name for own in request.DESCRIPTOR.oneofs_by_name[oneof].fields]
+        raise UserError(f"there is no prompt: set one of {', '.join(names)}.", oneof)
+    if kind == "text":
+        add = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        return {"prompt": request.text, "add_special_tokens": add}
+    if request.HasField("add_special_tokens"):
+        raise UserError("add_special_tokens is of a text prompt only.", "add_special_tokens")
+    if kind == "token_ids":
+        assert isinstance(request, inference_pb2.GenerateRequest)
+        return {"prompt": list(request.token_ids.ids)}
+    return _chat_of(request.chat, max_json_depth)
+
+
+def _chat_of(chat: types_pb2.ChatPrompt, max_json_depth: int) -> dict[str, Any]:
+    continues = chat.continue_final_message
+    adds = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continues
+    if continues and adds:
+        message = "continue_final_message and add_generation_prompt = true exclude each other."
+        raise UserError(message, "chat.continue_final_message")
+    if chat.tool_choice not in _TOOL_CHOICES:
+        raise UserError(f"tool_choice {chat.tool_choice} is not known.", "chat.tool_choice")
+    return {
+        "messages": [_message_of(message, f"chat.messages[{i}]") for i, message in enumerate(chat.messages)],
+        "tools": _tools_of(chat.tools_json, max_json_depth) if chat.tools_json else None,
+        "tool_choice": _TOOL_CHOICES[chat.tool_choice],
+        "template_kwargs": _from_struct(chat.template_kwargs, "chat.template_kwargs"),
+        "add_generation_prompt": adds,
+        "continue_final_message": continues,
+    }
+
+
+def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
+    """Return one message of a conversation in OpenAI's form, which chat templates read."""
+    plain: dict[str, Any] = {"role": message.role}
+    if message.parts:
+        if message.HasField("content"):
+            raise UserError(f"{path} has content and parts: give one of them.", f"{path}.parts")
+        for i, part in enumerate(message.parts):
+            if part.WhichOneof("part") is None:
+                raise UserError(f"{path}.parts[{i}] is empty.", f"{path}.parts[{i}]")
+        plain["content"] = [{"type": "text", "text": part.text} for part in message.parts]
+    elif message.HasField("content"):
+        plain["content"] = message.content
+    else:
+        plain["content"] = None
+    if message.name:
+        plain["name"] = message.name
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.reasoning_text:
+        plain["reasoning_content"] = message.reasoning_text
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _tools_of(text: str, max_json_depth: int) -> list[dict[str, Any]]:
+    path = "chat.tools_json"
+    try:
+        # Over HTTP the array is a level below the body.
+        tools = strict_json.read_value(text.encode(), max_json_depth - 1, "tools_json")
+    except UserError as error:
+        raise UserError(str(error), path) from error
+    if not isinstance(tools, list) or any(not isinstance(tool, dict) for tool in tools):
+        raise UserError("tools_json must be a JSON array of objects.", path)
+    return tools
+
+
+def _from_struct(struct: Struct, path: str) -> dict[str, Any]:
+    return {key: _from_value(value, path) for key, value in struct.fields.items()}
+
+
+def _from_value(value: Value, path: str) -> Any:
+    """Return a JSON value as Python has it; a whole number becomes an integer, since Struct knows doubles only."""
+    kind = value.WhichOneof("kind")
+    if kind is None or kind == "null_value":
+        return None
+    if kind == "struct_value":
+        return _from_struct(value.struct_value, path)
+    if kind == "list_value":
+        items: ListValue = value.list_value
+        return [_from_value(item, path) for item in items.values]
+    if kind == "number_value":
+        number = value.number_value
+        if not math.isfinite(number):
+            raise UserError(f"{path} holds a number that is not finite.", path)
+        return int(number) if number.is_integer() and abs(number) <= _EXACT_INTEGERS else number
+    return value.string_value if kind == "string_value" else value.bool_value
+
+
+def _seconds(duration: Duration, path: str) -> float:
+    seconds, nanos = duration.seconds, duration.nanos
+    if not (0 <= seconds <= _MAX_DURATION_SECONDS and 0 <= nanos < 10**9 and seconds + nanos > 0):
+        raise UserError(f"{path} must be a duration above zero.", path)
+    return seconds + nanos / 1e9
+
+
+def _refuse_unknown_fields(request: Message) -> None:
+    """Refuse what a newer client may set and this server would ignore: protobuf keeps such fields without a word.
+
+    Refuses more than `MAX_NESTED_MESSAGES` messages, too, or entries of one map, and names no field where there is much
+    that is unknown: protobuf makes a Python object of each, two seconds for the millions that fit into 8 MiB.
+    """
+    found = list(islice(_messages_in(request), MAX_NESTED_MESSAGES + 1))
+    if len(found) > MAX_NESTED_MESSAGES:
+        raise _too_many(found[-1][1])
+    known = type(request)()
+    known.CopyFrom(request)
+    known.DiscardUnknownFields()
+    num_unknown = request.ByteSize() - known.ByteSize()
+    if num_unknown > _MAX_UNKNOWN_BYTES:
+        raise UnsupportedError(f"the request has {num_unknown} bytes of fields that this server does not know.")
+    for message, path in found if num_unknown else ():
+        unknown = UnknownFieldSet(message)
+        if len(unknown):
+            at = path or "the request"
+            number = unknown[0].field_number
+            raise UnsupportedError(f"{at} has a field number {number} that this server does not know.", path or None)
+
+
+def _too_many(path: str) -> UserError:
+    return UserError(f"the request holds more than {MAX_NESTED_MESSAGES} messages.", path or None)
+
+
+def _messages_in(message: Message, path: str = "") -> Iterator[tuple[Message, str]]:
+    """Give a message and the messages in it, each with its path; what a Struct holds is a value."""
+    yield message, path
+    for descriptor, value in message.ListFields():
+        kind = descriptor.message_type  # None for a field that is no message
+        if kind is None:
+            continue
+        below = f"{path}.{descriptor.name}" if path else descriptor.name
+        entries = value.fields if kind is Struct.DESCRIPTOR else value if kind.GetOptions().map_entry else None
+        if entries is not None:
+            if len(entries) > MAX_NESTED_MESSAGES:  # to copy one takes 10 µs
+                raise _too_many(below)
+            continue
+        if isinstance(value, Message):
+            yield from _messages_in(value, below)
+        else:
+            for i, item in enumerate(value):
+                yield from _messages_in(item, f"{below}[{i}]")

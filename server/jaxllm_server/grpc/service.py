@@ -1,0 +1,358 @@
+"""The two services of `jaxllm.v1`: what their calls do.
+
+`grpc_messages` reads the requests, `grpc_replies` writes the answers; errors are raised, and the server's interceptor
+turns them into statuses. Knows no socket; of keys, whose a call has. Whatever ends a call (its result, a cancelled
+client, a deadline, a failed write) closes the iterator of `Serving`, and that aborts the request in any phase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import grpc.aio
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from jaxllm.errors import (
+    DeadlineError,
+    EngineError,
+    FeatureDisabledError,
+    RequestIdInUseError,
+    SlowConsumerError,
+    UserError,
+)
+from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jaxllm.version import __version__
+from jaxllm_server.grpc import messages, replies
+from jaxllm_server.shared.client_quota import client_of, host_of_peer
+
+if TYPE_CHECKING:
+    from jaxllm.engine.async_llm import PauseMode
+    from jaxllm_server.shared.auth import Keys
+    from jaxllm_server.shared.calls import Call, Chunk
+    from jaxllm_server.shared.serving import Serving
+
+REQUEST_ID = "x-request-id"
+_LEAST_REMAINING = 0.001  # seconds before its deadline at which a call can still be answered
+_MAX_METADATA_CHARS = 256
+_NO_ADAPTERS = "This server has no adapters: jaxllm cannot load any yet."
+_API_REVISION = 1  # counts the additions to jaxllm.v1
+_STATES = {
+    "loading": control_pb2.SERVER_STATE_LOADING,
+    "serving": control_pb2.SERVER_STATE_SERVING,
+    "paused": control_pb2.SERVER_STATE_PAUSED,
+    "draining": control_pb2.SERVER_STATE_DRAINING,
+    "hung": control_pb2.SERVER_STATE_HUNG,
+    "dead": control_pb2.SERVER_STATE_DEAD,
+    "stopped": control_pb2.SERVER_STATE_DEAD,
+}
+_PAUSE_MODES: Mapping[int, PauseMode] = {
+    control_pb2.PAUSE_MODE_UNSPECIFIED: "abort",
+    control_pb2.PAUSE_MODE_ABORT: "abort",
+    control_pb2.PAUSE_MODE_WAIT: "wait",
+    control_pb2.PAUSE_MODE_KEEP: "keep",
+}
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """Generation, tokenization and the list of models."""
+
+    def __init__(self, serving: Serving, stall_timeout: float, keys: Keys) -> None:
+        self._serving = serving
+        self._stall_timeout = stall_timeout
+        self._keys = keys
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.GenerateResponse:
+        """Answer once every sequence has ended."""
+        chunks, reply = self._begin(request, context, stream=False)
+        async with aclosing(chunks):
+            chunk = await anext(chunks)
+            await context.send_initial_metadata(((REQUEST_ID, chunk.request_id),))
+            return reply.response(chunk)
+
+    async def StreamGenerate(self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        """Send what is new as it comes; nothing, headers included, before the first tokens, so that retries work."""
+        chunks, reply = self._begin(request, context, stream=True)
+        is_first = True
+        async with aclosing(chunks), Writer(context, self._stall_timeout) as writer:
+            async for chunk in chunks:
+                message = reply.delta(chunk)
+                if message is None:
+                    continue
+                if is_first:
+                    is_first = False
+                    await context.send_initial_metadata(((REQUEST_ID, chunk.request_id),))
+                await writer.write(message)
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.EmbedResponse:
+        """Refuse: no embedding model can be served yet."""
+        raise FeatureDisabledError("This server generates text; it has no embedding model.")
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        """Turn text or a conversation into token ids."""
+        most = self._serving.options.max_json_depth
+        call = messages.tokenize_call_of(request, max_json_depth=most)
+        ids = await self._serving.tokenize(replace(call, client=self._client_of(context)))
+        return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._serving.engine.max_model_len)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.DetokenizeResponse:
+        """Turn token ids into text."""
+        ids = messages.detokenize_ids_of(request)
+        self._serving.check_model(request.model)
+        text = await self._serving.detokenize(ids, self._client_of(context))
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
+        """Name the model, its sizes and its defaults."""
+        engine, options = self._serving.engine, self._serving.options
+        params = engine.default_params
+        name, *aliases = self._serving.names
+        model = inference_pb2.Model(
+            name=name,
+            aliases=aliases,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            eos_token_ids=sorted(engine.engine.eos_ids),
+            default_sampling=replies.default_sampling_of(params),
+            default_stop=replies.default_stop_of(params, engine.engine.generation_config.get("max_new_tokens")),
+            has_chat=options.chat_template is not None or engine.tokenizer.has_chat_template,
+            has_tool_calls=options.tool_call_parser is not None,
+            has_reasoning=options.reasoning_parser is not None,
+        )
+        return inference_pb2.ListModelsResponse(models=[model])
+
+    def _begin(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext, *, stream: bool
+    ) -> tuple[AsyncGenerator[Chunk, None], replies.Reply]:
+        """Return the chunks that answer a request, of which none is computed yet, and how to write them."""
+        remaining = context.time_remaining()
+        if remaining is not None and remaining < _LEAST_REMAINING:
+            raise DeadlineError("The deadline of this call was over before it began.")
+        metadata = context.invocation_metadata()
+        client = self._client_of(context)
+        self._serving.check_room(client)
+        hint = "" if request.request_id else first(metadata, REQUEST_ID) or ""
+        request_id = request.request_id or hint or uuid4().hex
+        # So that a failure, too, can be found in the log: the interceptor reads it from here.
+        if _can_be_metadata(request_id):
+            context.set_trailing_metadata(((REQUEST_ID, request_id),))
+        most = self._serving.options.max_json_depth
+        call = messages.call_of(request, request_id, stream=stream, max_json_depth=most)
+        call = replace(call, client=client)
+        model = self._serving.check_model(request.model)
+        chunks = self._hinted(call) if hint else self._serving.generate(call)
+        return chunks, replies.reply_of(request, model)
+
+    def _client_of(self, context: grpc.aio.ServicerContext) -> str:
+        key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # the gate has let it in
+        return client_of(key, host_of_peer(context.peer()))
+
+    async def _hinted(self, call: Call) -> AsyncGenerator[Chunk, None]:
+        """Generate under the id that the metadata propose, or one made from it while that is in use."""
+        try:
+            async with aclosing(self._serving.generate(call)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except RequestIdInUseError:
+            ending = f"-{uuid4().hex[:8]}"
+            room = max(0, self._serving.options.max_request_id_chars - len(ending))
+            unique = f"{(call.request_id or '')[:room]}{ending}"
+            async with aclosing(self._serving.generate(replace(call, request_id=unique))) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+
+class ControlService(control_pb2_grpc.ControlServiceServicer):
+    """Facts, load, and what changes the server."""
+
+    def __init__(self, serving: Serving, stall_timeout: float) -> None:
+        self._serving = serving
+        self._stall_timeout = stall_timeout
+        self._instance_id = uuid4().hex
+        self._start_time = _now()
+
+    async def GetServerInfo(
+        self, request: control_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.GetServerInfoResponse:
+        """Tell what runs here; the model's sizes once it is loaded."""
+        engine = self._serving.engine
+        info = control_pb2.GetServerInfoResponse(
+            version=__version__,
+            api_revision=_API_REVISION,
+            instance_id=self._instance_id,
+            start_time=self._start_time,
+            state=_STATES[engine.state],
+            model_names=self._serving.names,
+        )
+        try:
+            runner = engine.engine.runner
+        except EngineError:
+            return info  # nothing is loaded yet
+        info.max_model_len = engine.max_model_len
+        info.max_num_seqs = runner.setup.max_num_seqs
+        info.max_num_batched_tokens = runner.setup.max_num_batched_tokens
+        info.block_size = runner.geometry.block_size
+        info.kv_blocks_total = runner.geometry.num_blocks
+        info.dtype = runner.setup.dtype.name
+        info.device_kind = runner.setup.devices[0].device_kind
+        info.mesh["tp"] = engine.config.tensor_parallel_size
+        return info
+
+    async def GetLoad(
+        self, request: control_pb2.GetLoadRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.GetLoadResponse:
+        """Tell how busy the engine is."""
+        load = self._serving.engine.get_load()
+        return control_pb2.GetLoadResponse(
+            running=load.running,
+            waiting=load.waiting,
+            waiting_prompt_tokens_uncached=load.waiting_tokens,
+            kv_blocks_used=load.kv_blocks_used,
+            kv_blocks_total=load.kv_blocks_total,
+            max_running=load.max_running,
+            generated_tokens_per_second=load.generated_tokens_per_second,
+            prefix_hit_rate=load.prefix_hit_rate,
+            step_time=replies.duration_of(load.step_seconds),
+            snapshot_time=_now(),
+        )
+
+    async def Abort(
+        self, request: control_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.AbortResponse:
+        """End requests; ids that are not known change nothing."""
+        await self._serving.engine.abort(request.request_ids)
+        return control_pb2.AbortResponse()
+
+    async def ResetPrefixCache(
+        self, request: control_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.ResetPrefixCacheResponse:
+        """Forget all cached prefixes, if no request is running."""
+        return control_pb2.ResetPrefixCacheResponse(was_reset=await self._serving.engine.reset_prefix_cache())
+
+    async def PauseGeneration(
+        self, request: control_pb2.PauseGenerationRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.PauseGenerationResponse:
+        """Stop generating."""
+        if request.mode not in _PAUSE_MODES:
+            raise UserError(f"mode {request.mode} is not known.", "mode")
+        mode = _PAUSE_MODES[request.mode]
+        if mode == "keep" and request.clear_cache:
+            raise UserError("requests that are kept need the cache: leave clear_cache out or false.", "clear_cache")
+        clear = request.clear_cache if request.HasField("clear_cache") else mode != "keep"
+        await self._serving.engine.pause(mode, clear)
+        return control_pb2.PauseGenerationResponse()
+
+    async def ResumeGeneration(
+        self, request: control_pb2.ResumeGenerationRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.ResumeGenerationResponse:
+        """Generate again."""
+        await self._serving.engine.resume()
+        return control_pb2.ResumeGenerationResponse()
+
+    async def StreamKvEvents(
+        self, request: control_pb2.StreamKvEventsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Send what enters and leaves the prefix cache."""
+        events = self._serving.engine.kv_events(request.start_sequence)
+        async with aclosing(events) as batches, Writer(context, self._stall_timeout) as writer:
+            async for batch in batches:
+                await writer.write(replies.kv_events_of(batch))
+
+    async def LoadAdapter(
+        self, request: control_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.LoadAdapterResponse:
+        """Refuse: adapters are not built yet."""
+        raise FeatureDisabledError(_NO_ADAPTERS)
+
+    async def UnloadAdapter(
+        self, request: control_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.UnloadAdapterResponse:
+        """Refuse: adapters are not built yet."""
+        raise FeatureDisabledError(_NO_ADAPTERS)
+
+    async def ListAdapters(
+        self, request: control_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.ListAdaptersResponse:
+        """Refuse: adapters are not built yet."""
+        raise FeatureDisabledError(_NO_ADAPTERS)
+
+
+class Writer:
+    """Writes a stream's messages; gives up on a client that does not read for `stall_timeout` seconds (0: never).
+
+    Flow control alone bounds nothing: a client that never read took 4 MiB before a write blocked (measured). One timer
+    for the stream, which looks at the write that is under way: a timeout around each write costs 7 microseconds.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext, stall_timeout: float) -> None:
+        self._context = context
+        self._stall_timeout = stall_timeout
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # when the write under way began
+        self._is_stalled = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Writer:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        if self._stall_timeout > 0:
+            self._timer = self._loop.call_later(self._stall_timeout, self._look)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def write(self, message: Message) -> None:
+        """Send a message; raise SlowConsumerError where it does not leave in time."""
+        self._since = self._loop.time()
+        try:
+            await self._context.write(message)
+        except asyncio.CancelledError:
+            # If the client cancelled as well, that one stays: the call is over.
+            if self._is_stalled and self._task.uncancel() == 0:
+                raise SlowConsumerError(f"The stream was not read for {self._stall_timeout:g} seconds.") from None
+            raise
+        self._since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        due = (now if self._since is None else self._since) + self._stall_timeout
+        if due > now:
+            self._timer = self._loop.call_at(due, self._look)
+        else:
+            self._is_stalled = True
+            self._task.cancel()
+
+
+def first(metadata: Any, key: str) -> str | None:
+    """Return the first value of a key of metadata as text."""
+    return next((value for name, value in metadata or () if name == key and isinstance(value, str)), None)
+
+
+def _can_be_metadata(value: str) -> bool:
+    """Whether HTTP/2 headers can hold a value that nobody has checked yet."""
+    return len(value) <= _MAX_METADATA_CHARS and value.isascii() and value.isprintable()
+
+
+def _now() -> Timestamp:
+    now = Timestamp()
+    now.FromNanoseconds(time.time_ns())
+    return now

@@ -1,0 +1,355 @@
+"""The HTTP front end: its routes, the reading of bodies, and one place where every failure becomes an answer.
+
+What bodies and answers mean is in `openai_*.py`, what generates in `http_answers`, who may come in in `http_guard`.
+`/health`, `/live` and `/ready` look at the engine's state and never wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxllm.version import __version__
+from jaxllm_server.http.answers import Answer, while_connected
+from jaxllm_server.http.error_bodies import (
+    ClientGone,
+    Headers,
+    Refusal,
+    answer_of,
+    body_too_large,
+    log_failure,
+    nothing_at,
+    status_of,
+)
+from jaxllm_server.http.guard import CLIENT, Bodies, Gate, Guard, is_request_id, request_id_of
+from jaxllm_server.http.protocol import transport_of
+from jaxllm_server.http.sse import dumps
+from jaxllm_server.observability.tracing import Tracer
+from jaxllm_server.openai.chat import ChatReply
+from jaxllm_server.openai.completions import CompletionReply
+from jaxllm_server.openai.messages import Reply, model_card, model_list
+from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
+from jaxllm_server.shared import strict_json
+from jaxllm_server.shared.auth import Keys
+from jaxllm_server.shared.options import ServerOptions
+
+if TYPE_CHECKING:
+    from jaxllm_server.observability.prometheus import PrometheusObserver
+    from jaxllm_server.shared.serving import Serving
+
+_log = logging.getLogger("jaxllm.server.http")
+Result = TypeVar("Result")
+CLIENT_GONE = 499  # nginx's number, for the metrics: nothing is sent
+_NOT_FOUND = "no route"  # as what requests without a route are counted
+_DEAD = ("dead", "stopped")
+_LARGE_BODY = 256 << 10  # bytes; token ids of this size take 6 ms to parse (measured)
+_MANY_TOKENS = 4096
+
+
+def make_app(
+    serving: Serving, options: ServerOptions, observer: PrometheusObserver | None, tracer: Tracer | None
+) -> ASGIApp:
+    """Build the front end. The engine may still be loading: what needs it says so (503)."""
+    endpoints = Endpoints(serving, options, observer, tracer or Tracer())
+    router = Router(endpoints.routes(), redirect_slashes=False, default=_refuse_path)
+    return Front(Guard(router, options, Keys(options.api_key, options.admin_api_key)), options, observer)
+
+
+class Endpoints:
+    """What the routes do."""
+
+    def __init__(
+        self, serving: Serving, options: ServerOptions, observer: PrometheusObserver | None, tracer: Tracer
+    ) -> None:
+        self._serving = serving
+        self._options = options
+        self._observer = observer
+        self._tracer = tracer
+        self._gate = Gate(options.max_rpcs)
+        self._bodies = Bodies(options.most_receiving_bytes, options.max_body_bytes)
+        self._since = int(time.time())
+        self._fingerprint = f"jaxllm-{__version__}"
+
+    def routes(self) -> list[Route]:
+        """Return every route there is; a path is also what its requests are counted under."""
+        posts: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+        }
+        gets: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
+            "/v1/models": self.models,
+            "/v1/models/{model:path}": self.model,
+            "/health": self.health,
+            "/live": self.live,
+            "/ready": self.ready,
+            "/version": self.version,
+            "/load": self.load,
+            "/metrics": self.metrics,
+        }
+        return [Route(path, _counted(path, self._gated(run)), methods=["POST"]) for path, run in posts.items()] + [
+            Route(path, _counted(path.replace(":path", ""), run), methods=["GET"]) for path, run in gets.items()
+        ]
+
+    async def completions(self, request: Request) -> ASGIApp:
+        """Continue one or more prompts."""
+        self._serving.check_room(request.scope[CLIENT])
+        reply = CompletionReply(await self._body(request), self._options, _own_request_id(request))
+
+        async def read_prompts() -> None:
+            for prompt in reply.echo_of:
+                is_text = isinstance(prompt, str)
+                reply.prompt_texts.append(
+                    prompt if is_text else await self._serving.detokenize(prompt, request.scope[CLIENT])
+                )
+
+        return self._answer(request, reply, read_prompts)
+
+    async def chat(self, request: Request) -> ASGIApp:
+        """Answer a conversation."""
+        self._serving.check_room(request.scope[CLIENT])
+        return self._answer(request, ChatReply(await self._body(request), self._options, _own_request_id(request)))
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        """Turn a text or a conversation into token ids."""
+        call, wants_pieces = tokenize_call_of(await self._body(request))
+        client = request.scope[CLIENT]
+        ids = await while_connected(request.receive, self._serving.tokenize(replace(call, client=client)))
+        engine = self._serving.engine
+
+        def write() -> Response:
+            pieces = [engine.tokenizer.token(token_id) for token_id in ids] if wants_pieces else None
+            return _json(tokens_response(ids, engine.max_model_len, pieces))
+
+        return await self._run(write, len(ids) > _MANY_TOKENS, client)
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        """Turn token ids into text."""
+        model, ids = detokenize_request_of(await self._body(request))
+        self._serving.check_model(model)
+        return _json({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT])})
+
+    async def models(self, request: Request) -> ASGIApp:
+        """List the names that the model goes by."""
+        serving = self._serving
+        return _json(model_list(serving.names, serving.root, self._since, serving.engine.max_model_len))
+
+    async def model(self, request: Request) -> ASGIApp:
+        """Describe one name."""
+        asked = request.path_params["model"]
+        if not asked:  # "" would be the served one
+            raise nothing_at(request.scope["path"])
+        serving = self._serving
+        serving.check_model(asked)
+        return _json(model_card(asked, serving.root, self._since, serving.engine.max_model_len))
+
+    async def health(self, request: Request) -> ASGIApp:
+        """Say whether there is an engine: vLLM's clients wait for this one, so a model that loads is not there yet."""
+        return Response(status_code=503 if self._serving.engine.state in (*_DEAD, "loading") else 200)
+
+    async def live(self, request: Request) -> ASGIApp:
+        """Say whether the process is worth keeping."""
+        return Response(status_code=503 if self._serving.engine.state in _DEAD else 200)
+
+    async def ready(self, request: Request) -> ASGIApp:
+        """Say whether work is taken."""
+        state = self._serving.engine.state
+        return _json({"state": state}, 200 if state == "serving" else 503)
+
+    async def version(self, request: Request) -> ASGIApp:
+        """Say what serves."""
+        return _json({"version": __version__})
+
+    async def load(self, request: Request) -> ASGIApp:
+        """Say how busy the engine is; `server_load` is vLLM's number, of requests that are not answered yet."""
+        load = self._serving.engine.get_load()
+        return _json({"server_load": load.running + load.waiting, **load._asdict()})
+
+    async def metrics(self, request: Request) -> ASGIApp:
+        """Write all metrics for Prometheus."""
+        if self._observer is None:
+            raise nothing_at("/metrics")
+        return Response(self._observer.render(), media_type=self._observer.content_type)
+
+    def _gated(self, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[Request], Awaitable[ASGIApp]]:
+        """Wrap an endpoint so that its requests count as being answered, body and answer included."""
+
+        async def run(request: Request) -> ASGIApp:
+            async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+                with self._gate.place():
+                    response = await endpoint(request)
+                    await response(scope, receive, send)
+
+            return answer
+
+        run.__name__ = endpoint.__name__
+        return run
+
+    async def _run(self, function: Callable[[], Result], is_long: bool, client: str) -> Result:
+        """Call a function; in one of the engine's threads if it takes long and there still are any."""
+        if is_long and self._serving.engine.state not in _DEAD:
+            return await self._serving.engine.off_loop(function, client=client)
+        return function()
+
+    def _answer(self, request: Request, reply: Reply, prepare: Callable[[], Awaitable[None]] | None = None) -> Answer:
+        model = self._serving.check_model(reply.calls[0].model)
+        own = request.scope["jaxllm"]
+        if is_request_id(reply.request_id, self._options):  # the body's, perhaps; one that is wrong is refused later
+            own["name"] = own["name"].replace(own["request_id"], reply.request_id)
+        if own["client_id"] is not None:
+            reply.calls = [replace(call, client_id=own["client_id"]) for call in reply.calls]
+        head = {
+            "id": f"{reply.id_prefix}{reply.request_id}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": self._fingerprint,
+        }
+        return Answer(self._serving, self._tracer, reply, head, own["name"], request.scope[CLIENT], prepare)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """Read a request's JSON, no more of it than is taken."""
+        media, _, parameters = request.headers.get("content-type", "").partition(";")
+        charset = parameters.replace(" ", "").lower()
+        if media.strip().lower() != "application/json" or charset not in ("", 'charset="utf-8"', "charset=utf-8"):
+            raise Refusal(415, "The body must be application/json in UTF-8.", "CONTENT_TYPE", closes=True)
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise Refusal(415, "Compressed bodies are not taken.", "CONTENT_ENCODING", closes=True)
+        client = request.scope[CLIENT]
+        with self._bodies.place(client) as grow:
+            body = await self._receive(request, grow)
+            is_large = len(body) > _LARGE_BODY
+            parse = partial(strict_json.read, body, self._options.max_json_depth, in_thread=is_large)
+            parsing = self._run(parse, is_large, client)
+            return await (while_connected(request.receive, parsing) if is_large else parsing)
+
+    async def _receive(self, request: Request, grow: Callable[[int], None]) -> bytearray:
+        """Read a body; `grow` is called with each piece's length before it is kept, and may raise."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._options.stall_timeout or None):
+                while True:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    piece = message.get("body", b"")
+                    if len(body) + len(piece) > self._options.max_body_bytes:
+                        raise body_too_large(self._options.max_body_bytes)
+                    grow(len(piece))
+                    body += piece
+                    if not message.get("more_body", False):
+                        return body
+        except TimeoutError as error:
+            text = f"The body did not come within {self._options.stall_timeout:g} seconds."
+            raise Refusal(408, text, "REQUEST_TIMEOUT", "timeout", closes=True) from error
+
+
+class Front:
+    """The outermost app: gives a request its id, answers what went wrong with it, and counts it."""
+
+    def __init__(self, guard: Guard, options: ServerOptions, observer: PrometheusObserver | None) -> None:
+        self._guard = guard
+        self._options = options
+        self._observer = observer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; raises nothing."""
+        if scope["type"] != "http":
+            await _answer_other(scope, receive, send)
+            return
+        began = time.monotonic()
+        status: int | None = None
+        request_id = shown = uuid4().hex
+        own: dict[str, Any] = {"request_id": request_id, "client_id": None, "name": request_id}
+        own["route"] = _NOT_FOUND
+        scope = {**scope, "app": self, "jaxllm": own}  # "app" makes Starlette raise its 405
+        added: Headers = []
+
+        async def sender(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if self._options.enable_request_id_headers:
+                    added.append((b"x-request-id", shown.encode("ascii")))
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        try:
+            added += self._guard.cors_headers(scope)
+            clients = request_id_of(scope, self._options)
+            if clients is not None:
+                shown = own["client_id"] = clients
+                own["name"] = f"{request_id} ({clients})"
+                if self._options.enable_log_requests:
+                    _log.info("request %s is %s", request_id, clients)
+            await self._guard(scope, receive, sender)
+        except ClientGone:
+            status = CLIENT_GONE
+            _log.info("request %s: the client has gone", own["name"])
+        except Exception as error:
+            log_failure(own["name"], error)
+            if status is not None:
+                status = status_of(error)
+                if (transport := transport_of(scope)) is not None:
+                    transport.abort()  # a whole answer is not to be had, and half of one must not look like it
+            else:
+                await _send_error(sender, error)
+        finally:
+            if self._observer is not None:
+                try:
+                    seconds = time.monotonic() - began
+                    self._observer.request_handled("http", own["route"], status or CLIENT_GONE, seconds)
+                except Exception:  # statistics are no reason to fail anybody
+                    _log.exception("the observer failed")
+
+
+def _counted(path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[Request], Awaitable[Any]]:
+    """Wrap an endpoint so that its requests are counted under its path."""
+
+    async def run(request: Request) -> ASGIApp:
+        request.scope["jaxllm"]["route"] = path
+        return await endpoint(request)
+
+    run.__name__ = endpoint.__name__
+    return run
+
+
+def _own_request_id(request: Request) -> str:
+    return request.scope["jaxllm"]["request_id"]
+
+
+def _json(body: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(dumps(body), status, media_type="application/json")
+
+
+async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
+    raise nothing_at(scope["path"])
+
+
+async def _send_error(send: Send, error: Exception) -> None:
+    status, headers, body = answer_of(error)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _answer_other(scope: Scope, receive: Receive, send: Send) -> None:
+    """Take part in a server's start and stop; take no WebSocket."""
+    if scope["type"] == "lifespan":
+        for done in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{done}.complete"})
+    elif scope["type"] == "websocket":
+        with suppress(Exception):
+            await send({"type": "websocket.close", "code": 1000})

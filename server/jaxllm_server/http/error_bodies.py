@@ -1,0 +1,144 @@
+"""How a failure is told over HTTP: status, headers and a body in OpenAI's form.
+
+What the engine and `Serving` raise has its row in `errors.py`; what only HTTP knows is a `Refusal`. What the server is
+to blame for goes to the log as well. Knows no server.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+
+from starlette.exceptions import HTTPException
+
+from jaxllm.errors import EngineError, OverloadedError, printable
+from jaxllm_server.http.sse import dumps
+from jaxllm_server.openai.messages import error_body, error_body_of
+from jaxllm_server.shared.error_table import row_of
+
+_log = logging.getLogger("jaxllm.server.http")
+Headers = list[tuple[bytes, bytes]]
+
+UNAVAILABLE_RETRY_SECONDS = 1  # until another replica, or this one once it is loaded, may answer
+_CLOSE = (b"connection", b"close")
+_SHOWN_PATH = 128  # characters of a path that an error repeats
+_VERSION = re.compile(r"/(v[0-9]+/)?")
+_UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+# What OpenAI's, vLLM's and Anthropic's servers have beside them, by the first part of the path behind its version.
+_UNSERVED: Mapping[str, str] = {
+    **dict.fromkeys(("embeddings", "embed"), "this server generates text; it has no embedding model."),
+    **dict.fromkeys(
+        ("pooling", "score", "rerank", "classify"), "this server generates text; it has no model that scores texts."
+    ),
+    **dict.fromkeys(("audio", "realtime"), "this server generates text; it has no model of speech."),
+    "images": "this server generates text; it has no model of images.",
+    "moderations": "this server generates text; it has no model that judges it.",
+    "responses": "the Responses API is not built into jaxllm yet; use /v1/chat/completions.",
+    "messages": "Anthropic's API is not built into jaxllm yet; use /v1/chat/completions.",
+    **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), "adapters are not built into jaxllm yet."),
+    **dict.fromkeys(
+        ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
+    ),
+}
+_RETRIED_BY_CLIENTS = (408, 409, 429)  # beside 5xx: OpenAI's client tries these again unless it is told not to
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer; there is nobody to tell."""
+
+
+class Refusal(Exception):
+    """A request that HTTP itself is reason enough to refuse."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        reason: str,  # `code_of` makes the error's code of it
+        kind: str = "invalid_request_error",
+        *,
+        parameter: str | None = None,
+        closes: bool = False,  # the connection: the rest of the request is not read
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.kind = kind
+        self.parameter = parameter
+        self.closes = closes
+
+
+def body_too_large(max_body_bytes: int) -> Refusal:
+    """Return the refusal of a body, of which no more is read."""
+    message = f"The body is larger than the {max_body_bytes} bytes that this server takes."
+    return Refusal(413, message, "BODY_TOO_LARGE", closes=True)
+
+
+def nothing_at(path: str) -> Refusal:
+    """Return the refusal of a path that is not served: what is missing, or which path may have been meant."""
+    shown = printable(path[:_SHOWN_PATH])
+    why = _UNSERVED.get(_VERSION.sub("", path, count=1).partition("/")[0])
+    if why is not None:
+        return Refusal(404, f"{shown} is not served: {why}", "FEATURE_DISABLED", "not_found")
+    asked = path.lower().rstrip("/")
+    near = next((own for own in _UNDER_V1 if asked.endswith(own.removeprefix("/v1"))), None)
+    hint = "" if near is None else f" Did you mean {near}?"
+    if near is not None and near != asked:
+        hint += " Set the client's base URL to this server's address and /v1."
+    return Refusal(404, f"There is nothing at {shown}.{hint}", "ROUTE_NOT_FOUND", "not_found")
+
+
+def status_of(error: BaseException) -> int:
+    """Return the status that an error is told with."""
+    if isinstance(error, Refusal):
+        return error.status
+    return error.status_code if isinstance(error, HTTPException) else row_of(error).http
+
+
+def answer_of(error: BaseException) -> tuple[int, Headers, bytes]:
+    """Return status, headers and body that tell a client of an error."""
+    status = status_of(error)
+    if isinstance(error, Refusal):
+        body = error_body(str(error), error.kind, error.parameter, error.reason)
+    elif isinstance(error, HTTPException):  # the router's: it knows the path
+        message = "This path does not take this method."
+        body = error_body(message, "invalid_request_error", None, "METHOD_NOT_ALLOWED")
+    else:
+        body = error_body_of(error)
+    content = dumps(body)
+    headers: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+    if isinstance(error, Refusal) and error.closes:
+        headers.append(_CLOSE)
+    if isinstance(error, HTTPException):
+        headers += _encoded(error.headers or {})
+    return status, headers + _retry_headers(error, status), content
+
+
+def log_failure(request_name: str, error: BaseException) -> None:
+    """Write down what the client is not told; a request that is wrong, or one too many, is no event of the server's."""
+    if status_of(error) < 500:
+        return
+    if status_of(error) == 503:
+        _log.warning("requests fail: %s", error)  # whichever they are, until the engine is well
+    elif isinstance(error, EngineError):
+        _log.warning("request %s failed: %s", request_name, error)
+    else:
+        _log.error("request %s failed", request_name, exc_info=error)
+
+
+def _retry_headers(error: BaseException, status: int) -> Headers:
+    """Return when to try again, or that it is of no use."""
+    if status == 401:
+        return [(b"www-authenticate", b"Bearer")]
+    if isinstance(error, Refusal | HTTPException) or (status not in _RETRIED_BY_CLIENTS and status < 500):
+        return []
+    if not row_of(error).retry:
+        return [(b"x-should-retry", b"false")]
+    seconds = error.retry_after if isinstance(error, OverloadedError) else UNAVAILABLE_RETRY_SECONDS
+    return [(b"retry-after", b"%d" % math.ceil(seconds)), (b"retry-after-ms", b"%d" % math.ceil(1000 * seconds))]
+
+
+def _encoded(headers: Mapping[str, str]) -> Headers:
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

@@ -1,0 +1,238 @@
+"""Who and what may reach the routes: size of the head, Host, Origin, API key, declared size of the body, how many.
+
+An ASGI middleware that raises `Refusal` or an error of `auth`, and a gate; answering them is `http_app`'s business. It
+decides on the raw path, on which no decoding, host name or case can play tricks (vLLM CVE-2026-48746).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxllm.errors import OverloadedError
+from jaxllm_server.http.error_bodies import Headers, Refusal, body_too_large
+from jaxllm_server.shared.auth import Keys, only_header
+from jaxllm_server.shared.client_quota import client_of
+from jaxllm_server.shared.options import LOOPBACK, ServerOptions
+
+CLIENT = "jaxllm.client"  # in a request's scope: who sent it
+OPEN_PATHS = frozenset({b"/health", b"/live", b"/ready"})  # for probes, which have no key
+# And all that begins like them once it is decoded: to the router "/%6coad" and "/load\n" are "/load".
+_ADMIN_PATHS = ("/load", "/metrics")
+_HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
+_PREFLIGHT_SECONDS = b"600"  # that a browser may remember an answer to its question
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
+
+
+class Guard:
+    """Lets requests pass to an app, or raises why not."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions, keys: Keys) -> None:
+        self._app = app
+        self._options = options
+        self._keys = keys
+        self._root = options.root_path.rstrip("/")
+        self._checks_host = (options.is_loopback and options.uds is None) or bool(options.allowed_hosts)
+        self._hosts = {name.lower().strip("[]") for name in (*LOOPBACK, options.host, *options.allowed_hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request's head and pass it on."""
+        options = self._options
+        headers = _read_headers(scope, options)
+        host = _read_host(scope, headers)
+        if self._checks_host and "*" not in options.allowed_hosts and host is not None and host not in self._hosts:
+            raise Refusal(403, "This host name is not served here; see --allowed-hosts.", "HOST", "permission_denied")
+        self._check_origin(headers, host)
+        scope = _without_root(scope, self._root)
+        is_preflight = scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
+        if is_preflight and b"origin" in headers and options.allowed_origins:
+            await _answer_preflight(headers, send)
+            return
+        if scope["raw_path"] not in OPEN_PATHS:
+            key = self._keys.check(_authorization(headers), admin=scope["path"].startswith(_ADMIN_PATHS))
+            scope[CLIENT] = client_of(key, (scope.get("client") or ("",))[0])
+        # With the spaces and tabs that RFC 9110 allows behind a value: llhttp has read the same number past them.
+        length = headers.get(b"content-length", [b"0"])[0].strip(b" \t")
+        if not length.isdigit():
+            raise Refusal(400, "Content-Length must be a number.", "BAD_HEADER", closes=True)
+        if len(length) > 18 or int(length) > options.max_body_bytes:
+            raise body_too_large(options.max_body_bytes)
+        codings = headers.get(b"transfer-encoding", [b"chunked"])
+        if len(codings) > 1 or codings[0].lower() != b"chunked":  # the parser reads "gzip, chunked" as chunks
+            raise Refusal(400, "No Transfer-Encoding but chunked is taken.", "TRANSFER_ENCODING", closes=True)
+        await self._app(scope, receive, send)
+
+    def cors_headers(self, scope: Scope) -> Headers:
+        """Return what lets the pages of an allowed origin read the answer."""
+        if not self._options.allowed_origins:
+            return []
+        origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
+        if origin is None or not self._is_allowed(origin):
+            return [(b"vary", b"origin")]
+        exposed = b"x-request-id, retry-after, retry-after-ms"
+        return [
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", exposed),
+            (b"vary", b"origin"),
+        ]
+
+    def _check_origin(self, headers: dict[bytes, list[bytes]], host: str | None) -> None:
+        """Refuse what a web page of somebody else's sends: browsers name its origin (Ray CVE-2025-62593)."""
+        for origin in headers.get(b"origin", []):
+            # A page of this very host counts as ours only under names known to be ours, or rebinding DNS would do.
+            is_own = host in self._hosts and _authority(origin) == headers[b"host"][0].lower()
+            if not is_own and not self._is_allowed(origin):
+                message = "Requests from web pages of this origin are not taken; see --allowed-origins."
+                raise Refusal(403, message, "ORIGIN", "permission_denied")
+
+    def _is_allowed(self, origin: bytes) -> bool:
+        allowed = self._options.allowed_origins
+        return "*" in allowed or origin.decode("latin-1") in allowed
+
+
+class Gate:
+    """Lets so many requests in at once; what their bodies hold is memory, and it is not in the engine's queue yet."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._num_requests = 0
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Hold a place while the body runs; an OverloadedError where there is none."""
+        if self._num_requests >= self._max_requests:
+            raise OverloadedError(f"The server is answering {self._max_requests} requests already.", retry_after=1.0)
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+
+
+_FREE_BYTES = 64 << 10  # of a body that are not counted: as many bodies as there may be requests hold 64 MiB of them
+
+
+class Bodies:
+    """Bounds the bytes of bodies that are being received, all together, and of one client to half of them.
+
+    A small body has room whatever others hold.
+    """
+
+    def __init__(self, most: int, max_body_bytes: int) -> None:
+        self._most = most
+        self._share = max(most // 2, max_body_bytes)
+        self._total = 0
+        self._held: Counter[str] = Counter()  # of it, by client
+
+    @contextmanager
+    def place(self, client: str) -> Iterator[Callable[[int], None]]:
+        """Count one body while the block runs; call what it yields with the length of each piece.
+
+        Raises:
+            OverloadedError: by that call, where there is no room for the piece.
+        """
+        received = held = 0
+
+        def grow(num_bytes: int) -> None:
+            nonlocal received, held
+            received += num_bytes
+            num_bytes = max(0, received - _FREE_BYTES) - held
+            if num_bytes == 0:
+                return
+            if self._held[client] + num_bytes > self._share or self._total + num_bytes > self._most:
+                raise OverloadedError("The server is receiving too many large bodies.", retry_after=1.0)
+            self._held[client] += num_bytes
+            self._total += num_bytes
+            held += num_bytes
+
+        try:
+            yield grow
+        finally:
+            self._total -= held
+            self._held[client] -= held
+            if not self._held[client]:
+                del self._held[client]  # or every address that ever called would be remembered
+
+
+def request_id_of(scope: Scope, options: ServerOptions) -> str | None:
+    """Return the X-Request-Id that a client sent; one that could spoil a log is a `Refusal`."""
+    values = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    if not values:
+        return None
+    text = values[0].decode("latin-1")
+    if len(values) > 1 or not is_request_id(text, options):
+        most = options.max_request_id_chars
+        message = f"X-Request-Id must be 1 to {most} characters of A-Z, a-z, 0-9, '.', '_' and '-'."
+        raise Refusal(400, message, "BAD_HEADER", parameter="X-Request-Id")
+    return text
+
+
+def is_request_id(text: str, options: ServerOptions) -> bool:
+    """Whether a text can name a request: short, and harmless in a log."""
+    return len(text) <= options.max_request_id_chars and _REQUEST_ID.fullmatch(text) is not None
+
+
+def _read_headers(scope: Scope, options: ServerOptions) -> dict[bytes, list[bytes]]:
+    """Return the values by lower-case name, once they are few and short enough."""
+    pairs: list[tuple[bytes, bytes]] = list(scope["headers"])
+    size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    size += sum(len(name) + len(value) + 4 for name, value in pairs)  # with ": " and the end of the line
+    if len(pairs) > options.max_headers or size > options.max_header_bytes:
+        message = f"The request's head is larger than {options.max_headers} lines or {options.max_header_bytes} bytes."
+        raise Refusal(431, message, "HEAD_TOO_LARGE", closes=True)
+    headers: dict[bytes, list[bytes]] = {}
+    for name, value in pairs:
+        headers.setdefault(name.lower(), []).append(value)
+    return headers
+
+
+def _read_host(scope: Scope, headers: dict[bytes, list[bytes]]) -> str | None:
+    """Return the host's name without its port; None where HTTP/1.0 needs none."""
+    values = headers.get(b"host", [])
+    if not values and scope.get("http_version") == "1.0":
+        return None
+    match = _HOST.fullmatch(values[0]) if len(values) == 1 else None
+    if match is None:
+        raise Refusal(400, "The request must have one valid Host header.", "BAD_HEADER", closes=True)
+    return match[1].decode("ascii").lower().strip("[]")
+
+
+def _authority(origin: bytes) -> bytes | None:
+    try:
+        return urlsplit(origin.lower()).netloc
+    except ValueError:  # brackets that are no IPv6 address
+        return None
+
+
+def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
+    return only_header([value.decode("utf-8", "surrogateescape") for value in headers.get(b"authorization", [])])
+
+
+def _without_root(scope: Scope, root: str) -> Scope:
+    """Return the scope as if the app were at the top, whether or not a proxy or the server has added the prefix."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    path: str = scope["path"]
+    if root:
+        prefix = f"{root}/"
+        for _ in range(2):  # a proxy that leaves it, and uvicorn's root_path, which adds it
+            if path.startswith(prefix) and raw.startswith(prefix.encode()):
+                path, raw = path[len(root) :], raw[len(root.encode()) :]
+    return {**scope, "root_path": "", "path": path, "raw_path": raw}
+
+
+async def _answer_preflight(headers: dict[bytes, list[bytes]], send: Send) -> None:
+    """Let a page of an allowed origin send what it asked about."""
+    wanted = headers.get(b"access-control-request-headers", [b"authorization, content-type"])[0]
+    answer: list[Any] = [
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-headers", wanted),
+        (b"access-control-max-age", _PREFLIGHT_SECONDS),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": answer})
+    await send({"type": "http.response.body"})

@@ -1,0 +1,284 @@
+"""HTTP/1.1 as uvicorn speaks it, with bounds that it has not: size and time of a head, bytes of a message, and the
+time in which a client has to read what is sent.
+
+`server_config` is all that uvicorn is told. The protocol also hands the connection's transport to the app, which
+closes it where an answer broke off. Knows no route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from jaxllm_server.http.error_bodies import Refusal, answer_of, body_too_large
+from jaxllm_server.shared.options import ServerOptions
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+READ_BYTES = 32 * 1024  # at once from a connection: what a body may be longer than its bound before that is seen
+MAX_PIPELINED = 16  # requests behind the one that is answered; uvicorn would queue as many as fit through the network
+TRANSPORT = "jaxllm.transport"  # extension of the ASGI scope: the connection's asyncio.Transport
+
+
+def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicorn.Config:
+    """Return how uvicorn serves the front end: this protocol, TLS, no logs of its own, and what `others` say."""
+    return uvicorn.Config(
+        app,
+        http=cast(Any, protocol_of(options)),  # `HttpServer` makes one for each connection
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,  # on loopback uvicorn would let a client say in a header who it is
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=1,
+        root_path=options.root_path,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_client_auth else ssl.CERT_NONE,
+        **others,
+    )
+
+
+def protocol_of(options: ServerOptions) -> type[SmallReads]:
+    """Return the class of what a server's event loop tells of a connection. It is for one loop."""
+
+    class Connection(BoundedProtocol):
+        """A connection of this server."""
+
+        max_head_bytes = options.max_header_bytes
+        max_body_bytes = options.max_body_bytes
+        head_seconds = stall_seconds = options.stall_timeout or None
+
+    class Read(SmallReads):
+        """Reads a connection of this server."""
+
+        connection_type = Connection
+        buffer = memoryview(bytearray(READ_BYTES))
+
+    return Read
+
+
+class SmallReads(asyncio.BufferedProtocol):
+    """Gives a connection what comes in pieces of READ_BYTES: uvloop would read 250 KiB before anybody could stop it."""
+
+    connection_type: type[HttpToolsProtocol]
+    buffer: memoryview  # of all connections: it is read at once into, and out of
+
+    def __init__(self, *arguments: Any, **given: Any) -> None:
+        """Take what uvicorn gives a protocol."""
+        self.connection = self.connection_type(*arguments, **given)
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin."""
+        self.connection.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self.connection.connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """Nothing more comes."""
+        self.connection.eof_received()
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly."""
+        self.connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self.connection.resume_writing()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Say where to read into."""
+        return self.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Hand on what was read."""
+        self.connection.data_received(bytes(self.buffer[:nbytes]))
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection; a subclass says its bounds."""
+
+    max_head_bytes: int
+    max_body_bytes: int  # without the framing of chunks, which may be as much again
+    head_seconds: float | None  # for a request's head to be complete, from its first byte or the connection's start
+    stall_seconds: float | None  # for the client to read what is in the way of more
+    _late: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+    _aborting: asyncio.TimerHandle | None = None
+    _is_in_head = True
+    _num_bytes = 0  # of the message that is being received, roughly: the next one may begin in the same segment
+    _num_body_bytes = 0  # of them, what is body
+    _segment = b""  # that is being parsed
+    parser: Any  # httptools' parser; None when the connection is lost
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._cancel_late()
+        for timer in (self._stalled, self._aborting):  # each holds the connection
+            if timer is not None:
+                timer.cancel()
+        self._stalled = self._aborting = None
+        super().connection_lost(exc)  # resumes writing, so that an app that waits goes on
+
+    def data_received(self, data: bytes) -> None:
+        """Parse more of a request, unless it is too much."""
+        if self.transport.is_closing():
+            return
+        self._num_bytes += len(data)
+        self._parse(data)
+        self._segment = b""
+        if self.transport.is_closing():
+            return
+        if self._is_in_head and self._num_bytes > self.max_head_bytes:
+            self._refuse(
+                Refusal(431, f"The request's head is larger than {self.max_head_bytes} bytes.", "HEAD_TOO_LARGE")
+            )
+        elif self._num_body_bytes > self.max_body_bytes and self.cycle.response_complete:
+            self.transport.abort()  # nobody reads the rest; an app that still does refuses it
+        elif self._num_bytes > 2 * self.max_body_bytes + self.max_head_bytes:
+            self._refuse(body_too_large(self.max_body_bytes))  # the app, if it is reading, sees a client that has gone
+        elif self._is_in_head and (self.cycle is None or self.cycle.response_complete):
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        super().on_message_begin()
+        self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[typeddict-item]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; what comes behind a body (a trailer) nobody reads."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Hand the request to the app."""
+        if self.parser.get_method() == b"CONNECT" or len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("no tunnels, and not too many requests")  # ends the parsing: `send_400_response` is next
+        if self.parser.should_upgrade():
+            return  # `_unsupported_upgrade_warning` is next
+        self._cancel_late()
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Hand a piece of the body to the app, or count it where nobody reads it any more."""
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+        if self._num_body_bytes > self.max_body_bytes:
+            self.flow.pause_reading()  # the app has enough to refuse it, or goes on when it has answered
+
+    def on_message_complete(self) -> None:
+        """End a request's body."""
+        if self.parser.should_upgrade():
+            return
+        super().on_message_complete()
+        self._is_in_head = True
+        self._num_bytes = self._num_body_bytes = 0
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, or for the last bytes to leave."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._abort_later()
+        elif not self._is_in_head and self.cycle.response_complete:
+            self._expect_head()  # behind a body that nobody reads: uvicorn's timer ends with its first byte
+
+    def pause_writing(self) -> None:
+        """Let the app wait until the client has read more, but not for ever."""
+        super().pause_writing()
+        if self.stall_seconds is not None:
+            self._stalled = self.loop.call_later(self.stall_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Let the app go on."""
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, even if the client has not read the last answer."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP."""
+        self._refuse(Refusal(400, "This is not a valid HTTP/1.1 request.", "BAD_REQUEST"))
+
+    def _parse(self, data: bytes) -> None:
+        self._segment = data
+        super().data_received(data)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Go on in HTTP/1.1 with a request that offers another protocol, as Java's client does with each first one.
+
+        The parser has stopped before the body, as if it were in that protocol: to parse on from there would make
+        a request of a body. So the head is parsed again, without the offer.
+        """
+        stopped = sys.exception()  # the parser's
+        assert stopped is not None
+        rest = self._segment[stopped.args[0] :]
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        head = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
+        self.parser = type(self.parser)(self)
+        self._parse(b"".join([head, *lines, b"\r\n", rest]))
+
+    def _abort_later(self) -> None:
+        """Cut the connection off: asyncio closes once all is sent, which a client that does not read puts off."""
+        if self.stall_seconds is not None and self._aborting is None:
+            self._aborting = self.loop.call_later(self.stall_seconds, self.transport.abort)
+
+    def _expect_head(self) -> None:
+        if self._late is None and self.head_seconds is not None:
+            self._late = self.loop.call_later(self.head_seconds, self._on_late)
+
+    def _cancel_late(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _on_late(self) -> None:
+        self._late = None
+        if not self._num_bytes or not self._is_in_head:  # a browser's spare connection, or the rest of a refused body
+            self.transport.close()
+            self._abort_later()
+        elif not self.transport.is_closing():
+            message = f"The request did not come within {self.head_seconds:g} seconds."
+            self._refuse(Refusal(408, message, "REQUEST_TIMEOUT", "timeout"))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer without the app, and close."""
+        self._cancel_late()
+        status, headers, body = answer_of(refusal)
+        is_answered = self.cycle is not None and self.cycle.response_started
+        if self._is_in_head:  # of a request of its own
+            is_answered = is_answered and not self.cycle.response_complete
+        if not is_answered and not self.pipeline:  # otherwise it would stand in or behind another answer
+            lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
+            self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
+        self.transport.close()
+        self._abort_later()
+
+
+def transport_of(scope: Any) -> asyncio.Transport | None:
+    """Return the connection of a request, where the server is this one."""
+    return scope.get("extensions", {}).get(TRANSPORT)

@@ -1,0 +1,332 @@
+"""What Prometheus scrapes: vLLM's families under `jaxllm:`, and what jaxllm alone can tell.
+
+Names, buckets and labels are vLLM's (v1/metrics/loggers.py), so that its dashboards need another prefix only. Counters
+and gauges are read from the engine when somebody scrapes; histograms are fed by the events of `Observer`. Every label
+comes from a closed set: what a client sends can never add a series. Nothing here waits for the engine. Belongs to the
+event loop; knows no route and no RPC but by name.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from http import HTTPStatus
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any, get_args
+
+import psutil
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxllm.engine.async_llm import AsyncLLM, EngineState
+from jaxllm.errors import EngineError
+from jaxllm.metrics import Load, Metrics, StepReport
+from jaxllm.outputs import FinishReason, RequestOutput
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.v1 import control_pb2, inference_pb2
+
+OTHER = "other"  # the label of everything that is in no closed set
+HTTP_ROUTES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v1/models/{model}",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/live",
+    "/ready",
+    "/ping",
+    "/version",
+    "/load",
+    "/metrics",
+)
+GRPC_ROUTES = tuple(
+    f"{service.full_name}/{method.name}"
+    for file in (inference_pb2.DESCRIPTOR, control_pb2.DESCRIPTOR)
+    for service in file.services_by_name.values()
+    for method in service.methods
+)
+GRPC_CODES = (
+    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
+    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
+    *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
+)
+CLIENT_GONE = 499  # as nginx and the table of errors call it; no HTTPStatus
+_ROUTES = MappingProxyType({"http": frozenset(HTTP_ROUTES), "grpc": frozenset(GRPC_ROUTES)})
+_CODES = MappingProxyType(
+    {
+        "http": frozenset([str(CLIENT_GONE), *(str(int(status)) for status in HTTPStatus)]),
+        "grpc": frozenset(GRPC_CODES),
+    }
+)
+
+_TOKENS = tuple(digit * 10**power for power in range(9) for digit in (1, 2, 5))  # cut at max_model_len, as in vLLM
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_BETWEEN_TOKENS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 7680.0),
+)
+_STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_HANDLING = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_SHARE = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+# Name without its prefix, what it counts, buckets.
+_HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
+    ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
+    ("request_generation_tokens", "Generated tokens of an output.", _TOKENS),
+    ("request_max_num_generation_tokens", "Generated tokens of the longest output of a request.", _TOKENS),
+    ("request_params_max_tokens", "The max_tokens parameter of a request.", _TOKENS),
+    ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", _TOKENS),
+    ("request_params_n", "The n parameter of a request.", (1, 2, 5, 10, 20)),
+    (
+        "iteration_tokens_total",
+        "Prompt tokens computed and tokens generated in an engine step.",
+        (1, *(2**power for power in range(3, 15))),
+    ),
+    ("time_to_first_token_seconds", "Seconds from arrival to the first token.", _FIRST_TOKEN),
+    ("inter_token_latency_seconds", "Seconds between two tokens of a request.", _BETWEEN_TOKENS),
+    ("request_time_per_output_token_seconds", "Mean seconds of a request's tokens after its first.", _BETWEEN_TOKENS),
+    ("e2e_request_latency_seconds", "Seconds from arrival to the end of a request.", _REQUEST),
+    ("request_queue_time_seconds", "Seconds from arrival to the first step of a request.", _REQUEST),
+    ("request_inference_time_seconds", "Seconds from the first step to the end of a request.", _REQUEST),
+    ("request_prefill_time_seconds", "Seconds from the first step to the first token.", _REQUEST),
+    ("request_decode_time_seconds", "Seconds from the first token to the end of a request.", _REQUEST),
+    ("step_seconds", "Seconds of an engine step.", _STEP),
+    ("batch_occupancy", "Requests in an engine step, as a share of the most that can run at once.", _SHARE),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda own: own.prompt_tokens),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda own: own.cached_tokens),
+    ("num_preemptions", "Requests that lost their place and were computed again.", lambda own: own.preemptions),
+    ("prompt_tokens", "Prompt tokens of requests that began.", lambda own: own.prompt_tokens),
+    ("prompt_tokens_cached", "Those of them found in the prefix cache.", lambda own: own.cached_tokens),
+    ("generation_tokens", "Generated tokens.", lambda own: own.generated_tokens),
+    ("steps", "Engine steps.", lambda own: own.steps),
+    ("computed_tokens", "Rows of programs that were somebody's tokens.", lambda own: own.computed_tokens),
+    ("padded_tokens", "Rows of programs, padding included.", lambda own: own.padded_tokens),
+    ("recoveries", "Steps that failed and took the cache with them.", lambda own: own.recoveries),
+    ("programs_compiled", "Programs compiled ahead of time.", lambda own: own.programs_compiled),
+    ("programs_failed", "Failed tries to compile a program in the background.", lambda own: own.programs_failed),
+    ("compile_seconds", "Seconds spent compiling, of all threads.", lambda own: own.compile_seconds),
+    ("compilations_after_ready", "Compilations that a request waited for.", lambda own: own.compilations_after_ready),
+)
+_GAUGES: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
+    ("num_requests_running", "Requests that take part in steps.", lambda load: load.running),
+    ("num_requests_waiting", "Requests in the queue.", lambda load: load.waiting),
+    (
+        "kv_cache_usage_perc",
+        "KV blocks in use; 1 means all.",
+        lambda load: load.kv_blocks_used / max(load.kv_blocks_total, 1),
+    ),
+)
+_DEVICE_BYTES = MappingProxyType(
+    {"bytes_in_use": "in_use", "peak_bytes_in_use": "peak", "bytes_limit": "limit"}  # JAX's names, ours
+)
+
+
+class Histogram:
+    """Counts of values by bucket, cheap to add to: a few hundred nanoseconds, however many values at once."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add `value`, `count` times."""
+        self._counts[bisect_left(self.bounds, value)] += count
+        self._sum += value * count
+
+    def buckets(self, highest: float = math.inf) -> tuple[list[tuple[str, float]], float]:
+        """Return the cumulative count up to each bound that is at most `highest`, and the sum of all values."""
+        totals = list(accumulate(self._counts))
+        shown = [
+            (str(float(bound)), total) for bound, total in zip(self.bounds, totals, strict=False) if bound <= highest
+        ]
+        return [*shown, ("+Inf", totals[-1])], self._sum
+
+
+class PrometheusObserver(Collector):
+    """An `Observer` of one engine, and the text that Prometheus reads. Has a registry of its own."""
+
+    content_type = CONTENT_TYPE_PLAIN_0_0_4
+
+    def __init__(self, engine: AsyncLLM, model_name: str) -> None:
+        self._engine = engine
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._histograms = {name: Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
+        self._handled: dict[tuple[str, str, str], int] = {}  # by protocol, route and code
+        self._handling: dict[tuple[str, str], Histogram] = {}  # by protocol and route
+        self._process = psutil.Process()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+    def step(self, report: StepReport) -> None:
+        """Take note of a step."""
+        own = self._histograms
+        own["step_seconds"].observe(report.seconds)
+        own["iteration_tokens_total"].observe(report.num_tokens)
+        own["batch_occupancy"].observe(report.num_rows / max(self._engine.get_load().max_running, 1))
+
+    def tokens(self, seconds: float, count: int, is_first: bool) -> None:
+        """Take note of tokens: those that came together share the time since the ones before."""
+        if is_first:
+            self._histograms["time_to_first_token_seconds"].observe(seconds)
+        else:
+            self._histograms["inter_token_latency_seconds"].observe(seconds / count, count)
+
+    def finished(self, output: RequestOutput, params: SamplingParams) -> None:
+        """Take note of a request that has ended, however it did.
+
+        Prompt tokens count once a request, not once an output as in vLLM, so that their sum is `prompt_tokens_total`.
+        """
+        own = self._histograms
+        lengths = [len(completion.token_ids) for completion in output.outputs]
+        own["request_prompt_tokens"].observe(len(output.prompt_token_ids))
+        if output.num_cached_tokens is not None:
+            own["request_prefill_kv_computed_tokens"].observe(len(output.prompt_token_ids) - output.num_cached_tokens)
+        for length in lengths:
+            own["request_generation_tokens"].observe(length)
+        own["request_max_num_generation_tokens"].observe(max(lengths, default=0))
+        own["request_params_n"].observe(params.n)
+        if params.max_tokens is not None:
+            own["request_params_max_tokens"].observe(params.max_tokens)
+        times = output.metrics
+        if times is None:
+            return
+        intervals = (
+            ("e2e_request_latency_seconds", times.arrival_time, times.finished_time),
+            ("request_queue_time_seconds", times.arrival_time, times.first_scheduled_time),
+            ("request_inference_time_seconds", times.first_scheduled_time, times.finished_time),
+            ("request_prefill_time_seconds", times.first_scheduled_time, times.first_token_time),
+            ("request_decode_time_seconds", times.first_token_time, times.finished_time),
+        )
+        for name, start, end in intervals:
+            if start is not None and end is not None:
+                own[name].observe(end - start)
+        if times.first_token_time is not None and times.finished_time is not None and max(lengths, default=0) > 1:
+            mean = (times.finished_time - times.first_token_time) / (max(lengths) - 1)
+            own["request_time_per_output_token_seconds"].observe(mean)
+
+    def request_handled(self, protocol: str, route: str, code: int | str, seconds: float) -> None:
+        """Count a call that a front end has answered.
+
+        `protocol` is "http" or "grpc"; `route` a route's template, as `/v1/completions`, or `package.Service/Method`;
+        `code` an HTTP status (499: the client has gone) or the name of a gRPC code. What is not known becomes "other".
+        """
+        known_routes, known_codes = _ROUTES[protocol], _CODES[protocol]
+        route = route if protocol == "http" else route.removeprefix("/")
+        route = route if route in known_routes else OTHER
+        code = str(code) if str(code) in known_codes else OTHER
+        self._handled[protocol, route, code] = self._handled.get((protocol, route, code), 0) + 1
+        self._handling.setdefault((protocol, route), Histogram(_HANDLING)).observe(seconds)
+
+    def render(self) -> bytes:
+        """Write everything in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Give all families; `render` calls it."""
+        yield from self._engine_families()
+        yield from self._histogram_families()
+        yield from self._device_families()
+        yield from self._handled_families()
+
+    def describe(self) -> Iterable[Metric]:
+        """Give no names beforehand: they are not needed, and the engine may not be there yet."""
+        return ()
+
+    def _engine_families(self) -> Iterator[Metric]:
+        metrics, load = self._engine.metrics, self._engine.get_load()
+        for name, documentation, read in _COUNTERS:
+            yield self._counter(name, documentation, [({}, read(metrics))])
+        for name, documentation, read in _GAUGES:
+            yield self._gauge(name, documentation, [({}, read(load))])
+        reasons = [({"finished_reason": reason}, metrics.finished.get(reason, 0)) for reason in get_args(FinishReason)]
+        yield self._counter("request_success", "Outputs that have ended, by the reason.", reasons)
+        states = [({"state": state}, float(state == self._engine.state)) for state in get_args(EngineState)]
+        yield self._gauge("engine_state", "1 for what the engine is doing.", states)
+        config = self._engine.config
+        facts = {
+            "block_size": config.block_size,
+            "cache_dtype": config.dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+            "num_gpu_blocks": load.kv_blocks_total,
+            "num_gpu_blocks_override": config.num_kv_blocks,
+        }
+        labels = {name: str(value) for name, value in facts.items()}
+        yield self._gauge("cache_config_info", "How the KV cache is set up.", [(labels, 1.0)])
+
+    def _histogram_families(self) -> Iterator[Metric]:
+        try:
+            longest = self._engine.max_model_len
+        except EngineError:  # still being loaded: there has been no request
+            return
+        for name, documentation, bounds in _HISTOGRAMS:
+            family = HistogramMetricFamily(f"jaxllm:{name}", documentation, labels=list(self._labels))
+            buckets, total = self._histograms[name].buckets(longest if bounds is _TOKENS else math.inf)
+            family.add_metric(list(self._labels.values()), buckets, total)
+            yield family
+
+    def _device_families(self) -> Iterator[Metric]:
+        """Tell what is loaded and compiled; nothing while the model is being loaded, when to ask JAX would wait."""
+        try:
+            runner = self._engine.engine.runner
+        except EngineError:
+            return
+        programs = runner.programs
+        yield self._gauge("programs_ready", "Programs that can be run.", [({}, len(programs))])
+        yield self._gauge("programs_compiling", "Threads that compile beside requests.", [({}, programs.num_compiling)])
+        yield self._gauge("programs_possible", "Programs there can be.", [({}, programs.num_all)])
+        memory: list[tuple[Mapping[str, str], float]] = []
+        for device in runner.setup.devices:
+            stats = device.memory_stats() or {}  # None of a CPU
+            kinds = [(kind, stats[name]) for name, kind in _DEVICE_BYTES.items() if name in stats]
+            memory += [({"device": str(device.id), "kind": kind}, float(value)) for kind, value in kinds]
+        if not memory:
+            memory = [({"device": "cpu", "kind": "in_use"}, float(self._process.memory_info().rss))]
+        yield self._gauge("device_memory_bytes", "Memory of a device; of a CPU, this process'.", memory)
+
+    def _handled_families(self) -> Iterator[Metric]:
+        """Tell what the front ends answered. Not by engine: most of it never reaches one."""
+        names = ["protocol", "route", "code"]
+        counts = CounterMetricFamily("jaxllm:requests_handled", "Calls that the front ends answered.", labels=names)
+        for labels, count in self._handled.items():
+            counts.add_metric(list(labels), count)
+        yield counts
+        seconds = HistogramMetricFamily(
+            "jaxllm:request_handling_seconds", "Seconds of a call, streams to their end.", labels=names[:2]
+        )
+        for labels, histogram in self._handling.items():
+            seconds.add_metric(list(labels), *histogram.buckets())
+        yield seconds
+
+    def _counter(self, name: str, documentation: str, samples: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
+        return self._family(CounterMetricFamily, name, documentation, samples)
+
+    def _gauge(self, name: str, documentation: str, samples: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
+        return self._family(GaugeMetricFamily, name, documentation, samples)
+
+    def _family(
+        self, kind: Any, name: str, documentation: str, samples: Sequence[tuple[Mapping[str, str], float]]
+    ) -> Metric:
+        family = kind(f"jaxllm:{name}", documentation, labels=[*self._labels, *(samples[0][0] if samples else ())])
+        for labels, value in samples:
+            family.add_metric([*self._labels.values(), *labels.values()], value)
+        return family

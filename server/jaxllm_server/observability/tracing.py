@@ -1,0 +1,195 @@
+"""OpenTelemetry spans of requests, joined to the trace that a client's `traceparent` names.
+
+A front end starts a span for each call; whoever knows what became of the request describes it with `current_span`, and
+the span takes vLLM's name and attributes (vllm/tracing.py: `llm_request`, `gen_ai.*`). The packages come with
+`jaxllm[otel]` and are imported only where an endpoint is given; otherwise every span is one that does nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from jaxllm.errors import UserError
+from jaxllm.outputs import RequestMetrics
+from jaxllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+Attribute = str | bool | int | float
+REQUEST_SPAN = "llm_request"
+_MOST_CHARACTERS = 256  # of an error's text
+_FAREWELL_SECONDS = 2.0  # for the last spans to leave
+
+
+class Span:
+    """A call that is being answered. This one is of a server without traces: it forgets everything."""
+
+    def set(self, attributes: Mapping[str, Attribute | None], name: str | None = None) -> None:
+        """Add attributes, None ones left out; with `name` the span is called so from now on."""
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the span, as failed if there was an error; a cancelled call did not fail. Only the first end counts."""
+
+
+NO_SPAN = Span()
+_current: ContextVar[Span] = ContextVar("jaxllm_span", default=NO_SPAN)
+
+
+def current_span() -> Span:
+    """Return the span of the call that this task answers; one that does nothing if there is none."""
+    return _current.get()
+
+
+class Tracer:
+    """Starts spans. This one is of a server without traces; see `from_endpoint`."""
+
+    @staticmethod
+    def from_endpoint(endpoint: str | None) -> Tracer:
+        """Send spans to an OTLP collector over HTTP, as http://localhost:4318; None gives a tracer that does nothing.
+
+        Where the URL has no path it is OTLP's, /v1/traces. What OpenTelemetry's own environment variables say about
+        sampling, headers, batches and the service's name holds.
+
+        Raises:
+            UserError: the URL is not one of HTTP, or OpenTelemetry is not installed.
+        """
+        if endpoint is None:
+            return Tracer()
+        return _tracer_to(_exporter(endpoint))
+
+    def start(self, traceparent: str | None, name: str, attributes: Mapping[str, Attribute | None]) -> Span:
+        """Start a span and make it the current task's; it is the client's trace that goes on where there is one.
+
+        A `traceparent` that is not of the form of W3C's Trace Context is ignored.
+        """
+        return NO_SPAN
+
+    def close(self) -> None:
+        """Send what has not been sent and stop. Waits two seconds at most: a collector may not answer."""
+
+
+def request_attributes(
+    request_id: str,
+    model: str,
+    params: SamplingParams,
+    times: RequestMetrics | None,
+    prompt_tokens: int,
+    completion_tokens: int,
+) -> dict[str, Attribute | None]:
+    """Name what is known of a request as vLLM does; times in seconds, None for what has not happened."""
+    attributes: dict[str, Attribute | None] = {
+        "gen_ai.response.model": model,
+        "gen_ai.request.id": request_id,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.n": params.n,
+        "gen_ai.usage.num_sequences": params.n,
+        "gen_ai.usage.prompt_tokens": prompt_tokens,
+        "gen_ai.usage.completion_tokens": completion_tokens,
+    }
+    if times is not None:
+        attributes |= {
+            "gen_ai.latency.time_in_queue": _between(times.arrival_time, times.first_scheduled_time),
+            "gen_ai.latency.time_to_first_token": _between(times.arrival_time, times.first_token_time),
+            "gen_ai.latency.e2e": _between(times.arrival_time, times.finished_time),
+            "gen_ai.latency.time_in_model_prefill": _between(times.first_scheduled_time, times.first_token_time),
+            "gen_ai.latency.time_in_model_decode": _between(times.first_token_time, times.finished_time),
+            "gen_ai.latency.time_in_model_inference": _between(times.first_scheduled_time, times.finished_time),
+        }
+    return attributes
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+class _RecordedSpan(Span):
+    """A span that is sent once it has ended."""
+
+    def __init__(self, span: Any) -> None:
+        self._span = span  # of OpenTelemetry
+
+    def set(self, attributes: Mapping[str, Attribute | None], name: str | None = None) -> None:
+        if not self._span.is_recording():  # it has ended, or its trace was not chosen to be sampled
+            return
+        if name is not None:
+            self._span.update_name(name)
+        self._span.set_attributes({key: value for key, value in attributes.items() if value is not None})
+
+    def end(self, error: BaseException | None = None) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        if not self._span.is_recording():
+            return
+        if error is not None:
+            self._span.set_attribute("error.type", type(error).__name__)
+            if not isinstance(error, asyncio.CancelledError):
+                self._span.set_status(Status(StatusCode.ERROR, str(error)[:_MOST_CHARACTERS]))
+        self._span.end()
+
+
+class _RecordingTracer(Tracer):
+    """A tracer with a provider of its own: OpenTelemetry's global one is left to the process."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("jaxllm")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def start(self, traceparent: str | None, name: str, attributes: Mapping[str, Attribute | None]) -> Span:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+
+        parent = self._propagator.extract({"traceparent": traceparent} if traceparent else {}, Context())
+        given = {key: value for key, value in attributes.items() if value is not None}
+        span = _RecordedSpan(self._tracer.start_span(name, parent, SpanKind.SERVER, given))
+        _current.set(span)
+        return span
+
+    def close(self) -> None:
+        # OpenTelemetry's own waits up to 30 s for a collector that is gone (measured with 1.45).
+        closing = threading.Thread(target=self._provider.shutdown, name="jaxllm-tracing-close", daemon=True)
+        closing.start()
+        closing.join(_FAREWELL_SECONDS)
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(
+            f"otlp_traces_endpoint must be a URL such as http://localhost:4318/v1/traces, got {endpoint!r}.",
+            "otlp_traces_endpoint",
+            endpoint,
+        )
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise UserError(
+            "otlp_traces_endpoint needs OpenTelemetry, which is not installed: pip install 'jaxllm[otel]'.",
+            "otlp_traces_endpoint",
+            endpoint,
+        ) from error
+    return OTLPSpanExporter(parts._replace(path="/v1/traces").geturl() if parts.path in ("", "/") else endpoint)
+
+
+def _tracer_to(exporter: SpanExporter) -> Tracer:
+    """Make a tracer whose spans leave in batches, in a thread; more than the queue holds are dropped."""
+    from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource({SERVICE_NAME: "jaxllm"}).merge(OTELResourceDetector().detect())
+    # At exit nobody waits for a collector that does not answer: `close` is called where there is time.
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return _RecordingTracer(provider)

@@ -1,0 +1,306 @@
+"""`/v1/chat/completions`: a body becomes a call, its chunks become messages or deltas.
+
+Pure functions of their arguments. Knows no HTTP, no template and no tool format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.outputs import Logprob
+from jaxllm_server.openai.messages import (
+    SHARED,
+    UNBUILT,
+    Body,
+    Form,
+    finish_reason,
+    finite,
+    flag,
+    form_of,
+    given,
+    integer,
+    mapping,
+    prompt_logprobs_of,
+    sampling_of,
+    shared_call_fields,
+    text,
+    token_name,
+    usage_fields,
+    usage_without,
+)
+from jaxllm_server.parsers.tool_parsers import ToolCallDelta
+from jaxllm_server.shared.calls import Call, Chunk, Part, Usage
+from jaxllm_server.shared.options import ServerOptions
+
+_UNBUILT = {
+    **UNBUILT,
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "audio": (),
+    "prediction": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "functions": (),  # OpenAI's former names of tools and tool_choice
+    "function_call": (),
+}
+CONVERSATION = frozenset(
+    (
+        *("messages", "tools", "add_generation_prompt", "continue_final_message"),
+        *("chat_template", "chat_template_kwargs", "reasoning_effort"),
+    )
+)
+_FIELDS = (
+    SHARED
+    | CONVERSATION
+    | _UNBUILT.keys()
+    | {"max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls", "include_reasoning"}
+)
+_REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+class ChatReply:
+    """What a body of `/v1/chat/completions` asks for, and how it is answered; raises `UserError` for a wrong shape.
+
+    `request_id` names the request unless the body does.
+    """
+
+    id_prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
+        fields = given(body, _FIELDS, _UNBUILT)
+        sampling = sampling_of(fields)
+        num_logprobs = _num_logprobs(fields)
+        if num_logprobs is not None:
+            sampling["logprobs"] = num_logprobs
+        names = {"prompt": "messages", "logprobs": "top_logprobs", "template_kwargs": "chat_template_kwargs"}
+        names["extra_args"] = "vllm_xargs"
+        most = fields.get("max_completion_tokens")
+        if most is not None:
+            if "max_tokens" in fields and integer(fields, "max_tokens", 1) != most:
+                raise UserError("max_tokens and max_completion_tokens differ: give one of them.", "max_tokens")
+            sampling["max_tokens"] = most
+            names["max_tokens"] = "max_completion_tokens"
+        self.names: Mapping[str, str] = names
+        if num_logprobs is None and fields.get("logprob_token_ids"):
+            num_logprobs = 0  # as in completions: they and the sampled tokens are told of
+        self.form = form_of(fields, options, num_logprobs)
+        own_id = text(fields, "request_id")
+        self.request_id = request_id if own_id is None else own_id
+        self._role = options.response_role
+        self._takes_one_call = flag(fields, "parallel_tool_calls", True) is False
+        conversation = conversation_of(fields)
+        self.calls: Sequence[Call] = [
+            Call(
+                **conversation,
+                tool_choice=_tool_choice(fields.get("tool_choice"), conversation["tools"] is not None),
+                sampling=sampling,
+                request_id=self.request_id,
+                include_reasoning=bool(flag(fields, "include_reasoning", True)),
+                **shared_call_fields(fields),
+            )
+        ]
+        self._usage: list[Usage] = []
+        self._has_spoken: set[int] = set()
+
+    def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return choices and usage of the whole answer."""
+        (chunk,) = chunks
+        choices = []
+        for part in chunk.outputs:
+            choice = {
+                "index": part.index,
+                "message": self._message(part),
+                "logprobs": _logprobs(part.logprobs, self.form),
+                "finish_reason": finish_reason(part),
+                "stop_reason": part.stop_reason,
+            }
+            if self.form.return_token_ids:
+                choice["token_ids"] = list(part.token_ids)
+            choices.append(choice)
+        answer: dict[str, Any] = {"choices": choices, "usage": usage_fields([chunk.usage], self.form)}
+        if self.form.shows_prompt_logprobs and chunk.prompt is not None:
+            answer["prompt_logprobs"] = prompt_logprobs_of(chunk.prompt.logprobs)
+        if self.form.return_token_ids and chunk.prompt is not None:
+            answer["prompt_token_ids"] = list(chunk.prompt.token_ids)
+        return answer
+
+    def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """Return what follows the head of each event that a chunk becomes: who speaks, then what is new."""
+        self._usage = [chunk.usage]
+        tails: list[dict[str, Any]] = []
+        for place, part in enumerate(chunk.outputs):
+            if part.index not in self._has_spoken:
+                self._has_spoken.add(part.index)
+                tails.append({"choices": [_choice(part.index, {"role": self._role, "content": ""})]})
+                self._add_usage(tails[-1], chunk, place)
+            delta = self._delta(part)
+            has_ids = self.form.return_token_ids and bool(part.token_ids)
+            # Text may be held back while it could become a stop string or a tool call.
+            if delta or part.finish_reason or part.logprobs or has_ids:
+                choice = _choice(part.index, delta)
+                if part.logprobs:
+                    choice["logprobs"] = _logprobs(part.logprobs, self.form)
+                if part.finish_reason:
+                    choice["finish_reason"] = finish_reason(part)
+                    choice["stop_reason"] = part.stop_reason
+                if has_ids:
+                    choice["token_ids"] = list(part.token_ids)
+                tails.append({"choices": [choice]})
+                self._add_usage(tails[-1], chunk, place + 1)
+        if self.form.return_token_ids and chunk.prompt is not None and tails:
+            tails[0]["prompt_token_ids"] = list(chunk.prompt.token_ids)
+        return tails
+
+    def last_event(self) -> dict[str, Any] | None:
+        """Return the usage, where the stream was to end with it."""
+        return {"choices": [], "usage": usage_fields(self._usage, self.form)} if self.form.include_usage else None
+
+    def _add_usage(self, tail: dict[str, Any], chunk: Chunk, place: int) -> None:
+        """Say in an event what was sent up to and including it; the parts of its chunk from `place` on were not."""
+        if self.form.continuous_usage:
+            tail["usage"] = usage_fields([usage_without(chunk.usage, chunk.outputs[place:])], self.form)
+        elif self.form.include_usage:
+            tail["usage"] = None
+
+    def _message(self, part: Part) -> dict[str, Any]:
+        calls: dict[int, dict[str, Any]] = {}
+        for delta in self._calls(part):
+            if delta.index not in calls:
+                calls[delta.index] = {
+                    "id": delta.id,
+                    "type": "function",
+                    "function": {"name": delta.name, "arguments": ""},
+                }
+            calls[delta.index]["function"]["arguments"] += delta.arguments
+        has_more = bool(calls or part.reasoning)
+        message: dict[str, Any] = {
+            "role": self._role,
+            "content": None if has_more and not part.text else part.text,
+            "refusal": None,
+        }
+        if part.reasoning:
+            message["reasoning"] = part.reasoning
+        if calls:
+            message["tool_calls"] = list(calls.values())
+        return message
+
+    def _delta(self, part: Part) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if part.reasoning:
+            delta["reasoning"] = part.reasoning
+        if part.text:
+            delta["content"] = part.text
+        calls = [_tool_call_delta(call) for call in self._calls(part)]
+        if calls:
+            delta["tool_calls"] = calls
+        return delta
+
+    def _calls(self, part: Part) -> list[ToolCallDelta]:
+        """Return an output's tool calls; only the first one where the client takes no two at once."""
+        return [call for call in part.tool_calls if call.index == 0] if self._takes_one_call else part.tool_calls
+
+
+def conversation_of(fields: Body) -> dict[str, Any]:
+    """Return the fields of `Call` that make the prompt of a chat; tools and template variables are checked later."""
+    if "chat_template" in fields:
+        raise UserError(
+            "chat_template is not taken from requests: start the server with --chat-template.", "chat_template"
+        )
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise UserError("messages must be a list of at least one message.", "messages")
+    kwargs = dict(mapping(fields, "chat_template_kwargs") or {})
+    effort = text(fields, "reasoning_effort")
+    if effort is not None:
+        if effort not in _REASONING_EFFORTS:
+            raise UserError(f"reasoning_effort must be one of {', '.join(_REASONING_EFFORTS)}.", "reasoning_effort")
+        kwargs["reasoning_effort"] = effort  # what it does is the template's business
+    return {
+        "messages": [_message_in(message, index) for index, message in enumerate(messages)],
+        "tools": _tools(fields.get("tools")),
+        "template_kwargs": kwargs,
+        "add_generation_prompt": flag(fields, "add_generation_prompt", True),
+        "continue_final_message": flag(fields, "continue_final_message", False),
+    }
+
+
+def _message_in(message: Any, index: int) -> Mapping[str, Any]:
+    """Return a message with its reasoning under the name that templates know it by."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(f"messages[{index}] must be an object with a role and a content.", "messages")
+    reasoning = message.get("reasoning")
+    if reasoning is None:
+        return message
+    if message.get("reasoning_content") not in (None, reasoning):
+        raise UserError(f"messages[{index}]: reasoning and reasoning_content differ: give one of them.", "messages")
+    renamed = {name: value for name, value in message.items() if name != "reasoning"}
+    return {**renamed, "reasoning_content": reasoning}
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    if tools is not None and not (isinstance(tools, list) and tools):
+        raise UserError("tools must be a list of at least one tool; leave it out where there are none.", "tools")
+    return tools
+
+
+def _tool_choice(choice: Any, has_tools: bool) -> Literal["none", "auto"] | None:
+    if choice is None or choice == "none":
+        return choice
+    if choice == "required" or isinstance(choice, dict):
+        shown = "required" if choice == "required" else "a named tool"
+        raise UnsupportedError(f"tool_choice={shown} is not supported by jaxllm yet: use auto.", "tool_choice")
+    if choice != "auto":
+        raise UserError("tool_choice must be none or auto.", "tool_choice")
+    if not has_tools:
+        raise UserError("tool_choice=auto needs tools.", "tool_choice")
+    return "auto"
+
+
+def _num_logprobs(fields: Body) -> Any:
+    """Return how many alternatives to each token are wanted, None where log-probabilities are not; unchecked."""
+    top = fields.get("top_logprobs")
+    if not flag(fields, "logprobs", False):
+        if top:
+            raise UserError("top_logprobs needs logprobs=true.", "top_logprobs")
+        return None
+    if isinstance(top, bool):
+        raise UserError("top_logprobs must be an integer.", "top_logprobs")
+    return 0 if top is None else top
+
+
+def _choice(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    """Return what is new of a tool call: its name once, then its arguments piece by piece."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _logprobs(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> dict[str, Any] | None:
+    """Return log-probabilities in the form of this API: of the sampled tokens, and the likeliest ones beside them."""
+    if entries is None or form.num_logprobs is None:
+        return None
+    content = []
+    for candidates in entries:  # the sampled token first
+        token, entry = next(iter(candidates.items()))
+        likeliest = sorted(candidates.items(), key=lambda item: -finite(item[1]))
+        if form.num_logprobs >= 0:
+            asked = [item for item in likeliest if item[1].rank is None]  # of logprob_token_ids
+            likeliest = [item for item in likeliest if item[1].rank is not None][: form.num_logprobs] + asked
+        content.append({**_token(token, entry, form), "top_logprobs": [_token(*item, form) for item in likeliest]})
+    return {"content": content, "refusal": None}
+
+
+def _token(token: int, entry: Logprob, form: Form) -> dict[str, Any]:
+    name = token_name(token, entry, form)
+    return {"token": name, "logprob": finite(entry), "bytes": list(name.encode())}

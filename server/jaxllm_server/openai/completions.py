@@ -1,0 +1,269 @@
+"""`/v1/completions`: a body becomes one call per prompt, their chunks become choices.
+
+Pure functions of their arguments. Knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2s
+from typing import Any
+
+from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.outputs import Logprob
+from jaxllm_server.openai.messages import (
+    SHARED,
+    UNBUILT,
+    Body,
+    Form,
+    finish_reason,
+    finite,
+    flag,
+    form_of,
+    given,
+    integer,
+    prompt_logprobs_of,
+    sampling_of,
+    shared_call_fields,
+    text,
+    token_name,
+    usage_fields,
+    usage_without,
+)
+from jaxllm_server.shared.calls import Call, Chunk, Part, PromptInfo, Usage
+from jaxllm_server.shared.options import ServerOptions
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_UNBUILT = {**UNBUILT, "suffix": ("",), "prompt_embeds": ()}
+_FIELDS = SHARED | _UNBUILT.keys() | {"prompt", "echo", "best_of"}
+
+
+class CompletionReply:
+    """What a body of `/v1/completions` asks for, and how it is answered; raises `UserError` for a wrong shape.
+
+    `request_id` names the request unless the body does. Choices are numbered prompt by prompt.
+    """
+
+    id_prefix = "cmpl-"
+    object = chunk_object = "text_completion"
+
+    def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
+        fields = given(body, _FIELDS, _UNBUILT)
+        prompts = _prompts(fields.get("prompt"), options)
+        sampling = sampling_of(fields)
+        if "logprobs" in fields:
+            sampling["logprobs"] = fields["logprobs"]
+        # "tokens" are the ids called that `echo` has turned into text.
+        self.names: Mapping[str, str] = {"tokens": "prompt", "extra_args": "vllm_xargs"}
+        # With logprob_token_ids alone, they and the sampled tokens are told of.
+        self.form = form_of(fields, options, fields.get("logprobs", 0 if fields.get("logprob_token_ids") else None))
+        self._echoes_logprobs = bool(flag(fields, "echo", False)) and self.form.num_logprobs is not None
+        if self._echoes_logprobs:
+            sampling.setdefault("prompt_logprobs", self.form.num_logprobs)
+            self.names = {**self.names, "prompt_logprobs": "logprobs"}
+        self.echo_of = prompts if flag(fields, "echo", False) else []  # what `prompt_texts` is needed for
+        # As OpenAI and vLLM have it: nothing is generated, the log-probabilities of the prompt are the answer.
+        asked, least = fields.get("max_tokens"), fields.get("min_tokens")
+        self._scores_prompt = bool(self.echo_of) and type(asked) is int and asked == 0 and not least
+        if self._scores_prompt:
+            del sampling["max_tokens"]
+        self.prompt_texts: list[str] = []  # set by who can turn ids into text, before the first chunk is told
+        _check_together(fields, bool(self.echo_of))
+        self._num_outputs = _num_outputs(fields, len(prompts), options)
+        own_id = text(fields, "request_id")
+        self.request_id = request_id if own_id is None else own_id
+        shared = shared_call_fields(fields)
+        most = options.max_request_id_chars
+        self.calls: Sequence[Call] = [
+            Call(
+                prompt=prompt,
+                sampling=sampling,
+                default_max_tokens=DEFAULT_MAX_TOKENS,
+                scores_prompt=self._scores_prompt,
+                request_id=self.request_id if len(prompts) == 1 else _numbered(self.request_id, number, most),
+                **shared,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        self._usages: dict[int, Usage] = {}
+        self._prompts: dict[int, PromptInfo] = {}  # by call; a choice may begin long after its call's first chunk
+        self._lengths: dict[int, int] = {}  # choice that has begun -> characters told so far, for text_offset
+
+    def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return choices and usage of the whole answer; one chunk for each call."""
+        choices = [choice for number, chunk in enumerate(chunks) for choice in self._choices(number, chunk)]
+        return {"choices": choices, "usage": usage_fields(self._usages.values(), self.form)}
+
+    def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """Return what follows the head of each event that a chunk of call `number` becomes."""
+        tails: list[dict[str, Any]] = []
+        for choice in self._choices(number, chunk):
+            tails.append({"choices": [choice]})
+            if self.form.include_usage:
+                is_told = self.form.continuous_usage
+                tails[-1]["usage"] = usage_fields(self._usages.values(), self.form) if is_told else None
+        return tails
+
+    def last_event(self) -> dict[str, Any] | None:
+        """Return the usage, where the stream was to end with it."""
+        if not self.form.include_usage:
+            return None
+        return {"choices": [], "usage": usage_fields(self._usages.values(), self.form)}
+
+    def _choices(self, number: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
+        """Give the choices of a chunk; meanwhile `_usages` has what was sent up to and including each."""
+        chunk = _without_output(chunk) if self._scores_prompt else chunk
+        self._usages[number] = chunk.usage
+        if chunk.prompt is not None:
+            self._prompts[number] = chunk.prompt
+        for place, part in enumerate(chunk.outputs, 1):
+            if self.form.continuous_usage:
+                self._usages[number] = usage_without(chunk.usage, chunk.outputs[place:])
+            index = number * self._num_outputs + part.index
+            is_first = index not in self._lengths
+            said = self.prompt_texts[number] if is_first and self.echo_of else ""
+            offset = self._lengths.get(index, len(said))
+            if not (is_first and said) and not _says_something(part, self.form):
+                continue
+            prompt = self._prompts.get(number) if is_first else None
+            entries: Sequence[dict[int, Logprob] | None] | None = part.logprobs
+            first_text = ""
+            if self._echoes_logprobs and prompt is not None and prompt.logprobs is not None:
+                entries, offset = [*prompt.logprobs, *(entries or ())], 0
+                first_text = _first_name(prompt, self.form)
+            logprobs, self._lengths[index] = _logprobs(entries, offset, self.form, first_text)
+            choice = {
+                "index": index,
+                "text": said + part.text,
+                "logprobs": logprobs,
+                "finish_reason": finish_reason(part),
+            }
+            if part.finish_reason:
+                choice["stop_reason"] = part.stop_reason
+            if self.form.shows_prompt_logprobs and prompt is not None:
+                choice["prompt_logprobs"] = prompt_logprobs_of(prompt.logprobs)
+            if self.form.return_token_ids:
+                choice["token_ids"] = list(part.token_ids)
+                if prompt is not None:
+                    choice["prompt_token_ids"] = list(prompt.token_ids)
+            yield choice
+
+
+def _prompts(prompt: Any, options: ServerOptions) -> list[str | list[int]]:
+    """Tell the four forms of a prompt apart; ids are checked by the engine, which knows its vocabulary."""
+    if prompt is None:
+        raise UserError("prompt is missing: give a string, a list of strings, or token ids.", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt)) if isinstance(prompt, list) else set()
+    if kinds == {int}:
+        return [prompt]
+    if kinds not in ({str}, {list}):
+        raise UserError("prompt must be a string, a list of strings, a list of token ids or a list of those.", "prompt")
+    if len(prompt) > options.max_prompts:
+        raise UserError(f"prompt may hold at most {options.max_prompts} prompts, got {len(prompt)}.", "prompt")
+    if kinds == {list} and any(set(map(type, ids)) - {int} for ids in prompt):
+        raise UserError("prompt must hold token ids only, or strings only.", "prompt")
+    return prompt
+
+
+def _numbered(request_id: str, number: int, most: int) -> str:
+    """Return the id of one of a request's calls; where it would be too long, a digest stands for the end of the id.
+
+    An id that is itself too long stays so, to be refused with the others that no request may have.
+    """
+    numbered = f"{request_id}-{number}"
+    if len(numbered) <= most or len(request_id) > most:
+        return numbered
+    ending = f"-{blake2s(request_id.encode(), digest_size=8).hexdigest()}-{number}"
+    return f"{request_id[: max(0, most - len(ending))]}{ending}"
+
+
+def _num_outputs(fields: Body, num_prompts: int, options: ServerOptions) -> int:
+    """Return n, refused where there would be too many sequences; what is no number is left to `SamplingParams`."""
+    n = fields.get("n", 1)
+    if not isinstance(n, int):
+        return 1
+    if num_prompts > 1 and n * num_prompts > options.most_sequences:
+        message = f"n times the number of prompts may be at most {options.most_sequences}, got {n} times {num_prompts}."
+        raise UserError(message, "n")
+    return n
+
+
+def _check_together(fields: Body, has_echo: bool) -> None:
+    """Refuse combinations that are not built."""
+    # All of the best_of outputs are returned where it equals n, so that it says nothing.
+    if "best_of" in fields and integer(fields, "best_of", 1) != fields.get("n", 1):
+        raise UnsupportedError(
+            "best_of is not supported by jaxllm: ask for n outputs and choose among them.", "best_of"
+        )
+    if has_echo and "truncate_prompt_tokens" in fields:
+        raise UnsupportedError("echo with truncate_prompt_tokens is not supported by jaxllm yet.", "echo")
+
+
+def _without_output(chunk: Chunk) -> Chunk:
+    """Return a chunk without the token that was sampled because an engine computes no request for none."""
+    parts = [
+        replace(
+            part,
+            text="",
+            token_ids=(),
+            logprobs=None if part.logprobs is None else [],
+            finish_reason="length" if part.finish_reason == "stop" else part.finish_reason,
+            stop_reason=None,
+        )
+        for part in chunk.outputs
+    ]
+    return replace(chunk, outputs=parts, usage=replace(chunk.usage, completion_tokens=0))
+
+
+def _says_something(part: Part, form: Form) -> bool:
+    """Whether an event of a stream would hold anything: text may be held back while it could become a stop string."""
+    return bool(
+        not form.stream
+        or part.text
+        or part.finish_reason
+        or part.logprobs
+        or (form.return_token_ids and part.token_ids)
+    )
+
+
+def _first_name(prompt: PromptInfo, form: Form) -> str:
+    """Return what a prompt's first token is called, which has no log-probability."""
+    return token_name(prompt.token_ids[0], Logprob(0.0, decoded_token=prompt.first_text), form)
+
+
+def _logprobs(
+    entries: Sequence[dict[int, Logprob] | None] | None, offset: int, form: Form, first_name: str = ""
+) -> tuple[dict[str, list[Any]] | None, int]:
+    """Return log-probabilities in the form of this API, and where the text of the next token begins.
+
+    The first token of an echoed prompt has none: `first_name` is what it is called.
+    """
+    if entries is None or form.num_logprobs is None:
+        return None, offset
+    offsets: list[int] = []
+    names: list[str] = []
+    chosen: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    for candidates in entries:  # the sampled token first
+        if candidates is None:
+            offsets.append(offset)
+            names.append(first_name)
+            chosen.append(None)
+            tops.append(None)
+            offset += len(first_name)
+            continue
+        token, entry = next(iter(candidates.items()))
+        name = token_name(token, entry, form)
+        offsets.append(offset)
+        names.append(name)
+        chosen.append(finite(entry))
+        top: dict[str, float] = {}
+        for other, candidate in candidates.items():
+            # Two tokens may read the same, as pieces of characters do; the sampled and the likelier one counts.
+            top.setdefault(token_name(other, candidate, form), finite(candidate))
+        tops.append(top)
+        offset += len(entry.decoded_token or "")
+    return {"text_offset": offsets, "token_logprobs": chosen, "tokens": names, "top_logprobs": tops}, offset

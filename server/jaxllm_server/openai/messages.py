@@ -1,0 +1,322 @@
+"""What requests and replies of the OpenAI API have in common: fields, usage, log-probabilities, errors, model cards.
+
+Pure functions of their arguments, on plain dicts. A request's shape is checked here; its numbers are checked where all
+front ends' are, in `SamplingParams` and `Serving`. Names and defaults beyond OpenAI's are vLLM's. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.outputs import Logprob
+from jaxllm.sampling_params import INT32_MAX
+from jaxllm_server.shared.calls import Call, Chunk, Part, Usage
+from jaxllm_server.shared.error_table import code_of, message_of, row_of
+from jaxllm_server.shared.options import ServerOptions
+
+Body = Mapping[str, Any]
+
+LEAST_LOGPROB = -9999.0  # in place of -inf, which JSON does not have; vLLM's number
+_SHOWN_NAME = 64  # characters of a field's name that an error repeats
+
+# Handed to SamplingParams under their own names, with whatever value came.
+SAMPLING = frozenset(
+    (
+        *("n", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
+        *("skip_special_tokens", "truncate_prompt_tokens", "stream_interval"),
+        *("prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words", "repetition_detection"),
+        "skip_reading_prefix_cache",
+        # Refused there by name, with their defaults excepted:
+        *("spaces_between_special_tokens", "structured_outputs", "thinking_token_budget"),
+    )
+)
+# Clients send these; on a server with one model and no store they can change nothing.
+WITHOUT_EFFECT = frozenset(
+    (
+        *("user", "store", "metadata", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+    )
+)
+# Fields that other servers have and jaxllm has not built; the values listed ask for nothing and are accepted.
+UNBUILT: Mapping[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "truncation_side": ("left",),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "logits_processors": ([],),
+    "kv_transfer_params": (),
+    "session_id": (),
+}
+SHARED = (
+    SAMPLING
+    | WITHOUT_EFFECT
+    | UNBUILT.keys()
+    | {"model", "stream", "stream_options", "request_id", "priority", "cache_salt", "add_special_tokens"}
+    | {"return_token_ids", "return_tokens_as_token_ids", "response_format", "logprobs", "vllm_xargs"}
+    | {"time_limit"}  # jaxllm's own
+)
+_FINISH_REASONS = {"context": "length", "time_limit": "length"}  # OpenAI's API has no others for them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What of an answer the client wants to see, and how."""
+
+    stream: bool
+    include_usage: bool  # at the end of a stream
+    continuous_usage: bool  # in each event of a stream
+    return_token_ids: bool
+    tokens_as_ids: bool  # "token_id:N" in place of a token's text in log-probabilities
+    num_logprobs: int | None  # alternatives to each token; None: no log-probabilities, -1: the vocabulary
+    shows_prompt_logprobs: bool
+    shows_cached: bool
+    shows_reasoning: bool
+
+
+class Reply(Protocol):
+    """One request's calls, and how their chunks are told. It remembers how far it has told, and nothing else."""
+
+    calls: Sequence[Call]
+    form: Form
+    request_id: str
+    id_prefix: str
+    object: str  # of the whole answer
+    chunk_object: str  # of an event of a stream
+    names: Mapping[str, str]  # parameter that an error names -> field of the request, where they differ
+
+    def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return what follows the head of the whole answer; one chunk for each call."""
+        ...
+
+    def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """Return what follows the head of each event that a chunk of call `number` becomes."""
+        ...
+
+    def last_event(self) -> dict[str, Any] | None:
+        """Return what follows the head of the event after all others: the usage, where it was asked for."""
+        ...
+
+
+# Requests.
+
+
+def given(body: Body, known: Collection[str], unbuilt: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the fields that are set: null is not.
+
+    Raises:
+        UserError: for an unknown field, with the nearest name.
+        UnsupportedError: for one of `unbuilt` with a value that asks for something.
+    """
+    for name in body:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1) if len(name) <= _SHOWN_NAME else []
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"{name[:_SHOWN_NAME]!r} is not a field of this request.{hint}", name[:_SHOWN_NAME])
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name in fields.keys() & unbuilt.keys():
+        if not any(_is_same(fields[name], accepted) for accepted in unbuilt[name]):
+            raise UnsupportedError(f"{name} is not supported by jaxllm yet.", name)
+    return fields
+
+
+def sampling_of(fields: Body) -> dict[str, Any]:
+    """Return what a request says about sampling, unchecked."""
+    _check_response_format(fields.get("response_format"))
+    if fields.get("stream") is True and "prompt_logprobs" in fields:
+        raise UserError("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+    sampling = {name: fields[name] for name in SAMPLING if name in fields}
+    return sampling | ({"extra_args": fields["vllm_xargs"]} if "vllm_xargs" in fields else {})
+
+
+def shared_call_fields(fields: Body) -> dict[str, Any]:
+    """Return the fields of `Call` that both kinds of request have under the same names."""
+    return {
+        "model": text(fields, "model") or "",
+        "priority": integer(fields, "priority", 0),
+        "cache_salt": text(fields, "cache_salt"),
+        "add_special_tokens": flag(fields, "add_special_tokens", None),
+        "stream": bool(flag(fields, "stream", False)),
+        "time_limit": fields.get("time_limit"),  # the engine checks it
+    }
+
+
+def form_of(fields: Body, options: ServerOptions, num_logprobs: Any) -> Form:
+    """Return how a request wants to be answered."""
+    stream = bool(flag(fields, "stream", False))
+    wanted = mapping(fields, "stream_options") or {}
+    if wanted and not stream:
+        raise UserError("stream_options needs stream=true.", "stream_options")
+    for name in wanted:
+        # Obfuscation pads events against observers of an encrypted line; OpenAI's client may ask for none.
+        if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
+            raise UserError(f"{name[:_SHOWN_NAME]!r} is not a field of stream_options.", "stream_options")
+    include_usage = bool(flag(wanted, "include_usage", False)) or options.enable_force_include_usage
+    return Form(
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=include_usage and bool(flag(wanted, "continuous_usage_stats", False)),
+        return_token_ids=bool(flag(fields, "return_token_ids", False)),
+        tokens_as_ids=bool(flag(fields, "return_tokens_as_token_ids", options.return_tokens_as_token_ids)),
+        num_logprobs=num_logprobs if isinstance(num_logprobs, int) else None,
+        shows_prompt_logprobs="prompt_logprobs" in fields,
+        shows_cached=options.enable_prompt_tokens_details,
+        shows_reasoning=options.reasoning_parser is not None,
+    )
+
+
+def flag(fields: Body, name: str, default: bool | None) -> bool | None:
+    """Return a field that must be true or false."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{name} must be true or false.", name)
+    return default if value is None else value
+
+
+def text(fields: Body, name: str) -> str | None:
+    """Return a field that must be a string."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"{name} must be a string.", name)
+    return value
+
+
+def integer(fields: Body, name: str, default: int) -> int:
+    """Return a field that must be a whole number of 32 bits."""
+    value = fields.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not -INT32_MAX - 1 <= value <= INT32_MAX:
+        raise UserError(f"{name} must be an integer of 32 bits.", name)
+    return value
+
+
+def mapping(fields: Body, name: str) -> dict[str, Any] | None:
+    """Return a field that must be an object."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{name} must be an object.", name)
+    return value
+
+
+def _is_same(value: Any, accepted: Any) -> bool:
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
+
+
+def _check_response_format(wanted: Any) -> None:
+    if wanted is None:
+        return
+    if not isinstance(wanted, dict) or not isinstance(wanted.get("type"), str):
+        raise UserError('response_format must be an object with a type, as {"type": "text"}.', "response_format")
+    if wanted["type"] != "text":
+        kind = wanted["type"][:_SHOWN_NAME]
+        raise UnsupportedError(f"response_format of type {kind!r} is not supported by jaxllm yet.", "response_format")
+
+
+# Replies.
+
+
+def finish_reason(part: Part) -> str | None:
+    """Return why an output ended, in OpenAI's words."""
+    reason = part.finish_reason
+    return None if reason is None else _FINISH_REASONS.get(reason, reason)
+
+
+def usage_without(usage: Usage, parts: Iterable[Part]) -> Usage:
+    """Return what a chunk's usage was before some of its parts: what has been sent when they are still to come."""
+    parts = list(parts)
+    return replace(
+        usage,
+        completion_tokens=usage.completion_tokens - sum(len(part.token_ids) for part in parts),
+        reasoning_tokens=usage.reasoning_tokens - sum(part.num_reasoning for part in parts),
+    )
+
+
+def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:
+    """Return the tokens that a request's calls have used together."""
+    prompt = completion = cached = reasoning = 0
+    for usage in usages:
+        prompt += usage.prompt_tokens
+        completion += usage.completion_tokens
+        cached += usage.cached_prompt_tokens
+        reasoning += usage.reasoning_tokens
+    fields: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    if form.shows_cached:
+        fields["prompt_tokens_details"] = {"cached_tokens": cached}
+    if form.shows_reasoning:
+        fields["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return fields
+
+
+def token_name(token: int, entry: Logprob, form: Form) -> str:
+    """Return what a token is called in log-probabilities."""
+    return entry.decoded_token if entry.decoded_token and not form.tokens_as_ids else f"token_id:{token}"
+
+
+def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
+    """Return the log-probabilities of a prompt in vLLM's form."""
+    if entries is None:
+        return None
+    return [
+        None
+        if candidates is None
+        else {
+            str(token): {"logprob": finite(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+            for token, entry in candidates.items()
+        }
+        for candidates in entries
+    ]
+
+
+def finite(entry: Logprob) -> float:
+    """Return a log-probability that JSON can hold."""
+    return max(LEAST_LOGPROB, entry.logprob)  # in this order a NaN gives the bound too
+
+
+def error_body(message: str, kind: str, parameter: str | None, reason: str) -> dict[str, dict[str, Any]]:
+    """Return OpenAI's form of an error."""
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": code_of(reason)}}
+
+
+def error_body_of(error: BaseException) -> dict[str, dict[str, Any]]:
+    """Return what a client reads of an exception."""
+    row = row_of(error)
+    parameter = error.parameter if isinstance(error, UserError) else None
+    return error_body(message_of(error), row.kind, parameter, row.reason)
+
+
+def model_card(name: str, root: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """Return what the API says about a served name.
+
+    `root` is the model as the server was started with it, as vLLM has it: a client on the same machine finds the
+    tokenizer there. `created` is in seconds since 1970.
+    """
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "jaxllm",
+        "root": root,
+        "parent": None,
+        "max_model_len": max_model_len,
+        "permission": [],
+    }
+
+
+def model_list(names: Sequence[str], root: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """Return the cards of all served names."""
+    return {"object": "list", "data": [model_card(name, root, created, max_model_len) for name in names]}

@@ -1,0 +1,47 @@
+"""`/tokenize` and `/detokenize`, vLLM's endpoints: bodies become calls, token ids become answers.
+
+Pure functions of their arguments. Knows no HTTP and no tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxllm.errors import UserError
+from jaxllm_server.openai.chat import CONVERSATION, conversation_of
+from jaxllm_server.openai.messages import Body, flag, given, text
+from jaxllm_server.shared.calls import Call
+
+_TEXT_FIELDS = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
+_CHAT_FIELDS = CONVERSATION | {"model", "add_special_tokens", "return_token_strs"}
+
+
+def tokenize_call_of(body: Body) -> tuple[Call, bool]:
+    """Return the call whose prompt is to be tokenized, and whether the tokens' spellings are wanted too."""
+    is_chat = "messages" in body
+    fields = given(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS, {})
+    if is_chat:
+        prompt: dict[str, Any] = conversation_of(fields)
+    else:
+        prompt = {"prompt": text(fields, "prompt")}
+        if prompt["prompt"] is None:
+            raise UserError("prompt or messages is missing: there is nothing to tokenize.", "prompt")
+    add = flag(fields, "add_special_tokens", None)
+    call = Call(model=text(fields, "model") or "", add_special_tokens=add, **prompt)
+    return call, bool(flag(fields, "return_token_strs", False))
+
+
+def tokens_response(ids: Sequence[int], max_model_len: int, pieces: Sequence[str] | None) -> dict[str, Any]:
+    """Return the answer of `/tokenize`; `pieces` are the tokens as the vocabulary spells them, where asked for."""
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": list(ids)}
+    return answer if pieces is None else answer | {"token_strs": pieces}
+
+
+def detokenize_request_of(body: Body) -> tuple[str, list[int]]:
+    """Return the model's name and the token ids whose text is wanted; which ids exist is the model's to say."""
+    fields = given(body, frozenset({"model", "tokens"}), {})
+    tokens = fields.get("tokens")
+    if not isinstance(tokens, list) or set(map(type, tokens)) - {int}:
+        raise UserError("tokens must be a list of token ids.", "tokens")
+    return text(fields, "model") or "", tokens

@@ -1,0 +1,100 @@
+"""What both protocols speak of: a `Call` is what a client asks for, `Chunk`s are what it is told.
+
+Plain data, so that the mapping of messages stays pure. Knows no engine and no protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxllm.outputs import Logprob
+from jaxllm_server.parsers.tool_parsers import ToolCallDelta
+
+Finish = Literal["stop", "length", "repetition", "context", "time_limit", "abort", "tool_calls"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a client asks for, as its protocol said it; unchecked."""
+
+    client: str = ""  # who asks, as `clients.client_of` names it
+    model: str = ""  # "" is the served one
+    prompt: str | Sequence[int] | None = None  # this or messages
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None  # None: auto where there are tools
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool | None = None  # None: as the model expects it around a text, nothing around a chat
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that the client gave
+    default_max_tokens: int | None = None  # of the protocol, where neither client nor model say one
+    stream: bool = False
+    request_id: str | None = None  # unique among living requests, of each client where keys tell them apart
+    client_id: str | None = None  # X-Request-Id, which anybody may send twice; it goes into logs and recordings
+    priority: int = 0
+    cache_salt: str | None = None
+    adapter: str = ""
+    time_limit: float | None = None  # seconds after which the answer ends with what there is
+    include_reasoning: bool = True
+    scores_prompt: bool = False  # no output is wanted; the one token that an engine samples at least is not shown
+
+
+@dataclass(slots=True)
+class Part:
+    """What is new of one of a request's outputs."""
+
+    index: int
+    text: str
+    reasoning: str
+    tool_calls: list[ToolCallDelta]
+    token_ids: Sequence[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: Finish | None
+    stop_reason: int | str | None
+    seed: int | None
+    num_reasoning: int = 0  # of the tokens
+
+
+@dataclass(slots=True)
+class PromptInfo:
+    """What became of the prompt."""
+
+    token_ids: Sequence[int]
+    num_cached: int
+    logprobs: list[dict[int, Logprob] | None] | None = None  # where they were asked for, None for the first token
+    first_text: str = ""  # of that token, with the log-probabilities
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a request so far, all outputs together."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds of a request's life."""
+
+    queue: float
+    prefill: float
+    first_token: float
+    total: float
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What is new of a request."""
+
+    request_id: str
+    outputs: list[Part]
+    prompt: PromptInfo | None  # in the first one only
+    usage: Usage
+    timing: Timing | None  # in the last one only
+    is_last: bool

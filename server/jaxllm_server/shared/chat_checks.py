@@ -1,0 +1,155 @@
+"""What a conversation may bring along on either protocol: how much of it, how many tools, and which template variables.
+
+Pure. Knows no message of a protocol and no template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import UserError, too_long
+from jaxllm_server.shared import strict_json
+
+_MOST_MESSAGES = 16_384  # as many as one request of gRPC holds: 55 µs of a thread each, the shortest ones (measured)
+_MOST_VALUES = 131_072  # in messages and tools, keys counted: a thread takes 3 to 6 µs for each (measured)
+_MOST_BRACKETS = 1 << 19  # in all tool calls' arguments together, counted before they are parsed, those in texts too
+_MAX_TEMPLATE_KWARGS = 32
+_MAX_TEMPLATE_KWARG_CHARS = 1024
+_MAX_NAME_CHARS = 64
+# Variables of a template that the request's own fields decide, and arguments of transformers' and vLLM's functions,
+# with which a client once changed how the rendered text was tokenized (vLLM CVE-2025-62426).
+_RESERVED_KWARGS = frozenset(
+    (
+        *("messages", "conversation", "tools", "documents", "chat_template", "template"),
+        *("add_generation_prompt", "continue_final_message", "add_special_tokens", "tokenize", "tokenizer"),
+        *("truncation", "padding", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        *("return_assistant_tokens_mask", "chat_template_content_format", "skip_special_tokens", "variables"),
+    )
+)
+
+
+def check_messages(messages: Sequence[Any], max_model_len: int, max_tokens: int) -> None:
+    """Refuse more messages than `max_tokens`, since each takes a token at least, or than anybody should wait for.
+
+    Raises:
+        UserError: naming `messages`, or a ContextLengthError.
+    """
+    if len(messages) > max_tokens:
+        raise too_long(max_model_len, len(messages), None, is_bound=True)
+    if len(messages) > _MOST_MESSAGES:
+        raise UserError(f"messages may hold at most {_MOST_MESSAGES} messages, got {len(messages)}.", "messages")
+
+
+def texts_of(conversation: list[Any]) -> list[str]:
+    """List the texts in JSON-like values, keys of objects too, in no order; none of too many values is looked at.
+
+    Raises:
+        UserError: naming `messages`, for more values than a thread should be kept with that others wait for.
+    """
+    texts: list[str] = []
+    left = _MOST_VALUES
+    waiting: list[Any] = [conversation]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, dict):
+            left -= 2 * len(value)
+            waiting += [*value, *value.values()] if left >= 0 else ()
+        elif isinstance(value, list):
+            left -= len(value)
+            waiting += value if left >= 0 else ()
+        if left < 0:
+            message = (
+                f"messages may hold at most {_MOST_VALUES} values, those of tools and the names in objects counted."
+            )
+            raise UserError(message, "messages")
+    return texts
+
+
+def check_tools(tools: Sequence[Any] | None, max_tools: int) -> None:
+    """Refuse more than `max_tools` tools, and what is no function with a name.
+
+    Raises:
+        UserError: naming `tools`.
+    """
+    tools = tools or ()
+    if len(tools) > max_tools:
+        raise UserError(f"tools may hold at most {max_tools} tools, got {len(tools)}.", "tools")
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise UserError(f'tools[{index}] must be {{"type": "function", "function": {{"name": …}}}}.', "tools")
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Let only few, plain values reach a template, under names that are nobody else's.
+
+    Raises:
+        UserError: naming `chat_template_kwargs`.
+    """
+    if len(kwargs) > _MAX_TEMPLATE_KWARGS:
+        message = f"chat_template_kwargs may hold at most {_MAX_TEMPLATE_KWARGS} names, got {len(kwargs)}."
+        raise UserError(message, "chat_template_kwargs")
+    for name, value in kwargs.items():
+        if not name.isidentifier() or name.startswith("_") or len(name) > _MAX_NAME_CHARS or name in _RESERVED_KWARGS:
+            raise UserError(f"chat_template_kwargs may not set {name[:_MAX_NAME_CHARS]!r}.", "chat_template_kwargs")
+        is_long = isinstance(value, str) and len(value) > _MAX_TEMPLATE_KWARG_CHARS
+        if is_long or not isinstance(value, str | int | float | bool | None):
+            message = f"chat_template_kwargs: {name} must be a number, true, false, null or a short text."
+            raise UserError(message, "chat_template_kwargs")
+
+
+def with_parsed_arguments(messages: Sequence[Mapping[str, Any]], max_json_depth: int) -> list[Any]:
+    """Turn the arguments of earlier tool calls from JSON text into objects, which templates write out, as in vLLM.
+
+    What is no JSON object stays text: the model wrote it so, or was cut off. What only Python's parser would take is
+    refused, as in a body.
+
+    Raises:
+        UserError: naming `messages`, and in its text which arguments.
+    """
+    left = _MOST_BRACKETS
+    parsed = []
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        if isinstance(calls, list):
+            left -= sum(_num_brackets(call) for call in calls)
+            if left < 0:
+                raise UserError(f"messages may have at most {_MOST_BRACKETS} brackets in arguments.", "messages")
+            path = f"messages[{index}].tool_calls"
+            own = [_with_parsed(call, max_json_depth, f"{path}[{i}].function") for i, call in enumerate(calls)]
+            content = message.get("content")  # OpenAI's clients send null, and templates read it
+            message = {**message, "tool_calls": own, "content": "" if content is None else content}
+        parsed.append(message)
+    return parsed
+
+
+def _arguments_of(call: Any) -> str | None:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    return arguments if isinstance(arguments, str) else None
+
+
+def _num_brackets(call: Any) -> int:
+    arguments = _arguments_of(call) or ""
+    return arguments.count("[") + arguments.count("{")
+
+
+def _with_parsed(call: Any, max_json_depth: int, path: str) -> Any:
+    arguments = _arguments_of(call)
+    if arguments is None:
+        return call
+    return {**call, "function": {**call["function"], "arguments": _object_of(arguments, max_json_depth, path)}}
+
+
+def _object_of(arguments: str, max_json_depth: int, path: str) -> Any:
+    name = f"{path}.arguments"
+    try:
+        value = strict_json.read_value(arguments.encode("utf-8", "surrogatepass"), max_json_depth, name, in_thread=True)
+    except strict_json.NotJsonError:
+        return arguments
+    except UserError as error:
+        raise UserError(str(error), "messages") from error
+    return value if isinstance(value, dict) else arguments

@@ -1,0 +1,472 @@
+"""What both protocols share: a `Call` is checked, completed with the defaults, generated, and told in `Chunk`s.
+
+Owns the bounds of a request, the served names, and the split of a model's text into reasoning, content and tool calls.
+Knows nothing of messages, status codes or connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import fields, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.engine.async_llm import LONG_TEXT, AsyncLLM
+from jaxllm.engine.input_processor import text_to_encode
+from jaxllm.errors import FeatureDisabledError, NotFoundError, UserError, late, too_long
+from jaxllm.outputs import RequestMetrics, RequestOutput
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span, request_attributes
+from jaxllm_server.parsers.reasoning import REASONING_PARSERS, ReasoningParser, opens_reasoning
+from jaxllm_server.parsers.tool_parsers import TOOL_PARSERS, ToolCallDelta, ToolParser
+from jaxllm_server.shared.calls import Call, Chunk, Finish, Part, PromptInfo, Timing, Usage
+from jaxllm_server.shared.chat_checks import (
+    check_messages,
+    check_template_kwargs,
+    check_tools,
+    texts_of,
+    with_parsed_arguments,
+)
+from jaxllm_server.shared.client_quota import Shares
+from jaxllm_server.shared.options import ServerOptions, template_kwargs
+
+Item = TypeVar("Item")
+_log = logging.getLogger("jaxllm.server")
+_EMBEDDED = "jaxllm-embedded"  # what the model within the package is called
+_NO_TEMPLATE = (
+    "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start "
+    "the server with --chat-template."
+)
+LEFT_OUT = 4  # times the context that a conversation may be, because templates may leave parts of it out
+
+
+class Serving:
+    """Answers calls with one engine. It can be made while the engine is still loading."""
+
+    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.root = _EMBEDDED if Path(engine.config.model) == MODEL_DIR else engine.config.model
+        self.names = options.served_model_name or (_model_name(self.root),)
+        self._template_kwargs = template_kwargs(options)
+        self._shares = Shares(options.max_sequences_per_client)
+        num_keys = len(options.api_key) + len(options.admin_api_key)
+        self._has_tenants = bool(options.api_key) and num_keys > 1
+        self._template: str | None = None
+        if options.chat_template is not None:
+            self._template = Path(options.chat_template).read_text(encoding="utf-8")
+        for name, known in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            chosen = getattr(options, name)
+            if chosen is not None and chosen not in known:
+                raise UserError(f"{name} must be one of {', '.join(sorted(known))}, got {chosen!r}.", name)
+
+    def check_model(self, name: str) -> str:
+        """Return the name that answers give, the first one as vLLM's do; one that is not served is a NotFoundError."""
+        if name and name not in self.names:
+            raise NotFoundError(f"The model `{name[:128]}` does not exist; `{self.names[0]}` is served here.", "model")
+        return self.names[0]
+
+    def check_room(self, client: str) -> None:
+        """Refuse what no request of a client could pass now; asked before anything of one is read."""
+        self._shares.check(client)
+        self.engine.check_room()
+
+    def check_calls(self, calls: Sequence[Call]) -> None:
+        """Refuse one request's calls, which differ in their prompts alone, unless there is room for all of them.
+
+        Asked before the first is generated: one for which there is no room fails the request, and what the others
+        have cost is lost.
+        """
+        num_samples = len(calls) * self.params_of(calls[0]).n
+        self._shares.check(calls[0].client, num_samples)
+        self.engine.check_queue(num_samples, 0, len(calls))
+
+    def params_of(self, call: Call) -> SamplingParams:
+        """Complete a call's sampling: what it gives, then the model's generation_config.json, then neutral values."""
+        given = dict(call.sampling)
+        self._check_bounds(given)
+        if call.scores_prompt:
+            given["max_tokens"] = 1
+        if "max_tokens" not in given:
+            given["max_tokens"] = self.engine.engine.generation_config.get("max_new_tokens") or call.default_max_tokens
+        kind = RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY
+        return replace(self.engine.default_params, **given, output_kind=kind)
+
+    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
+        """Answer a call, in one chunk or as it comes. To close the iterator aborts the request."""
+        self.check_model(call.model)
+        if call.adapter:
+            raise FeatureDisabledError("Adapters are not built into jaxllm yet.", "adapter")
+        self._check_text("request_id", call.request_id)
+        self._check_text("cache_salt", call.cache_salt)
+        arrival = time.monotonic()
+        await self.engine.check_health()
+        params = self.params_of(call)
+        self._check_splitting(call, params)
+        with self._shares.place(call.client, params.n):
+            with self.engine.preparing(params.n):
+                prompt = await self.prompt_of(call, params)
+            self._check_length(call, params, prompt)
+            reader = self._reader(call, params, prompt.get("prompt") or "")
+            if reader.shows_markers:
+                params = replace(params, skip_special_tokens=False)
+            request_id = call.request_id or uuid.uuid4().hex
+            outputs = self.engine.generate(
+                prompt,
+                params,
+                request_id,
+                owner=call.client if self._has_tenants else "",
+                priority=call.priority,
+                time_limit=call.time_limit,
+                timeout=self.options.request_timeout or None,
+                arrival=arrival,
+                name=f"{request_id} ({call.client_id})" if call.client_id else None,
+            )
+            if self.options.enable_log_requests:
+                num_prompt = len(prompt["prompt_token_ids"])
+                _log.info("request %s: %d prompt tokens, %s", request_id, num_prompt, given_of(params))
+            async with aclosing(outputs):
+                async for output in outputs:
+                    chunk = reader.read(output)
+                    if chunk.is_last:
+                        counts = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+                        facts = request_attributes(request_id, self.names[0], params, output.metrics, *counts)
+                        current_span().set(facts, name=REQUEST_SPAN)
+                    yield chunk
+
+    async def prompt_of(self, call: Call, params: SamplingParams | None = None) -> dict[str, Any]:
+        """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt.
+
+        What cannot fit into the context is refused before it is tokenized, or cut where `params` say so.
+        """
+        tokenizer = self.engine.tokenizer
+        salt = self._salt_of(call)
+        if (call.prompt is None) == (call.messages is None):
+            raise UserError("A request has either a prompt or messages.", "prompt")
+        longest = self.engine.max_model_len
+        if call.messages is not None:
+            if self._template is None and not tokenizer.has_chat_template:
+                raise UserError(_NO_TEMPLATE, "messages")
+            if call.tools is not None:
+                check_tools(call.tools, self.options.max_tools)
+            check_template_kwargs(call.template_kwargs)
+            # Templates may leave words out, old reasoning for one: what is far too long is no conversation.
+            most = LEFT_OUT * longest + 4096
+            check_messages(call.messages, longest, most)
+            text, ids = await self._off_loop(call, self._encode_chat, call, most)
+            return {"prompt": text, "prompt_token_ids": ids, **salt}
+        if not isinstance(call.prompt, str):
+            return {"prompt_token_ids": call.prompt, **salt}
+        add = call.add_special_tokens is not False
+        text = text_to_encode(call.prompt, params or SamplingParams(), tokenizer, longest)
+        if len(text) <= LONG_TEXT:
+            ids = tokenizer.encode(text, add)
+        else:
+            ids = await self._off_loop(call, tokenizer.encode, text, add)
+        return {"prompt": text, "prompt_token_ids": ids, **salt}
+
+    def _encode_chat(self, call: Call, most: int) -> tuple[str, list[int]]:
+        """Write out a conversation of `most` tokens, and return its token ids as well; slow.
+
+        A template may show any of its texts, and what none shows is copied and searched for special tokens all the
+        same: an ignored key of 1,300,000 empty lists took 16 s.
+        """
+        tokenizer = self.engine.tokenizer
+        tools = call.tools if call.tool_choice != "none" else None
+        messages = with_parsed_arguments(call.messages or (), self.options.max_json_depth)
+        tokenizer.check_length("".join(texts_of([messages, tools])), self.engine.max_model_len, most)
+        return tokenizer.encode_chat(
+            messages,
+            add_generation_prompt=call.add_generation_prompt,
+            continue_final_message=call.continue_final_message,
+            tools=tools,
+            chat_template=self._template,
+            chat_template_kwargs={**self._template_kwargs, **call.template_kwargs},
+            add_special_tokens=bool(call.add_special_tokens),
+        )
+
+    async def _off_loop(self, call: Call, function: Callable[..., Item], *arguments: Any) -> Item:
+        """Run what makes a call's prompt beside the event loop; to wait for a thread takes from its time as well."""
+        try:
+            async with asyncio.timeout(self.options.request_timeout or None):
+                return await self.engine.off_loop(function, *arguments, client=call.client)
+        except TimeoutError as error:
+            raise late(self.options.request_timeout) from error
+
+    def _salt_of(self, call: Call) -> dict[str, str]:
+        """Return what keeps a call's blocks of the cache from others: its own salt, and who asks where keys differ.
+
+        The colon is in no salt that a caller can give, so nobody can name another's.
+        """
+        if self._has_tenants and not self.options.share_prefix_cache:
+            return {"cache_salt": f"{call.client}:{call.cache_salt or ''}"}
+        return {} if call.cache_salt is None else {"cache_salt": call.cache_salt}
+
+    async def tokenize(self, call: Call) -> list[int]:
+        """Return the token ids of a call's prompt or messages."""
+        self.check_model(call.model)
+        await self.engine.check_health()
+        return list((await self.prompt_of(call))["prompt_token_ids"])
+
+    async def detokenize(self, ids: Sequence[int], client: str = "") -> str:
+        """Return the text of token ids that a client gave, special tokens included."""
+        await self.engine.check_health()
+        vocab_size, longest = self.engine.vocab_size, self.engine.max_model_len
+        if len(ids) > longest:
+            raise UserError(f"tokens may hold at most {longest} ids, got {len(ids)}.", "tokens")
+        if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size for token in ids):
+            raise UserError(f"tokens must be integers from 0 to {vocab_size - 1}.", "tokens")
+        return await self.engine.off_loop(self.engine.tokenizer.decode, ids, False, client=client)
+
+    def _check_bounds(self, given: Mapping[str, Any]) -> None:
+        """Refuse what is more than this server takes, before anything of that size is made."""
+        options = self.options
+        n, stops, ids = given.get("n"), given.get("stop"), given.get("stop_token_ids")
+        allowed, vocab_size = given.get("allowed_token_ids"), self.engine.vocab_size
+        most = min(options.max_n, options.most_sequences)
+        if isinstance(n, int) and n > most:
+            raise UserError(f"n must be at most {most}, got {n}.", "n", n)
+        if isinstance(stops, list | tuple) and len(stops) > options.max_stops:
+            raise UserError(f"stop may hold at most {options.max_stops} strings, got {len(stops)}.", "stop")
+        for stop in [stops] if isinstance(stops, str) else stops if isinstance(stops, list | tuple) else ():
+            if isinstance(stop, str) and len(stop) > options.max_stop_chars:
+                raise UserError(f"a stop string may have at most {options.max_stop_chars} characters.", "stop")
+        if isinstance(ids, list | tuple) and len(ids) > options.max_stop_token_ids:
+            raise UserError(f"stop_token_ids may hold at most {options.max_stop_token_ids} ids.", "stop_token_ids")
+        if isinstance(allowed, list | tuple) and len(allowed) > vocab_size:
+            message = f"allowed_token_ids may hold at most {vocab_size} ids, as many as there are."
+            raise UserError(message, "allowed_token_ids")
+
+    def _check_text(self, name: str, value: str | None) -> None:
+        """Refuse names that are long or would be unreadable in a log."""
+        most = self.options.max_request_id_chars
+        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= most or not _is_plain(value)):
+            raise UserError(f"{name} must be 1 to {most} characters of A-Z, a-z, 0-9, '.', '_' and '-'.", name)
+
+    def _check_length(self, call: Call, params: SamplingParams, prompt: Mapping[str, Any]) -> None:
+        """Refuse a number of output tokens that the client named and the context does not hold."""
+        ids = prompt["prompt_token_ids"]
+        asked = params.max_tokens if "max_tokens" in call.sampling else None
+        is_cut = params.truncate_prompt_tokens is not None
+        longest = self.engine.max_model_len
+        if asked is not None and not is_cut and isinstance(ids, Sequence) and len(ids) + asked > longest:
+            raise too_long(longest, len(ids), asked)
+
+    def _check_splitting(self, call: Call, params: SamplingParams) -> None:
+        """Refuse tools where nobody could read the model's calls."""
+        has_tools = _has_tools(call)
+        if has_tools and self.options.tool_call_parser is None:
+            raise FeatureDisabledError(
+                "This server was started without --tool-call-parser, so it cannot answer with tool calls.", "tools"
+            )
+        if has_tools and not params.detokenize:
+            raise UserError("Tool calls are read from the text: leave detokenize on.", "detokenize")
+
+    def _reader(self, call: Call, params: SamplingParams, prompt: str) -> _Reader:
+        return _Reader(
+            call,
+            params,
+            self.engine.tokenizer,
+            self.options.tool_call_parser if _has_tools(call) else None,
+            self.options.reasoning_parser if call.messages is not None else None,
+            opens_reasoning(prompt),
+        )
+
+
+class _Reader:
+    """Tells one request's outputs as chunks."""
+
+    def __init__(
+        self,
+        call: Call,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        starts_inside: bool,
+    ) -> None:
+        self._call = call
+        self._params = params
+        self._tokenizer = tokenizer
+        self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
+        self._starts_inside = starts_inside  # the output begins inside of the reasoning
+        self._usage = Usage()
+        self._is_first = True
+        self._splitters: dict[int, _Splitter] = {}
+        self._num_tokens: dict[int, int] = {}
+        self.shows_markers = any(tokenizer.is_special(marker) for marker in self._make_splitter().markers)
+
+    def read(self, output: RequestOutput) -> Chunk:
+        """Return what is new in an output."""
+        usage = self._usage
+        usage.prompt_tokens = len(output.prompt_token_ids)
+        usage.cached_prompt_tokens = output.num_cached_tokens or 0
+        parts = []
+        for completion in output.outputs:
+            index = completion.index
+            usage.completion_tokens += len(completion.token_ids)
+            self._num_tokens[index] = self._num_tokens.get(index, 0) + len(completion.token_ids)
+            if index not in self._splitters:
+                self._splitters[index] = self._make_splitter()
+            splitter = self._splitters[index]
+            text, reasoning, calls = splitter.push(completion.text, completion.finish_reason is not None)
+            num_reasoning = splitter.count_reasoning(completion.token_ids)
+            usage.reasoning_tokens += num_reasoning
+            parts.append(
+                Part(
+                    index=index,
+                    text=text,
+                    reasoning=reasoning if self._call.include_reasoning else "",
+                    tool_calls=calls,
+                    token_ids=completion.token_ids,
+                    logprobs=completion.logprobs,
+                    finish_reason=self._finish_reason(completion.finish_reason, index, splitter.num_calls),
+                    stop_reason=completion.stop_reason,
+                    seed=completion.seed,
+                    num_reasoning=num_reasoning,
+                )
+            )
+        prompt = None
+        if self._is_first:
+            ids, logprobs = output.prompt_token_ids, output.prompt_logprobs
+            first_text = "" if logprobs is None else self._tokenizer.token_text(ids[0])
+            prompt = PromptInfo(ids, usage.cached_prompt_tokens, logprobs, first_text)
+        self._is_first = False
+        return Chunk(
+            request_id=output.request_id,
+            outputs=parts,
+            prompt=prompt,
+            usage=replace(usage),
+            timing=_timing(output.metrics) if output.finished and output.metrics else None,
+            is_last=output.finished,
+        )
+
+    def _finish_reason(self, reason: str | None, index: int, num_calls: int) -> Finish | None:
+        if reason == "length":
+            most = self._params.max_tokens
+            return "length" if most is not None and self._num_tokens[index] >= most else "context"
+        if reason == "stop" and num_calls:
+            return "tool_calls"
+        return reason  # pyright: ignore[reportReturnType] - "error" never comes here: the engine raises it
+
+    def _make_splitter(self) -> _Splitter:
+        tools = None if self._tool_parser is None else TOOL_PARSERS[self._tool_parser](_make_call_id)
+        reasoning = None
+        if self._reasoning_parser is not None:
+            reasoning = REASONING_PARSERS[self._reasoning_parser](self._starts_inside)
+        end_id = None if reasoning is None else self._tokenizer.token_id(reasoning.markers[-1])
+        return _Splitter(reasoning, tools, end_id)
+
+
+class _Splitter:
+    """Splits one output's text into content, reasoning and tool calls."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, end_id: int | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._end_id = end_id  # of the token that ends the reasoning, where it is one token
+        self._is_counting = reasoning is not None and end_id is not None
+        self.num_calls = 0
+        self.markers = (*(reasoning.markers if reasoning else ()), *(tools.markers if tools else ()))
+
+    def push(self, text: str, is_last: bool) -> tuple[str, str, list[ToolCallDelta]]:
+        """Take in more text; return the content, the reasoning and the calls that are certain now."""
+        content, reasoning = text, ""
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning.push(text)
+            if is_last:
+                last = self._reasoning.finish()
+                reasoning, content = reasoning + last[0], content + last[1]
+        calls: list[ToolCallDelta] = []
+        if self._tools is not None:
+            content, calls = self._tools.push(content)
+            if is_last:
+                rest, last_calls = self._tools.finish()
+                content, calls = content + rest, calls + last_calls
+            self.num_calls += sum(call.name is not None for call in calls)
+        return content, reasoning, calls
+
+    def count_reasoning(self, ids: Sequence[int]) -> int:
+        """Count those of new tokens that come before the end of the reasoning."""
+        if not self._is_counting:
+            return 0
+        assert self._reasoning is not None
+        before = list(takewhile(lambda token: token != self._end_id, ids))
+        if len(before) < len(ids):
+            self._is_counting = False
+            return len(before)
+        return len(ids) if self._reasoning.is_reasoning else 0
+
+
+def _has_tools(call: Call) -> bool:
+    return bool(call.tools) and call.tool_choice != "none"
+
+
+def given_of(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that are not at their defaults."""
+    shown = {own.name: (getattr(params, own.name), own.default) for own in fields(params)}
+    return {name: value for name, (value, default) in shown.items() if value != default and name != "output_kind"}
+
+
+async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
+    """Read several iterators at once, each item with its iterator's number; a failure of one ends all."""
+    queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(maxsize=len(iterators))
+
+    async def read(number: int, iterator: AsyncGenerator[Item]) -> None:
+        try:
+            async with aclosing(iterator):
+                async for item in iterator:
+                    await queue.put((number, item))
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.ensure_future(read(number, iterator)) for number, iterator in enumerate(iterators)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _timing(metrics: RequestMetrics) -> Timing:
+    end = metrics.finished_time or metrics.arrival_time
+    scheduled = metrics.first_scheduled_time or end
+    first = metrics.first_token_time or end
+    return Timing(
+        queue=max(0.0, scheduled - metrics.arrival_time),
+        prefill=max(0.0, first - scheduled),
+        first_token=first - metrics.arrival_time,
+        total=end - metrics.arrival_time,
+    )
+
+
+def _make_call_id() -> str:
+    return f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+def _model_name(model: str) -> str:
+    """Return what a model is called where nobody named it: a folder by its last part, the hub's by their id."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and all(character.isalnum() or character in "._-" for character in text)

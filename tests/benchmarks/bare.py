@@ -1,0 +1,134 @@
+"""What the engine adds to its compiled step: decoding through `LLM.generate` beside a bare loop over the same program.
+
+`python -m tests.benchmarks.bare`. The 0.5B shape asks what a real model's step leaves unused, the embedded model, whose
+step takes milliseconds, how fast the host is. Rounds alternate; the medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxllm import LLM
+from jaxllm.engine.llm_engine import LLMEngine
+from jaxllm.runner import batch
+from jaxllm.runner.compiled_programs import Key
+from jaxllm.sampling.sampler import Variant
+from jaxllm.scheduler.state import Plan
+from tests.benchmarks import shapes
+from tests.benchmarks.aims import require
+from tests.benchmarks.sides import GEOMETRY, generate
+
+PROMPT = 16
+SMALL = {"max_num_seqs": 64, "num_kv_blocks": 2048, "max_model_len": 512}
+
+
+class Case(NamedTuple):
+    """Of a model: how the engine differs from the other benchmarks', tokens, and what is promised by number of rows."""
+
+    sizes: dict[str, int]
+    tokens: int
+    promised: dict[int, float]
+    turns: int  # in a round: short steps need more of them
+
+
+CASES = {
+    "qwen2.5-0.5b": Case({}, 16, {1: 0.95, 16: 0.95}, turns=1),
+    "embedded": Case(SMALL, 64, {64: 0.70}, turns=7),
+}
+
+
+class Packed(NamedTuple):
+    """A step as the device is given it."""
+
+    plan: Plan
+    key: Key
+    buffer: np.ndarray
+
+
+@contextmanager
+def packed_steps() -> Iterator[list[Packed]]:
+    """Note all greedy steps that are packed meanwhile."""
+    noted: list[Packed] = []
+    pack = batch.pack
+
+    def noting(plan: Plan, shape: batch.Shape, *given: Any) -> np.ndarray:
+        buffer = pack(plan, shape, *given)
+        noted.append(Packed(plan, Key(shape, Variant.GREEDY), buffer))
+        return buffer
+
+    batch.pack = noting
+    try:
+        yield noted
+    finally:
+        batch.pack = pack
+
+
+def replay(engine: LLMEngine, steps: Sequence[Packed]) -> float:
+    """Return the seconds that the device takes for steps, one behind the other and nothing else."""
+    runner, joined = engine.runner, None
+    began = time.perf_counter()
+    for step in steps:
+        runner._state, joined = runner.programs[step.key](runner._params, runner._state, step.buffer)
+    jax.block_until_ready(joined)
+    return time.perf_counter() - began
+
+
+def compile_greedy(engine: LLMEngine, decode: Sequence[int] | None = None, ragged: Sequence[int] | None = None) -> None:
+    """Compile the greedy programs of so many rows and of so many tokens (None: of all there are), and wait for them."""
+    programs = engine.runner.programs
+
+    def is_wanted(key: Key) -> bool:
+        sizes = decode if key.shape.is_decode else ragged
+        return key.variant is Variant.GREEDY and (sizes is None or key.shape.tokens in sizes)
+
+    programs.begin([key for key in programs.rest if is_wanted(key)], 2)
+    programs.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", choices=shapes.DTYPES, default="float32")
+    parser.add_argument("--layers", type=int, help="of the 0.5B shape (24)")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    behind = []
+    for model, case in CASES.items():
+        folder = str(shapes.folder_of(model, options.dtype, options.layers))
+        with LLM(folder, dtype=options.dtype, precompile="covering", **GEOMETRY | case.sizes) as llm:
+            compile_greedy(llm.engine, [2, *case.promised], [])
+            for rows, share in case.promised.items():
+                alone, step = measure(llm, rows, case.tokens, options.rounds * case.turns)
+                print(
+                    f"{model}, {options.dtype}, {rows:2} rows: a bare step {alone * 1e3:6.2f} ms, the engine's "
+                    f"{step * 1e3:6.2f} ms: {alone / step:.1%} of the bare speed (aim {share:.0%})",
+                    flush=True,
+                )
+                if alone / step < share:
+                    behind.append(f"{model} at {rows} rows")
+    require(not behind, f"behind what is promised: {', '.join(behind)}")
+
+
+def measure(llm: LLM, rows: int, new: int, rounds: int) -> tuple[float, float]:
+    """Return the seconds of a decode step of so many rows, in the bare loop and in the engine."""
+    with packed_steps() as steps:
+        generate(llm, rows, PROMPT, new)
+    decodes = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == rows]
+    bare: list[float] = []
+    engine: list[float] = []
+    for _ in range(rounds):
+        bare.append(replay(llm.engine, decodes) / len(decodes))
+        first = generate(llm, rows, PROMPT, 1)
+        engine.append((generate(llm, rows, PROMPT, new) - first) / (new - 1))
+    return statistics.median(bare), statistics.median(engine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What compiling costs whoever waits and whoever is served: `python -m tests.benchmarks.compiling`.
+
+Ready: how long an engine takes to start with an empty cache, against the time to compile its covering programs and
+nothing else. Beside: how long a decode step takes while the other programs are compiled in the background, against when
+they are not; the same program and the same lengths, in turns. On the embedded model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from jaxllm import LLM, SamplingParams
+from tests.benchmarks.aims import require
+
+PROMISED_READY, PROMISED_STEP = 1.5, 1.2  # times
+ROUND_SECONDS = 10.0
+ROWS, PROMPT, OUTPUT = 64, 16, 64
+COVERING_ALONE = """
+import sys, time
+from jaxllm.config import EngineConfig
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.metrics import Metrics
+from jaxllm.runner import Runner
+from jaxllm.runner.model_setup import prepare
+config = EngineConfig(model=str(MODEL_DIR), precompile="covering", compilation_cache_dir=sys.argv[1])
+setup = prepare(config)
+Runner._compile_small = Runner.renew = lambda self: None
+start = time.time()
+Runner(config, setup, Metrics(), needs_weights=False)
+print(time.time() - start)
+"""
+READY = """
+import sys, time
+from jaxllm import LLM
+import jaxllm.engine.llm
+start = time.time()
+llm = LLM(compilation_cache_dir=sys.argv[1])
+print(time.time() - start)
+sys.stdout.flush()
+import os
+os._exit(0)
+"""
+
+
+def seconds_of(program: str) -> float:
+    """Run a program with an empty cache in a process of its own; return what it measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", program, folder]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def measure_ready(rounds: int) -> float:
+    """Return how many times the covering programs' compilation a cold start takes; imports do not count."""
+    alone = statistics.median(seconds_of(COVERING_ALONE) for _ in range(rounds))
+    ready = statistics.median(seconds_of(READY) for _ in range(rounds))
+    print(f"covering programs alone {alone:.1f} s, ready after {ready:.1f} s: {ready / alone:.2f} times", end=" ")
+    print(f"(promised: at most {PROMISED_READY})")
+    return ready / alone
+
+
+def measure_steps(rounds: int) -> float:
+    """Return how many times as long a decode step is while programs are compiled, mean against mean."""
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(precompile="covering", compilation_cache_dir=folder)
+        engine, programs = llm.engine, llm.engine.runner.programs
+        ragged, decode = programs.covering
+        choose = programs.choose  # also tells that a step is run
+
+        def always_covering(*arguments: object) -> object:
+            key = choose(*arguments)  # pyright: ignore[reportArgumentType]
+            return decode if key.shape.is_decode else ragged
+
+        programs.choose = always_covering  # pyright: ignore[reportAttributeAccessIssue]
+        params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+        count = 0
+
+        waiting = list(programs.rest)
+
+        def steps(seconds: float, compiles: bool = False) -> list[float]:
+            nonlocal count
+            times, end = [], time.perf_counter() + seconds
+            ready = 0
+            while time.perf_counter() < end:
+                if compiles and len(programs) != ready:
+                    ready = len(programs)
+                    programs.want(waiting.pop(0))
+                if not engine.has_unfinished_requests():
+                    for _ in range(ROWS):
+                        engine.add_request(str(count), [5] * PROMPT, params)
+                        count += 1
+                before, start = engine.metrics.padded_tokens, time.perf_counter()
+                engine.step()
+                if engine.metrics.padded_tokens - before == decode.shape.tokens:
+                    times.append(time.perf_counter() - start)
+            return times
+
+        steps(3.0)
+        programs.follow(max(1, (os.cpu_count() or 2) // 2))
+        quiet: list[float] = []
+        busy: list[float] = []
+        for _ in range(rounds):
+            quiet += steps(ROUND_SECONDS)
+            busy += steps(ROUND_SECONDS, compiles=True)
+            programs.wait()
+        compiled = engine.metrics.programs_compiled - len(programs.covering)
+        ratio = statistics.mean(busy) / statistics.mean(quiet)
+        print(
+            f"a decode step of {ROWS} rows: {1e3 * statistics.mean(quiet):.2f} ms, while {compiled} programs were "
+            f"compiled {1e3 * statistics.mean(busy):.2f} ms: {ratio:.2f} times (promised: at most {PROMISED_STEP})"
+        )
+        llm.close()
+        assert compiled > 0, "nothing was compiled meanwhile"
+        return ratio
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=4)
+    rounds = parser.parse_args().rounds
+    figures = {"ready": measure_ready(rounds), "step": measure_steps(rounds)}
+    print(json.dumps({"compiling": figures}))
+    require(figures["ready"] <= PROMISED_READY and figures["step"] <= PROMISED_STEP, "behind what is promised")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # without waiting for the program that is being compiled

@@ -1,0 +1,67 @@
+"""What `--deterministic` costs: decoding 1 and 16 rows and reading a prompt, beside an engine without it.
+
+`python -m tests.benchmarks.deterministic`. The embedded model and Qwen2.5-0.5B's shape, float32. Rounds alternate
+between the engines, so that what else the machine does hits both alike; the medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+from jaxllm import LLM
+from tests.benchmarks import shapes
+from tests.benchmarks.bare import compile_greedy
+from tests.benchmarks.sides import generate
+
+PROMPT, LONG_PROMPT = 16, 256
+NEW = {"embedded": 64, "qwen2.5-0.5b": 8}  # tokens, by model
+SIZES: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "num_kv_blocks": 512, "enable_prefix_caching": False}
+JOBS = ("1 row", "16 rows", "a prompt")
+
+
+def make(model: str, **settings: Any) -> LLM:
+    """Start an engine whose steps are as large as they are where nobody asks."""
+    folder = str(shapes.folder_of(model, "bfloat16"))
+    llm = LLM(folder, dtype="float32", precompile="covering", **SIZES, **settings)
+    if "deterministic" not in settings:
+        compile_greedy(llm.engine, [1, 2, 16], [16, 96, 160])  # what the jobs run in
+    return llm
+
+
+def tokens_per_second(llm: LLM, job: str, new: int) -> float:
+    """Do a job; return the tokens made, or read, in a second."""
+    if job == "a prompt":
+        return LONG_PROMPT / generate(llm, 1, LONG_PROMPT, 1)
+    rows = int(job.split()[0])
+    step = (generate(llm, rows, PROMPT, new) - generate(llm, rows, PROMPT, 1)) / (new - 1)
+    return rows / step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=NEW, default=list(NEW))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    for model in options.models:
+        engines = {"usual": make(model), "deterministic": make(model, deterministic=True)}
+        speeds: dict[tuple[str, str], list[float]] = {(job, name): [] for job in JOBS for name in engines}
+        for number in range(options.rounds + 1):
+            for (job, name), measured in speeds.items():
+                speed = tokens_per_second(engines[name], job, NEW[model])
+                if number:  # the first round warms up
+                    measured.append(speed)
+        for llm in engines.values():
+            llm.close()
+        for job in JOBS:
+            usual, ours = (statistics.median(speeds[job, name]) for name in engines)
+            print(
+                f"{model}, {job}: {usual:.0f} tokens/s as usual, {ours:.0f} in deterministic mode: "
+                f"{usual / ours:.2f} times the time",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

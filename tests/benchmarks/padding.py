@@ -1,0 +1,122 @@
+"""How much of what programs compute is padding, by the tables of `batch.py`: `python -m tests.benchmarks.padding`.
+
+The real scheduler serves requests with the lengths of conversations (log-normal, prompts of 220 tokens on average,
+outputs of 200, as in ShareGPT), arriving at random at several rates, on a pretended device
+whose steps take a fixed time and a time per row. Deterministic: no clock, seeded.
+A step's rows are those of the smallest program that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxllm.runner import batch
+from jaxllm.runner.batch import Shape
+from jaxllm.scheduler import scheduler
+from jaxllm.scheduler.state import Limits, Request, initial
+from tests.benchmarks.aims import require
+
+MEAN_PROMPT, MEAN_OUTPUT, SPREAD = 220, 200, 1.0  # tokens; deviation of the logarithm
+LONGEST = 2048  # tokens of prompt and output
+PROMISED = 0.12  # of the rows, over all rates
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The default limits on a kind of device, and what a step is pretended to take there, in seconds."""
+
+    num_slots: int
+    max_tokens: int
+    step: float
+    row: float
+    rates: tuple[float, ...]  # requests a second
+
+
+MACHINES = {
+    # A model of 0.5B on a laptop's cores; of 8B on a GPU.
+    "cpu": Machine(64, 160, 0.060, 0.004, (0.05, 0.1, 0.2, 0.4, 0.8, 2.0)),
+    "gpu": Machine(256, 8192, 0.006, 0.00004, (0.5, 2, 8, 24, 48, 96)),
+}
+
+
+def lengths(count: int, seed: int) -> list[tuple[int, int]]:
+    """Draw prompts and outputs."""
+    random = np.random.default_rng(seed)
+    drawn = np.exp(random.normal(0, SPREAD, (count, 2)) - SPREAD**2 / 2) * (MEAN_PROMPT, MEAN_OUTPUT)
+    prompts, outputs = np.clip(drawn, 4, LONGEST // 2).astype(int).T
+    return list(zip(prompts.tolist(), outputs.tolist(), strict=True))
+
+
+def simulate(machine: Machine, rate: float, count: int, decode: Sequence[Shape], ragged: Sequence[Shape]) -> np.ndarray:
+    """Serve `count` requests; return computed tokens and rows of decode steps, and the same of ragged steps."""
+    limits = Limits(
+        num_slots=machine.num_slots,
+        num_blocks=machine.num_slots * LONGEST // 16,
+        block_size=16,
+        max_step_tokens=machine.max_tokens,
+        max_step_chunks=batch.max_chunks(machine.max_tokens, machine.num_slots),
+    )
+    random = np.random.default_rng(1)
+    arrivals = np.cumsum(random.exponential(1 / rate, count)).tolist()
+    requests = [
+        Request(number, array("i", [number] * (prompt + output)), prompt, prompt + output, salt=None)
+        for number, (prompt, output) in enumerate(lengths(count, 0))
+    ]
+    state, now, arrived, finished = initial(limits), 0.0, 0, 0
+    totals = np.zeros(4, np.int64)
+    while finished < count:
+        if not state.num_running and not state.waiting:
+            now = max(now, arrivals[arrived])
+        first = arrived
+        while arrived < count and arrivals[arrived] <= now:
+            arrived += 1
+        if arrived > first:
+            state = scheduler.add(state, limits, requests[first:arrived])
+        state, plan = scheduler.plan(state, limits, now)
+        size = batch.extent(plan)
+        is_decode = not size.tiles
+        shape = next(shape for shape in (decode if is_decode else ragged) if batch.fits(size, shape))
+        at = 0 if is_decode else 2
+        totals[at : at + 2] += plan.num_tokens, shape.tokens
+        now += machine.step + machine.row * shape.tokens
+        state, events = scheduler.commit(state, limits, plan, np.zeros(len(plan.slots), np.int32))
+        finished += len(events.finished)
+    return totals
+
+
+def tables(machine: Machine) -> tuple[list[Shape], list[Shape]]:
+    """Return the programs' sizes as an engine would make them."""
+    return batch.decode_shapes(machine.num_slots), batch.ragged_shapes(machine.max_tokens, machine.num_slots, 16, 40)
+
+
+def waste(totals: np.ndarray) -> float:
+    """Return the share of padding in what `simulate` counted."""
+    return float(1 - (totals[0] + totals[2]) / (totals[1] + totals[3]))
+
+
+def main() -> None:
+    figures = {}
+    for name, machine in MACHINES.items():
+        decode, ragged = tables(machine)
+        print(f"{name}: {len(decode)} decode and {len(ragged)} ragged sizes")
+        everything = np.zeros(4, np.int64)
+        for rate in machine.rates:
+            totals = simulate(machine, rate, 250, decode, ragged)
+            everything += totals
+            print(
+                f"  {rate:6.2f} requests/s: padding {waste(totals):5.1%}, of decode steps "
+                f"{1 - totals[0] / totals[1]:5.1%}, of ragged steps {1 - totals[2] / totals[3]:5.1%}"
+            )
+        figures[name] = waste(everything)
+        print(f"  all: {figures[name]:.1%} (promised: under {PROMISED:.0%})")
+    print(json.dumps({"padding": figures}))
+    require(max(figures.values()) < PROMISED, "too much padding")
+
+
+if __name__ == "__main__":
+    main()

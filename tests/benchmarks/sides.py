@@ -1,0 +1,159 @@
+"""The sides of a comparison, each a process that holds a model and runs what it is told, in turns with the others.
+
+`python -m tests.benchmarks.sides jaxllm|transformers FOLDER DTYPE [JSON]` reads one job a line, as {"rows": 1,
+"prompt": 128, "new": 32}, generates greedily, and answers with what it took: {"seconds": …}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.support.paths import ROOT
+
+if TYPE_CHECKING:
+    from jaxllm import LLM
+
+ROWS, TOKENS = (1, 2, 16), (16, 128, 512)  # sizes of the programs that jobs run in
+# Of the engines that are compared, the same for all benchmarks of a model, so that they share its compiled programs.
+GEOMETRY: dict[str, Any] = {
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "num_kv_blocks": 256,
+    "max_num_batched_tokens": TOKENS[-1],  # nobody waits for single tokens here
+    "enable_prefix_caching": False,
+}
+Generate = Callable[[int, int, int], float]  # of rows, tokens of a prompt, tokens to make: the seconds it took
+
+
+class Side:
+    """One engine in a process of its own; `run` does a job and returns its seconds."""
+
+    def __init__(
+        self, engine: str, folder: Path, dtype: str, python: str = sys.executable, name: str = "", **settings: Any
+    ) -> None:
+        self.name = name or engine
+        command = [python, "-m", "tests.benchmarks.sides", engine, str(folder), dtype, json.dumps(settings)]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}", "JAX_PLATFORMS": "cpu"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        )
+        self._answer()
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def run(self, rows: int, prompt: int, new: int) -> float:
+        """Generate `new` tokens for `rows` prompts of `prompt` tokens; return the seconds."""
+        return self._ask({"rows": rows, "prompt": prompt, "new": new})["seconds"]
+
+    def decode(self, rows: int, prompt: int, new: int) -> float:
+        """Return the seconds of one decode step of `rows` sequences: what `new` tokens take longer than one."""
+        first = self.run(rows, prompt, 1)
+        return (self.run(rows, prompt, new) - first) / (new - 1)
+
+    def peak_mib(self) -> float:
+        """Return the most memory that the process has held."""
+        return self._ask({})["peak_mib"]
+
+    def _ask(self, job: dict[str, int]) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended: see above")
+        return json.loads(line)
+
+
+def prompts_of(rows: int, length: int) -> list[list[int]]:
+    """Make prompts that share no prefix, of ids that every vocabulary has."""
+    return [[5 + (7 * row + 13 * position) % 1000 for position in range(length)] for row in range(rows)]
+
+
+def open_jaxllm(folder: str, dtype: str, settings: dict[str, Any]) -> Generate:
+    from jaxllm import LLM
+    from tests.benchmarks.bare import compile_greedy
+
+    llm = LLM(folder, dtype=dtype, precompile="covering", **GEOMETRY | settings)
+    compile_greedy(llm.engine, ROWS, TOKENS)
+    return functools.partial(generate, llm)
+
+
+def generate(llm: LLM, rows: int, prompt: int, new: int) -> float:
+    """Generate `new` tokens greedily for `rows` prompts of `prompt` tokens; return the seconds."""
+    from jaxllm import SamplingParams
+
+    params, prompts = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True), prompts_of(rows, prompt)
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    assert all(len(output.outputs[0].token_ids) == new for output in outputs), "an output has another length"
+    return seconds
+
+
+def open_transformers(folder: str, dtype: str, _settings: dict[str, Any]) -> Generate:
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def generate(rows: int, prompt: int, new: int) -> float:
+        ids = torch.tensor(prompts_of(rows, prompt))
+        began = time.perf_counter()
+        with torch.inference_mode():
+            found = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=new,
+                min_new_tokens=new,
+                pad_token_id=0,
+            )
+        assert found.shape == (rows, prompt + new), "an output has another length"
+        tokenizer.batch_decode(found[:, prompt:])
+        return time.perf_counter() - began
+
+    return generate
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("engine", choices=("jaxllm", "transformers"))
+    parser.add_argument("folder")
+    parser.add_argument("dtype")
+    parser.add_argument("settings", nargs="?", type=json.loads, default={})
+    options = parser.parse_args(arguments)
+    opened = {"jaxllm": open_jaxllm, "transformers": open_transformers}[options.engine]
+    with contextlib.redirect_stdout(sys.stderr):
+        run = opened(options.folder, options.dtype, options.settings)
+    print("{}", flush=True)  # ready
+    for line in sys.stdin:
+        job = json.loads(line)
+        answer = {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+        if job:
+            answer = {"seconds": run(job["rows"], job["prompt"], job["new"])}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

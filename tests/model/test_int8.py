@@ -1,0 +1,274 @@
+"""Quantization to 8 bits: exact sums, the bytes of each device, no weight converted in a step, the same answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.commands import cli
+from jaxllm.commands.conversion import convert
+from jaxllm.config import EngineArgs, EngineConfig
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.errors import UserError
+from jaxllm.model import decoder, int8, layers, sharding, weights
+from jaxllm.model.families import read_spec
+from jaxllm.model.int8 import Int8
+from jaxllm.runner import batch, device_state, step
+from jaxllm.runner.aot_manifest import difference
+from jaxllm.runner.model_setup import OPERATIONS, describe_programs, free_bytes, plan_memory, prepare
+from jaxllm.sampling.sampler import Extras, Variant
+from jaxllm.text.tokenizer import load_tokenizer
+from pallas_kernels import Choice
+from tests.support.checkpoints import CONFIG, random_tensors, write_checkpoint
+from tests.support.paths import GOLDEN
+from training.questions import held_out_questions
+
+
+def _load(folder: Path, shards: int = 1, dtype: str = "float32", quantization: str | None = "int8") -> Any:
+    spec, family = read_spec(weights.read_config(folder))
+    mesh = sharding.make_mesh(jax.devices(), shards)
+    return weights.load(folder, spec, family, mesh, dtype, quantization=quantization)
+
+
+def _matrices(params: Any) -> dict[str, Int8]:
+    named = {f"{number}.{name}": leaf for number, layer in enumerate(params.layers) for name, leaf in layer.items()}
+    return {name: leaf for name, leaf in (params.top | named).items() if isinstance(leaf, Int8)}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_linear_sums_integers_exactly(rows, dtype):
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((rows, 300)) * [[10.0**-number] for number in range(rows)]).astype(dtype)
+    weight = rng.integers(-127, 128, (40, 300)).astype(np.int8)
+    scales, bias = rng.random((1, 40), np.float32), rng.standard_normal(40).astype(dtype)
+    out = layers.linear(jnp.asarray(x), Int8(jnp.asarray(weight), jnp.asarray(scales)), jnp.asarray(bias))
+    assert out.dtype == jnp.float32
+
+    wide = x.astype(np.float32)  # in float64 a value half way between two steps could go the other way
+    steps = np.abs(wide).max(1, keepdims=True) * np.float32(1 / 127)
+    sums = np.rint(wide / steps).astype(np.int64) @ weight.T.astype(np.int64)
+    np.testing.assert_allclose(out, sums * steps * scales + bias.astype(np.float64), rtol=1e-5, atol=1e-5 * steps.max())
+    # What rounding the row costs: at most half a step for each of its values.
+    exact = x.astype(np.float64) @ weight.T.astype(np.float64) * scales
+    bound = np.abs(weight.astype(np.float64)).sum(1) * steps / 2 * scales
+    assert np.all(np.abs(out - bias.astype(np.float64) - exact) <= bound + 1e-3 * steps)
+
+
+def test_long_sums_keep_every_unit():
+    """100,000 products of 127 by 127, and one unit: more than float32 or 16-bit sums could tell apart."""
+    weight = np.full((2, 100_000), 127, np.int8)
+    weight[1, 0] = 126
+    rows = jnp.full((2, 100_000), 127.0)  # rounded to 127 steps of one
+    out = layers.linear(rows, Int8(jnp.asarray(weight), jnp.ones((1, 2), jnp.float32)))
+    both = np.asarray([127 * 127 * 100_000, 127 * 127 * 100_000 - 127], np.float32)
+    np.testing.assert_array_equal(out, np.stack([both, both]))
+
+
+def test_rows_of_zeros_stay_zero_and_what_is_not_finite_stays_so():
+    rows = np.asarray([[0.0] * 8, [np.nan] + [1.0] * 7, [np.inf] + [1.0] * 7, [-1e-38] * 8, [3e38] * 8], np.float32)
+    weight = Int8(jnp.full((3, 8), 2, jnp.int8), jnp.ones((1, 3), jnp.float32))
+    out = np.asarray(layers.linear(jnp.asarray(rows), weight))
+    assert np.all(out[0] == 0) and np.all(np.abs(out[3]) < 1e-29)
+    assert not np.isfinite(out[1:3]).any() and not np.isfinite(out[4]).any()  # 3e38 * 16 is no float32
+
+
+def test_both_namespaces_make_the_same_bits():
+    x = np.random.default_rng(1).standard_normal((500, 77)).astype(np.float32)
+    for here, there in zip(int8.by_row(x, np), jax.jit(int8.by_row)(x), strict=True):
+        np.testing.assert_array_equal(here, there, strict=True)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_each_device_quantizes_its_own_piece(tmp_path, shards):
+    """Every value within half a step of the stored one, and each channel's largest takes all of its steps."""
+    config = CONFIG | {"tie_word_embeddings": True, "vocab_size": 98}
+    folder = write_checkpoint(tmp_path, config)
+    plain, quantized = _load(folder, shards, quantization=None), _load(folder, shards)
+    every = plain.top | {f"{n}.{name}": leaf for n, layer in enumerate(plain.layers) for name, leaf in layer.items()}
+    matrices = _matrices(quantized)
+    assert set(matrices) == {"embed", *(f"{layer}.{name}" for layer in (0, 1) for name in ("qkv", "out", "up", "down"))}
+    for name, matrix in matrices.items():
+        assert (matrix.values.dtype, matrix.scales.dtype) == (jnp.int8, jnp.float32)
+        pieces = zip(
+            every[name].addressable_shards,
+            matrix.values.addressable_shards,
+            matrix.scales.addressable_shards,
+            strict=True,
+        )
+        for stored, values, scales in pieces:
+            assert stored.device == values.device == scales.device
+            stored, values, steps = np.asarray(stored.data), np.asarray(values.data, int), np.asarray(scales.data).T
+            is_real = np.any(stored != 0, axis=1)  # the vocabulary's last rows may be padding
+            np.testing.assert_array_equal(np.abs(values).max(1), np.where(is_real, 127, 0))
+            assert np.all(np.abs(values * steps - stored) <= 0.5001 * steps)
+    others = [(every[name], leaf) for name, leaf in quantized.top.items() if name != "embed"]
+    assert others and all(np.array_equal(stored, leaf) for stored, leaf in others)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("stored", [np.float32, np.float16])
+def test_a_converted_checkpoint_gives_the_same_bits(tmp_path, shards, stored):
+    """Of an untied model, whose embedding stays as it is, with rows that are padding, in a narrower type."""
+    tensors = {name: value.astype(stored) for name, value in random_tensors(CONFIG).items()}
+    folder = write_checkpoint(tmp_path / "source", tensors=tensors)
+    params = _load(folder, shards, "bfloat16")
+    assert params.top["embed"].dtype == jnp.bfloat16 and isinstance(params.top["head"], Int8)
+    spec, _ = read_spec(CONFIG)
+    described = weights.abstract(spec, sharding.make_mesh(jax.devices(), shards), "bfloat16", "int8")
+    others = [_load(convert(str(folder), tmp_path / "target"), shards, "bfloat16"), described]
+    for other in others:
+        assert jax.tree.structure(params) == jax.tree.structure(other)
+        for leaf, same in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True):
+            assert (leaf.shape, leaf.dtype, leaf.sharding) == (same.shape, same.dtype, same.sharding)
+    for leaf, same in zip(jax.tree.leaves(params), jax.tree.leaves(others[0]), strict=True):
+        np.testing.assert_array_equal(leaf, same, strict=True)
+
+
+def test_random_weights_are_quantized_alike():
+    spec, _ = read_spec(CONFIG)
+    mesh = sharding.make_mesh(jax.devices(), 2)
+    plain = weights.load_random(spec, mesh, "float32", seed=3)
+    quantized = weights.load_random(spec, mesh, "float32", seed=3, quantization="int8")
+    assert set(_matrices(quantized)) == {
+        "head",
+        *(f"{n}.{name}" for n in (0, 1) for name in ("qkv", "out", "up", "down")),
+    }
+    down, matrix = np.asarray(plain.layers[1]["down"]), quantized.layers[1]["down"]
+    assert matrix.scales.shape == (2, 32)
+    restored = np.asarray(matrix.values) * np.repeat(np.asarray(matrix.scales), 32, axis=0).T
+    np.testing.assert_allclose(restored, down, rtol=0, atol=0.51 * float(matrix.scales.max()))
+
+
+def _logits(params: Any, folder: Path, shards: int, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Run sequences that lie behind each other, each from position 0 on, with plain attention: [T, V]."""
+    spec, _ = read_spec(weights.read_config(folder))
+    mesh = sharding.make_mesh(jax.devices(), shards)
+    sequence = np.cumsum(positions == 0)
+    is_seen = (sequence[:, None] == sequence) & (positions[:, None] >= positions)
+
+    def attend(layer, heads, window, sinks):
+        q, k, v = heads.apart(spec.num_heads // shards)
+        k, v = (jnp.repeat(heads, q.shape[1] // k.shape[1], axis=1) for heads in (k, v))
+        scores = jnp.einsum("thc,uhc->htu", q, k) * spec.attention_scale
+        return jnp.einsum("htu,uhc->thc", jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf)), v)
+
+    def on_shard(params, tokens):
+        hidden = decoder.forward(spec, params, tokens, jnp.asarray(positions), attend)
+        return decoder.logits(spec, params, hidden)
+
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
+    whole = PartitionSpec()
+    run = jax.shard_map(
+        on_shard, mesh=mesh, in_specs=(specs, whole), out_specs=PartitionSpec(None, sharding.AXIS), check_vma=False
+    )
+    return np.asarray(jax.jit(run)(params, jnp.asarray(tokens, jnp.int32)))[:, : spec.vocab_size]
+
+
+@pytest.mark.ci
+def test_greedy_tokens_of_held_out_answers():
+    """At each position of the right answers (teacher forced) the likeliest token, with int8 and without."""
+    tokenizer = load_tokenizer(MODEL_DIR)
+    tokens, positions, is_asked = [], [], []
+    for question in held_out_questions(0)[::30]:
+        if question.answer is not None:
+            prompt = tokenizer.encode_chat(question.messages)[1]
+            answer = [*tokenizer.encode(question.answer, add_special_tokens=False), tokenizer.eos_token_id]
+            tokens += prompt + answer
+            positions += range(len(prompt) + len(answer))
+            is_asked += [False] * (len(prompt) - 1) + [True] * len(answer) + [False]  # where each token is foretold
+    asked = np.flatnonzero(is_asked)
+    plain, quantized = (
+        _logits(_load(MODEL_DIR, quantization=kind), MODEL_DIR, 1, np.asarray(tokens), np.asarray(positions))[asked]
+        for kind in (None, "int8")
+    )
+    right = np.mean(plain.argmax(1) == np.asarray(tokens)[asked + 1])
+    changed = np.mean(plain.argmax(1) != quantized.argmax(1))
+    print(f"{changed:.2%} of {len(asked)} greedy tokens changed; without int8 {right:.2%} are those of the answers")
+    assert len(asked) > 300 and right > 0.9 and changed <= 0.01
+    assert np.abs(plain - quantized).max() > 1e-3, "nothing was quantized"
+
+
+@pytest.mark.slow
+def test_an_engine_on_two_devices_answers_as_the_quantized_decoder(tmp_path):
+    """Whose tokens may differ from those of one device: each rounds its piece of a row by itself."""
+    shards = 2
+    folder = write_checkpoint(tmp_path, CONFIG | {"max_position_embeddings": 32})
+    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "num_kv_blocks": 5, "precompile": "covering"}
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(
+        str(folder),
+        tokenizer=str(GOLDEN / "stories260K"),
+        quantization="int8",
+        tensor_parallel_size=shards,
+        **settings,
+    ) as llm:
+        (output,) = llm.generate([[5, 6, 7, 8, 9, 10, 11, 12, 13]], greedy, use_tqdm=False)
+    tokens = np.asarray([*output.prompt_token_ids, *output.outputs[0].token_ids])
+    logits = _logits(_load(folder, shards), folder, shards, tokens, np.arange(len(tokens)))
+    exact = _logits(_load(folder, quantization=None), folder, 1, tokens, np.arange(len(tokens)))
+    assert 1e-4 < np.sqrt(np.mean((logits - exact) ** 2)) / exact.std() < 0.05
+    chosen = logits[np.arange(8, 16), tokens[9:]]
+    assert np.all(chosen > logits[8:16].max(1) - 1e-3 * exact.std())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("rows", [1, 16])
+def test_no_step_converts_a_weight(rows):
+    """Of a layer and a head as large as a real model's; XLA would convert them all for a product with one row."""
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 1, "vocab_size": 8192}
+    spec, _ = read_spec(CONFIG | sizes | {"num_attention_heads": 14, "head_dim": 64})
+    mesh = sharding.make_mesh(jax.devices(), 1)
+    params = weights.abstract(spec, mesh, "float32", "int8")
+    geometry = device_state.Geometry(num_slots=16, num_blocks=64, block_size=16, max_model_len=64)
+    extras = Extras(spec.vocab_size)
+    state = device_state.abstract(spec, geometry, 16, extras, mesh, jnp.dtype(jnp.float32))
+    (shape,) = (shape for shape in batch.decode_shapes(16) if shape.rows == rows)
+    kernels = {operation: Choice("xla") for operation in OPERATIONS}
+    run = step.build(spec, geometry, shape, Variant.GREEDY, 0, extras, (), mesh, params, state, kernels)
+    buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=sharding.replicated(mesh))
+    leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))
+    program = jax.jit(run, donate_argnums=1).lower(*leaves, buffer).compile()
+
+    counts = [matrix.values.size for matrix in _matrices(params).values()]
+    assert len(counts) == 5
+    made = re.findall(r"= \w+\[([\d,]+)\]\S* (?:convert|copy|transpose)\(", program.as_text() or "")
+    assert made and not [shape for shape in made if math.prod(map(int, shape.split(","))) >= min(counts)]
+    assert program.memory_analysis().temp_size_in_bytes < max(counts)
+
+
+def test_the_memory_plan_and_the_programs_know_it():
+    config, plain = (EngineConfig(model=str(MODEL_DIR), quantization=kind, num_kv_blocks=32) for kind in ("int8", None))
+    mesh = sharding.make_mesh(jax.devices(), 1)
+    plans = [plan_memory(one, prepare(one), mesh, free_bytes(prepare(one), 1)) for one in (config, plain)]
+    assert plans[1].need.weights == 4 * 1771200
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(_load(MODEL_DIR)))
+    assert held == plans[0].need.weights < 0.26 * plans[1].need.weights
+    records = [describe_programs(one, prepare(one), 1, plans[0]) for one in (config, plain)]
+    assert difference(*records) == "quantization is None, not 'int8'"
+
+
+def test_what_cannot_be_quantized_is_refused_by_name(capfd):
+    for case, architecture in (("mixtral", "MixtralForCausalLM"), ("deepseek-v2", "DeepseekV2ForCausalLM")):
+        with pytest.raises(UserError, match=f"quantization int8 .* experts, as {architecture}") as refusal:
+            prepare(EngineConfig(model=str(GOLDEN / case), quantization="int8"))
+        assert refusal.value.parameter == "quantization" and "\n" not in str(refusal.value)
+    with pytest.raises(UserError, match="quantization must be one of int8, got 'awq'"):
+        EngineArgs(model="any", quantization="awq")
+    assert cli.main(["doctor", "--quantization", "int8", "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["model"]["quantization"] == {"value": "int8", "why": "asked for"}
+    assert report["model"]["parameters"]["value"] == 1771200
+    assert cli.main(["doctor", "--model", str(GOLDEN / "mixtral"), "--quantization", "int8"]) == 1
+    assert "quantization int8 is not there for models with experts" in capfd.readouterr().out

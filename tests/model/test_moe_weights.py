@@ -1,0 +1,164 @@
+"""Loading experts and latent attention: each shard's piece against the checkpoint's tensors, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxllm.commands.conversion import convert
+from jaxllm.errors import UserError
+from jaxllm.model import sharding, weights
+from jaxllm.model.families import read_spec
+from jaxllm.runner import device_state
+from jaxllm.sampling.sampler import Extras
+from tests.support.paths import GOLDEN
+
+
+def _load(folder: Path, shards: int = 1, dtype: str = "float32"):
+    spec, family = read_spec(weights.read_config(folder))
+    return weights.load(folder, spec, family, sharding.make_mesh(jax.devices(), shards), dtype)
+
+
+def _pieces(weight: jax.Array) -> list[np.ndarray]:
+    return [np.asarray(piece.data) for piece in weight.addressable_shards]
+
+
+def test_tensors_of_one_expert_each_are_stacked_and_split_by_width():
+    tensors = load_file(GOLDEN / "mixtral" / "model.safetensors")
+    layer = _load(GOLDEN / "mixtral", shards=2).layers[1]
+    for shard, (up, down) in enumerate(zip(_pieces(layer["expert_up"]), _pieces(layer["expert_down"]), strict=True)):
+        inner = slice(8 * shard, 8 * shard + 8)
+        for expert in range(8):
+            name = f"model.layers.1.block_sparse_moe.experts.{expert}.w{{}}.weight"
+            gate_and_up = [tensors[name.format(number)][inner] for number in (1, 3)]
+            np.testing.assert_array_equal(up[expert], np.concatenate(gate_and_up))
+            np.testing.assert_array_equal(down[expert], tensors[name.format(2)][:, inner])
+    for router in _pieces(layer["router"]):
+        np.testing.assert_array_equal(router, tensors["model.layers.1.block_sparse_moe.gate.weight"])
+
+
+def test_a_tensor_of_all_experts_with_alternating_columns_is_taken_apart():
+    tensors = load_file(GOLDEN / "gpt-oss" / "model.safetensors")
+    layer = _load(GOLDEN / "gpt-oss", shards=2).layers[0]
+    start = "model.layers.0.mlp.experts."
+    both, bias = tensors[f"{start}gate_up_proj"], tensors[f"{start}gate_up_proj_bias"]  # [E, D, 2 F] and [E, 2 F]
+    for shard in range(2):
+        gate, up = slice(16 * shard, 16 * shard + 16, 2), slice(16 * shard + 1, 16 * shard + 16, 2)
+        expected = np.concatenate([both[:, :, gate], both[:, :, up]], axis=2).swapaxes(1, 2)
+        np.testing.assert_array_equal(_pieces(layer["expert_up"])[shard], expected)
+        expected = np.concatenate([bias[:, gate], bias[:, up]], axis=1)
+        np.testing.assert_array_equal(_pieces(layer["expert_up_bias"])[shard], expected)
+        expected = tensors[f"{start}down_proj"][:, 8 * shard : 8 * shard + 8].swapaxes(1, 2)
+        np.testing.assert_array_equal(_pieces(layer["expert_down"])[shard], expected)
+        np.testing.assert_array_equal(_pieces(layer["expert_down_bias"])[shard], tensors[f"{start}down_proj_bias"])
+        heads = slice(3 * shard, 3 * shard + 3)
+        np.testing.assert_array_equal(_pieces(layer["sinks"])[shard], tensors["model.layers.0.self_attn.sinks"][heads])
+
+
+def test_a_tensor_of_all_experts_holds_gate_above_up():
+    tensors = load_file(GOLDEN / "granite-moe" / "model.safetensors")
+    layer = _load(GOLDEN / "granite-moe", shards=2).layers[1]
+    both = tensors["model.layers.1.block_sparse_moe.input_linear.weight"]  # [E, 2 F, D]
+    down = tensors["model.layers.1.block_sparse_moe.output_linear.weight"]  # [E, D, F]
+    for shard in range(2):
+        inner = np.r_[8 * shard : 8 * shard + 8]
+        np.testing.assert_array_equal(_pieces(layer["expert_up"])[shard], both[:, [*inner, *(16 + inner)]])
+        np.testing.assert_array_equal(_pieces(layer["expert_down"])[shard], down[:, :, inner])
+
+
+def test_key_and_value_matrices_of_the_latent_are_parted_head_by_head():
+    tensors = load_file(GOLDEN / "deepseek-v3" / "model.safetensors")
+    layer = _load(GOLDEN / "deepseek-v3", shards=2).layers[1]
+    both = tensors["model.layers.1.self_attn.kv_b_proj.weight"].reshape(6, 8 + 12, 24)
+    for shard in range(2):
+        heads = slice(3 * shard, 3 * shard + 3)
+        np.testing.assert_array_equal(_pieces(layer["key"])[shard], both[heads, :8].reshape(-1, 24))
+        np.testing.assert_array_equal(_pieces(layer["value"])[shard], both[heads, 8:].reshape(-1, 24))
+
+
+def test_the_bias_of_the_choice_stays_float32():
+    """Its steps of a thousandth would be lost beside scores near one half."""
+    layer = _load(GOLDEN / "deepseek-v3", dtype="bfloat16").layers[1]
+    assert {name for name, weight in layer.items() if weight.dtype != "bfloat16"} == {"choice_bias"}
+    tensors = load_file(GOLDEN / "deepseek-v3" / "model.safetensors")
+    stored = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    np.testing.assert_array_equal(np.asarray(layer["choice_bias"]), stored)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "shape", "message"),
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.7.w2.weight", None, "no tensor layers.1.block_sparse_moe"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.8.w1.weight", (16, 48), "experts.8.w1.weight is not part"),
+        (
+            "gpt-oss",
+            "model.layers.0.mlp.experts.gate_up_proj",
+            (8, 32, 48),
+            "[8, 32, 48], config.json says [8, 48",
+        ),
+        ("gpt-oss", "model.layers.0.mlp.experts.down_proj", (7, 16, 48), "[7, 16, 48], config.json says [8, 16, 48]"),
+        ("deepseek-v2", "model.layers.0.self_attn.kv_b_proj.weight", (96, 24), "[96, 24], config.json says [120, 24]"),
+        ("deepseek-v2", "model.layers.2.mlp.down_proj.weight", (48, 64), "layers.2.mlp.down_proj.weight is not part"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, case, name, shape, message):
+    tensors = load_file(GOLDEN / case / "model.safetensors")
+    tensors.pop(name, None)
+    if shape is not None:
+        tensors[name] = np.ones(shape, np.float32)
+    shutil.copy(GOLDEN / case / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=re.escape(message)):
+        _load(tmp_path)
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
+    tensors = load_file(GOLDEN / "deepseek-v3" / "model.safetensors")
+    tensors["model.layers.2.eh_proj.weight"] = np.ones((48, 96), np.float32)
+    shutil.copy(GOLDEN / "deepseek-v3" / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert len(_load(tmp_path).layers) == 2
+
+
+def test_devices_that_do_not_divide_an_expert_are_refused():
+    config = json.loads((GOLDEN / "deepseek-v3" / "config.json").read_text()) | {"intermediate_size": 66}
+    weights.check_shards(read_spec(config | {"moe_intermediate_size": 18})[0], 3)
+    with pytest.raises(UserError, match="16 feed-forward columns"):
+        weights.check_shards(read_spec(config)[0], 3)
+
+
+def test_a_block_of_latents_is_counted_once_and_is_whole_on_each_device():
+    spec, _ = read_spec(weights.read_config(GOLDEN / "deepseek-v3"))
+    dtype = np.dtype("bfloat16")
+    geometry = device_state.Geometry(num_slots=2, num_blocks=5, block_size=16, max_model_len=64)
+    for shards in (1, 2):
+        assert device_state.block_bytes(spec, 16, dtype, shards) == 2 * 16 * (24 + 8) * 2
+        mesh = sharding.make_mesh(jax.devices(), shards)
+        state = device_state.abstract(spec, geometry, 32, Extras(spec.vocab_size), mesh, dtype)
+        held = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state.kv)]
+        assert held == [(5, 1, 16, 32)] * 2
+
+
+def test_random_experts_differ_from_each_other():
+    spec, _ = read_spec(weights.read_config(GOLDEN / "mixtral"))
+    params = weights.load_random(spec, sharding.make_mesh(jax.devices(), 1), "float32", seed=3)
+    up = np.asarray(params.layers[0]["expert_up"])
+    assert len(np.unique(up)) > 0.99 * up.size
+    assert abs(up.std() - 0.02) < 1e-3
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("case", ["mixtral", "gpt-oss", "deepseek-v2"])
+def test_a_converted_checkpoint_lands_on_two_devices_alike(tmp_path, case):
+    plain, converted = _load(GOLDEN / case, 2), _load(convert(str(GOLDEN / case), tmp_path / "converted"), 2)
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(converted), strict=True):
+        assert one.sharding == other.sharding
+        for piece, same in zip(_pieces(one), _pieces(other), strict=True):
+            np.testing.assert_array_equal(piece, same)

@@ -1,0 +1,109 @@
+"""Our decoder against what `transformers` computed: logits within 1e-4, the same greedy tokens, for every family.
+
+The golden files hold random two-layer models and their outputs (see parity/make_golden.py); no torch is needed here.
+Tolerances are absolute: the logits' deviation is between 0.7 and 2, in the trained model about 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.model import decoder, sharding, weights
+from jaxllm.model.families import FAMILIES, read_spec
+from jaxllm.model.spec import PairScaling, Rope, YarnScaling
+from tests.parity.driver import Driver, decode_greedily, generate
+from tests.support.paths import GOLDEN
+
+CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "golden.npz").exists())
+TOLERANCE = 1e-4
+
+
+def _golden(case: str) -> tuple[list[int], list[int], np.ndarray]:
+    with np.load(GOLDEN / case / "golden.npz") as stored:
+        return stored["prompt"].tolist(), stored["tokens"].tolist(), stored["logits"]
+
+
+# By default three, in CI one of each kind of layer, in `make test-slow` all; `make parity` compares with torch live.
+QUICK = {"deepseek-v3", "gemma3", "llama-3.1"}
+CI = {"cohere2", "deepseek-v3", "gemma3", "gpt-oss", "gpt_neox", "llama-3.1", "opt", "phi3-long", "qwen2-moe"}
+
+
+def marks_of(case: str) -> list[pytest.MarkDecorator]:
+    return [] if case in QUICK else [pytest.mark.ci if case in CI else pytest.mark.slow]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks_of(case)) for case in CASES])
+def test_logits_and_greedy_tokens_are_those_of_transformers(case):
+    prompt, expected_tokens, expected_logits = _golden(case)
+    assert len(expected_tokens) >= 32
+    logits, tokens = generate(GOLDEN / case, prompt, len(expected_tokens))
+    np.testing.assert_allclose(logits, expected_logits, rtol=0, atol=TOLERANCE)
+    assert tokens == expected_tokens
+
+
+def test_every_family_has_a_golden_case():
+    covered = {name for case in CASES for name in weights.read_config(GOLDEN / case)["architectures"]}
+    assert covered == {name for family in FAMILIES for name in family.architectures}
+
+
+@pytest.mark.parametrize("case", ["gemma2", pytest.param("mistral", marks=pytest.mark.ci)])
+def test_gathering_attention_agrees_too(case):
+    prompt, _, expected_logits = _golden(case)
+    logits, _ = generate(GOLDEN / case, prompt, 2, implementation="xla_gather")
+    np.testing.assert_allclose(logits, expected_logits[: len(logits)], rtol=0, atol=TOLERANCE)
+
+
+# Fields of the Spec, by a case whose golden logits need them.
+CHANGES = [
+    ("llama-3.1", {"ropes": (Rope(8, 500.0),) * 2}),
+    ("mistral", {"windows": (12, 12)}),
+    ("gemma2", {"windows": (None, 10)}),
+    ("gemma2", {"attention_softcap": None}),
+    ("gemma2", {"activation": "gelu"}),
+    ("opt", {"position_offset": 1}),
+    ("qwen2-yarn", {"ropes": (Rope(8, 500.0, YarnScaling(4.0, 32, 8.0)),) * 2}),
+    ("gemma3", {"ropes": (Rope(12, 50.0),) * 2}),
+    ("phi3-long", {"ropes": (Rope(6, 500.0, PairScaling((1.0, 1.5, 2.0)), 1.1832160),) * 2}),
+    ("phi3", {"ropes": (Rope(6, 500.0),) * 2}),
+    ("granite", {"residual_scale": 1.0}),
+    ("granite", {"logit_scale": 1.0}),
+    ("smollm3", {"ropes": (Rope(8, 2e6),) * 2}),
+    ("gpt_neox", {"residual": "serial"}),
+    ("cohere", {"logit_scale": 1.0}),
+    ("glm", {"ropes": (Rope(8),) * 2}),
+    ("mixtral", {"experts": {"is_normalised": False}}),
+    ("mixtral", {"experts": {"per_token": 2}}),
+    ("qwen2-moe", {"experts": {"is_normalised": True}}),
+    ("gpt-oss", {"sinks": False}),
+    ("gpt-oss", {"experts": {"clamp": 2.0}}),
+    ("granite-moe", {"residual_scale": 1.0}),
+    ("deepseek-v2", {"experts": {"groups_per_token": 3}}),
+    ("deepseek-v2", {"experts": {"scale": 1.0}}),
+    ("deepseek-v3", {"experts": {"choice_bias": False}}),
+    ("deepseek-v3", {"experts": {"group_best": 1}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [pytest.param(*each, marks=marks_of(each[0])) for each in CHANGES],
+)
+def test_each_feature_matters_in_its_golden_case(case, change):
+    """Were a field of the Spec ignored, the comparison above would have to fail."""
+    prompt, _, expected = _golden(case)
+    spec, family = read_spec(weights.read_config(GOLDEN / case))
+    mesh = sharding.make_mesh(jax.devices("cpu"), 1)
+    params = weights.load(GOLDEN / case, spec, family, mesh, "float32")
+    change = {
+        name: dataclasses.replace(getattr(spec, name), **inner) if isinstance(inner, dict) else inner
+        for name, inner in change.items()
+    }
+    changed = dataclasses.replace(spec, **change)
+    used = zip(decoder.declare(changed, 1).layers, params.layers, strict=True)
+    params = decoder.Params(params.top, tuple({name: layer[name] for name in names} for names, layer in used))
+    logits, _ = decode_greedily(Driver(changed, params, mesh, len(prompt), "xla_gather"), prompt, 1)
+    assert np.abs(logits - expected[: len(prompt)]).max() > 10 * TOLERANCE

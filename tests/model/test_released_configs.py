@@ -1,0 +1,152 @@
+"""config.json files as transformers and the hub have them: each is read, and no key in one is passed over.
+
+`tests/test_families.py` and its neighbours say what the values mean; here it matters that there is no other key.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import transformers
+
+from jaxllm.errors import UserError
+from jaxllm.model.families import _SAMPLING, _WITHOUT_EFFECT, FAMILIES, read_spec
+from jaxllm.model.spec import Rope
+from tests.model.test_dense_families import PHI_3, PYTHIA, SMOLLM_3, STABLELM
+from tests.model.test_families import GPT_2, LLAMA_2_7B, LLAMA_31_8B, MISTRAL_7B, QWEN_3_06B
+from tests.model.test_moe_families import GRANITE_3B_A800M, QWEN_3_30B_A3B
+
+_CLASSES = {"Gemma3ForCausalLM": "Gemma3TextConfig", "GPT2LMHeadModel": "GPT2Config"}
+_ARCHITECTURES = [family.architectures[0] for family in FAMILIES]
+# Keys that say nothing beside the other keys of the same default file, though they would in another.
+_SILENT = {
+    "use_sliding_window",  # without a size
+    "sliding_window",  # unless it is used
+    "max_window_layers",
+    "sliding_window_pattern",  # beside layer_types
+    "_sliding_window_pattern",
+    "no_rope_layer_interval",  # beside no_rope_layers
+    "original_max_position_embeddings",  # without a scaling
+    "reorder_and_upcast_attn",  # how precisely, not what
+    "num_nextn_predict_layers",  # layers behind the last
+    "n_group",  # beside a topk_method without groups
+    "topk_group",
+}
+
+
+def _defaults(architecture: str) -> dict[str, Any]:
+    """What transformers writes for a model of the class's default sizes."""
+    name = _CLASSES.get(architecture, architecture.replace("ForCausalLM", "Config"))
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    written = getattr(transformers, name)().to_dict() | {"architectures": [architecture]}
+    if "num_experts_per_tok" in written:
+        written["num_experts_per_tok"] = written["num_experts_per_tok"] or 2  # one class has no default
+    return written
+
+
+def _other_values(value: Any) -> list[Any]:
+    match value:
+        case bool():
+            return [not value]
+        case int():
+            return [value + 1]
+        case float():
+            return [value * 1.5 + 0.25]
+        case str():
+            return ["something else"]
+        case list():
+            return [value[:-1] if value else [0]]
+        case dict():
+            return [value | {"surely_unknown": 1}]
+        case _:
+            return [True, 3, 0.5, "something"]
+
+
+@pytest.mark.parametrize("architecture", _ARCHITECTURES)
+def test_what_transformers_writes_is_read_and_every_key_of_it_counts(architecture):
+    written = _defaults(architecture)
+    spec, _ = read_spec(written)
+    assert (spec.vocab_size, spec.width) == (written["vocab_size"], written.get("hidden_size", written.get("n_embd")))
+    assert spec.tie_embeddings == written["tie_word_embeddings"]
+    passed_over = set()
+    for key in written.keys() - _WITHOUT_EFFECT:
+        for other in _other_values(written[key]):
+            try:
+                if read_spec(written | {key: other})[0] == spec:
+                    passed_over.add(key)
+            except UserError:
+                pass
+    assert passed_over <= _SILENT
+
+
+@pytest.mark.parametrize(
+    ("config", "leftovers"),
+    [
+        # SmolLM2 and SmolLM3
+        (LLAMA_31_8B, {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}, "is_llama_config": True}),
+        (SMOLLM_3, {"transformers.js_config": {"dtype": "q4f16"}, "pretraining_tp": 2, "no_rope_layer_interval": 4}),
+        (LLAMA_2_7B, {"max_sequence_length": 2048, "pad_token_id": 0}),  # the first Llama
+        # a file that transformers 4 wrote whole
+        (
+            LLAMA_2_7B,
+            dict(_SAMPLING) | {"do_sample": False, "max_length": 20, "pruned_heads": {}},
+        ),
+        (MISTRAL_7B, {"_flash_attn_2_enabled": False}),
+        # GPT-2 medium, large and XL; DistilGPT-2
+        (GPT_2, {"n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1}),
+        (PYTHIA, {"rope_theta": 10000, "partial_rotary_factor": 0.25}),
+        (PYTHIA, {"custom_pipelines": {"text-generation": {"impl": "x.py"}}}),  # Dolly
+        (STABLELM, {"num_heads": 16, "rope_pct": 0.25, "norm_eps": 1e-5, "rotary_scaling_factor": 1.0}),
+        (PHI_3, {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False}),  # Phi-4-mini
+        # Qwen3-Coder
+        (QWEN_3_30B_A3B, {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}),
+        (QWEN_3_30B_A3B, {"num_local_experts": 128}),
+        (GRANITE_3B_A800M, {"position_embedding_type": "rope"}),
+    ],
+)
+def test_what_stands_in_released_files_and_changes_nothing_is_accepted(config, leftovers):
+    assert read_spec(config | leftovers) == read_spec(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "named"),
+    [
+        (LLAMA_2_7B, {"temperature": 0.6}, "move it to generation_config.json"),
+        (LLAMA_2_7B, {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        (STABLELM, {"rope_pct": 0.5}, "rope_pct"),
+        (STABLELM, {"norm_eps": 1e-3}, "norm_eps"),
+        (PYTHIA, {"rope_theta": 20000}, "rope_theta"),
+        (PYTHIA, {"partial_rotary_factor": 1.0}, "partial_rotary_factor"),
+        (QWEN_3_30B_A3B, {"qkv_bias": True}, "qkv_bias"),
+        (QWEN_3_30B_A3B, {"shared_expert_intermediate_size": 768}, "shared_expert_intermediate_size"),
+        (QWEN_3_30B_A3B, {"num_local_experts": 64}, "num_local_experts"),
+        (GRANITE_3B_A800M, {"position_embedding_type": "nope"}, "position_embedding_type"),
+        # Gemma 3 from 4B up
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}, "vision_config": {}},
+            {},
+            "not a model of text alone",
+        ),
+        # Qwen2.5 of a million tokens
+        (QWEN_3_06B, {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
+    ],
+)
+def test_what_would_change_something_is_refused_by_name(config, change, named):
+    with pytest.raises(UserError, match=re.escape(named)) as refusal:
+        read_spec(config | change)
+    assert "\n" not in str(refusal.value)
+
+
+def test_yarns_amplitude_is_undone_where_the_file_says_so():
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "attn_factor": 0.8782488562869419,  # DeepSeek-R1-0528-Qwen3-8B
+    }
+    rope = read_spec(QWEN_3_06B | {"rope_scaling": scaling, "max_position_embeddings": 131072})[0].ropes[0]
+    assert isinstance(rope, Rope)
+    assert rope.amplitude == pytest.approx(1.0)

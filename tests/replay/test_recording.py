@@ -1,0 +1,409 @@
+"""Recordings: what an engine writes down makes the same plans again, whole or redacted, in one piece or in several."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+import urllib.request
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+
+from jaxllm.commands import cli
+from jaxllm.commands.replay import Story
+from jaxllm.config import EngineConfig
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.engine.llm_engine import LLMEngine
+from jaxllm.errors import UserError
+from jaxllm.replay import recording
+from jaxllm.replay.recording import FileRecorder, Kind
+from jaxllm.replay.replay import Moment, Replay
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.recorded import Core
+from jaxllm.scheduler.scheduler import NO_TOKEN, digests_of
+from jaxllm.scheduler.state import Limits, Plan, Request, initial
+from tests.support.serving_process import QUICK, ServingProcess
+from tests.support.sizes import MANY_SLOTS
+
+LIMITS = Limits(num_slots=6, num_blocks=24, block_size=4, max_step_tokens=24, max_step_chunks=3)
+STOP = 7
+
+
+class Driver:
+    """A core driven as an engine does it: two plans in flight, tokens from a generator, now and then a fault."""
+
+    def __init__(self, path: Path, seed: int = 0, **settings: object) -> None:
+        self.random = random.Random(seed)
+        self.now = 100.0
+        self.recorder = FileRecorder(path, clock=lambda: self.now, **settings)  # type: ignore[arg-type]
+        self.core = Core(LIMITS, self.recorder)
+        self.in_flight: list[Plan] = []
+        self.plans: list[list[int]] = []
+        self.num_added = 0
+
+    def run(self, num_steps: int, num_requests: int = 10**9) -> None:
+        random = self.random
+        for _ in range(num_steps):
+            self.now += 0.001
+            if random.random() < 0.3 and self.num_added < num_requests:
+                self.core.add([self._request() for _ in range(random.randint(1, 3))])
+            if random.random() < 0.05 and self.core.requests:
+                self.core.abort({random.choice(list(self.core.requests)): "abort"})
+            if random.random() < 0.01:
+                self.core.reset()
+                self.in_flight.clear()
+            while len(self.in_flight) < 2:
+                plan = self.core.plan(self.now)
+                self.plans.append(recording.describe(plan))
+                if not len(plan.slots):
+                    break
+                self.in_flight.append(plan)
+            if self.in_flight:
+                plan = self.in_flight.pop(0)
+                tokens = np.asarray([random.randrange(9) for _ in plan.slots], np.int32)
+                is_finite = np.asarray([random.random() > 0.01 for _ in plan.slots])
+                self.core.commit(plan, tokens, is_finite)
+
+    def _request(self) -> Request:
+        self.num_added += 1
+        number, random = self.num_added, self.random
+        prompt = [random.choice((3, 4))] * random.randint(1, 20)
+        stop_ids = random.choice([(STOP,), (STOP, 8), ()])
+        salt = random.choice([b"", b"", b"other", None])
+        limit = len(prompt) + random.randint(1, 30)
+        return Request(number, array("i", prompt), len(prompt), limit, stop_ids, 0, salt, name=f"request-{number}")
+
+
+def plans_of(path: Path) -> list[list[int]]:
+    """Replay a recording whole, and return what its plans were."""
+    moments = list(Replay(path).moments())
+    assert [moment.difference for moment in moments if moment.difference] == []
+    return [recording.describe(made) for moment in moments if (made := made_plan(moment)) is not None]
+
+
+def made_plan(moment: Moment) -> Plan | None:
+    return moment.plan if moment.kind is Kind.PLAN else None
+
+
+@pytest.mark.parametrize("is_redacted", [False, True])
+def test_a_replay_makes_the_same_plans(tmp_path: Path, is_redacted: bool) -> None:
+    for seed in range(5):
+        driver = Driver(tmp_path / f"log{seed}", seed, is_redacted=is_redacted)
+        driver.run(400)
+        assert sum(1 for plan in driver.plans if plan[2]) > 300
+        assert plans_of(tmp_path / f"log{seed}") == driver.plans
+
+
+@pytest.mark.parametrize("ends", ["stop", pytest.param("abort", marks=pytest.mark.ci)])
+def test_a_cache_that_is_reset_with_a_step_in_flight_can_be_replayed(tmp_path: Path, ends: str) -> None:
+    """A request has ended on the host, and the step after its last is still on its way."""
+    recorder = FileRecorder(tmp_path / "log")
+    engine = LLMEngine(EngineConfig(model=MODEL_DIR, **MANY_SLOTS), recorder=recorder)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    if ends == "stop":
+        params = replace(params, stop=["a"])  # found late: the scheduler knows no text
+    for name in "once", "again":
+        engine.add_request(name, "Once upon a time", params)
+        while engine.has_unfinished_requests():
+            engine.step()
+            if ends == "abort":
+                engine.abort_request(name)
+        assert engine._in_flight and engine.reset_prefix_cache()
+    engine.close()
+    assert len(plans_of(tmp_path / "log")) > 2
+
+
+@pytest.mark.parametrize("is_redacted", [False, True])
+def test_each_piece_can_be_replayed_alone_and_all_together_are_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_redacted: bool
+) -> None:
+    monkeypatch.setattr(recording, "MIN_BYTES", 0)
+    driver = Driver(tmp_path / "log", max_bytes=4 * 12_000, is_redacted=is_redacted)
+    driver.run(500)
+    pieces = [tmp_path / "log.3", tmp_path / "log.2", tmp_path / "log.1", tmp_path / "log"]
+    assert all(piece.stat().st_size < 16_000 for piece in pieces)
+    whole = plans_of(tmp_path / "log")
+    assert whole == driver.plans[-len(whole) :]
+    for number, piece in enumerate(pieces):
+        alone = tmp_path / f"alone{number}"
+        alone.write_bytes(piece.read_bytes())
+        plans = plans_of(alone)
+        start = driver.plans.index(plans[0])
+        assert plans == driver.plans[start : start + len(plans)] and len(plans) > 10
+    assert sum(len(plans_of(tmp_path / f"alone{number}")) for number in range(4)) == len(whole)
+
+
+def test_a_redacted_recording_holds_no_token(tmp_path: Path) -> None:
+    for is_redacted in (False, True):
+        secret = array("i", [1_234_567 + number for number in range(64)])
+        request = Request(1, secret, len(secret), 70, (NO_TOKEN - 1,), name="one")
+        path = tmp_path / f"{is_redacted}"
+        core = Core(LIMITS, FileRecorder(path, is_redacted=is_redacted))
+        core.add([request])
+        for _ in range(4):
+            plan = core.plan(0.0)
+            core.commit(plan, np.full(len(plan.slots), 2_345_678, np.int32))
+        data = path.read_bytes()
+        for token in (1_234_567, 2_345_678):
+            assert (np.int32(token).tobytes() in data) is not is_redacted
+            assert msgpack.packb(token) not in data
+        # Who guesses a prompt could look for its digest.
+        assert not any(digest in data for digest in digests_of(request, LIMITS, (), 64))
+
+
+def test_a_plan_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
+    path = tmp_path / "log"
+    Driver(path).run(50)
+    entries = list(msgpack.Unpacker(path.open("rb"), strict_map_key=False))
+    place = [place for place, entry in enumerate(entries) if entry[0] == Kind.PLAN][20]
+    entries[place][-1] ^= 1  # another scheduler has made another table
+    path.write_bytes(b"".join(map(msgpack.packb, entries)))
+    moments = list(Replay(path).moments())
+    assert moments[-1].difference is not None and "checksum" in moments[-1].difference
+    assert cli.main(["replay", str(path)]) == 1
+
+
+@pytest.mark.parametrize("part", ["header", "state", "events"])
+def test_a_recording_of_a_killed_process_is_replayed_to_its_end(
+    tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    driver = Driver(path)
+    driver.run(50)
+    data = path.read_bytes()
+    unpacker = msgpack.Unpacker(path.open("rb"), strict_map_key=False)
+    unpacker.skip()
+    path.write_bytes(data[: {"header": 20, "state": unpacker.tell(), "events": len(data) - 3}[part]])
+    assert cli.main(["replay", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert f"{path} breaks off at byte {path.stat().st_size}, " in err and err.count("\n") == 1
+    assert "nothing happened" not in out and ("started" in out) is (part != "header")
+    made = re.search(r"all (\d+) plans were made again", out)
+    last = len(driver.plans) - 2
+    assert (part == "events") is (made is not None and int(made[1]) >= last)
+    assert ("before its first plan" in err) is (part != "events")
+
+
+def test_a_process_after_one_that_was_killed_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log"
+    Driver(path, 1).run(30)
+    path.write_bytes(path.read_bytes()[:-3])
+    second = Driver(path, 2)
+    second.run(30)
+    assert cli.main(["replay", str(path), "--plans"]) == 1
+    out, err = capsys.readouterr()
+    assert f"{path}.1 breaks off at byte" in err and re.search(r"after plan \d+ at 0\.\d+ s;", err)
+    assert f"plan {second.plans[-1][0]} " in out
+
+
+def test_a_restarted_process_keeps_the_recording_of_the_one_before(tmp_path: Path) -> None:
+    first, second = Driver(tmp_path / "log", 1), None
+    first.run(30)
+    first.core.close()
+    second = Driver(tmp_path / "log", 2)
+    second.run(30)
+    assert plans_of(tmp_path / "log") == first.plans + second.plans
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver(tmp_path / "log")
+    driver.run(20)
+
+    class Full:
+        def write(self, _: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            pass
+
+    driver.recorder._file = Full()  # type: ignore[assignment]
+    driver.run(50)
+    assert len(driver.plans) > 60
+    assert [record.message for record in caplog.records] == [
+        f"the recording ends: {tmp_path / 'log'}: No space left on device"
+    ]
+
+
+def test_where_nothing_can_be_written_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write"):
+        FileRecorder(tmp_path / "file" / "log")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty"),
+        (b"text, and no recording", "no recording|damaged"),
+        (msgpack.packb(["jaxllm recording", 99, {}]), "format 99"),
+        (msgpack.packb(["another", 1, {}]), "not a recording"),
+        (msgpack.packb(["jaxllm recording", 1, {"run": 1}]), "damaged"),
+        (b"\x9f" * 100_000, "damaged"),
+    ],
+)
+def test_what_is_no_recording_is_refused(
+    tmp_path: Path, data: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        list(Replay(path).moments())
+    assert cli.main(["replay", str(path)]) == 1
+    assert capsys.readouterr().err.startswith("jaxllm: error: ")
+
+
+HEADER = {"run": "r", "jaxllm": "0", "started": 1e9, "is_redacted": False, "limits": {}, "about": {}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"started": started} for started in ("x", True, float("nan"), float("inf"), 1e300, -1e300, -1, 1 << 63)),
+        *({"about": about} for about in ([1], "x", {"x": [1]}, {1: "x"})),
+        *({name: [1]} for name in ("run", "jaxllm", "is_redacted", "limits")),
+        {"more": 1},
+    ],
+)
+def test_a_header_of_other_kinds_is_refused(
+    tmp_path: Path, changes: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(msgpack.packb(["jaxllm recording", 1, HEADER | changes]))
+    assert cli.main(["replay", str(path)]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"jaxllm: error: {path} is damaged at event 0: its header") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("entry", [[99, 1], [[], 1], ["x", 1], [0, "x"], [1, 1], [2, 1, 5], [0, 1, {}], [0, 1, [5]]])
+def test_a_damaged_entry_is_told_without_pythons_words(tmp_path: Path, entry: list[object]) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(msgpack.packb(["jaxllm recording", 1, HEADER]) + msgpack.packb(entry))
+    with pytest.raises(UserError) as caught:
+        list(Replay(path).moments())
+    assert not re.search(r"Error|\bint\b|\blist\b|Kind|jaxllm\.|__", str(caught.value).replace(str(path), ""))
+
+
+def test_foreign_names_neither_end_a_line_nor_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "\x1b[31m\nall 9 plans are the same\r\x9b"
+    driver = Driver(tmp_path / "log", about={f"a{name}": f"b{name}"})
+    driver.core.add([replace(driver._request(), name=f"c{name}")])
+    driver.run(20)
+    driver.core.abort({next(iter(driver.core.requests)): f"d{name}"})
+    for flags in ((), ("--plans",), ("--at", "1"), ("--request", "c"), ("--json",)):
+        assert cli.main(["replay", str(tmp_path / "log"), *flags]) == 0
+        shown = capsys.readouterr().out
+        assert r"\x1b[31m\nall" in shown or "--json" in flags
+        lines = shown.removesuffix("\n").split("\n")
+        assert all(line.isprintable() and not line.startswith("all 9") for line in lines)
+    entries = list(msgpack.Unpacker(io.BytesIO((tmp_path / "log").read_bytes()), strict_map_key=False))
+    next(entry for entry in entries if entry[0] == Kind.PLAN)[2] = name
+    (tmp_path / "log").write_bytes(b"".join(map(msgpack.packb, entries)))
+    assert cli.main(["replay", str(tmp_path / "log")]) == 1
+    assert capsys.readouterr().err.removesuffix("\n").isprintable()
+
+
+def test_damaged_recordings_are_a_user_error_or_a_difference(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    Driver(path).run(60)
+    data = path.read_bytes()
+    chance = random.Random(5)
+    for _ in range(300):
+        changed = bytearray(data)
+        for _ in range(chance.randint(1, 4)):
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+        path.write_bytes(changed)
+        try:
+            list(Replay(path).moments())
+        except UserError as error:
+            assert "log" in str(error) or "recording" in str(error)
+
+
+def test_the_command_tells_plans_states_and_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "log")
+    driver = Driver(tmp_path / "log")
+    driver.run(120, num_requests=20)
+
+    def told(*arguments: str) -> str:
+        assert cli.main(["replay", path, *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert f"all {len(driver.plans)} plans were made again, and are the same" in told()
+    assert len(told("--plans").splitlines()) >= len(driver.plans)
+    state = told("--at", "30")
+    assert "plan 30 " in state and "slot" in state and "blocks:" in state
+    assert "plan" in told("--at", "0.050s")
+    story = told("--request", "request-3")
+    assert "arrives" in story and "gets slot" in story
+    events = [json.loads(line) for line in told("--json").splitlines()]
+    assert {"add", "plan", "commit"} <= {event["event"] for event in events}
+    own = [json.loads(line) for line in told("--json", "--request", "request-3").splitlines()]
+    assert {one for event in own for one in event.get("tokens", {})} <= {"3"}
+    assert cli.main(["replay", path, "--at", "99999"]) == 2
+    assert cli.main(["replay", path, "--request", "nobody"]) == 2
+    assert "no request of the recording is called nobody" in capsys.readouterr().err
+    assert cli.main(["replay", path, "--at", "1", "--request", "request-20"]) == 2
+    assert "no request called request-20 is there at 0.00" in capsys.readouterr().err
+    for name in "cmpl-request-3", "chatcmpl-request-3":
+        assert told("--request", name) == story
+
+
+def test_a_request_is_found_by_each_of_its_names() -> None:
+    request = Request(1, array("i", [3]), 1, 2, (), 0, b"", name="9255563d (my-req)")
+    moment = Moment(0, 0.0, Kind.ADD, initial(LIMITS), added=(request,))
+    for name in "9255563d", "9255", "cmpl-9255563d", "chatcmpl-9255563d", "my-req", "9255563d (my-req)":
+        assert Story(name).take(moment) == {1: "9255563d (my-req)"}
+    for name in "req", "5563d", "tcmpl-9255563d":
+        assert Story(name).take(moment) == {}
+
+
+def test_the_command_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(tmp_path / "log").run(50)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\nnonsense\n20\nq\n"))
+    assert cli.main(["replay", str(tmp_path / "log"), "--step"]) == 0
+    out = capsys.readouterr().out
+    assert "plan 1 " in out and "plan 2 " in out and "plan 20 " in out and "plan 3 " not in out
+    assert "neither a plan's number" in out
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert cli.main(["replay", str(tmp_path / "log"), "--step"]) == 0
+    assert capsys.readouterr().out.endswith("q: end > \n")
+
+
+def test_a_recording_in_which_nothing_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Driver(tmp_path / "log")
+    assert cli.main(["replay", str(tmp_path / "log")]) == 0
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    assert lines == ["0.000 s: nothing happened", "all 0 plans were made again, and are the same"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("flags", [(), pytest.param(("--record-redacted",), marks=pytest.mark.slow)])
+def test_a_server_that_was_killed_is_replayed(
+    tmp_path: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "incident"
+    with ServingProcess("--record", str(path), *flags, *QUICK) as server:
+        for number in range(3):
+            body = {"prompt": "Once upon a time", "max_tokens": 20, "request_id": f"mine-{number}"}
+            headers = {"Content-Type": "application/json", "X-Request-Id": f"theirs-{number}"}
+            answer = urllib.request.urlopen(
+                urllib.request.Request(f"{server.http}/v1/completions", json.dumps(body).encode(), headers)
+            )
+            assert answer.status == 200
+        server.process.kill()
+    assert cli.main(["replay", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "3 requests" in told and "were made again, and are the same" in told
+    assert ("as hashes" in told) is bool(flags)
+    for name in "mine-1", "cmpl-mine-1", "theirs-1":
+        assert cli.main(["replay", str(path), "--request", name]) == 0
+        told = capsys.readouterr().out
+        assert "ends: " in told and "mine-1 (theirs-1)" in told

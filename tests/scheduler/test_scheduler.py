@@ -1,0 +1,388 @@
+"""The pure core against an oracle device, driven by Hypothesis; and the rules that examples state best."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from array import array
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxllm.errors import UserError
+from jaxllm.scheduler import block_pool, scheduler
+from jaxllm.scheduler.block_pool import PoolEditor
+from jaxllm.scheduler.state import Cleared, Limits, Plan, Removed, Request, State, Stored, initial, take_block_events
+from tests.support.fake_device import VOCABULARY, FakeDevice, next_token
+
+SALTS = (b"", b"other", None)
+
+
+def fingerprint(value: Any) -> bytes:
+    """Hash everything that a state holds."""
+    digest = hashlib.sha256()
+
+    def visit(part: Any) -> None:
+        if isinstance(part, np.ndarray):
+            digest.update(part.tobytes())
+        elif isinstance(part, Request):
+            visit(part.id)  # its tokens are the engine's, and grow
+        elif dataclasses.is_dataclass(part):
+            for field in dataclasses.fields(part):
+                visit(getattr(part, field.name))
+        elif isinstance(part, tuple):
+            digest.update(b"(%d" % len(part))
+            for item in part:
+                visit(item)
+        elif isinstance(part, dict):
+            for key, item in part.items():
+                visit((key, item))
+        else:
+            digest.update(repr(part).encode())
+
+    visit(value)
+    return digest.digest()
+
+
+def plan_bytes(plan: Plan) -> bytes:
+    return fingerprint(plan)
+
+
+def check_accounts(state: State, limits: Limits) -> None:
+    """Every block is named, cached or free, exactly once; counts of references are those of the tables."""
+    pool = state.pool
+    named = [block for table in state.tables for block in table]
+    counts = np.bincount(np.asarray(named, np.int64), minlength=limits.num_blocks)
+    assert (pool.references == counts).all(), "references are the tables' own"
+    cached, free = block_pool.cached_blocks(pool), pool.free.tolist()
+    assert len(cached) == pool.num_cached and len(set(cached)) == len(cached)
+    assert sorted([*set(named), *cached, *free]) == list(range(limits.num_blocks)), "free + used + cached = total"
+    indexed = list(pool.index.values())
+    assert len(set(indexed)) == len(indexed), "a block holds one content"
+    assert not set(indexed) & set(free), "a free block cannot be hit"
+    for slot, record in enumerate(state.running):
+        is_free = record is None
+        assert is_free == (state.slots.epochs[slot] == 0) == (state.tables[slot] == ())
+        if not is_free:
+            assert len(state.tables[slot]) * limits.block_size == state.slots.capacity[slot]
+    for columns in (state.slots, pool):
+        for name, column in columns._asdict().items():
+            assert not isinstance(column, np.ndarray) or not column.flags.writeable, f"{name} is read-only"
+    ranks = [entry.rank for entry in state.waiting]
+    assert ranks == sorted(ranks)
+
+
+class Core(RuleBasedStateMachine):
+    """Adds, steps, aborts and loses the cache in any order; the fake device checks each read.
+
+    Up to `depth` steps are in flight: planned and run, but not committed.
+    """
+
+    @initialize(
+        num_slots=st.integers(1, 5),
+        num_blocks=st.integers(4, 24),
+        block_size=st.sampled_from([1, 2, 4]),
+        extra_tokens=st.integers(0, 12),
+        max_chunks=st.integers(1, 4),
+        depth=st.integers(1, 3),
+    )
+    def start(
+        self, num_slots: int, num_blocks: int, block_size: int, extra_tokens: int, max_chunks: int, depth: int
+    ) -> None:
+        self.depth = depth
+        self.in_flight: deque[tuple[Plan, np.ndarray, np.ndarray, list[int]]] = deque()
+        self.limits = Limits(num_slots, num_blocks, block_size, num_slots + extra_tokens, max_chunks, True)
+        self.state = initial(self.limits)
+        self.indexed: set[bytes] = set()  # what the block events say
+        self.device = FakeDevice(self.limits)
+        self.requests: dict[int, Request] = {}
+        self.ended: dict[int, str] = {}
+        self.log: list[tuple[Any, ...]] = []
+        self.plans: list[bytes] = []
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call the core, see that the old state is untouched, and remember the event."""
+        before, old = fingerprint(self.state), self.state
+        result = getattr(scheduler, name)(self.state, self.limits, *arguments)
+        assert fingerprint(old) == before, f"{name} changed the state that it was given"
+        self.log.append((name, *arguments))
+        return result
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14),
+        num_new=st.integers(1, 12),
+        salt=st.sampled_from(SALTS),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
+        stops=st.sets(st.integers(0, VOCABULARY - 1), max_size=3),
+    )
+    def add(self, prompt: list[int], num_new: int, salt: bytes | None, priority: int, stops: set[int]) -> None:
+        request_id = len(self.requests) + 1
+        request = Request(
+            request_id, array("i", prompt), len(prompt), len(prompt) + num_new, tuple(stops), priority, salt
+        )
+        needed = -(-(request.limit - 1) // self.limits.block_size)
+        if needed > self.limits.num_blocks:
+            with pytest.raises(UserError, match="whole pool"):
+                scheduler.add(self.state, self.limits, [request])
+            return
+        self.state = self.call("add", [request])
+        self.requests[request_id] = request
+        self.device.full[request_id] = request.tokens
+
+    @precondition(lambda self: len(self.ended) < len(self.requests))
+    @rule(data=st.data(), poison=st.integers(0, 9))
+    def step(self, data: st.DataObject, poison: int) -> None:
+        if self.issue() and poison == 0:
+            is_finite = self.in_flight[-1][2]
+            is_finite[data.draw(st.integers(0, len(is_finite) - 1))] = False
+        if len(self.in_flight) == self.depth or data.draw(st.booleans()):
+            self.take_in()
+
+    def issue(self) -> bool:
+        """Plan a step and run it; False if there is nothing to do before results are taken in."""
+        self.state, plan = self.call("plan", 0.0)
+        self.plans.append(plan_bytes(plan))
+        assert not (plan.admitted and plan.preempted), "no admission in a step that preempted"
+        if not len(plan.slots):
+            assert self.in_flight, "work waits but nothing is planned"
+            return False
+        owners = {slot: record.request.id for slot, record in enumerate(self.state.running) if record is not None}
+        rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
+        chunks = [self.device.full[owners[slot]][start : start + length].tolist() for slot, start, length in rows]
+        tokens = self.device.run(plan, chunks[plan.num_decodes :], owners)
+        sampling = [owners[slot] for slot in plan.slots[plan.samples].tolist()]
+        self.in_flight.append((plan, tokens, np.ones(len(tokens), np.bool_), sampling))
+        return True
+
+    def take_in(self) -> None:
+        """Commit the oldest step in flight, if there is one."""
+        if not self.in_flight:
+            return
+        plan, tokens, is_finite, sampling = self.in_flight.popleft()
+        # Whoever has ended, or was preempted, or admitted again since, gets nothing from this step.
+        waiting = {
+            row_id
+            for row_id, slot in zip(sampling, plan.slots[plan.samples].tolist(), strict=True)
+            if self.state.slots.epochs[slot] == plan.epochs[slot]
+        }
+        self.state, events = self.call("commit", plan, tokens, is_finite)
+        assert sorted([*events.ids.tolist(), *events.failed]) == sorted(waiting), "who is awaited is answered"
+        for request_id, token in zip(events.ids.tolist(), events.tokens.tolist(), strict=True):
+            self.receive(request_id, token, events.finished.get(request_id))
+        for request_id in events.failed:
+            self.end(request_id, "error")
+        # A result that comes twice, or for a request that has gone, changes nothing.
+        again, none = scheduler.commit(self.state, self.limits, plan, tokens, is_finite)
+        assert not len(none.ids) and not none.failed and fingerprint(again) == fingerprint(self.state)
+
+    def receive(self, request_id: int, token: int, reason: str | None) -> None:
+        request, tokens = self.requests[request_id], self.device.full[request_id]
+        assert request_id not in self.ended, "a token after the end"
+        assert token == next_token(tuple(tokens), request_id), "the token is the sequence's own"
+        tokens.append(token)
+        expected = "stop" if token in request.stop_ids else "length" if len(tokens) == request.limit else None
+        assert reason == expected
+        if reason is not None:
+            self.end(request_id, reason)
+
+    def end(self, request_id: int, reason: str) -> None:
+        assert request_id not in self.ended, "a request ends once"
+        self.ended[request_id] = reason
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        self.state = self.call("abort", [request_id])
+        self.ended.setdefault(request_id, "abort")
+
+    @rule()
+    def lose_cache(self) -> None:
+        self.state = self.call("reset")
+        self.in_flight.clear()
+        self.device.tables.clear()
+        self.device.written.clear()
+
+    @invariant()
+    def events_tell_the_index(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        for event in self.state.block_events or ():
+            match event:
+                case Stored(digest, _, tokens):
+                    assert digest not in self.indexed and len(tokens) == self.limits.block_size
+                    self.indexed.add(digest)
+                case Removed(digest):
+                    self.indexed.remove(digest)
+                case Cleared():
+                    self.indexed.clear()
+        assert self.indexed == self.state.pool.index.keys()
+        self.state = take_block_events(self.state)[0]
+
+    @invariant()
+    def accounts(self) -> None:
+        if hasattr(self, "state"):
+            check_accounts(self.state, self.limits)
+            alive = [entry.request.id for entry in self.state.waiting]
+            alive += [record.request.id for record in self.state.running if record is not None]
+            assert sorted(alive) == sorted(set(self.requests) - set(self.ended)), "nobody is lost or kept"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        state, plans = initial(self.limits), []
+        for name, *arguments in self.log:
+            result = getattr(scheduler, name)(state, self.limits, *arguments)
+            state = take_block_events(result if isinstance(result, State) else result[0])[0]
+            if name == "plan":
+                plans.append(plan_bytes(result[1]))
+        assert plans == self.plans, "same events, same plans"
+        assert fingerprint(state) == fingerprint(self.state)
+        # Whoever is left finishes: work is bounded by tokens, and a preemption only delays it.
+        for _ in range(4000):
+            if len(self.ended) == len(self.requests):
+                break
+            self.step_without_faults()
+        assert len(self.ended) == len(self.requests), "a request never ended"
+        check_accounts(self.state, self.limits)
+        assert self.state.pool.num_available == self.limits.num_blocks, "all blocks came back"
+
+    def step_without_faults(self) -> None:
+        if len(self.in_flight) == self.depth or not self.issue():
+            self.take_in()
+
+
+@pytest.fixture(autouse=True)
+def shrunk_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is told within a minute: Hypothesis shrinks for five, and has no setting for that."""
+    monkeypatch.setattr("hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS", 20)
+
+
+class TestCore(Core.TestCase):
+    settings = settings(max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.ci
+class TestCoreLonger(Core.TestCase):
+    settings = settings(TestCore.settings, max_examples=40)
+
+
+LIMITS = Limits(num_slots=4, num_blocks=32, block_size=4, max_step_tokens=16, max_step_chunks=4)
+
+
+def request(request_id: int, length: int = 8, num_new: int = 4, **options: Any) -> Request:
+    return Request(request_id, array("i", range(length)), length, length + num_new, **options)
+
+
+def start(*requests: Request, limits: Limits = LIMITS) -> State:
+    state = initial(limits)
+    for item in requests:
+        state = scheduler.add(state, limits, [item])
+    return state
+
+
+def run(state: State, token: int = 1, limits: Limits = LIMITS) -> tuple[State, Plan]:
+    state, plan = scheduler.plan(state, limits, 0.0)
+    owners = {record.request.id: record.request for record in state.running if record is not None}
+    state, events = scheduler.commit(state, limits, plan, np.full(len(plan.slots), token, np.int32))
+    for request_id in events.ids.tolist():
+        owners[request_id].tokens.append(token)
+    return state, plan
+
+
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
+    state, first = run(start(request(1, length=40)))
+    state, second = run(state)
+    _, third = run(state)
+    assert [plan.lengths.tolist() for plan in (first, second, third)] == [[16], [16], [8]]
+    assert [plan.samples.tolist() for plan in (first, second, third)] == [[False], [False], [True]]
+
+
+def test_decode_rows_ride_along_with_a_chunk() -> None:
+    state, _ = run(start(request(1)))
+    state = scheduler.add(state, LIMITS, [request(2, length=40, salt=None)])
+    _, plan = run(state)
+    assert plan.num_decodes == 1 and plan.lengths.tolist() == [1, 15]
+
+
+def test_an_equal_prompt_hits_in_the_step_that_computes_it_and_its_last_token_is_computed_again() -> None:
+    _, plan = run(start(request(1), request(2)))
+    assert [admission.num_cached for admission in plan.admitted] == [0, 4]
+    assert plan.lengths.tolist() == [8, 4]
+
+
+@pytest.mark.parametrize(("salt", "cached"), [(b"", 4), (b"tenant", 0), (None, 0)])
+def test_blocks_are_shared_only_under_one_salt(salt: bytes | None, cached: int) -> None:
+    _, plan = run(start(request(1), request(2, salt=salt)))
+    assert plan.admitted[1].num_cached == cached
+
+
+def test_a_request_may_leave_the_cache_unread_and_fills_it_all_the_same() -> None:
+    _, plan = run(start(request(1), request(2, reads_cache=False)))
+    assert [admission.num_cached for admission in plan.admitted] == [0, 0]
+    _, plan = run(start(request(1, reads_cache=False), request(2)))
+    assert [admission.num_cached for admission in plan.admitted] == [0, 4]
+
+
+def test_tokens_that_were_sampled_are_hit_by_the_next_turn() -> None:
+    state = start(request(1, length=4, num_new=9))
+    for _ in range(9):
+        state, _ = run(state, token=7)
+    assert state.num_running == 0
+    turn = Request(2, array("i", [0, 1, 2, 3] + [7] * 9), 13, 20)
+    _, plan = run(scheduler.add(state, LIMITS, [turn]))
+    assert plan.admitted[0].num_cached == 12
+
+
+def test_priority_goes_before_arrival_and_the_last_in_rank_is_preempted() -> None:
+    limits = dataclasses.replace(LIMITS, num_blocks=6)
+    low, high = request(1, num_new=9, priority=1, salt=None), request(2, num_new=9, priority=0, salt=None)
+    state, plan = run(start(low, high, limits=limits), limits=limits)
+    assert [admission.request.id for admission in plan.admitted] == [2, 1]
+    preempted: list[int] = []
+    while not preempted:
+        state, plan = run(state, limits=limits)
+        preempted += plan.preempted
+    assert preempted == [1] and state.waiting[0].known > 8, "it keeps the tokens that it had"
+
+
+def test_the_least_recently_released_block_is_evicted_first_and_prefixes_outlive_their_continuations() -> None:
+    digests = [block_pool.chain(b"", bytes([number])) for number in range(2)]
+    editor = PoolEditor(block_pool.make_pool(4))
+    first = editor.take(2).tolist()
+    editor.publish(zip(digests, first, strict=True))
+    editor.release(first, digests)
+    pool = editor.done()
+    assert block_pool.cached_blocks(pool) == [first[1], first[0]]
+    editor = PoolEditor(pool)
+    assert first[1] in editor.take(3).tolist() and editor.look_up(digests) == [first[0]]
+    assert block_pool.cached_blocks(pool) == [first[1], first[0]], "the pool itself has not changed"
+
+
+def test_releasing_twice_is_an_error() -> None:
+    editor = PoolEditor(block_pool.make_pool(2))
+    taken = editor.take(1).tolist()
+    editor.release(taken, [])
+    with pytest.raises(ValueError, match="more often"):
+        editor.release(taken, [])
+    with pytest.raises(ValueError, match="of 2 available"):
+        editor.take(3)
+
+
+def test_a_prefix_that_is_hit_for_ever_does_not_grow_the_eviction_queue() -> None:
+    editor = PoolEditor(block_pool.make_pool(2))
+    block, digest = editor.take(1).tolist(), block_pool.chain(b"", b"prefix")
+    editor.publish([(digest, block[0])])
+    editor.release(block, [digest])
+    pool = editor.done()
+    for _ in range(3000):
+        editor = PoolEditor(pool)
+        editor.share(block)
+        editor.release(block, [digest])
+        pool = editor.done()
+    assert pool.num_entries < 2000 and block_pool.cached_blocks(pool) == block

@@ -1,0 +1,365 @@
+"""Who may come in, and with how much: keys, hosts, origins, sizes and times, mostly as raw bytes on a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import httpx
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from jaxllm.errors import UserError
+from jaxllm_server.http.protocol import protocol_of
+from jaxllm_server.shared.auth import Keys
+from jaxllm_server.shared.error_table import AdminRequiredError, AuthError
+from jaxllm_server.shared.options import ServerOptions
+from tests.support.fake_serving import FakeServing, http_server, raw_exchange
+
+KEY = "sk-geheim-ü"
+AUTH = {"authorization": f"Bearer {KEY}".encode()}
+OPEN = ("/health", "/live", "/ready")
+CLOSED = (
+    *("/v1/models", "/v1/models/fake", "/version", "/load", "/metrics", "/nothing", "/", "/v1/completions"),
+    *("//v1/models", "//health", "/health/", "/health/../v1/models", "/V1/models", "/%76%31/models", "/%68ealth"),
+    *("/v1/models?/health", "/HEALTH", "/./health"),
+)
+
+
+@pytest.fixture(scope="module")
+def guarded():
+    with http_server(FakeServing(), ServerOptions(api_key=(KEY, "second"), admin_api_key=("boss",))) as port:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+            yield SimpleNamespace(port=port, http=http)
+
+
+@pytest.fixture(scope="module")
+def bounded():
+    options = ServerOptions(max_body_bytes=10_000, max_header_bytes=2000, max_headers=20, stall_timeout=0.5)
+    with http_server(FakeServing(), options) as port:
+        yield port
+
+
+def status(answer: bytes) -> int:
+    assert answer.startswith(b"HTTP/1.1 "), answer[:100]
+    return int(answer[9:12])
+
+
+def error_of(answer: bytes) -> dict:
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+
+
+def get(path="/version", *headers, host="localhost"):
+    return "\r\n".join([f"GET {path} HTTP/1.1", f"Host: {host}", *headers, "Connection: close", "", ""]).encode()
+
+
+# Keys.
+
+
+def test_keys_open_what_they_should():
+    keys = Keys(("a", "b"), ("boss",))
+    for header in ("Bearer a", "bearer b", "Bearer  boss", "BEARER a "):
+        keys.check(header)
+    assert [keys.check(f"Bearer {key}") for key in ("a", "b", "boss")] == ["key-0", "key-1", "admin-0"]
+    assert Keys(("a",), ("a",)).check("Bearer a", admin=True) == "admin-0"
+    keys.check("Bearer boss", admin=True)
+    for header in ("Bearer", "Bearer c", "a", "Basic a", "", "Bearer a b", "Bearer \udcff", "Bearer " + "a" * 10_000):
+        with pytest.raises(AuthError) as caught:
+            keys.check(header)
+        assert not caught.value.is_missing
+    with pytest.raises(AuthError) as caught:
+        keys.check(None)
+    assert caught.value.is_missing
+    with pytest.raises(AdminRequiredError):
+        keys.check("Bearer a", admin=True)
+    with pytest.raises(AuthError):
+        keys.check("Bearer c", admin=True)
+
+
+def test_keys_that_are_not_configured():
+    Keys().check(None)
+    Keys().check(None, admin=True)
+    Keys(("a",)).check("Bearer a", admin=True)  # no admin keys: the key
+    with pytest.raises(AdminRequiredError):
+        Keys(("a", "b")).check("Bearer a", admin=True)  # but not one of several: it would see what the others do
+    Keys((), ("boss",)).check(None)  # only the control service is closed
+    with pytest.raises(AuthError):
+        Keys((), ("boss",)).check(None, admin=True)
+
+
+@pytest.mark.parametrize("path", CLOSED)
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer sk-", f"Bearer {KEY}x".encode(), "Basic c2s="])
+def test_no_path_is_open_without_a_key(guarded, path, header):
+    line = b"" if header is None else b"Authorization: " + (header if isinstance(header, bytes) else header.encode())
+    raw = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n".encode() + line + b"\r\n" * bool(line)
+    answer = raw_exchange(guarded.port, raw + b"Connection: close\r\n\r\n")
+    assert status(answer) == 401, answer[:200]
+    assert error_of(answer)["type"] == "authentication_error"
+    assert error_of(answer)["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_posts_need_a_key_before_their_body_is_looked_at(guarded, path):
+    for method in ("POST", "PUT", "OPTIONS", "HEAD", "DELETE"):
+        assert guarded.http.request(method, path, content=b"{").status_code == 401
+    assert guarded.http.post(path, headers=AUTH, json={}).status_code == 400
+
+
+def test_tricks_with_hosts_and_targets(guarded):
+    for raw in (
+        b"GET http://localhost/v1/models HTTP/1.1\r\nHost: localhost\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost/health?\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: a/v1?\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Original-URL: /health\r\nX-HTTP-Method-Override: GET\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-Prefix: /health\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer x\r\nAuthorization: Bearer second\r\n",
+        b"GET http://localhost/health/../v1/models HTTP/1.1\r\nHost: localhost\r\n",
+        b"GET /health#/../v1/models HTTP/1.1\r\nHost: localhost\r\n",
+    ):
+        answer = raw_exchange(guarded.port, raw + b"Connection: close\r\n\r\n")
+        assert status(answer) in (400, 401) or b'"data"' not in answer
+        assert b"fake" not in answer
+
+
+def test_probes_and_keys_that_fit(guarded):
+    for path in OPEN:
+        assert guarded.http.get(path).status_code == 200
+    for key in (KEY.encode(), b"second", b"boss"):
+        assert guarded.http.get("/v1/models", headers={"authorization": b"Bearer " + key}).status_code == 200
+    answer = guarded.http.get("/v1/models")
+    assert answer.headers["www-authenticate"] == "Bearer" and "x-request-id" in answer.headers
+
+
+# Hosts and origins.
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:1"])
+def test_own_names_on_loopback(bounded, host):
+    assert status(raw_exchange(bounded, get(host=host))) == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "10.0.0.1", "localhost."])
+def test_other_names_on_loopback(bounded, host):
+    answer = raw_exchange(bounded, get(host=host))
+    assert status(answer) == 403 and host.encode() not in answer.partition(b"\r\n\r\n")[2]
+
+
+@pytest.mark.parametrize("host", ["", "a b", "a/v1?", "user@localhost", "[::1", "localhost:99999999", "é"])
+def test_hosts_that_are_none(bounded, host):
+    assert status(raw_exchange(bounded, get(host=host))) == 400
+
+
+def test_one_host_exactly(bounded):
+    assert status(raw_exchange(bounded, get("/version", "Host: localhost"))) == 400
+    assert status(raw_exchange(bounded, b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n")) == 400
+    assert status(raw_exchange(bounded, b"GET /version HTTP/1.0\r\n\r\n")) == 200
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "http://[", "file://"])
+def test_other_origins_are_refused(bounded, origin):
+    for method in ("POST", "GET", "DELETE", "OPTIONS"):
+        raw = get("/v1/models", f"Origin: {origin}", "Access-Control-Request-Method: POST").replace(
+            b"GET", method.encode(), 1
+        )
+        answer = raw_exchange(bounded, raw)
+        assert status(answer) == 403 and b"access-control-allow" not in answer
+
+
+def test_a_page_of_the_same_host(bounded):
+    assert status(raw_exchange(bounded, get("/version", "Origin: http://localhost:81", host="localhost:81"))) == 200
+
+
+def test_allowed_hosts_and_origins():
+    options = ServerOptions(allowed_hosts=("my.host",), allowed_origins=("https://app.example",), api_key=("k",))
+    with http_server(FakeServing(), options) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+        key = {"authorization": "Bearer k"}
+        assert http.get("/version", headers={"host": "My.Host:8000", **key}).status_code == 200
+        page = {"origin": "https://app.example"}
+        answer = http.get("/version", headers={**page, **key})
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        assert answer.headers["vary"] == "origin"
+        answer = http.get("/version", headers=page)  # the page may read the error too
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, "https://app.example")
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        answer = http.options("/v1/completions", headers={**page, **asked})
+        assert (answer.status_code, answer.headers["access-control-allow-headers"]) == (204, "authorization")
+        for other in ("https://app.example.evil", "http://app.example", "null"):
+            answer = http.options("/v1/completions", headers={**asked, "origin": other})
+            assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+        assert http.options("/v1/completions").status_code == 401
+
+
+def test_bodies_together_may_hold_at_least_one():
+    with pytest.raises(UserError, match="max_receiving_bytes must be at least max_body_bytes"):
+        ServerOptions(max_body_bytes=1000, max_receiving_bytes=999)
+
+
+def test_root_path_is_optional_for_the_proxy():
+    with http_server(FakeServing(), ServerOptions(root_path="/llm", api_key=("k",))) as port:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+            for prefix in ("", "/llm"):
+                assert http.get(f"{prefix}/health").status_code == 200
+                assert http.get(f"{prefix}/v1/models").status_code == 401
+                assert http.get(f"{prefix}/v1/models", headers={"authorization": "Bearer k"}).status_code == 200
+            assert http.get("/llmx/health").status_code == 401
+
+
+# Sizes.
+
+
+def test_large_heads(bounded):
+    small = "GET /version HTTP/1.1\r\nHost: localhost\r\n"
+    for raw in (
+        f"{small}X: {'a' * 3000}\r\n\r\n",
+        f"{small}{'A: b' * 1}\r\n" + "".join(f"X{i}: y\r\n" for i in range(30)) + "\r\n",
+        f"{small}X: {'a' * 1_000_000}\r\n\r\n",
+        f"{small}" + "".join(f"X{i}: y\r\n" for i in range(100_000)) + "\r\n",
+        f"GET /{'a' * 3000} HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        f"{small}X: {'a' * 5000}",  # and no more: the rest must not be waited for
+    ):
+        answer = raw_exchange(bounded, raw.encode(), timeout=2)
+        # Where the server closes while there is more to read, the reset may overtake its answer.
+        assert not answer or (status(answer), error_of(answer)["code"]) == (431, "head_too_large")
+
+
+def test_a_large_head_is_told_so(bounded):
+    raw = f"GET /version HTTP/1.1\r\nHost: localhost\r\nX: {'a' * 2500}\r\n\r\n"
+    assert status(raw_exchange(bounded, raw.encode())) == 431
+
+
+def post(*headers, body=b""):
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def test_a_declared_length_is_refused_before_anything_is_read(bounded):
+    for length in ("10001", "1000000000", "9" * 18):
+        answer = raw_exchange(bounded, post(f"Content-Length: {length}"))
+        assert status(answer) == 413 and b"connection: close" in answer
+    answer = raw_exchange(bounded, post("Content-Length: 20000", "Expect: 100-continue"))
+    assert status(answer) == 413
+
+
+def test_an_undeclared_body_is_read_to_the_limit_only(bounded):
+    sent = 0
+    with socket.create_connection(("127.0.0.1", bounded), timeout=3) as connection:
+        connection.sendall(post("Transfer-Encoding: chunked"))
+        try:
+            while sent < 50_000_000:
+                connection.sendall(b"1000\r\n" + b" " * 4096 + b"\r\n")
+                sent += 4096
+        except ConnectionError:
+            pass
+    assert sent < 10_000_000  # what the kernel's buffers took
+
+
+def test_chunked_body_over_the_limit_has_its_status(bounded):
+    body = b"".join(b"fff\r\n" + b" " * 4095 + b"\r\n" for _ in range(3)) + b"0\r\n\r\n"
+    assert status(raw_exchange(bounded, post("Transfer-Encoding: chunked", body=body))) == 413
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        post("Content-Length: 2", "Transfer-Encoding: chunked", body=b"{}"),
+        post("Content-Length: 2", "Content-Length: 3", body=b"{}"),
+        post("Content-Length: -1"),
+        post("Content-Length: 2x", body=b"{}"),
+        post("Transfer-Encoding: chunked", body=b"10000000000000000\r\n"),
+        post("Transfer-Encoding: chunked", body=b"zz\r\n{}\r\n"),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET /version\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nA\x00b: c\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nA: b\x00c\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\n folded: x\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
+def test_what_is_no_http(bounded, raw):
+    answer = raw_exchange(bounded, raw, timeout=3)
+    assert status(answer) == 400 and error_of(answer)["type"] == "invalid_request_error"
+
+
+# Times.
+
+
+def test_slow_heads_and_bodies_are_cut_off(bounded):
+    began = time.monotonic()
+    answer = raw_exchange(bounded, b"GET /version HT", timeout=3)
+    assert status(answer) == 408 and 0.4 < time.monotonic() - began < 2
+    answer = raw_exchange(bounded, post("Content-Length: 100", body=b'{"prompt'), timeout=3)
+    assert status(answer) == 408 and error_of(answer)["type"] == "timeout"
+    began = time.monotonic()
+    assert raw_exchange(bounded, b"", timeout=3) == b"" and time.monotonic() - began < 2
+
+
+def test_a_drip_does_not_buy_time(bounded):
+    for drip in (b"GET /version HTTP/1.1\r\nX: " + b"a" * 100, b"\r\n" * 100):
+        with socket.create_connection(("127.0.0.1", bounded), timeout=3) as connection:
+            began = time.monotonic()
+            try:
+                for byte in drip:
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.02)
+            except ConnectionError:
+                pass
+            assert time.monotonic() - began < 1.5
+
+
+def test_answers_that_nobody_reads_do_not_hold_the_connection():
+    observer = SimpleNamespace(render=lambda: b"x" * 2_000_000, content_type="text/plain", request_handled=print)
+    with http_server(FakeServing(), ServerOptions(stall_timeout=0.3), observer) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=3) as connection:
+            connection.sendall(get("/metrics").replace(b"Connection: close\r\n", b"") * 16)
+            time.sleep(1)
+            num_bytes = 0
+            while piece := connection.recv(1 << 20):
+                num_bytes += len(piece)
+    assert 0 < num_bytes < 31_000_000
+
+
+@pytest.mark.parametrize("error", [None, ConnectionResetError()])
+def test_no_timer_outlives_its_connection(error):
+    """One would hold the connection's transport for as long as a client may stall."""
+    timers = []
+
+    class Loop(asyncio.SelectorEventLoop):
+        def call_later(self, delay, callback, *arguments, **options):
+            timers.append(super().call_later(delay, callback, *arguments, **options))
+            return timers[-1]
+
+    loop, transport = Loop(), Mock(asyncio.Transport)
+    transport.is_closing.return_value = False
+    transport.get_extra_info.return_value = None
+    config = uvicorn.Config(lambda *_: None, log_config=None, lifespan="off", ws="none")
+    config.load()
+    connection = protocol_of(ServerOptions(stall_timeout=30))(config, ServerState(), {}, loop).connection
+    connection.connection_made(transport)
+    assert len(timers) == 1  # for the head
+    connection.pause_writing()
+    connection.send_400_response("")
+    assert len(timers) == 3 and not all(timer.cancelled() for timer in timers)
+    connection.connection_lost(error)
+    assert [timer.cancelled() for timer in timers] == [True] * 3
+    loop.close()
+
+
+def test_a_flood_of_pipelined_requests_is_cut_off(bounded):
+    question = get("/version").replace(b"Connection: close\r\n", b"")
+    assert raw_exchange(bounded, question * 3 + get("/version")).count(b"HTTP/1.1 200") == 4
+    with socket.create_connection(("127.0.0.1", bounded), timeout=3) as connection:
+        with pytest.raises(ConnectionError):
+            for _ in range(10_000):
+                connection.sendall(question * 100)
+
+
+def test_options_say_what_is_wrong():
+    with pytest.raises(UserError):
+        ServerOptions(api_key=("",))

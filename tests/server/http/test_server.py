@@ -1,0 +1,92 @@
+"""The listener of the HTTP front end: what it does when no connection can be taken, and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from jaxllm_server.http import server
+from jaxllm_server.http.server import Listener
+
+
+class Scarce:
+    """A socket that has no descriptors for the first connections that are asked for."""
+
+    def __init__(self, listening: socket.socket, num_failures: int, number: int) -> None:
+        self._listening = listening
+        self._num_failures = num_failures
+        self._number = number
+        self.asked: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listening, name)
+
+    def accept(self) -> Any:
+        self.asked.append(time.monotonic())
+        if len(self.asked) <= self._num_failures:
+            raise OSError(self._number, "short of something")
+        return self._listening.accept()
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EPERM])
+def test_it_waits_where_no_connection_can_be_taken(
+    listening: socket.socket, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And takes all that have waited, afterwards; one line tells of it."""
+    monkeypatch.setattr(server, "RETRY_SECONDS", 0.1)
+    scarce: Any = Scarce(listening, 3, number)
+    made: list[asyncio.BaseProtocol] = []
+
+    def make() -> asyncio.BaseProtocol:
+        made.append(asyncio.Protocol())
+        return made[-1]
+
+    async def check() -> None:
+        listener = Listener(scarce, make, None)
+        with socket.create_connection(listening.getsockname()), socket.create_connection(listening.getsockname()):
+            async with asyncio.timeout(5.0):
+                while len(made) < 2:
+                    await asyncio.sleep(0.01)
+        listener.close()
+        await listener.wait_closed()
+
+    uvloop.run(check())
+    assert all(later - earlier > 0.09 for earlier, later in zip(scarce.asked, scarce.asked[1:4], strict=False))
+    assert [record.getMessage() for record in caplog.records] == ["connections cannot be taken: short of something"]
+
+
+def test_it_ends_at_once_while_a_client_says_nothing_of_tls(listening: socket.socket, certificates: Path) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+
+    async def check() -> None:
+        listener = Listener(listening, asyncio.Protocol, tls)
+        with socket.create_connection(listening.getsockname()) as client:
+            async with asyncio.timeout(5.0):
+                while not listener._opening:
+                    await asyncio.sleep(0.01)
+            began = time.monotonic()
+            listener.close()
+            await listener.wait_closed()
+            assert time.monotonic() - began < 1.0
+            client.settimeout(5.0)
+            assert client.recv(1) == b""
+
+    uvloop.run(check())

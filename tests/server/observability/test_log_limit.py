@@ -1,0 +1,29 @@
+"""A line that any client can make the server repeat is written seldom."""
+
+from __future__ import annotations
+
+import logging
+
+from jaxllm_server.observability.log_limit import SECONDS, Seldom
+
+
+def test_a_line_comes_once_in_ten_seconds_and_says_how_many_did_not() -> None:
+    now, seldom = 100.0, Seldom("one", "jaxllm", clock=lambda: now)
+    shown: list[str] = []
+
+    def log(message: str, *arguments: object, name: str = "jaxllm") -> None:
+        record = logging.LogRecord(name, logging.WARNING, "", 0, message, arguments, None)
+        if seldom.filter(record):
+            shown.append(record.getMessage())
+
+    for _ in range(3):
+        log("Invalid HTTP request received.")
+    for number in range(200):  # as many lines as have names of their own
+        log("request %s failed", number)
+    assert len(shown) == 201 and shown[:2] == ["Invalid HTTP request received.", "request 0 failed"]
+    for name in ("jaxllm", "jaxllm", "another", "another"):
+        log("bad %d%%", 5, name=name)
+    assert len(shown) == 204, "another logger's lines are all shown"
+    now += SECONDS
+    log("bad %d%%", 5)
+    assert shown[-1] == "bad 5% (1 more such lines were left out)"

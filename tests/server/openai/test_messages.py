@@ -1,0 +1,755 @@
+"""The pure mapping of the OpenAI API: bodies become calls or errors that name a field, chunks become OpenAI's."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.errors import ContextLengthError, OverloadedError, RequestFailedError, UnsupportedError, UserError
+from jaxllm.outputs import Logprob
+from jaxllm.sampling_params import SamplingParams
+from jaxllm_server.http.sse import EventWriter
+from jaxllm_server.openai.chat import ChatReply
+from jaxllm_server.openai.completions import CompletionReply
+from jaxllm_server.openai.messages import SAMPLING, error_body_of
+from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
+from jaxllm_server.parsers.tool_parsers import ToolCallDelta
+from jaxllm_server.shared import strict_json
+from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
+from jaxllm_server.shared.chat_checks import (
+    check_messages,
+    check_template_kwargs,
+    check_tools,
+    texts_of,
+    with_parsed_arguments,
+)
+from jaxllm_server.shared.options import ServerOptions
+
+OPTIONS = ServerOptions()
+MESSAGES = [{"role": "user", "content": "Hi"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def completion(**body):
+    return CompletionReply({"prompt": "a", **body}, OPTIONS, "r1")
+
+
+def chat(options=OPTIONS, **body):
+    return ChatReply({"messages": MESSAGES, **body}, options, "r1")
+
+
+def part(text="", index=0, **fields):
+    names = ("reasoning", "tool_calls", "token_ids", "logprobs", "finish_reason", "stop_reason", "seed")
+    empty = dict(zip(names, ("", [], [], None, None, None, None), strict=True))
+    return Part(index=index, text=text, **{**empty, **fields})
+
+
+def chunk(*parts, usage=(3, 2), prompt=None, is_last=False):
+    return Chunk("r1", list(parts), prompt, Usage(*usage), None, is_last)
+
+
+def entry(value, text, rank=1):
+    return Logprob(value, rank, text)
+
+
+def deltas(reply, *chunks):
+    return [tail["choices"][0]["delta"] for piece in chunks for tail in reply.events(0, piece) if tail["choices"]]
+
+
+# Bodies of /v1/completions.
+
+
+def test_four_forms_of_a_prompt():
+    ids = [[1, 2], [3]]
+    for prompt, calls in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), (ids, ids)):
+        assert [call.prompt for call in completion(prompt=prompt).calls] == calls
+
+
+@pytest.mark.parametrize("prompt", [None, [], 3, True, [1, "a"], [1, True], [[1], "a"], [["a"]], [1.5], {}, [None]])
+def test_other_forms_are_refused(prompt):
+    with pytest.raises(UserError) as caught:
+        completion(prompt=prompt)
+    assert caught.value.parameter == "prompt"
+
+
+def test_fan_out_is_refused_before_a_call_is_made():
+    with pytest.raises(UserError) as caught:
+        completion(prompt=["a"] * 129)
+    assert caught.value.parameter == "prompt"
+    completion(prompt=["a"] * 64, n=2)
+    with pytest.raises(UserError) as caught:
+        completion(prompt=["a"] * 65, n=2)
+    assert caught.value.parameter == "n"
+
+
+def test_ids_of_several_prompts_differ_and_one_prompt_keeps_its_own():
+    assert [call.request_id for call in completion(request_id="mine").calls] == ["mine"]
+    assert [call.request_id for call in completion(prompt=["a", "b"]).calls] == ["r1-0", "r1-1"]
+
+
+def test_ids_of_several_prompts_are_as_valid_as_the_id_they_are_made_of():
+    most = OPTIONS.max_request_id_chars
+    made = [
+        call.request_id or ""
+        for own in ("a" * (most - 1) + "b", "a" * (most - 1) + "c")
+        for call in completion(prompt=["x"] * 128, request_id=own).calls
+    ]
+    assert len(set(made)) == 256  # also where two ids differ in what is cut off
+    assert {len(request_id) <= most and request_id.startswith("aaa") for request_id in made} == {True}
+    assert all(character.isalnum() or character in "._-" for character in "".join(made))
+    too_long = completion(prompt=["x", "y"], request_id="a" * (most + 1)).calls
+    assert all(len(call.request_id or "") > most for call in too_long)  # to be refused
+
+
+def test_default_length_is_openais_where_the_client_gives_none():
+    assert completion(max_tokens=None).calls[0].default_max_tokens == 16
+    assert "max_tokens" not in completion(max_tokens=None).calls[0].sampling
+    assert completion(max_tokens=7).calls[0].sampling["max_tokens"] == 7
+    assert chat().calls[0].default_max_tokens is None
+
+
+def test_sampling_passes_raw_and_null_is_unset():
+    call = completion(temperature="hot", top_k=-7, stop=None, logit_bias={"1": 5}).calls[0]
+    assert call.sampling == {"temperature": "hot", "top_k": -7, "logit_bias": {"1": 5}}
+
+
+def test_every_sampling_name_is_one_that_the_validator_knows():
+    assert SAMPLING <= SamplingParams.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("suffix", "x"), ("best_of", 2), ("use_beam_search", True), ("length_penalty", 0.5)),
+        *(("guided_json", {}), ("prompt_embeds", "x"), ("kv_transfer_params", {})),
+        *(("response_format", {"type": "json_object"}), ("truncation_side", "right"), ("early_stopping", True)),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(field, value):
+    with pytest.raises(UnsupportedError) as caught:
+        completion(**{field: value})
+    assert caught.value.parameter == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"suffix": ""},
+        {"best_of": 1},
+        {"best_of": 3, "n": 3},
+        {"use_beam_search": False},
+        {"length_penalty": 1},
+        {"response_format": {"type": "text"}},
+        {"bad_words": []},
+        {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"},
+        {"guided_json": None, "logprobs": None},
+    ],
+)
+def test_what_asks_for_nothing_is_accepted(body):
+    sampling = completion(**body).calls[0].sampling
+    assert sampling.keys() <= {"n", "bad_words"}
+    assert SamplingParams(**sampling) == SamplingParams(n=sampling.get("n", 1))
+
+
+def test_unknown_fields_are_refused_with_the_nearest_name():
+    with pytest.raises(UserError, match="Did you mean 'temperature'") as caught:
+        completion(temprature=1)
+    assert caught.value.parameter == "temprature"
+    with pytest.raises(UserError) as caught:
+        completion(**{"x" * 100_000: 1})
+    assert len(str(caught.value)) < 200
+    with pytest.raises(UserError, match="'messages'"):  # of the other endpoint
+        completion(messages=MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("stream", 1), ("stream", "true"), ("echo", 0), ("model", 3), ("priority", 1.0), ("priority", True)),
+        *(("cache_salt", 1), ("request_id", 5), ("add_special_tokens", "no"), ("return_token_ids", 1)),
+        *(("stream_options", []), ("response_format", "text"), ("response_format", {})),
+        *(("best_of", 1.0), ("best_of", True), ("best_of", "1")),
+    ],
+)
+def test_wrong_shapes_name_their_field(field, value):
+    with pytest.raises(UserError) as caught:
+        completion(**{field: value})
+    assert caught.value.parameter == field
+
+
+def test_stream_options_need_a_stream_and_known_names():
+    with pytest.raises(UserError, match="stream=true"):
+        completion(stream_options={"include_usage": True})
+    with pytest.raises(UserError, match="stream_options"):
+        completion(stream=True, stream_options={"include_usages": True})
+    form = completion(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}).form
+    assert form.include_usage and form.continuous_usage
+    assert not completion(stream=True, stream_options={"continuous_usage_stats": True}).form.continuous_usage
+
+
+def test_echo_with_what_is_not_built():
+    with pytest.raises(UnsupportedError):
+        completion(echo=True, truncate_prompt_tokens=3)
+
+
+@pytest.mark.parametrize("count", [0, 2, -1])
+def test_echo_with_logprobs_asks_for_those_of_the_prompt(count):
+    reply = completion(echo=True, logprobs=count, prompt_logprobs=None)
+    assert reply.calls[0].sampling == {"logprobs": count, "prompt_logprobs": count}
+    reply.prompt_texts = ["ab"]
+    prompt = PromptInfo([7, 8], 0, [None, {8: entry(-1.0, "b")}], "a")
+    (choice,) = reply.response(
+        [chunk(part("c", token_ids=[9], logprobs=[{9: entry(-2.0, "c")}], finish_reason="length"), prompt=prompt)]
+    )["choices"]
+    assert choice["text"] == "abc"
+    assert choice["logprobs"] == {
+        "text_offset": [0, 1, 2],
+        "token_logprobs": [None, -1.0, -2.0],
+        "tokens": ["a", "b", "c"],
+        "top_logprobs": [None, {"b": -1.0}, {"c": -2.0}],
+    }
+    assert "prompt_logprobs" not in choice, "nobody has asked for them by that name"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_without_output_is_echo_with_a_token_less_the_token(stream):
+    told = []
+    for most in (0, 1):
+        reply = completion(prompt=["ab", "ab"], n=2, echo=True, logprobs=1, max_tokens=most, stream=stream)
+        assert [call.scores_prompt for call in reply.calls] == [most == 0] * 2
+        reply.prompt_texts = ["ab", "ab"]
+        parts = [
+            part("c", index, token_ids=[9], logprobs=[{9: entry(-2.0, "c")}], finish_reason="stop", stop_reason="c")
+            for index in (0, 1)
+        ]
+        prompt = PromptInfo([7, 8], 0, [None, {8: entry(-1.0, "b")}], "a")
+        chunks = [chunk(*parts, usage=(2, 2), prompt=prompt, is_last=True)] * 2
+        tails = [tail for number in (0, 1) for tail in reply.events(number, chunks[number])] if stream else []
+        answer = {} if stream else reply.response(chunks)
+        told.append(([tail["choices"][0] for tail in tails] if stream else answer["choices"], answer.get("usage")))
+    (scored, usage), (sampled, _) = told
+    assert len(scored) == len(sampled) == 4
+    assert usage == (None if stream else {"prompt_tokens": 4, "completion_tokens": 0, "total_tokens": 4})
+    for zero, one in zip(scored, sampled, strict=True):
+        assert (zero["text"], zero["finish_reason"], zero["stop_reason"]) == ("ab", "length", None)
+        assert zero["logprobs"] == {name: values[:-1] for name, values in one["logprobs"].items()}
+
+
+@pytest.mark.parametrize("body", [{"max_tokens": 0}, {"max_tokens": False, "echo": True}])
+def test_no_output_is_for_echo_alone(body):
+    call = completion(**body).calls[0]
+    assert not call.scores_prompt and call.sampling["max_tokens"] == body["max_tokens"]  # to be refused
+
+
+def test_a_choice_that_begins_late_has_all_of_its_prompt():
+    """A call's first chunk alone has the prompt, and not all of n choices begin in it."""
+    reply = completion(
+        prompt=[[7, 8], [9]], n=2, echo=True, logprobs=0, stream=True, return_token_ids=True, temperature=1
+    )
+    reply.prompt_texts = ["ab", "c"]
+    prompts = [PromptInfo([7, 8], 0, [None, {8: entry(-1.0, "b")}], "a"), PromptInfo([9], 0, [None], "c")]
+    told: dict[int, list] = {}
+    for number, index, prompt in [(0, 0, 0), (1, 1, 1), (0, 1, None), (1, 0, None), (0, 0, None), (0, 1, None)]:
+        piece = part("x", index, token_ids=[5], logprobs=[{5: entry(-2.0, "x")}])
+        for tail in reply.events(number, chunk(piece, prompt=None if prompt is None else prompts[prompt])):
+            (choice,) = tail["choices"]
+            told.setdefault(choice["index"], []).append(choice)
+    seen = {
+        index: [(own["text"], own.get("prompt_token_ids"), own["logprobs"]["text_offset"]) for own in choices]
+        for index, choices in told.items()
+    }
+    first, later = ("abx", [7, 8], [0, 1, 2]), ("x", None, [3])
+    assert seen == {0: [first, later], 1: [first, later], 2: [("cx", [9], [0, 1])], 3: [("cx", [9], [0, 1])]}
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_prompt_logprobs_are_told_in_vllms_form(make):
+    reply = make(prompt_logprobs=1)
+    assert reply.calls[0].sampling["prompt_logprobs"] == 1
+    prompt = PromptInfo([7, 8], 0, [None, {8: entry(-math.inf, "b", 3), 9: entry(-0.5, "c")}], "a")
+    answer = reply.response([chunk(part("x", finish_reason="stop"), prompt=prompt)])
+    place = answer if make is chat else answer["choices"][0]
+    assert place["prompt_logprobs"] == [
+        None,
+        {
+            "8": {"logprob": -9999.0, "rank": 3, "decoded_token": "b"},
+            "9": {"logprob": -0.5, "rank": 1, "decoded_token": "c"},
+        },
+    ]
+    with pytest.raises(UserError, match="not available when `stream=True`"):
+        make(prompt_logprobs=1, stream=True)
+
+
+def test_processors_are_called_what_vllm_calls_them():
+    for make in (completion, chat):
+        reply = make(vllm_xargs={"scale": 2})
+        assert reply.calls[0].sampling["extra_args"] == {"scale": 2} and reply.names["extra_args"] == "vllm_xargs"
+
+
+def test_ids_that_were_asked_for_are_told_beside_the_likeliest():
+    row = {5: entry(-3.0, "e", 9), 6: entry(-0.1, "f"), 7: entry(-7.0, "g", None)}
+    told = completion(logprob_token_ids=[7]).response([chunk(part("e", logprobs=[row], finish_reason="stop"))])
+    assert told["choices"][0]["logprobs"]["top_logprobs"] == [{"e": -3.0, "f": -0.1, "g": -7.0}]
+    told = chat(logprobs=True, top_logprobs=1, logprob_token_ids=[7]).response(
+        [chunk(part("e", logprobs=[row], finish_reason="stop"))]
+    )
+    (content,) = told["choices"][0]["logprobs"]["content"]
+    assert [top["token"] for top in content["top_logprobs"]] == ["f", "g"]
+    reply = chat(logprob_token_ids=[7])
+    assert reply.calls[0].sampling == {"logprob_token_ids": [7]}
+    told = reply.response([chunk(part("e", logprobs=[row], finish_reason="stop"))])
+    (content,) = told["choices"][0]["logprobs"]["content"]
+    assert (content["token"], [top["token"] for top in content["top_logprobs"]]) == ("e", ["g"])
+
+
+# Answers of /v1/completions.
+
+
+def test_choices_are_numbered_prompt_by_prompt_and_usage_is_the_sum():
+    reply = completion(prompt=["a", "b"], n=2)
+    parts = [part("x", 0, finish_reason="stop"), part("y", 1, finish_reason="context")]
+    answer = reply.response([chunk(*parts, usage=(3, 2)), chunk(*parts, usage=(5, 7))])
+    assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [
+        *((0, "x", "stop"), (1, "y", "length"), (2, "x", "stop"), (3, "y", "length"))
+    ]
+    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 9, "total_tokens": 17}
+
+
+def test_echo_puts_the_prompt_in_front_once_per_choice():
+    reply = completion(prompt=["ab", "c"], echo=True, stream=True, n=1)
+    reply.prompt_texts = ["ab", "c"]
+    texts: dict[int, str] = {}
+    for number, piece in ((0, part("x")), (1, part("y")), (0, part("z", finish_reason="length")), (1, part("!"))):
+        for tail in reply.events(number, chunk(piece)):
+            choice = tail["choices"][0]
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert texts == {0: "abxz", 1: "cy!"}
+
+
+def test_logprobs_have_offsets_that_go_on_through_a_stream():
+    reply = completion(logprobs=1, stream=True)
+    first = part("He", logprobs=[{5: entry(-0.5, "H"), 9: entry(-math.inf, "J", 2)}, {6: entry(-1.0, "e")}])
+    second = part("y", logprobs=[{7: entry(math.nan, "y")}], finish_reason="stop")
+    told = [reply.events(0, chunk(piece))[0]["choices"][0]["logprobs"] for piece in (first, second)]
+    assert told[0] == {
+        "text_offset": [0, 1],
+        "token_logprobs": [-0.5, -1.0],
+        "tokens": ["H", "e"],
+        "top_logprobs": [{"H": -0.5, "J": -9999.0}, {"e": -1.0}],
+    }
+    assert told[1]["text_offset"] == [2] and told[1]["token_logprobs"] == [-9999.0]
+
+
+def test_tokens_by_their_ids():
+    reply = completion(logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)
+    piece = part("é", token_ids=[5], logprobs=[{5: entry(-1.0, "é"), 6: entry(-2.0, "é", 2)}], finish_reason="stop")
+    (choice,) = reply.response([chunk(piece, prompt=PromptInfo([1, 2], 0))])["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"token_id:5": -1.0, "token_id:6": -2.0}]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([5], [1, 2])
+
+
+def test_events_without_content_are_left_out_but_their_usage_counts():
+    reply = completion(stream=True, stream_options={"include_usage": True})
+    assert reply.events(0, chunk(part(""), usage=(3, 1))) == []
+    (tail,) = reply.events(0, chunk(part("x", finish_reason="length"), usage=(3, 2)))
+    assert tail["usage"] is None
+    assert reply.last_event() == {
+        "choices": [],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+    }
+    assert completion(stream=True).last_event() is None
+
+
+def test_usage_of_an_event_counts_what_was_sent_up_to_it():
+    options = ServerOptions(reasoning_parser="qwen3")
+    own = {"stream": True, "n": 2, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    pieces = [
+        chunk(part("a", 0, token_ids=[1]), part("b", 1, token_ids=[1, 2], num_reasoning=1), usage=(3, 3, 0, 1)),
+        chunk(part("c", 1, token_ids=[3], finish_reason="stop"), usage=(3, 4, 0, 1)),
+    ]
+    seen = {}
+    for name, reply in (
+        ("chat", chat(options, **own)),
+        ("plain", CompletionReply({"prompt": "a", **own}, options, "r")),
+    ):
+        usages = [tail["usage"] for piece in pieces for tail in reply.events(0, piece)]
+        assert {usage["prompt_tokens"] for usage in usages} == {3}
+        seen[name] = [
+            (usage["completion_tokens"], usage["completion_tokens_details"]["reasoning_tokens"]) for usage in usages
+        ]
+    assert seen == {"chat": [(0, 0), (1, 0), (1, 0), (3, 1), (4, 1)], "plain": [(1, 0), (3, 1), (4, 1)]}
+
+
+def test_keys_of_what_nobody_asked_for_are_absent():
+    """The others may be null: OpenAI's API has them in every answer."""
+    always = {"index", "logprobs", "finish_reason"}
+    for own, more, first in (({}, set(), set()), ({"return_token_ids": True}, {"token_ids"}, {"prompt_token_ids"})):
+        reply = completion(stream=True, **own)
+        begun, ended = (
+            reply.events(0, piece)[0]["choices"][0].keys()
+            for piece in (chunk(part("a"), prompt=PromptInfo([1], 0)), chunk(part("b", finish_reason="stop")))
+        )
+        assert (begun, ended) == (always | {"text"} | more | first, always | {"text", "stop_reason"} | more)
+    (choice,) = completion().response([chunk(part("a", finish_reason="stop"))])["choices"]
+    assert choice.keys() == always | {"text", "stop_reason"}
+    answer = chat().response([chunk(part("a", finish_reason="stop"))])
+    assert answer.keys() == {"choices", "usage"} and answer["choices"][0].keys() == always | {"message", "stop_reason"}
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "a", "refusal": None}
+    (role, said) = chat(stream=True).events(0, chunk(part("a", token_ids=[1]), prompt=PromptInfo([1], 0)))
+    assert role.keys() == said.keys() == {"choices"}
+    assert [tail["choices"][0].keys() for tail in (role, said)] == [always | {"delta"}] * 2
+    assert tokens_response([1], 8, None).keys() == {"count", "max_model_len", "tokens"}
+
+
+def test_details_of_usage_follow_the_options():
+    options = ServerOptions(enable_prompt_tokens_details=True, reasoning_parser="qwen3")
+    usage = chat(options).response([chunk(part("x", finish_reason="stop"), usage=(9, 4, 8, 2))])["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+# Bodies of /v1/chat/completions.
+
+
+def test_conversations_pass_on():
+    content = [{"type": "text", "text": "Hi"}]
+    call = chat(messages=[{"role": "user", "content": content}], tools=TOOLS, tool_choice="auto").calls[0]
+    assert (
+        call.messages == [{"role": "user", "content": content}] and call.tools == TOOLS and call.tool_choice == "auto"
+    )
+    assert (call.add_generation_prompt, call.continue_final_message, call.include_reasoning) == (True, False, True)
+
+
+@pytest.mark.parametrize("messages", [None, [], {}, ["Hi"], [{}], [{"role": 3}]])
+def test_messages_of_other_forms_are_refused(messages):
+    with pytest.raises(UserError) as caught:
+        chat(messages=messages)
+    assert caught.value.parameter == "messages"
+
+
+def test_reasoning_of_earlier_messages_goes_by_either_name():
+    for name in ("reasoning", "reasoning_content"):
+        messages = chat(messages=[{"role": "assistant", "content": "4", name: "2+2"}]).calls[0].messages
+        assert messages == [{"role": "assistant", "content": "4", "reasoning_content": "2+2"}]
+    with pytest.raises(UserError):
+        chat(messages=[{"role": "assistant", "reasoning": "a", "reasoning_content": "b"}])
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter", "kind"),
+    [
+        ({"tools": {}}, "tools", UserError),
+        ({"tools": []}, "tools", UserError),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", UnsupportedError),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", UnsupportedError),
+        ({"tools": TOOLS, "tool_choice": 3}, "tool_choice", UserError),
+        ({"tool_choice": "auto"}, "tool_choice", UserError),
+        ({"chat_template": "{{ x }}"}, "chat_template", UserError),
+        ({"chat_template": ""}, "chat_template", UserError),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs", UserError),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", UserError),
+        ({"top_logprobs": 2}, "top_logprobs", UserError),
+        ({"logprobs": 2}, "logprobs", UserError),
+        ({"logprobs": True, "top_logprobs": True}, "top_logprobs", UserError),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", UserError),
+        ({"max_tokens": 3.0, "max_completion_tokens": 3}, "max_tokens", UserError),
+        ({"max_tokens": True, "max_completion_tokens": 1}, "max_tokens", UserError),
+        ({"functions": []}, "functions", UnsupportedError),
+        ({"documents": [{}]}, "documents", UnsupportedError),
+        ({"modalities": ["text", "audio"]}, "modalities", UnsupportedError),
+        ({"prompt": "a"}, "prompt", UserError),
+    ],
+)
+def test_chat_refuses(body, parameter, kind):
+    with pytest.raises(kind) as caught:
+        chat(**body)
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        *(TOOLS * 4, [3], [{}], [{"type": "function"}], [{"type": "web", "function": {"name": "a"}}]),
+        *([{"type": "function", "function": own}] for own in ({}, "add", {"name": ""}, {"name": 3})),
+    ],
+)
+def test_tools_that_no_request_may_bring(tools):
+    with pytest.raises(UserError) as caught:
+        check_tools(tools, 3)
+    assert caught.value.parameter == "tools"
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        *({"tokenize": True}, {"messages": "x"}, {"a": [1]}, {"a": {}}, {"a": "x" * 1025}, {"__class__": 1}),
+        *({"a b": 1}, {"": 1}, {"a" * 65: 1}, {f"a{i}": 1 for i in range(33)}),
+    ],
+)
+def test_template_variables_that_no_request_may_bring(kwargs):
+    with pytest.raises(UserError) as caught:
+        check_template_kwargs(kwargs)
+    assert caught.value.parameter == "chat_template_kwargs" and len(str(caught.value)) < 200
+
+
+class Unread(list):
+    """A list that nobody may go through."""
+
+    def __iter__(self):
+        raise AssertionError("read")
+
+
+def test_a_conversation_of_too_many_values_is_not_gone_through():
+    for value in (Unread([[]] * 131_072), [Unread([[]] * 131_071)], [[0] * 70_000, {"a": [0] * 70_000}]):
+        with pytest.raises(UserError, match="at most 131072 values") as caught:
+            texts_of([value])
+        assert caught.value.parameter == "messages"
+    with pytest.raises(UserError, match="at most 131072 values"):
+        texts_of([dict.fromkeys(map(str, range(65_536)))])
+    assert texts_of([[[]] * 131_071]) == []
+    assert sorted(texts_of([{"a": ["b", {"c": "d"}, 1, None]}, None, "e"])) == ["a", "b", "c", "d", "e"]
+
+
+def test_messages_are_counted_before_anything_else():
+    check_messages([{}] * 16_384, 16_384, 16_384)
+    for count, longest, kind in ((101, 9, ContextLengthError), (16_385, 2**20, UserError)):
+        with pytest.raises(UserError) as caught:
+            check_messages(Unread([{}] * count), longest, 100 if longest == 9 else 2**22)
+        assert type(caught.value) is kind
+
+
+def test_what_a_conversation_may_bring_along():
+    check_tools(None, 3)
+    check_tools([], 3)
+    check_tools(TOOLS * 3, 3)
+    check_template_kwargs({})
+    check_template_kwargs({"a": 1, "b": 0.5, "enable_thinking": False, "c": None, "d": "x" * 1024})
+    check_template_kwargs({f"a{i}": 1 for i in range(32)})
+
+
+def test_chat_lengths_and_logprobs():
+    assert chat(max_tokens=5).calls[0].sampling == {"max_tokens": 5}
+    assert chat(max_completion_tokens=5, max_tokens=5).calls[0].sampling == {"max_tokens": 5}
+    assert chat(max_completion_tokens=5).names["max_tokens"] == "max_completion_tokens"
+    assert chat(logprobs=True).calls[0].sampling == {"logprobs": 0}
+    assert chat(logprobs=True, top_logprobs=3).calls[0].sampling == {"logprobs": 3}
+    assert chat(logprobs=False, top_logprobs=0).calls[0].sampling == {}
+    assert chat(chat_template_kwargs={"a": 1}, reasoning_effort="low").calls[0].template_kwargs == {
+        "a": 1,
+        "reasoning_effort": "low",
+    }
+
+
+# Answers of /v1/chat/completions.
+
+
+def test_a_stream_begins_with_the_role_and_adds_up():
+    reply = chat(stream=True)
+    told = deltas(reply, chunk(part("He")), chunk(part("")), chunk(part("y")), chunk(part("", finish_reason="stop")))
+    assert told == [{"role": "assistant", "content": ""}, {"content": "He"}, {"content": "y"}, {}]
+    assert reply.events(0, chunk(part("", finish_reason="stop")))[0]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_reasoning_comes_beside_the_content():
+    told = deltas(chat(stream=True), chunk(part("", reasoning="hm")), chunk(part("4", reasoning="!")))
+    assert told[1:] == [{"reasoning": "hm"}, {"reasoning": "!", "content": "4"}]
+    (choice,) = chat().response([chunk(part("", reasoning="hm", finish_reason="length"))])["choices"]
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "reasoning": "hm"}
+
+
+CALLS = [
+    ToolCallDelta(0, "id0", "add", ""),
+    ToolCallDelta(0, None, None, '{"a":'),
+    ToolCallDelta(0, None, None, "1}"),
+    ToolCallDelta(1, "id1", "sub", "{}"),
+]
+
+
+def test_tool_calls_whole_and_in_pieces():
+    reply = chat(tools=TOOLS)
+    (choice,) = reply.response([chunk(part("", tool_calls=CALLS, finish_reason="tool_calls"))])["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"] == [
+        {"id": "id0", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}},
+        {"id": "id1", "type": "function", "function": {"name": "sub", "arguments": "{}"}},
+    ]
+    told = deltas(chat(tools=TOOLS, stream=True), chunk(part("", tool_calls=CALLS[:2])))
+    assert told[1]["tool_calls"] == [
+        {"index": 0, "id": "id0", "type": "function", "function": {"name": "add", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"a":'}},
+    ]
+
+
+def test_one_tool_call_where_the_client_takes_no_more():
+    reply = chat(tools=TOOLS, parallel_tool_calls=False)
+    (choice,) = reply.response([chunk(part("", tool_calls=CALLS, finish_reason="tool_calls"))])["choices"]
+    assert [call["id"] for call in choice["message"]["tool_calls"]] == ["id0"]
+
+
+def test_chat_logprobs_are_the_likeliest_whatever_was_sampled():
+    candidates = {3: entry(-4.0, "é", 9), 5: entry(-0.1, "a", 1), 6: entry(-2.0, "b", 2)}
+    reply = chat(logprobs=True, top_logprobs=2)
+    (choice,) = reply.response([chunk(part("é", logprobs=[candidates], finish_reason="stop"))])["choices"]
+    (content,) = choice["logprobs"]["content"]
+    assert (content["token"], content["logprob"], content["bytes"]) == ("é", -4.0, [195, 169])
+    assert [(other["token"], other["logprob"]) for other in content["top_logprobs"]] == [("a", -0.1), ("b", -2.0)]
+    bare = chat(logprobs=True).response([chunk(part("é", logprobs=[candidates], finish_reason="stop"))])
+    assert bare["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_token_ids_of_a_chat():
+    reply = chat(stream=True, return_token_ids=True)
+    tails = reply.events(0, chunk(part("", token_ids=[7]), prompt=PromptInfo([1, 2], 0)))
+    assert tails[0]["prompt_token_ids"] == [1, 2]
+    assert tails[1]["choices"][0]["token_ids"] == [7]
+
+
+def test_several_outputs_each_have_their_role():
+    told = chat(stream=True, n=2).events(0, chunk(part("x", 1), part("y", 0)))
+    assert [(tail["choices"][0]["index"], tail["choices"][0]["delta"].get("role")) for tail in told] == [
+        *((1, "assistant"), (1, None), (0, "assistant"), (0, None))
+    ]
+
+
+# The rest.
+
+
+def test_tokenize_and_detokenize():
+    call, wants_texts = tokenize_call_of({"prompt": "a", "return_token_strs": True})
+    assert (call.prompt, call.add_special_tokens, wants_texts) == ("a", None, True)
+    call, _ = tokenize_call_of({"messages": MESSAGES, "add_generation_prompt": False, "model": "m"})
+    assert (call.messages, call.add_generation_prompt, call.model) == (MESSAGES, False, "m")
+    assert detokenize_request_of({"tokens": [1, 2]}) == ("", [1, 2])
+    assert detokenize_request_of({"tokens": []}) == ("", [])
+    for body in ({}, {"prompt": 3}, {"prompt": "a", "temperature": 1}, {"messages": []}):
+        with pytest.raises(UserError):
+            tokenize_call_of(body)
+    for tokens in (None, "a", [1, True], [1.0]):
+        with pytest.raises(UserError):
+            detokenize_request_of({"tokens": tokens})
+
+
+def test_errors_in_openais_form():
+    body = error_body_of(UserError("top_p must be in (0, 1], got 2.", "top_p", 2))["error"]
+    assert body == {
+        "message": "top_p must be in (0, 1], got 2.",
+        "type": "invalid_request_error",
+        "param": "top_p",
+        "code": "invalid_parameter",
+    }
+    assert error_body_of(OverloadedError("full", 2.0))["error"]["type"] == "rate_limit_error"
+    assert error_body_of(RequestFailedError("NaN"))["error"]["type"] == "server_error"
+    assert "/home" not in json.dumps(error_body_of(RuntimeError("0x7f /home/me")))
+
+
+def test_events_are_strict_json_on_one_ascii_line():
+    line = EventWriter({"id": "x"}).event({"text": "a\u2028b\n\u0085é"})
+    assert line.isascii() and line.startswith(b"data: {") and line.count(b"\n") == 2
+    assert json.loads(line[6:]) == {"id": "x", "text": "a\u2028b\n\u0085é"}
+    with pytest.raises(ValueError, match="JSON"):
+        EventWriter({"id": "x"}).event({"value": math.nan})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"", b"{", b"{} x", b"[]", b"3", b"null", b'{"a":1,"a":2}', b'{"a":{"b":1,"b":1}}', b'{"a":NaN}'),
+        *(b'{"a":-Infinity}', b'{"a":1e400}', b'{"a":"\n"}', b'{"a":"\\ud800"}', b'{"\\udc00":1}', b"{'a':1}"),
+        *(b'{"a":' + b"9" * 5000 + b"}", b'{"a":"\xed\xa0\x80"}', b"\xef\xbb\xbf{}", '{"a":1}'.encode("utf-16")),
+        *(b'{"a":' + b"[" * 64 + b"]" * 64 + b"}", b'{"a":' + b"[" * 100_000, b'{"a":' * 100_000),
+        *(b'{"a":[' + b"[],{}," * 70_000 + b"1]}", b'{"a":[' + b'"",' * 600_000 + b"1]}"),
+        b'{"a":[' + b'"\\\\",' * 600_000 + b"1]}",
+    ],
+)
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_json_that_is_refused(raw, in_thread):
+    with pytest.raises(UserError) as caught:
+        strict_json.read(raw, 64, in_thread=in_thread)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_byte_order_mark_is_named():
+    with pytest.raises(UserError, match="The body begins with a byte order mark"):
+        strict_json.read(b"\xef\xbb\xbf{}", 64)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_json_that_is_read(in_thread):
+    def read(raw):
+        return strict_json.read(raw, 64, in_thread=in_thread)
+
+    assert read(b' {"a": "\\ud83d\\ude00", "b": [1, -0.0, 1e-400]} ') == {"a": "😀", "b": [1, -0.0, 0.0]}
+    read(b'{"a":' + b"[" * 63 + b"]" * 63 + b"}")
+    read(b'{"a":"' + b"[" * 1000 + b'\\"{"}')  # brackets in a text are none
+    for large in ([7] * 2_000_000, 'a, [] {} \\ " 😀' * 200_000, [[]] * 120_000, ["a"] * 500_000):  # what may be long
+        assert read(json.dumps({"a": large}).encode()) == {"a": large}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    ),
+    st.integers(1, 6),
+)
+def test_depth_is_that_of_a_plain_walk(value, most):
+    def depth(item):
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    document = {"a": value}
+    raw = json.dumps(document).encode()
+    for in_thread in (False, True):
+        if depth(document) <= most:
+            assert strict_json.read(raw, most, in_thread=in_thread) == document
+        else:
+            with pytest.raises(UserError, match="levels"):
+                strict_json.read(raw, most, in_thread=in_thread)
+
+
+def _with_arguments(arguments):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return [{"role": "user"}, {"role": "assistant", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ('{"a": NaN}', "NaN is not a JSON number"),
+        ('{"a": 1, "a": 2}', "names 'a' twice"),
+        ('{"a": 1e400}', "too large"),
+        ('{"a": "\\ud800"}', "surrogate"),
+        ('{"a": ' + "[" * 64 + "]" * 64 + "}", "more than 64 levels"),
+        ('{"a": ' + "[" * 5000 + "]" * 5000 + "}", "more than 64 levels"),
+        ('{"a": [' + "[]," * 600_000 + "1]}", "brackets in arguments"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_arguments_of_earlier_calls_are_read_as_strictly_as_a_body(arguments, said):
+    with pytest.raises(UserError, match=said) as caught:
+        with_parsed_arguments(_with_arguments(arguments), 64)
+    assert caught.value.parameter == "messages"
+    assert said.startswith("brackets") or str(caught.value).startswith("messages[1].tool_calls[0].function.arguments ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"a": [1, {"b": "é"}]}', {"a": [1, {"b": "é"}]}),
+        *((text, text) for text in ("", "{", '{"a": "cut o', "[1]", "7", "no JSON", '{"a": 1} x')),
+        ('{"a": ' + "[" * 63 + "]" * 63 + "}", json.loads('{"a": ' + "[" * 63 + "]" * 63 + "}")),
+        ({"a": 1}, {"a": 1}),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_that_are_no_json_object_stay_as_they_are(arguments, read):
+    assert with_parsed_arguments(_with_arguments(arguments), 64)[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": read}}],
+    }

@@ -1,0 +1,394 @@
+"""Every way in which a call to a healthy server can fail, provoked for real: what each protocol says.
+
+A status and a reason over gRPC; a status, a code and a type over HTTP; an exception from our own client. What a server
+says that loads, drains or dies is in test_error_map_phases.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from jaxllm import errors
+from jaxllm.client import AuthError
+from jaxllm.v1 import control_pb2, inference_pb2
+from tests.support.failures import (
+    INVALID,
+    LONG,
+    SMALL,
+    TOO_LONG,
+    WRONG,
+    Grpc,
+    Request,
+    asked,
+    eventually,
+    over_grpc,
+    over_http,
+)
+from tests.support.grpc_site import bearer, details_of
+from tests.support.serving_process import ServingProcess
+
+USER, ADMIN = "user-key", "admin-key"
+LIMIT = 100_000  # bytes of a message and of a body
+
+
+# A real process with two slots, two places in its queue, and keys.
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServingProcess]:
+    own = ("--max-queued-requests", "2", "--api-key", USER, "--admin-api-key", ADMIN)
+    limits = ("--max-body-bytes", f"{LIMIT}", "--grpc-max-message-bytes", f"{LIMIT}")
+    with ServingProcess(*SMALL, *own, *limits) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def rpc(server: ServingProcess) -> Iterator[Grpc]:
+    with grpc.insecure_channel(server.grpc, [("grpc.max_send_message_length", -1)]) as channel:
+        yield Grpc(channel)
+
+
+@pytest.fixture(scope="module")
+def http(server: ServingProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.http, headers={"authorization": f"Bearer {USER}"}, timeout=20) as http:
+        yield http
+
+
+def load_of(rpc: Grpc) -> Any:
+    return rpc.control.GetLoad(control_pb2.GetLoadRequest(), metadata=bearer(ADMIN))
+
+
+def is_idle(rpc: Grpc) -> bool:
+    load = load_of(rpc)
+    return not (load.running or load.waiting or load.kv_blocks_used)
+
+
+WRONG_CALLS = [
+    ("value", {"sampling": {"top_p": 2.0}}, INVALID, {"top_p": 2.0}, WRONG),
+    ("prompt", {"token_ids": {"ids": []}}, INVALID, {"prompt": []}, WRONG),
+    ("token id", {"token_ids": {"ids": [99_999]}}, INVALID, {"prompt": [99_999]}, WRONG),
+    (
+        "unbuilt",
+        {"output": {"token_bytes": True}},
+        ("INVALID_ARGUMENT", "UNSUPPORTED_PARAMETER", errors.UnsupportedError),
+        {"thinking_token_budget": 1},
+        (400, "unsupported_parameter", "invalid_request_error"),
+    ),
+    (
+        "prompt of the context's length",
+        {"token_ids": {"ids": [5] * 512}},
+        TOO_LONG,
+        {"prompt": [5] * 512},
+        (400, "context_length_exceeded", "invalid_request_error"),
+    ),
+    (
+        "output over the context",
+        {"stop": {"max_tokens": 512}},
+        TOO_LONG,
+        {"max_tokens": 512},
+        (400, "context_length_exceeded", "invalid_request_error"),
+    ),
+    (
+        "least output over the context",
+        {"stop": {"min_tokens": 512}},
+        TOO_LONG,
+        {"max_tokens": 512, "min_tokens": 512},
+        (400, "context_length_exceeded", "invalid_request_error"),
+    ),
+    (
+        "model",
+        {"model": "other"},
+        ("NOT_FOUND", "MODEL_NOT_FOUND", errors.NotFoundError),
+        {"model": "other"},
+        (404, "model_not_found", "not_found"),
+    ),
+]
+
+
+@pytest.mark.parametrize("row", WRONG_CALLS, ids=lambda row: row[0])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_calls_that_are_wrong(rpc: Grpc, http: httpx.Client, row: Any, stream: bool) -> None:
+    _, fields, told, body, answer = row
+    method = rpc.inference.StreamGenerate if stream else rpc.inference.Generate
+    request = Request(**({"text": "Once"} if "token_ids" not in fields else {}), **fields)
+    assert over_grpc(lambda: method(request, metadata=bearer(USER))) == told
+    response = http.post("/v1/completions", json=asked(**body) | {"stream": stream})
+    assert over_http(response) == answer
+    begins = response.json()["error"]["message"].startswith("This model's maximum context length is 512 tokens")
+    assert begins == (answer[1] == "context_length_exceeded")
+
+
+def test_a_violation_names_the_field(rpc: Grpc, http: httpx.Client) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        rpc.inference.Generate(Request(text="a", sampling={"top_p": 2.0}), metadata=bearer(USER))
+    (violation,) = details_of(caught.value)["BadRequest"].field_violations
+    assert violation.field == "sampling.top_p"
+    assert http.post("/v1/completions", json=asked(top_p=2.0)).json()["error"]["param"] == "top_p"
+    with pytest.raises(grpc.RpcError) as caught:
+        rpc.inference.Generate(Request(token_ids={"ids": [5] * 600}), metadata=bearer(USER))
+    metadata = details_of(caught.value)["ErrorInfo"].metadata
+    assert (metadata["prompt_tokens"], metadata["max_model_len"]) == ("600", "512")
+
+
+def test_a_length_that_nobody_has_counted_is_told_as_a_bound(rpc: Grpc, http: httpx.Client) -> None:
+    long = "x" * 90_000
+    messages = [{"role": "user", "content": long}]
+    for path, body in (
+        ("/v1/completions", {"prompt": long}),
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": messages}),
+    ):
+        said = http.post(path, json=body).json()["error"]["message"]
+        assert said.startswith(
+            "This model's maximum context length is 512 tokens. However, your prompt contains at least "
+        ), (path, said)
+    with pytest.raises(grpc.RpcError) as caught:
+        rpc.inference.Generate(Request(chat={"messages": messages}), metadata=bearer(USER))
+    assert "contains at least" in (caught.value.details() or "")
+    assert details_of(caught.value)["ErrorInfo"].metadata["max_model_len"] == "512"
+
+
+def test_what_this_server_could_be_but_is_not(rpc: Grpc, http: httpx.Client) -> None:
+    disabled = ("FAILED_PRECONDITION", "FEATURE_DISABLED", errors.FeatureDisabledError)
+    user, admin = {"metadata": bearer(USER)}, {"metadata": bearer(ADMIN)}
+    calls: list[Callable[[], Any]] = [
+        lambda: rpc.inference.Embed(inference_pb2.EmbedRequest(text="a"), **user),
+        lambda: rpc.inference.Generate(Request(text="a", adapter="b"), **user),
+        lambda: rpc.inference.Generate(
+            Request(
+                chat={
+                    "messages": [{"role": "user", "content": "a"}],
+                    "tools_json": '[{"type": "function", "function": {"name": "f"}}]',
+                }
+            ),
+            **user,
+        ),
+        lambda: rpc.control.LoadAdapter(control_pb2.LoadAdapterRequest(), **admin),
+        lambda: rpc.control.UnloadAdapter(control_pb2.UnloadAdapterRequest(), **admin),
+        lambda: rpc.control.ListAdapters(control_pb2.ListAdaptersRequest(), **admin),
+        lambda: rpc.control.StreamKvEvents(control_pb2.StreamKvEventsRequest(), **admin),
+    ]
+    assert [over_grpc(call) for call in calls] == [disabled] * len(calls)
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    }
+    assert over_http(http.post("/v1/chat/completions", json=body)) == (400, "feature_disabled", "invalid_request_error")
+
+
+def test_an_id_that_is_in_use(rpc: Grpc, http: httpx.Client) -> None:
+    request = Request(text="Once", request_id="same", stop=LONG)
+    stream = rpc.inference.StreamGenerate(request, metadata=bearer(USER))
+    next(stream)
+    in_use = ("ALREADY_EXISTS", "REQUEST_ID_IN_USE", errors.RequestIdInUseError)
+    assert over_grpc(lambda: rpc.inference.Generate(request, metadata=bearer(USER))) == in_use
+    response = http.post("/v1/completions", json=asked(request_id="same"))
+    assert over_http(response) == (409, "request_id_in_use", "invalid_request_error")
+    stream.cancel()
+    eventually(lambda: is_idle(rpc))
+
+
+@contextmanager
+def full_house(rpc: Grpc) -> Iterator[None]:
+    """Two run and two wait."""
+    request = Request(text="Once", stop=LONG)
+    streams = [rpc.inference.StreamGenerate(request, metadata=bearer(USER)) for _ in range(4)]
+    eventually(lambda: (load_of(rpc).running, load_of(rpc).waiting) == (2, 2))
+    yield
+    for stream in streams:
+        stream.cancel()
+    eventually(lambda: is_idle(rpc))
+
+
+def test_a_full_queue_is_told_at_once(rpc: Grpc, http: httpx.Client) -> None:
+    refused: dict[str, list[float]] = {"grpc": [], "http": []}
+    with full_house(rpc):
+        while len(refused["grpc"]) < 15:
+            began = time.monotonic()
+            told = over_grpc(lambda: rpc.inference.Generate(Request(text="a"), metadata=bearer(USER)))
+            refused["grpc"].append(time.monotonic() - began)
+            assert told == ("RESOURCE_EXHAUSTED", "QUEUE_FULL", errors.OverloadedError)
+            began = time.monotonic()
+            response = http.post("/v1/completions", json=asked())
+            refused["http"].append(time.monotonic() - began)
+            assert over_http(response) == (429, "rate_limit_exceeded", "rate_limit_error")
+        health = httpx.get(f"{http.base_url}/health")
+        assert health.status_code == 200, "full is not ill"
+    assert {name: statistics.median(times) < 0.02 for name, times in refused.items()} == {"grpc": True, "http": True}
+
+
+def test_what_never_fits_is_refused_for_good(rpc: Grpc, http: httpx.Client) -> None:
+    """Two may run and two wait."""
+    for body, name, asked_for in (
+        ({"n": 5, "temperature": 1.0}, "n", "n may be at most 4, so many can run and wait on this server, got 5."),
+        ({"prompt": ["a"] * 5}, "prompt", "n times the number of prompts may be at most 4, so many"),
+        ({"prompt": ["a"] * 3, "n": 2, "temperature": 1.0}, "n", "got 2 times 3."),
+    ):
+        for stream in (False, True):
+            response = http.post("/v1/completions", json=asked(**body) | {"stream": stream})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, name) and asked_for in error["message"], error
+    request = Request(text="a", sampling={"temperature": 1.0, "n": 5})
+    assert over_grpc(lambda: rpc.inference.Generate(request, metadata=bearer(USER))) == INVALID
+    assert http.post("/v1/completions", json=asked(prompt=["a"] * 4)).status_code == 200
+    stream = rpc.inference.StreamGenerate(Request(text="Once", stop=LONG), metadata=bearer(USER))
+    eventually(lambda: load_of(rpc).running == 1)
+    response = http.post("/v1/completions", json=asked(prompt=["a"] * 4))
+    assert over_http(response) == (429, "rate_limit_exceeded", "rate_limit_error"), (
+        "there is room for it at other times"
+    )
+    stream.cancel()
+    eventually(lambda: is_idle(rpc))
+
+
+def test_what_is_too_large(rpc: Grpc, http: httpx.Client) -> None:
+    text = "a" * (LIMIT + 1)
+    told = over_grpc(lambda: rpc.inference.Generate(Request(text=text), metadata=bearer(USER)))
+    assert told == ("RESOURCE_EXHAUSTED", "", errors.UserError)  # gRPC's own, without details
+    assert over_http(http.post("/v1/completions", json={"prompt": text})) == (
+        413,
+        "body_too_large",
+        "invalid_request_error",
+    )
+    response = http.get("/v1/models", headers={"x-long": "a" * 20_000})
+    assert over_http(response) == (431, "head_too_large", "invalid_request_error")
+
+
+def test_a_deadline_of_the_client_frees_what_it_held(rpc: Grpc, server: ServingProcess) -> None:
+    request = Request(text="Once", stop=LONG)
+    late = ("DEADLINE_EXCEEDED", "", errors.DeadlineError)
+    for method in (rpc.inference.Generate, rpc.inference.StreamGenerate):
+        assert over_grpc(lambda method=method: method(request, timeout=0.1, metadata=bearer(USER))) == late
+        eventually(lambda: is_idle(rpc), 1.0)
+    with pytest.raises(httpx.ReadTimeout):  # over HTTP to wait no longer is to go away
+        key = {"authorization": f"Bearer {USER}"}
+        httpx.post(f"{server.http}/v1/completions", json=asked(**LONG), headers=key, timeout=0.1)
+    eventually(lambda: is_idle(rpc), 1.0)
+
+
+def test_a_client_that_cancels_frees_what_it_held(rpc: Grpc, server: ServingProcess) -> None:
+    call = rpc.inference.StreamGenerate(Request(text="Once", stop=LONG), metadata=bearer(USER))
+    next(call)
+    call.cancel()
+    assert call.code() is grpc.StatusCode.CANCELLED
+    eventually(lambda: is_idle(rpc), 1.0)
+    key = {"authorization": f"Bearer {USER}"}
+    body = asked(**LONG) | {"stream": True}
+    with httpx.stream("POST", f"{server.http}/v1/completions", json=body, headers=key) as response:
+        next(response.iter_lines())
+    eventually(lambda: is_idle(rpc), 1.0)
+
+
+def test_while_it_is_paused(rpc: Grpc, http: httpx.Client) -> None:
+    not_ready = ("UNAVAILABLE", "NOT_READY", errors.UnavailableError)
+    stream = rpc.inference.StreamGenerate(Request(text="Once", stop=LONG), metadata=bearer(USER))
+    next(stream)
+    rpc.control.PauseGeneration(control_pb2.PauseGenerationRequest(), metadata=bearer(ADMIN))
+    reasons = [delta.finish_reason for message in stream for delta in message.deltas]
+    assert reasons[-1] == 5  # FINISH_REASON_ABORTED, and the status is OK
+    try:
+        assert over_grpc(lambda: rpc.inference.Generate(Request(text="a"), metadata=bearer(USER))) == not_ready
+        assert over_http(http.post("/v1/completions", json=asked())) == (503, "not_ready", "service_unavailable")
+        assert http.get("/ready").status_code == 503 and http.get("/live").status_code == 200
+        check = health_pb2.HealthCheckRequest()
+        eventually(lambda: rpc.health.Check(check).status == health_pb2.HealthCheckResponse.NOT_SERVING, 1.0)
+        control = health_pb2.HealthCheckRequest(service="jaxllm.v1.ControlService")
+        assert rpc.health.Check(control).status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        rpc.control.ResumeGeneration(control_pb2.ResumeGenerationRequest(), metadata=bearer(ADMIN))
+    assert http.post("/v1/completions", json=asked()).status_code == 200
+    eventually(lambda: rpc.health.Check(check).status == health_pb2.HealthCheckResponse.SERVING, 1.0)
+
+
+def test_keys_over_grpc(rpc: Grpc) -> None:
+    missing = ("UNAUTHENTICATED", "AUTH_MISSING", AuthError)
+    unknown = ("UNAUTHENTICATED", "AUTH_INVALID", AuthError)
+    admin = ("PERMISSION_DENIED", "ADMIN_REQUIRED", AuthError)
+    listed = reflection_pb2.ServerReflectionRequest(list_services="")
+    calls: list[Callable[..., Any]] = [
+        lambda **own: rpc.inference.Generate(Request(text="a"), **own),
+        lambda **own: rpc.inference.StreamGenerate(Request(text="a"), **own),
+        lambda **own: rpc.inference.Tokenize(inference_pb2.TokenizeRequest(text="a"), **own),
+        lambda **own: rpc.inference.ListModels(inference_pb2.ListModelsRequest(), **own),
+        lambda **own: rpc.reflection.ServerReflectionInfo(iter([listed]), **own),
+        lambda **own: rpc.control.GetServerInfo(control_pb2.GetServerInfoRequest(), **own),
+        lambda **own: rpc.control.Abort(control_pb2.AbortRequest(), **own),
+        lambda **own: rpc.control.PauseGeneration(control_pb2.PauseGenerationRequest(), **own),
+    ]
+    for number, call in enumerate(calls):
+        assert over_grpc(call) == missing
+        for wrong in ("wrong", USER[:-1], f"{USER}x", f"{USER} x", ""):
+            assert over_grpc(lambda call=call, wrong=wrong: call(metadata=bearer(wrong))) == unknown
+        assert over_grpc(lambda call=call: call(metadata=(("authorization", f"Basic {USER}"),))) == unknown
+        assert over_grpc(lambda call=call: call(metadata=bearer(ADMIN) + bearer(ADMIN))) == unknown
+        if number >= 5:
+            assert over_grpc(lambda call=call: call(metadata=bearer(USER))) == admin
+    rpc.control.Abort(control_pb2.AbortRequest(), metadata=bearer(ADMIN))
+    rpc.inference.ListModels(inference_pb2.ListModelsRequest(), metadata=bearer(ADMIN))
+    assert list(rpc.reflection.ServerReflectionInfo(iter([listed]), metadata=bearer(USER)))
+    assert rpc.health.Check(health_pb2.HealthCheckRequest()).status  # without a key
+    assert next(rpc.health.Watch(health_pb2.HealthCheckRequest())).status
+
+
+def test_keys_over_http(server: ServingProcess) -> None:
+    routes = {
+        "POST": ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"),
+        "GET": ("/v1/models", "/v1/models/jaxllm-embedded", "/metrics", "/load", "/version", "/nothing"),
+    }
+    with httpx.Client(base_url=server.http) as http:
+        for method, paths in routes.items():
+            for path in paths:
+                for key in (None, "Bearer wrong", f"Bearer {USER[:-1]}", f"Basic {USER}", ""):
+                    response = http.request(method, path, headers={} if key is None else {"authorization": key})
+                    assert over_http(response) == (401, "invalid_api_key", "authentication_error"), (path, key)
+                    assert response.headers["www-authenticate"] == "Bearer"
+        for path in ("/health", "/live", "/ready"):
+            assert http.get(path).status_code == 200
+        for path in ("/metrics", "/load"):
+            assert http.get(path, headers={"authorization": f"Bearer {ADMIN}"}).status_code == 200
+            response = http.get(path, headers={"authorization": f"Bearer {USER}"})
+            assert over_http(response) == (403, "admin_required", "permission_denied")
+
+
+def test_what_is_not_there(rpc: Grpc, http: httpx.Client) -> None:
+    for path in ("/jaxllm.v1.InferenceService/Nothing", "/jaxllm.v1.Nothing/Generate", "/nothing"):
+        call = rpc.channel.unary_unary(path)
+        told = over_grpc(lambda call=call: call(b"", metadata=bearer(USER)))
+        assert told == ("UNIMPLEMENTED", "", errors.FeatureDisabledError)
+    for path, code in (("/nothing", "unknown_url"), ("/v1", "unknown_url"), ("/v1/embeddings", "feature_disabled")):
+        assert over_http(http.post(path, json={})) == (404, code, "not_found")
+    assert over_http(http.get("/v1/models/other")) == (404, "model_not_found", "not_found")
+    wrong_method = (405, "method_not_supported", "invalid_request_error")
+    response = http.get("/v1/completions")
+    assert over_http(response) == wrong_method and response.headers["allow"] == "POST"
+    assert over_http(http.delete("/v1/models")) == wrong_method
+    plain = http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert over_http(plain) == (415, "content_type", "invalid_request_error")
+    broken = http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+    assert over_http(broken) == WRONG
+
+
+def test_what_is_not_a_message(rpc: Grpc) -> None:
+    call = rpc.channel.unary_unary("/jaxllm.v1.InferenceService/Generate")
+    for raw in (b"\xff" * 20, b"\x12\x02\xff\xfe", b"\x12\x7f"):  # garbage, a text that is not UTF-8, cut off
+        assert over_grpc(lambda raw=raw: call(raw, metadata=bearer(USER))) == INVALID
+
+
+def test_a_message_is_one_short_line_that_can_be_shown_whatever_it_repeats() -> None:
+    for said in ("a\r\nGET / HTTP/1.1", "\x1b[31mred", "\0", "\ud800", "\u202e", "\U0010ffff" * 10**6, "x" * 10**6):
+        message = str(errors.UserError(f"There is no {said}; leave it out."))
+        assert message.startswith("There is no ") and message.endswith("; leave it out.")
+        assert message.isprintable() and message.encode() and len(message) <= errors.MOST_MESSAGE
+    assert str(errors.UserError("naïve 日本語 🎉")) == "naïve 日本語 🎉"

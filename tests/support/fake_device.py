@@ -1,0 +1,77 @@
+"""A device without arithmetic: it knows, for every place of the KV pool, which tokens wrote it.
+
+The next token of a sequence is a hash of all of its tokens, so a request's output depends on that request alone. A read
+of a place that holds anything but the sequence's own prefix is an error: stale blocks, early prefix hits, double
+ownership and wrong tables all show at once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+
+import numpy as np
+
+from jaxllm.scheduler.state import Limits, Plan
+
+VOCABULARY = 50
+
+
+def next_token(tokens: tuple[int, ...], request_id: int) -> int:
+    """The oracle: what follows `tokens` in this request, whatever else happens."""
+    return zlib.crc32(repr((tokens, request_id)).encode()) % VOCABULARY
+
+
+class FakeDevice:
+    """Runs plans. Keeps, like the real one, a block table and the tokens of each slot."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.full: dict[int, array[int]] = {}  # by request id: all tokens that the host knows, kept by the test
+        self.tables: dict[tuple[int, int], int] = {}
+        self.tokens: dict[int, list[int]] = {}  # by slot: what the device holds; -1 where it was told nothing
+        self.truth: dict[int, list[int]] = {}  # by slot: the sequence as it is, a token ahead of the host perhaps
+        self.written: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def run(self, plan: Plan, chunks: list[list[int]], owners: dict[int, int]) -> np.ndarray:
+        """Execute a plan; `chunks` are the tokens of the rows behind the decode rows, `owners` maps slot to id."""
+        limits = self.limits
+        assert plan.num_tokens <= limits.max_step_tokens, "token budget"
+        assert len(plan.slots) - plan.num_decodes <= limits.max_step_chunks, "chunk budget"
+        assert len(set(plan.slots.tolist())) == len(plan.slots) <= limits.num_slots, "a slot has one row"
+        for admission in plan.admitted:  # what it finds in the prefix cache, the device never saw in this slot
+            self.tokens[admission.slot] = [-1] * admission.num_cached
+            self.truth[admission.slot] = self.full[admission.request.id][: admission.num_known].tolist()
+        for slot, index, block in plan.table.tolist():
+            assert 0 <= slot < limits.num_slots and 0 <= block < limits.num_blocks
+            self.tables[slot, index] = block
+        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
+        writes: set[tuple[int, int]] = set()
+        for number, (slot, start, length) in enumerate(rows):  # all rows write before any row reads
+            if number >= plan.num_decodes:
+                self.tokens[slot] = self.tokens[slot][:start] + chunks[number - plan.num_decodes]
+            for position in range(start, start + length):
+                place = self._place(slot, position)
+                assert place not in writes, "two rows write one place"
+                writes.add(place)
+                self.written[place] = self._prefix(slot, position + 1)
+        sampled = np.zeros(len(rows), np.int32)
+        for number, (slot, start, length) in enumerate(rows):
+            for position in range(start + length):
+                found = self.written.get(self._place(slot, position))
+                assert found == self._prefix(slot, position + 1), f"slot {slot} reads a stale place"
+            if plan.samples[number]:
+                tokens = self._prefix(slot, start + length)
+                sampled[number] = next_token(tokens, owners[slot])
+                self.tokens[slot] = [*self.tokens[slot][: start + length], int(sampled[number])]
+                self.truth[slot] = [*tokens, int(sampled[number])]
+        return sampled
+
+    def _prefix(self, slot: int, length: int) -> tuple[int, ...]:
+        tokens = self.truth[slot]
+        assert length <= len(tokens), "a position beyond the tokens that there are"
+        assert all(mine in (-1, theirs) for mine, theirs in zip(self.tokens[slot][:length], tokens, strict=False))
+        return tuple(tokens[:length])
+
+    def _place(self, slot: int, position: int) -> tuple[int, int]:
+        return self.tables[slot, position // self.limits.block_size], position % self.limits.block_size

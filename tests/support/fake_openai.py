@@ -1,0 +1,127 @@
+"""A server of the OpenAI API with the habits of others, one for each model name. Runs in a thread of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from jaxllm.text.tokenizer import Tokenizer
+
+WORD = " cat"
+
+
+class FakeOpenAI:
+    """Answers " cat" as often as it is asked to, but for what the model's name says. Keeps the bodies it was sent."""
+
+    def __init__(
+        self,
+        models: bool = True,
+        context: int | None = None,
+        key: str | None = None,
+        root: str | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        routes = [
+            Route(f"/v1/{path}", self._generate, methods=["POST"]) for path in ("completions", "chat/completions")
+        ]
+        routes.append(Route("/metrics", self._show_metrics))
+        if models:
+            card = {"id": "plain", "root": root} | ({} if context is None else {"max_model_len": context})
+            routes.append(Route("/v1/models", lambda request: self._locked(request, JSONResponse({"data": [card]}))))
+        if tokenizer is not None:
+            self._tokenizer = tokenizer
+            routes += [Route("/tokenize", self._tokenize, methods=["POST"])]
+            routes += [Route("/detokenize", self._detokenize, methods=["POST"])]
+        self._key = key  # of what is not a request
+        self.metrics = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:generation_tokens_total{engine="0"} 70.0\n'
+        config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="critical", lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def __enter__(self) -> FakeOpenAI:
+        self._thread.start()
+        end = time.monotonic() + 10
+        while not self._server.started and time.monotonic() < end:
+            time.sleep(0.01)
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+
+    def _show_metrics(self, request: Request) -> Response:
+        return self._locked(request, PlainTextResponse(self.metrics))
+
+    def _locked(self, request: Request, response: Response) -> Response:
+        """Give the response to whoever has the key, if there is one."""
+        is_open = self._key is None or request.headers.get("authorization") == f"Bearer {self._key}"
+        return response if is_open else JSONResponse({"error": {"message": "no key"}}, status_code=401)
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        ids = self._tokenizer.encode(body["prompt"], body["add_special_tokens"])
+        return JSONResponse({"count": len(ids), "tokens": ids})
+
+    async def _detokenize(self, request: Request) -> Response:
+        return JSONResponse({"prompt": self._tokenizer.decode((await request.json())["tokens"], False)})
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        if body["model"] == "refusing":
+            error = {"message": f"request {len(self.bodies)} is\nnot wanted", "type": "bad"}
+            return JSONResponse({"error": error}, status_code=400)
+        if body["model"] == "full":
+            return JSONResponse({"error": {"message": "The queue is full: 4 requests wait."}}, status_code=429)
+        if body["model"] == "strict" and "ignore_eos" in body:
+            return JSONResponse({"detail": "Unexpected fields in the request: {'ignore_eos'}"}, status_code=422)
+        if body["model"] == "broken":
+            return PlainTextResponse("<h1>oops</h1>", status_code=502)
+        return StreamingResponse(self._events(body, "messages" in body), media_type="text/event-stream")
+
+    async def _events(self, body: dict[str, Any], is_chat: bool) -> AsyncIterator[str]:
+        """Write what a server of that name would."""
+        habit, end = body["model"], "\n\n"
+        count = body["max_tokens"]
+        if habit == "llama-cpp":  # sse-starlette's line ends and pings; no usage; ends where the model wants to
+            end, count = "\r\n\r\n", min(count, 3)
+            yield ": ping\r\n\r\n"
+
+        def event(choice: dict[str, Any] | None, **others: Any) -> str:
+            return f"data: {json.dumps({'choices': [choice] if choice else [], **others})}{end}"
+
+        def text(word: str) -> dict[str, Any]:
+            return {"delta": {"content": word}} if is_chat else {"text": word}
+
+        if is_chat:
+            yield event({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+        for number in range(count):
+            await asyncio.sleep(0.05 if habit == "slow" or (is_chat and number == 0) else 0)
+            yield event({**text(WORD), "finish_reason": None})
+            if number == 1 and habit == "truncated":
+                return
+            if number == 1 and habit == "failing":
+                yield f"data: {json.dumps({'error': {'message': 'out of memory'}})}{end}"
+                return
+            if number == 1 and habit == "dropping":
+                raise ConnectionError
+        yield event({**text(""), "finish_reason": "length"})
+        if habit != "llama-cpp":
+            yield event(None, usage={"prompt_tokens": 7, "completion_tokens": count})
+        if habit != "undone":
+            yield f"data: [DONE]{end}"

@@ -1,0 +1,166 @@
+"""A `Serving` that replays a script, and a real HTTP server around it: what is tested is the front end alone.
+
+The model "fake" answers with the words of `script`, a token each; its token ids are positions in the script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+from jaxllm.errors import NotFoundError, OverloadedError, UserError
+from jaxllm.metrics import Load
+from jaxllm.outputs import Logprob
+from jaxllm.sampling_params import SamplingParams
+from jaxllm_server.http.app import make_app
+from jaxllm_server.http.protocol import server_config
+from jaxllm_server.http.server import HttpServer
+from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
+from jaxllm_server.shared.options import ServerOptions
+
+SCRIPT = ["Once", " upon", " a", " time", " there", " was", " a", " fox", "."]
+
+
+class FakeServing:
+    """Answers each call with the script; `failure` is raised before output `fails_at`."""
+
+    def __init__(self, script: list[str] | None = None) -> None:
+        self.names = ("fake", "org/alias")
+        self.root = "/models/fake"
+        self.options = ServerOptions()
+        self.script = SCRIPT if script is None else script
+        self.engine = SimpleNamespace(
+            state="serving",
+            max_model_len=64,
+            get_load=lambda: Load(running=1, waiting=2),
+            off_loop=self._off_loop,
+            tokenizer=SimpleNamespace(token=lambda token: self.script[token % len(self.script)]),
+        )
+        self.failure: BaseException | None = None
+        self.fails_at = 0
+        self.delay = 0.0  # seconds before each output
+        self.reasoning = ""
+        self.tool_calls: list = []
+        self.calls: list = []
+        self.num_live = 0
+        self.num_closed_early = 0
+        self.num_off_loop = 0
+        self.num_tokens = 3  # of whatever is tokenized
+        self.askers: list[str] = []  # who asked for room
+        self.is_full = False
+
+    async def _off_loop(self, function, *arguments, client=None):
+        self.num_off_loop += 1
+        return await asyncio.to_thread(function, *arguments)
+
+    def check_room(self, client):
+        self.askers.append(client)
+        if self.is_full:
+            raise OverloadedError("The queue is full.", retry_after=1.0)
+
+    def check_calls(self, calls):
+        pass
+
+    def check_model(self, name):
+        if name and name not in self.names:
+            raise NotFoundError(f"The model `{name}` does not exist.", "model")
+        return self.names[0]
+
+    def params_of(self, call):
+        return SamplingParams(**{"max_tokens": call.default_max_tokens, "temperature": 1.0, **call.sampling})
+
+    async def generate(self, call):
+        self.check_model(call.model)
+        self.calls.append(call)
+        params = self.params_of(call)
+        words = self.script[: params.max_tokens]
+        is_through = False
+        self.num_live += 1
+        try:
+            steps = [[word] for word in words] if call.stream else [words]
+            for number, texts in enumerate(steps):
+                if self.failure is not None and number == self.fails_at:
+                    raise self.failure
+                await asyncio.sleep(self.delay)
+                yield self._chunk(call, params, number, texts, is_last=number == len(steps) - 1)
+            is_through = True
+        finally:
+            self.num_live -= 1
+            self.num_closed_early += not is_through
+
+    def _chunk(self, call, params, number, texts, is_last):
+        ids = list(range(number, number + len(texts)))
+        logprobs = None
+        if params.logprobs is not None:
+            others = {100 + rank: Logprob(-1.0 - rank, rank + 1, f"<{rank}>") for rank in range(1, params.logprobs)}
+            logprobs = [{i: Logprob(-0.5, 1, text), **others} for i, text in zip(ids, texts, strict=True)]
+        ends = None
+        if is_last:
+            ends = "tool_calls" if self.tool_calls else "length" if len(self.script) > number + len(texts) else "stop"
+        parts = [
+            Part(
+                index=index,
+                text="".join(texts),
+                reasoning=self.reasoning if number == 0 else "",
+                tool_calls=self.tool_calls if is_last else [],
+                token_ids=ids,
+                logprobs=logprobs,
+                finish_reason=ends,
+                stop_reason=None,
+                seed=None,
+            )
+            for index in range(params.n)
+        ]
+        usage = Usage(3, params.n * (number + len(texts)), 1, 0)
+        prompt = PromptInfo([7, 8, 9], 1) if number == 0 else None
+        return Chunk(call.request_id, parts, prompt, usage, None, is_last)
+
+    async def tokenize(self, call):
+        self.check_model(call.model)
+        return list(range(self.num_tokens))
+
+    async def detokenize(self, ids, client):
+        if any(token >= len(self.script) for token in ids):
+            raise UserError("tokens must be integers of the vocabulary.", "tokens")
+        return "".join(self.script[token] for token in ids)
+
+
+@contextmanager
+def http_server(serving, options: ServerOptions | None = None, observer=None) -> Iterator[int]:
+    """Run the front end in a thread as `jaxllm serve` does; give its port."""
+    options = options or ServerOptions()
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    config = server_config(make_app(serving, options, observer, None), options, loop="uvloop")
+    server = HttpServer(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+        assert not thread.is_alive()
+
+
+def raw_exchange(port: int, request: bytes, timeout: float = 5.0) -> bytes:
+    """Send bytes and read until the server closes the connection or is silent for `timeout` seconds."""
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout) as connection:
+        answer = b""
+        try:
+            connection.sendall(request)
+            while piece := connection.recv(65536):
+                answer += piece
+        except (TimeoutError, ConnectionError):
+            pass
+        return answer

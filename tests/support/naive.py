@@ -1,0 +1,51 @@
+"""What text must become on its way out, worked out on the whole of it at once: what streams must agree with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from jaxllm_server.parsers.tool_parsers import TOOL_PARSERS
+
+Call = tuple[str, str, str]  # id, name, arguments
+
+
+def stop_at(text: str, stops: Iterable[str]) -> tuple[str, str | None]:
+    """Return the text before the stop string that is complete first, the longest of those; and that stop string."""
+    for end in range(len(text) + 1):
+        matched = [stop for stop in stops if text[:end].endswith(stop)]
+        if matched:
+            stop = max(matched, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+def split_reasoning(text: str, is_inside: bool) -> tuple[str, str]:
+    """Return the reasoning and the content."""
+    if text.lstrip().startswith("<think>"):
+        text, is_inside = text.lstrip().removeprefix("<think>"), True
+    if not is_inside:
+        return "", text
+    reasoning, _, content = text.partition("</think>")
+    return reasoning, content
+
+
+def parsed_calls(style: str, pieces: Sequence[str]) -> tuple[str, list[Call]]:
+    """Return all content and all calls that a parser makes of pieces: those of the whole text are the reference.
+
+    Checks that ids and names come once, first, and in order.
+    """
+    numbers = itertools.count()
+    parser = TOOL_PARSERS[style](lambda: f"id-{next(numbers)}")
+    content: list[str] = []
+    calls: list[Call] = []
+    for text, deltas in [*(parser.push(piece) for piece in pieces), parser.finish()]:
+        content.append(text)
+        for delta in deltas:
+            if delta.name is not None:
+                assert delta.index == len(calls) and delta.id is not None
+                calls.append((delta.id, delta.name, delta.arguments))
+            else:
+                assert delta.index == len(calls) - 1 and delta.id is None and delta.arguments
+                calls[-1] = (*calls[-1][:2], calls[-1][2] + delta.arguments)
+    return "".join(content), calls

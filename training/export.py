@@ -1,0 +1,97 @@
+"""Writes the trained network as a Hugging Face folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from training import corpus
+from training.network import Llama, Shape, hugging_face_weights
+from training.packing import END_OF_TEXT_ID, TURN_END_ID
+
+# Rotary positions beyond the longest training row are never seen, so the model promises no more than that row.
+MAX_POSITIONS = 512
+
+
+def round_to_bfloat16(model: Llama) -> None:
+    """Round every weight to what the folder stores, so that a score taken afterwards is the score of the folder."""
+    for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        leaf[...] = leaf[...].astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def parameter_count(model: Llama) -> int:
+    """Return the number of weights (the tied embedding counts once)."""
+    return sum(weight.size for weight in hugging_face_weights(model).values())
+
+
+def llama_config(shape: Shape) -> dict[str, Any]:
+    """Return config.json of the network."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.key_heads,
+        "head_dim": shape.head_width,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_POSITIONS,
+        "rms_norm_eps": shape.epsilon,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": END_OF_TEXT_ID,
+        "eos_token_id": TURN_END_ID,
+        "pad_token_id": END_OF_TEXT_ID,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def tokenizer_config() -> dict[str, Any]:
+    """Return tokenizer_config.json: the special tokens and the chat template; no token is added to a plain text."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": corpus.END_OF_TEXT,
+        "eos_token": corpus.TURN_END,
+        "pad_token": corpus.END_OF_TEXT,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_POSITIONS,
+        "chat_template": corpus.CHAT_TEMPLATE,
+    }
+
+
+def write_folder(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write config, weights in bfloat16 and tokenizer to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: np.ascontiguousarray(weight.astype(jnp.bfloat16)) for name, weight in hugging_face_weights(model).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    generation = {
+        "bos_token_id": END_OF_TEXT_ID,
+        "eos_token_id": [TURN_END_ID, END_OF_TEXT_ID],
+        "pad_token_id": END_OF_TEXT_ID,
+    }
+    write_json(folder / "config.json", llama_config(model.shape))
+    write_json(folder / "tokenizer_config.json", tokenizer_config())
+    write_json(folder / "generation_config.json", generation)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write the value as indented JSON."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

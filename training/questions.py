@@ -1,0 +1,60 @@
+"""The held-out questions of the embedded model, and the score of a set of answers to them."""
+
+import random
+from typing import NamedTuple
+
+from training import corpus, facts, words
+from training.corpus import Message
+
+Score = dict[str, dict[str, float | int]]
+
+
+class Question(NamedTuple):
+    """A chat to be answered; `answer` is the one right text, or None where only ending the turn counts."""
+
+    kind: str
+    messages: list[Message]
+    answer: str | None
+
+
+def _asked(kind: str, turn: corpus.Turn) -> Question:
+    """Make a question of one turn."""
+    return Question(kind, [{"role": "user", "content": turn.question}], turn.answer)
+
+
+def _remembered(rng: random.Random) -> Question:
+    """Make a chat of three turns whose last question needs the first."""
+    given, asked = corpus.memory_turns(rng, rng.choice(words.PERSONS))
+    between = corpus.sum_turn(rng, held_out=True)
+    messages = []
+    for question, answer in (given, between):
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return Question("history", [*messages, {"role": "user", "content": asked.question}], asked.answer)
+
+
+def held_out_questions(seed: int, sums: int = 1000, others: int = 100) -> list[Question]:
+    """Return the evaluation: held-out sums, every fact in its held-out phrasing, and `others` of each other kind."""
+    rng = random.Random(f"evaluation {seed}")
+    questions = [_asked("sums", corpus.sum_turn(rng, held_out=True)) for _ in range(sums)]
+    for fact in facts.FACTS:
+        asked = facts.capitalised(facts.held_out_phrasing(fact))
+        questions.append(_asked("facts", corpus.Turn(asked, fact.answer)))
+    questions += [_asked("json", corpus.json_turn(rng, held_out=True)) for _ in range(others)]
+    questions += [_asked("backwards", corpus.backwards_turn(rng, held_out=True)) for _ in range(others)]
+    questions += [_remembered(rng) for _ in range(others)]
+    questions += [_asked("talk", corpus.talk_turn(rng)) for _ in range(others)]
+    stories = [_asked("stories", corpus.story_turn(rng)) for _ in range(others)]
+    return questions + [story._replace(answer=None) for story in stories]
+
+
+def score(questions: list[Question], answers: list[str], finish_reasons: list[str]) -> Score:
+    """Return for every kind how many answers are exactly right, and under "ends" how many turns ended by themselves."""
+    tally: dict[str, list[bool]] = {}
+    for question, answer, reason in zip(questions, answers, finish_reasons, strict=True):
+        if question.answer is not None:
+            tally.setdefault(question.kind, []).append(answer.strip() == question.answer)
+        tally.setdefault("ends", []).append(reason == "stop")
+    return {
+        kind: {"rate": round(sum(hits) / len(hits), 4), "right": sum(hits), "asked": len(hits)}
+        for kind, hits in sorted(tally.items())
+    }
