@@ -20,7 +20,7 @@ export PYTHONDONTWRITEBYTECODE =
 # A file's fixtures are made once. In xdist's own order, by number of tests, the simulation would keep one worker to the end.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded clean
+.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -59,6 +59,9 @@ check: $(VENV)/.dev  ## lint, format, types, which room may import which
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	PYTHONPATH=.:server $(VENV)/bin/lint-imports --no-logo
+
+lines: $(VENV)/.dev  ## lines of code by room, without comments and docstrings
+	$(VENV)/bin/python -m tests.support.line_counts
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .

@@ -1,6 +1,6 @@
-"""Compiles all programs of a model into a folder before anybody starts an engine with it: `jaxllm compile`.
+"""Compiles all programs of a model into a folder before an engine is started with it: `jaxllm compile`.
 
-Needs the model's config.json and the device, no weights. What is compiled is what an engine compiles (runner.py).
+Needs the model's config.json and the device, no weights. It compiles what an engine would compile (model_runner.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jaxllm.runner.model_setup import describe_programs, prepare
 
 
 def compile_ahead(config: EngineConfig, folder: Path, progress: bool = False) -> int:
-    """Compile every program into `folder` and write down what they are for; return how many they are.
+    """Compile every program into `folder` and write their manifest; return their number.
 
-    What was written down there for this model before is forgotten first.
+    An older manifest of this model in the folder is deleted first.
     """
     config = replace(config, precompile="all", compilation_cache_dir=str(folder))
     setup = prepare(config, needs_weights=False)

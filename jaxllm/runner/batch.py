@@ -1,9 +1,9 @@
 """What crosses from the scheduler to the device: one packed int32 buffer a step, and the table of its sizes.
 
-A step is one of two kinds. *Decode*: one token per row, all of them on the device already. *Ragged*: a flat run of
-tokens in which decode rows come first and chunks of prompts follow, cut into tiles for attention; or not cut, and then
-every token attends by itself (`uniform_shape`). Pure; knows plans, knows no device. Whoever reads the buffer (step.py)
-slices it with the same `fields`.
+A step is one of two kinds. *Decode*: one token per row, already on the device. *Ragged*: a flat run of tokens, decode
+rows first, then chunks of prompts cut into tiles for attention; in deterministic mode there are no tiles and each token
+attends by itself (`uniform_shape`). Pure; knows plans, knows no device. `step.py` slices the buffer
+by the same table, `fields`.
 
 Letters: T flat tokens, R rows, Y tiles, U block-table entries, S slots, P tokens per block, F numbers of a
 sampling row.
@@ -44,7 +44,7 @@ class Shape:
 
 
 class Extent(NamedTuple):
-    """What of a plan decides which shapes hold it."""
+    """The sizes of a plan that decide which shapes hold it."""
 
     tokens: int
     rows: int
@@ -54,7 +54,7 @@ class Extent(NamedTuple):
 def decode_shapes(num_slots: int, smallest: int = 1) -> list[Shape]:
     """List the decode programs: 1, 2, 4, 8, 12, 16, 24, 32, then steps of a quarter, up to all slots.
 
-    Both tables are as coarse as they can be with less than 12 % of padding (tests/bench/padding.py, DECISIONS).
+    Both tables are as coarse as they can be with less than 12 % of padding (tests/benchmarks/padding.py, DECISIONS).
     """
     rows = sorted({max(smallest, size) for size in _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})})
     return [Shape(tokens=size, rows=size, tiles=0, entries=size, sampling_fields=0) for size in rows]
@@ -84,8 +84,8 @@ def ragged_shapes(max_tokens: int, num_slots: int, block_size: int, sampling_fie
 def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int) -> Shape:
     """Return the one ragged program of deterministic mode, which holds every plan and has no tiles.
 
-    A product's bits depend on how many rows it has, not on which of them is whose; attention's would depend on where
-    chunks and tiles begin. So with one size, and each token by itself, a token's bits depend on those before it alone.
+    The bits of a matrix product depend on its number of rows, not on their order; those of tiled attention would depend
+    on where chunks begin. With one size and no tiles, a token's bits depend only on the tokens before it.
     """
     return Shape(
         tokens=max_tokens,
@@ -97,7 +97,7 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
 
 
 def coarser(shapes: Sequence[Shape]) -> list[Shape]:
-    """Pick those of a table that suffice for what is rare: powers of two, and the largest."""
+    """Pick powers of two, and the largest: enough for rare variants."""
     return [shape for shape in shapes if shape is shapes[-1] or shape.tokens & (shape.tokens - 1) == 0]
 
 
@@ -112,7 +112,7 @@ def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
 
 
 def max_chunks(tokens: int, num_slots: int) -> int:
-    """Return how many prompts may have a chunk in a ragged step: half of a tile each on average fills it."""
+    """Return how many prompts may have a chunk in a ragged step, half a tile each on average."""
     return min(num_slots, max(1, 2 * tokens // TILE))
 
 
@@ -126,7 +126,7 @@ def extent(plan: Plan) -> Extent:
 
 
 def fits(size: Extent, shape: Shape) -> bool:
-    """Say whether a plan can be packed into a shape; entries of the block table that do not fit are sent ahead."""
+    """Whether a plan can be packed into a shape; block-table entries that do not fit are sent ahead."""
     if shape.is_decode:
         return not size.tiles and size.rows <= shape.rows
     has_tiles = not shape.tiles or size.tiles <= shape.tiles
@@ -135,7 +135,7 @@ def fits(size: Extent, shape: Shape) -> bool:
 
 @lru_cache(maxsize=1024)
 def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Return where each field lies in the buffer: its offset and its shape."""
+    """Return each field's offset in the buffer and its shape."""
     table = {"table": (shape.entries, 3)}
     rows = {"row_slot": (shape.rows,), "row_position": (shape.rows,)}
     if shape.is_decode:
@@ -186,8 +186,8 @@ def pack(
 ) -> np.ndarray:
     """Lay a plan out as int32[buffer_size(shape)].
 
-    `chunks` are the token ids of the rows after the decode rows, `sampling` is int32[S, F]. A row, token, tile or entry
-    that is not used has slot S, which the device drops.
+    `chunks` are the token ids of the rows after the decode rows, `sampling` is int32[S, F]. Unused rows,
+    tokens, tiles and entries have slot S, which the device drops.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, shape)
@@ -195,7 +195,7 @@ def pack(
     view["row_slot"][:num_rows] = plan.slots
     view["row_slot"][num_rows:] = num_slots
     view["row_position"][:num_rows] = plan.starts + plan.lengths - 1
-    table = plan.table[: shape.entries]  # more than that has been sent ahead
+    table = plan.table[: shape.entries]  # entries beyond these were sent ahead
     view["table"][: len(table)] = table
     view["table"][len(table) :, 0] = num_slots
     if shape.is_decode:

@@ -1,17 +1,15 @@
 """The compiled programs: which there are, which are ready, and the threads that compile them.
 
 An engine serves as soon as its *covering* programs exist: one decode and one ragged program, the largest of each with
-the widest sampling, which between them can run any plan. Of the others those follow, in the background, that plans ask
-for; until then a plan runs in the smallest ready program that holds it. In deterministic mode one program runs them
-all. Knows shapes, and what traces a program; knows no weights and no state.
+the widest sampling, which between them can run any plan. The others are compiled in the background when plans ask for
+them; until then a plan runs in the smallest ready program that holds it. In deterministic mode one program runs every
+plan. Knows shapes and the function that traces a program; knows no weights and no state.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import logging
-import os
 import sys
 import threading
 import time
@@ -19,10 +17,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -30,29 +25,28 @@ from tqdm import tqdm
 from jaxllm.metrics import Metrics
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
+from jaxllm.runner.compile_threads import return_freed_memory, run_at_idle_priority, start_thread
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
 
 _log = logging.getLogger(__name__)
 VARIANTS = tuple(Variant)
-STACK_BYTES = 64 << 20  # of a compiling thread; deep models overflow the usual 8 MiB (reference/peers.md §2)
-_STARTING = threading.Lock()
-PAUSE = 14  # seconds of rest after a program for each second that tracing it took, while steps run
-IDLE_SECONDS = 0.1  # without a step, after which nobody is disturbed
+PAUSE = 14  # while steps run: seconds of rest after a program, for each second that tracing it took
+IDLE_SECONDS = 0.1  # without a step, after which tracing disturbs no request
 _MOST_TRIES = 2  # to compile a program in the background
-EXIT_SECONDS = 2.0  # that a process waits at its end for a program under way before it says so
+EXIT_SECONDS = 2.0  # that a process waits at its end for a running compilation before it prints a line
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Names a program."""
+    """The key of a program."""
 
     shape: Shape
     variant: Variant
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Orders programs that could serve the same plan: the fewest tokens first, then the narrowest sampling."""
+        """Order of programs that can run the same plan: the fewest tokens first, then the narrowest sampling."""
         return self.shape.tokens, VARIANTS.index(self.variant)
 
     def __str__(self) -> str:
@@ -73,10 +67,10 @@ class Programs:
         """Without `decode` shapes ragged programs run every plan; of `variants`, in order, the last is the widest."""
         self.covering = [Key(shapes[-1], VARIANTS[-1]) for shapes in (ragged, decode) if shapes]
         everything = [Key(shape, variant) for variant in variants[:-1] for shape in [*ragged, *decode]]
-        # The widest sampling is the rarest: a request with penalties finds a program of twice its size at most.
+        # The widest sampling is the rarest; it gets a coarser table, where a program has at most twice the plan's size.
         everything += [Key(shape, VARIANTS[-1]) for shape in [*batch.coarser(ragged), *batch.coarser(decode)]]
         self.rest = sorted((key for key in everything if key not in self.covering), key=_urgency)
-        # Each with the place of its variant: to look that up took as long as all else in `choose`.
+        # Each with the index of its variant: looking it up took half of the time of `choose`.
         self._by_cost = {
             is_decode: [
                 (VARIANTS.index(key.variant), key)
@@ -87,16 +81,16 @@ class Programs:
         }
         self._lower = lower
         self._tracing = threading.Lock()
-        self._traced_for = self._compiled_until = 0.0  # the last tracing's length, the last compilation's end
-        self._last_step = 0.0  # when a plan last asked for a program
+        self._traced_for = self._compiled_until = 0.0  # how long the last tracing took; when the last compilation ended
+        self._last_step = 0.0  # when `choose` was last called
         self._is_closed = threading.Event()
         self._metrics = metrics
         self._ready: dict[Key, Any] = {}
         self._lock = threading.Lock()
         self._queue: list[Key] = []
-        self._wanted: set[Key] = set()  # all that was ever asked for
+        self._wanted: set[Key] = set()  # all keys ever queued
         self._failures: Counter[Key] = Counter()
-        self._followers = self._max_followers = 0  # threads that compile what plans ask for
+        self._followers = self._max_followers = 0  # background threads
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
@@ -118,13 +112,13 @@ class Programs:
 
     @property
     def num_all(self) -> int:
-        """Programs there can be."""
+        """The number of possible programs."""
         return len(self.covering) + len(self.rest)
 
     def choose(self, plan: Plan, variant: Variant) -> Key:
-        """Name the cheapest ready program that holds the plan and samples as widely as `variant`.
+        """Return the key of the cheapest ready program that holds the plan and samples as widely as `variant`.
 
-        A cheaper one that is not ready yet is wanted from now on.
+        A cheaper one that is not ready yet is queued for the background.
         """
         self._last_step = time.monotonic()
         size = batch.extent(plan)
@@ -143,12 +137,12 @@ class Programs:
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
         """Start to compile `keys`; `wait` ends it."""
         if not self._threads:
-            # `atexit` calls in reverse order, and the first finalizer of a process registers one call that runs all of
-            # them. JAX keeps the constants of a program that it traces by finalizers: if they ran before `_join`,
-            # tracing would fail with the KeyError of a variable. So a finalizer is made before `_join` is registered.
+            # `atexit` calls in reverse order, and the first `weakref.finalize` of a process registers the one
+            # call that runs all finalizers. JAX frees constants of a traced program by finalizers: if they ran before `_join`, tracing
+            # would fail with a KeyError. So a finalizer must exist before `_join` is registered.
             weakref.finalize(self, self._is_closed.set)
-            # A thread must not be inside XLA while the interpreter goes down: it aborts the process. The method is held
-            # weakly, so that an engine nobody refers to any more can go.
+            # A thread inside XLA aborts the process when the interpreter shuts down. The reference is weak, so that
+            # the engine can be garbage collected.
             atexit.register(_join, weakref.WeakMethod(self.join))
         with self._lock:
             self._queue += keys
@@ -157,14 +151,14 @@ class Programs:
             self._start(in_background=False)
 
     def follow(self, num_threads: int) -> None:
-        """From now on compile what is wanted, in the time that serving leaves, in so many threads at once.
+        """From now on compile queued programs in the background, with `num_threads` threads.
 
-        Not the others: each keeps 20 to 90 MiB of a deep model's host for XLA's copy of it (DECISIONS.md, 58).
+        Only programs that plans asked for: each takes 20 to 90 MiB of host memory for a deep model (DECISIONS 58).
         """
         self._max_followers = num_threads
 
     def want(self, key: Key) -> None:
-        """Have a program compiled next, where programs follow; one that fails is tried once more, and no more."""
+        """Queue a program as the next for the background, if `follow` was called; one that fails is tried once more."""
         with self._lock:
             if not self._max_followers or key in self._wanted or self._is_closed.is_set():
                 return
@@ -175,7 +169,7 @@ class Programs:
             self._followers += 1
         try:
             self._start(in_background=True)
-        except RuntimeError as failure:  # no thread is to be had: steps go on in the programs that there are
+        except RuntimeError as failure:  # no thread can be started: steps go on in the ready programs
             with self._lock:
                 self._followers -= 1
             warnings.warn(f"nothing can be compiled: {failure}", stacklevel=1)
@@ -191,13 +185,13 @@ class Programs:
             raise self._failure
 
     def close(self) -> None:
-        """Compile nothing more; what is being compiled is finished by its thread."""
+        """Compile nothing more; running compilations are finished by their threads."""
         self._is_closed.set()
         with self._lock:
             self._queue.clear()
 
     def join(self, seconds: float | None = None) -> bool:
-        """Compile nothing more, and wait for what is being compiled, `seconds` at most; return whether that is done."""
+        """Compile nothing more; wait at most `seconds` for running compilations; return whether they have ended."""
         self.close()
         end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
@@ -206,12 +200,12 @@ class Programs:
 
     @property
     def _is_over(self) -> bool:
-        """Whether nothing is to be compiled any more: closed, or the interpreter goes down and starts no threads."""
+        """Whether to compile nothing more: closed, or the interpreter shuts down and starts no threads."""
         return self._is_closed.is_set() or not threading.main_thread().is_alive()
 
     def _start(self, in_background: bool) -> None:
-        with self._lock:  # which the thread needs first: nobody can miss it who joins
-            thread = _start(lambda: self._work(in_background), "jaxllm-compile")
+        with self._lock:  # the thread needs it first, so `join` cannot miss the thread
+            thread = start_thread(lambda: self._work(in_background), "jaxllm-compile")
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
     def _work(self, in_background: bool) -> None:
@@ -225,8 +219,8 @@ class Programs:
             try:
                 lowered = self._trace(key, in_background)
                 if lowered is None:
-                    continue  # closed meanwhile: the queue is empty
-                program = _behind(lowered.compile) if in_background else lowered.compile()
+                    continue  # closed in the meantime
+                program = run_at_idle_priority(lowered.compile) if in_background else lowered.compile()
             except Exception as failure:
                 if in_background:
                     self._note_failure(key, failure)
@@ -239,13 +233,13 @@ class Programs:
                 self._metrics.compile_seconds += time.perf_counter() - start
                 self._ready[key] = program
             del lowered
-            if not in_background or not self._queue:  # it takes 30 ms, in which allocations wait
-                _give_back()
+            if not in_background or not self._queue:  # it takes 30 ms and blocks allocations
+                return_freed_memory()
 
     def _note_failure(self, key: Key, failure: Exception) -> None:
-        """Try a program of the background once more; plans that it would serve go on in a larger one meanwhile."""
+        """Queue a failed background program once more; plans run in a larger one in the meantime."""
         if self._is_over:
-            return  # it cannot be compiled because the process ends
+            return  # it failed because the process ends
         self._metrics.programs_failed += 1
         self._failures[key] += 1
         if self._failures[key] < _MOST_TRIES:
@@ -256,12 +250,12 @@ class Programs:
             warnings.warn(f"program {key} could not be compiled: {failure}", stacklevel=1)
 
     def _trace(self, key: Key, in_background: bool) -> Any:
-        """Trace a program: in the background after a rest, for tracing is Python, and so is what runs steps; None once
-        nothing is to be compiled any more.
+        """Trace a program; None after `close`.
 
-        Compiling is not, but shares caches and, where two processors are one core's threads, the core.
+        In the background it rests first: tracing is Python and holds the interpreter's lock, which steps need.
+        Compiling does not hold it, but shares caches and cores.
         """
-        with self._tracing:  # threads that traced at once would only take turns
+        with self._tracing:  # threads that trace at once only wait for each other
             if in_background:
                 rested = self._compiled_until + PAUSE * self._traced_for
                 while time.monotonic() < min(rested, self._last_step + IDLE_SECONDS):
@@ -276,70 +270,14 @@ class Programs:
         return None if in_background and self._is_over else lowered
 
 
-def _start(work: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread whose stack is large enough to compile on."""
-    with _STARTING:  # the size is the interpreter's, for all threads that begin
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread = threading.Thread(target=work, name=name, daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    return thread
-
-
-def _behind(call: Callable[[], Any]) -> Any:
-    """Return what `call` returns, from a thread that steps back; tracing does not.
-
-    A thread that holds the interpreter and gets no processor time would stop the one that serves.
-    """
-    outcome: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            _step_back()
-            outcome.set_result(call())
-        except BaseException as failure:
-            outcome.set_exception(failure)
-
-    _start(work, "jaxllm-compile-behind")
-    return outcome.result()
-
-
-def _step_back() -> None:
-    """Let whoever serves go first: this thread, and those in which XLA's CPU back end runs LLVM.
-
-    LLVM's threads are made once for a process, by its first compilation, and do two thirds of the work; the priority of
-    a thread that asks them to compile is not theirs. They stay back, since to raise a thread may take privileges: a
-    later engine of the process starts more slowly where other programs keep all cores busy (DECISIONS.md, 40).
-    """
-    if sys.platform != "linux":
-        return
-    threads = [threading.get_native_id()]
-    for thread in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
-            if (thread / "comm").read_text().startswith("llvm-worker"):
-                threads.append(int(thread.name))
-    for thread in threads:
-        with suppress(ProcessLookupError, PermissionError):  # a sandbox may forbid it; serving is slower then
-            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-
-
-def _give_back() -> None:
-    """Return the memory that compiling has freed to the system; glibc keeps it for the thread that freed it."""
-    if sys.platform == "linux":
-        with suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)
-
-
 def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:
-    """End the compilations of an object that may be gone, while the process ends."""
+    """End the compilations at the end of the process, if the object still exists."""
     method = join()
     if method is not None and not method(EXIT_SECONDS):
-        print("jaxllm: the process ends as soon as a program under way is compiled", file=sys.stderr, flush=True)
+        print("jaxllm: waiting for a running compilation before the process ends", file=sys.stderr, flush=True)
         method()
 
 
 def _urgency(key: Key) -> tuple[int, int]:
-    """Order all that may be compiled: usual sampling first, then larger ones, which serve more plans."""
+    """Order of compilation: usual sampling first, and larger programs first, which serve more plans."""
     return VARIANTS.index(key.variant), -key.shape.tokens

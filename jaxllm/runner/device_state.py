@@ -1,6 +1,6 @@
 """The device's state: KV blocks, block tables, tokens and sampling numbers of every slot, one donated pytree.
 
-Says how large it is and where it lies. Knows no scheduler and no program.
+Its sizes and shardings. Knows no scheduler and no program.
 
 Letters: L layers, N blocks in the pool, K key-value heads, P tokens per block, C head size, S slots, M blocks per slot,
 F numbers of a slot's extras.
@@ -46,10 +46,10 @@ class DeviceState(Generic[Leaf]):
 
     kv: tuple[tuple[Leaf, Leaf | None], ...]  # by layer: keys and values, each [N, K, P, C]; see `block_bytes`
     tables: Leaf  # int32[S, M]: the blocks of each slot; behind its length, any block
-    tokens: Leaf  # int32[S, M * P]: the sequence of each slot as far as this device has seen it
-    sampling: Leaf  # int32[S, ROW_WIDTH]: of each slot a `sampling.pack_row`
-    extras: Leaf  # int32[S, F] of `sampling.Extras`; how much is the slot's own is in its sampling row
-    hidden: Leaf  # [T, D]: what the last step of the widest variant computed, for those who score more than its rows
+    tokens: Leaf  # int32[S, M * P]: the tokens of each slot that are known to the device
+    sampling: Leaf  # int32[S, ROW_WIDTH]: a `sampler.pack_row` for each slot
+    extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row says how many of them are valid
+    hidden: Leaf  # [T, D]: hidden states of the last step of the widest variant, which `scoring` reads
 
 
 def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> int:
@@ -87,9 +87,9 @@ def abstract(
 
 
 def allocate(state: DeviceState[jax.ShapeDtypeStruct]) -> DeviceState[jax.Array]:
-    """Make the state with zeros everywhere; what is read of a slot is written when a request gets it.
+    """Make the state, all zeros. A slot's part is written when a request gets the slot.
 
-    Each array is made by itself and in place on its devices: nothing the size of the pool exists twice.
+    Each array is made in place on its devices, so the pool never exists twice.
     """
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,7 +1,7 @@
 """How the memory of a device is shared out: weights, temporaries of programs, slots, KV blocks.
 
-Plain numbers in, a plan out, or a UserError that says how much is missing and what to change. Made before anything
-large is allocated. Knows no device, no model and no JAX; whoever asks has measured (runner.py).
+Numbers in, a plan out, or a UserError that says how much is missing and what to change. Planned before anything
+large is allocated. Knows no device, no model and no JAX: the caller measures (model_setup.py).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Knob = Literal["gpu_memory_utilization", "kv_cache_memory_bytes"]
 class Device:
     """What one device offers."""
 
-    free: int | None  # bytes before anything of the engine is there; None where the device does not say
-    share: float  # of what weights and programs leave, for KV blocks
-    ceiling: int | None = None  # the most bytes of KV blocks that nobody asked for
-    knob: Knob = "gpu_memory_utilization"  # the engine argument that gives KV blocks more
+    free: int | None  # bytes before the engine allocates; None where the device does not report it
+    share: float  # of the memory beside weights and programs: for KV blocks
+    ceiling: int | None = None  # the most bytes of KV blocks, where the user set no number
+    knob: Knob = "gpu_memory_utilization"  # the engine argument that gives KV blocks more memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a model and its limits need on each device, in bytes where nothing else is said."""
+    """What a model and its limits need on each device, in bytes unless noted."""
 
     weights: int
     temporaries: int  # of the largest program while it runs
-    is_measured: bool  # whether that was read off compiled programs; else it is a guess on the high side
+    is_measured: bool  # whether `temporaries` was read from compiled programs; else it is a high estimate
     slots: int  # block tables, tokens and sampling numbers of all slots
     block: int  # of one KV block, all layers together
     block_size: int  # tokens
@@ -45,18 +45,18 @@ class Asked:
     max_model_len: int | None = None
     kv_bytes: int | None = None
     num_blocks: int | None = None
-    # Of a cache of programs made beforehand: taken if it fits, because the programs are for just this many.
+    # From the manifest of prepared programs: used if it fits, since they are compiled for this number.
     prepared_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Who gets which part of a device."""
+    """How the memory of a device is divided."""
 
     device: Device
     need: Need
     num_blocks: int
-    max_model_len: int  # tokens; cut to what the blocks hold where nobody asked for more
+    max_model_len: int  # tokens; reduced to what the blocks hold where the user set none
 
     @property
     def kv_bytes(self) -> int:
@@ -65,14 +65,14 @@ class MemoryPlan:
 
 
 def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
-    """Plan the memory of a device: the KV blocks get what was asked for, else a share of what the others leave.
+    """Plan the memory of a device: KV blocks get what the user asked for, else a share of what remains.
 
-    Weights that do not fit, and blocks that do not hold one sequence of the `max_model_len` that was asked for, are
-    UserErrors. A length that nobody asked for is the model's, or what the blocks hold.
+    Weights that do not fit, and blocks that cannot hold one sequence of the `max_model_len` asked for, are UserErrors.
+    Without such a length it is the model's, or what the blocks hold.
     """
     _check_weights(device, need)
     room = None if device.free is None else device.free - need.weights - need.slots - need.temporaries
-    # What somebody asked for is not refused for a guess.
+    # What the user asked for is not refused because of an estimate.
     most = None if room is None else room + (0 if need.is_measured else need.temporaries)
     longest = _blocks_of(asked.max_model_len or need.model_len, need)
     if asked.num_blocks is not None:
@@ -83,9 +83,7 @@ def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
         _check_pool(device, need, num_blocks, most, "kv_cache_memory_bytes")
         num_blocks = _rounded(num_blocks, longest, asked)
     elif room is None or most is None:
-        raise UserError(
-            "the device does not say how much memory it has; set kv_cache_memory_bytes.", "kv_cache_memory_bytes"
-        )
+        raise UserError("the device does not report its memory; set kv_cache_memory_bytes.", "kv_cache_memory_bytes")
     elif asked.prepared_blocks is not None and asked.prepared_blocks * need.block <= most:
         num_blocks = asked.prepared_blocks
     else:
@@ -171,7 +169,7 @@ def _check_weights(device: Device, need: Need) -> None:
 
 
 def _check_pool(device: Device, need: Need, num_blocks: int, most: int | None, parameter: str) -> None:
-    """Refuse a pool that somebody asked for and that the device cannot hold."""
+    """Refuse a pool that the user asked for and the device cannot hold."""
     if most is not None and num_blocks * need.block > most:
         programs = need.slots + (need.temporaries if need.is_measured else 0)
         raise UserError(
@@ -183,7 +181,7 @@ def _check_pool(device: Device, need: Need, num_blocks: int, most: int | None, p
 
 
 def _length(device: Device, need: Need, asked: Asked, num_blocks: int) -> int:
-    """Return the longest sequence that is served; none, or less than was asked for, is a UserError."""
+    """Return the longest sequence that is served; none, or a shorter one than the user asked for, is a UserError."""
     wanted = asked.max_model_len or need.model_len
     holds = num_blocks * need.block_size
     if holds >= wanted:

@@ -1,6 +1,6 @@
 """Owns what is on the device: weights, the donated state, and the programs that turn one state into the next.
 
-What is chosen before comes as a `Setup` (setup.py). Knows plans and buffers; knows no requests, no text and no queue.
+Gets its choices as a `Setup` (model_setup.py). Knows plans and buffers; knows no requests, no text and no queue.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import Metrics
 from jaxllm.model import decoder, sharding, weights
 from jaxllm.runner import aot_manifest, batch, device_state, memory_plan, step
+from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.runner.device_state import Geometry
 from jaxllm.runner.memory_plan import MemoryPlan
@@ -38,21 +37,23 @@ from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.sampler import ROW_WIDTH, Variant
 from jaxllm.scheduler.state import Limits, Plan
 
-PATCH_ENTRIES = 1024  # changes that one call of `step.patch` takes
-PATCH_EXTRAS = 8  # requests' extras that one call of `step.patch_extras` takes, 26 kB each for 152,000 tokens
+PATCH_ENTRIES = 1024  # changes in one call of `step.patch`
+PATCH_EXTRAS = 8  # requests' extras in one call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000
 _log = logging.getLogger(__name__)
 
 
 class StepInFlight(NamedTuple):
-    """A step that the device was given."""
+    """A step that was dispatched to the device."""
 
     joined: jax.Array
     num_rows: int
     num_logprobs: int
-    scores: Sequence[tuple[Sequence[Scored], jax.Array | np.ndarray]]  # of positions that are all whole or all not
+    scores: Sequence[
+        tuple[Sequence[Scored], jax.Array | np.ndarray]
+    ]  # each batch of positions has one kind: whole rows, or single log-probabilities
 
     def result(self) -> Result:
-        """Wait for what the step sampled. What failed on the device is raised here, and by every step behind it."""
+        """Wait for the step's result. A failure on the device is raised here, and by every later step."""
         result = step.read(np.asarray(self.joined), self.num_rows, self.num_logprobs)
         if not self.scores:
             return result
@@ -71,9 +72,9 @@ class Runner:
         needs_weights: bool = True,
         phases: Phases | None = None,
     ) -> None:
-        """Load the weights and compile; without weights, programs and state are all there is, and nothing can run.
+        """Load the weights and compile. Without weights (`jaxllm compile`) nothing can run.
 
-        How long that took, and why, is added to `phases`.
+        The times are added to `phases`.
         """
         phases = Phases() if phases is None else phases
         use_compilation_cache(config.cache_dir())
@@ -133,13 +134,13 @@ class Runner:
 
     @property
     def limits(self) -> Limits:
-        """The budgets that plans for this runner must keep."""
+        """The budgets of plans for this runner."""
         return Limits(
             num_slots=self.geometry.num_slots,
             num_blocks=self.geometry.num_blocks,
             block_size=self.geometry.block_size,
             max_step_tokens=self.setup.max_num_batched_tokens,
-            max_step_chunks=self.geometry.num_slots  # where no tile is wasted on a short chunk
+            max_step_chunks=self.geometry.num_slots  # without tiles, short chunks waste nothing
             if self._config.deterministic
             else batch.max_chunks(self.setup.max_num_batched_tokens, self.geometry.num_slots),
             records_blocks=self._config.enable_kv_cache_events,
@@ -155,13 +156,13 @@ class Runner:
         extras: Sequence[tuple[int, np.ndarray]] = (),
         scored: Sequence[Scored] = (),
     ) -> StepInFlight:
-        """Give the device one step, which begins when the one before it has ended; wait for nothing.
+        """Dispatch one step, which begins when the one before it has ended; do not wait.
 
         `chunks` are the token ids of the plan's rows after its decode rows; `sampling` is int32[S, F]; `history` is
-        int32[·, 3] of (slot, position, token) that the device must know beforehand and will not compute; `extras` are
-        the slots of newly admitted requests that have some, each with what `sampling.Extras` made of them;
-        `scored` are positions of this step to be scored, for which the variant must be the widest.
-        After an exception the state may be gone: call `renew`, and compute every running request again.
+        int32[·, 3] of (slot, position, token) that the device needs before the step, for penalties over cached prompts;
+        `extras` are the slots of newly admitted requests that have extras, each with their packed `sampler.Extras`;
+        `scored` are positions of this step to score, which needs the widest variant.
+        After an exception the state may be lost: call `renew`, and compute every running request again.
         """
         self._running_thread = threading.get_ident()
         try:
@@ -185,22 +186,22 @@ class Runner:
         return StepInFlight(joined, len(plan.slots), self.num_logprobs, scores)
 
     def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        """Return the HLO of programs by their names in a trace; those that are not here are left out."""
+        """Return the HLO of programs by their names in a trace; unknown names are left out."""
         named = {step.program_name(key.shape, key.variant): program for key, program in self.programs.ready().items()}
         named |= {"patch": self._patch_program, "patch_extras": self._patch_extras_program}
         named |= {"score": self._score_programs[False], "score_whole": self._score_programs[True]}
         return {name: program.as_text() for name, program in named.items() if name in names}
 
     def renew(self) -> None:
-        """Give up whatever state there is and allocate an empty one."""
+        """Replace the state by an empty one."""
         self._state = ()
         self._state = tuple(jax.tree.leaves(device_state.allocate(self._state_shapes)))
 
     def close(self) -> None:
-        """Stop compiling, wait for steps in flight, and let go of the device's memory."""
+        """Stop compiling, wait for steps in flight, and free the device's memory."""
         self.programs.close()
-        with suppress(Exception):  # of a step that failed: nobody waits for it any more
-            # A process that ends while XLA's threads compute is aborted by them.
+        with suppress(Exception):  # a step that failed
+            # XLA aborts a process that ends while its threads compute.
             jax.block_until_ready(self._state)
         self._state = ()
         self._params = ()
@@ -212,7 +213,7 @@ class Runner:
         return weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress, kind)
 
     def _start_programs(self, plan: MemoryPlan, progress: bool) -> None:
-        """Begin to compile the covering programs for a memory plan, while the weights are being read."""
+        """Begin to compile the covering programs for a memory plan, while the weights are read."""
         setup, shards = self.setup, self._mesh.size
         self.memory_plan = plan
         self.geometry = geometry = Geometry(
@@ -229,8 +230,8 @@ class Runner:
             self.programs = Programs([], [batch.uniform_shape(*sizes)], self._lower, self.metrics, VARIANTS[-1:])
         else:
             is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
-            # XLA's CPU back end converts all 8 and 16-bit weights in a one-row product (reference/kernels.md §6), and
-            # on a GPU it makes two kernels of one row's norm: 13.6 a layer of the 0.5B shape, 11.8 with two rows.
+            # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row, and
+            # on a GPU it makes two kernels of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
             decode = batch.decode_shapes(geometry.num_slots, 1 if setup.platform == "cpu" and not is_narrow else 2)
             self.programs = Programs(decode, batch.ragged_shapes(*sizes), self._lower, self.metrics)
         text = describe_memory(plan, setup, shards)
@@ -254,7 +255,7 @@ class Runner:
         self.programs.begin(self.programs.covering, os.cpu_count() or 2)
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
-        """Wait for the covering programs; if they need more memory than guessed, compile them for fewer blocks."""
+        """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""
         while True:
             self._compile_small()
             self.programs.wait()
@@ -265,7 +266,7 @@ class Runner:
             self._start_programs(fitting, progress)
 
     def _compile_small(self) -> None:
-        """Compile what runs before or behind a step, beside the threads that compile steps."""
+        """Compile the small programs that run before or after a step, while other threads compile steps."""
         shapes, everywhere = self._state_shapes, sharding.replicated(self._mesh)
         changes = jax.ShapeDtypeStruct((2, PATCH_ENTRIES, 3), jnp.int32, sharding=everywhere)
         patch = jax.jit(step.patch, donate_argnums=(0, 1))
@@ -286,7 +287,7 @@ class Runner:
         ]
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
-        """Trace one program; to compile it is left to the caller."""
+        """Trace one program."""
         run = step.build(
             self.setup.spec,
             self.geometry,
@@ -329,7 +330,7 @@ class Runner:
             self._state = tuple(jax.tree.leaves(state.replace(extras=patched)))
 
     def _score(self, scored: Sequence[Scored]) -> list[tuple[Sequence[Scored], jax.Array | np.ndarray]]:
-        """Score positions of the step that the device was just given."""
+        """Score positions of the step that was just dispatched."""
         state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
         scores: list[tuple[Sequence[Scored], jax.Array | np.ndarray]] = []
         for is_whole in (False, True):
@@ -339,18 +340,18 @@ class Runner:
                 places = np.zeros((SCORED_ROWS, 2), np.int32)
                 places[: len(piece)] = [(each.index, each.token) for each in piece]
                 found = self._score_programs[is_whole](self._params, state.hidden, places)
-                # Whole rows are waited for: those of a long prompt would not fit beside the cache.
+                # Wait for whole rows: all those of a long prompt would not fit into the device's memory.
                 scores.append((piece, np.asarray(found)[:, : self.setup.spec.vocab_size] if is_whole else found))
         return scores
 
     def note_compilation(self) -> None:
-        """Count a compilation that somebody waits for: one on the thread that is starting a step."""
+        """Count a compilation that delays requests: one on the thread that is starting a step."""
         if threading.get_ident() == self._running_thread:
             self.metrics.compilations_after_ready += 1
 
 
 def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:
-    """Return a listener to JAX's events that does not keep the runner alive."""
+    """Return a listener for JAX's events that does not keep the runner alive."""
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         alive = runner()
@@ -358,29 +359,3 @@ def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:
             alive.note_compilation()
 
     return listen
-
-
-def use_compilation_cache(folder: Path) -> None:
-    """Keep compiled programs in `folder`, whatever time they took to compile, for this and later processes.
-
-    Where there can be no such folder that is told in one line, and nothing is kept.
-    """
-    place = str(folder) if _can_be_folder(folder) else None
-    if jax.config.values["jax_compilation_cache_dir"] != place:
-        compilation_cache.reset_cache()  # JAX goes on with the folder of the first engine of a process otherwise
-    jax.config.update("jax_compilation_cache_dir", place)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # XLA's own caches would lie under this folder too, and jax 0.10 makes their path part of every program's name, so
-    # that nothing is found once the folder was moved. A compiled program holds what they hold.
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-
-
-def _can_be_folder(folder: Path) -> bool:
-    """Make the folder of compiled programs; JAX would warn of it once for every program, in many words."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _log.warning("compiled programs are not kept: %s: %s; set compilation_cache_dir", folder, error.strerror)
-        return False
-    return True

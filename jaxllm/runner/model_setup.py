@@ -1,7 +1,7 @@
-"""What is chosen before anything large is allocated: devices, types, sizes, kernels, and the share of memory for each.
+"""Choices made before anything large is allocated: devices, types, sizes, kernels, and the memory for each.
 
-From the configuration, the model's config.json and what the devices say of themselves; `jaxllm doctor` prints it. Knows
-no programs and no requests.
+Made from the configuration, the model's config.json and what the devices report; `jaxllm doctor` prints them. Knows no
+programs and no requests.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from jaxllm.sampling.vocab_parallel import MOST_TOKENS
 from jaxllm.version import __version__
 from pallas_kernels import Choice, Site
 
-OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample")  # that a step does
-GPU_SHARE = 0.97  # of what is left: the rest is for programs' code and for the tuning of those compiled later
-CPU_SHARE = 0.25  # of the free memory, for KV blocks: a laptop has other work to do …
-CPU_CEILING = 2 << 30  # … and two gigabytes hold 87,000 tokens of a 0.5B model in float32
+OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample")  # of a step
+GPU_SHARE = 0.97  # of the remaining memory; the rest is for programs' code and for tuning later ones
+CPU_SHARE = 0.25  # of the free memory, for KV blocks: other programs of a laptop need memory too
+CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in float32
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Setup:
     max_num_seqs: int
     max_num_batched_tokens: int
     kernels: Mapping[str, Choice]  # by operation
-    prepared: Mapping[str, Any]  # what `jaxllm compile` wrote down beside the programs, {} if it made none
+    prepared: Mapping[str, Any]  # the manifest that `jaxllm compile` wrote, {} without one
 
 
 def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: ignore[reportInvalidTypeForm]
-    """Return the devices to run on; asking for a GPU that JAX does not see is a UserError."""
-    # Read when the back end starts: XLA would take 75 % of a GPU, whatever share the user asked for.
+    """Return the devices to run on; a UserError if JAX sees none of the kind asked for."""
+    # Must be set before the back end starts; without it XLA takes 75 % of a GPU.
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & os.environ.keys():
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
     if config.device == "auto":
@@ -85,14 +85,14 @@ def choose_dtype(config: EngineConfig, checkpoint: dict[str, Any], platform: str
         return jnp.dtype(jnp.float32)
     stored = checkpoint.get("dtype") or checkpoint.get("torch_dtype") or "bfloat16"
     if stored not in ("bfloat16", "float16", "float32"):
-        raise UserError(f"config.json: dtype {stored!r:.80} cannot be computed in; set dtype.", "dtype")
+        raise UserError(f"config.json: dtype {stored!r:.80} is not supported; set dtype.", "dtype")
     return jnp.dtype(jnp.bfloat16 if stored == "float32" else stored)
 
 
 def choose_kernels(config: EngineConfig, spec: Spec, device: jax.Device, dtype: jnp.dtype) -> dict[str, Choice]:  # pyright: ignore[reportInvalidTypeForm]
-    """Choose an implementation of each operation of a step: the one that was asked for, or the best there is.
+    """Choose an implementation of each operation of a step: the one asked for, or the best available.
 
-    What is asked for and cannot be done here is a UserError; nothing takes its place.
+    One that is asked for and cannot run here is a UserError; no other is substituted.
     """
     heads, kv_heads = heads_per_shard(spec, config.tensor_parallel_size)
     site = Site(
@@ -138,8 +138,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     if config.quantization is not None and (spec.experts or spec.latent):
         what = "experts" if spec.experts else "latent attention"
         raise UserError(
-            f"quantization {config.quantization} is not there for models with {what}, as {family.architectures[0]}; "
-            "leave it out.",
+            f"quantization {config.quantization} is not supported for models with {what}, as "
+            f"{family.architectures[0]}; leave it out.",
             "quantization",
         )
     is_cpu = platform == "cpu"
@@ -166,12 +166,13 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
 
 
 def _check_deterministic(config: EngineConfig, is_cpu: bool) -> None:
-    """Refuse what deterministic mode cannot keep its promise with."""
+    """Refuse configurations that cannot be deterministic."""
     if not is_cpu and config.tensor_parallel_size > 2:
-        # A ring adds up the pieces of an array each in an order of its own; of two numbers there is one sum.
+        # A ring all-reduce sums each piece of an array in another order; with two devices there is only one order.
         raise UserError(
-            f"deterministic mode is not there for {config.tensor_parallel_size} GPUs: among more than two, the order "
-            "of a sum depends on where in the batch a token is. Set tensor_parallel_size to 1 or 2, or leave it out.",
+            f"deterministic mode is not supported for {config.tensor_parallel_size} GPUs: among more than two, the "
+            "order of a sum depends on where in the batch a token is. Set tensor_parallel_size to 1 or 2, or leave it "
+            "out.",
             "deterministic",
         )
     if any(str(text).startswith("paged_prefill") for text in config.kernels):
@@ -184,8 +185,8 @@ def _check_deterministic(config: EngineConfig, is_cpu: bool) -> None:
 def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool) -> tuple[int, int]:
     """Return the requests that run at once, and the tokens of a step.
 
-    A deterministic step takes as long for one token as for all that it has room for; so it has room for few, and what
-    was `recorded` for other steps is not taken.
+    A deterministic step always computes its full size, so that is small, and sizes `recorded` without the mode are not
+    used.
     """
     if recorded.get("deterministic", False) != config.deterministic:
         recorded = {}
@@ -195,12 +196,12 @@ def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool) 
         usual_slots, usual_tokens = (16, 32) if is_cpu else (128, 256)
     else:
         usual_slots, usual_tokens = (64, 160) if is_cpu else (256, 8192)
-    tokens = tokens or max(usual_tokens, 2 * (slots or 0))  # half of a step at least is left for prompts
+    tokens = tokens or max(usual_tokens, 2 * (slots or 0))  # at least half of a step is left for prompts
     return slots or min(usual_slots, tokens), tokens
 
 
 def free_bytes(setup: Setup, shards: int) -> int | None:
-    """Return the memory of a device that is free before anything is there; None where it does not say."""
+    """Return the free memory of a device before anything is allocated; None where it does not report it."""
     if setup.platform == "cpu":
         return psutil.virtual_memory().available // shards  # virtual devices share the host's
     stats = setup.devices[0].memory_stats()
@@ -214,8 +215,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Share out the memory of one device.
 
-    `free` are its bytes before anything is there; `temporaries` what its largest program needs while it runs, None
-    while none is compiled yet. What does not fit is a UserError.
+    `free` are its bytes before anything is allocated; `temporaries` what its largest program needs while it runs, None
+    before programs are compiled. A UserError if something does not fit.
     """
     spec = setup.spec
     longest = -(-setup.max_model_len // config.block_size)
@@ -230,7 +231,7 @@ def plan_memory(
     need = memory_plan.Need(
         weights=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves),
         temporaries=_guess(setup) if temporaries is None else temporaries,
-        # Tables, tokens and extras of every slot, and a step's hidden states, see cache.DeviceState.
+        # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
         slots=4 * setup.max_num_seqs * (longest + setup.max_model_len + extras_of(config, spec).width)
         + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize,
         block=device_state.block_bytes(spec, config.block_size, setup.dtype, mesh.size),
@@ -249,12 +250,12 @@ def plan_memory(
 
 
 def extras_of(config: EngineConfig, spec: Spec) -> Extras:
-    """Return how requests' extras lie in the device's state."""
+    """Return the layout of requests' extras in the device's state."""
     return Extras(spec.vocab_size, tuple(map(processor_name, config.logits_processors)))
 
 
 def describe_memory(plan: MemoryPlan, setup: Setup, shards: int) -> str:
-    """Write a memory plan as a small table, with how the host's memory stands."""
+    """Write a memory plan as a small table, and the host's memory."""
     host = psutil.virtual_memory()
     own = psutil.Process().memory_info().rss
     where = "the host" if setup.platform == "cpu" else setup.devices[0].device_kind
@@ -266,7 +267,7 @@ def describe_memory(plan: MemoryPlan, setup: Setup, shards: int) -> str:
 
 
 def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: MemoryPlan) -> dict[str, Any]:
-    """Return all that programs are compiled for, beside the model's shapes, as `prepared.write` keeps it."""
+    """Return the manifest: what programs are compiled for, beside the model's shapes (see aot_manifest.py)."""
     return {
         "jaxllm": __version__,
         "jax": jax.__version__,
@@ -290,9 +291,9 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
 
 
 def _guess(setup: Setup) -> int:
-    """Guess what the largest program needs while it runs, on the high side: it is checked once one is compiled."""
+    """Estimate, on the high side, what the largest program needs while it runs; checked once it is compiled."""
     spec = setup.spec
     widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
-    if spec.experts is not None:  # what each token's experts give, by expert and by token
+    if spec.experts is not None:  # the outputs of each token's experts, twice
         widest = max(widest, 2 * spec.experts.per_token * spec.width)
     return 4 * (8 * setup.max_num_batched_tokens * widest + 8 * setup.max_num_seqs * spec.vocab_size)

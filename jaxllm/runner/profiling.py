@@ -1,7 +1,7 @@
 """Traces of an engine's steps: what the host does, and the device's operations by the scopes of the model's parts.
 
-A trace is made by JAX's profiler and opens in Perfetto. Its spans: a "step", and within it those of `engine.py` and
-`runner.py`; its operations carry the name of their program (`step.program_name`). Knows nothing of an engine.
+A trace is made by JAX's profiler and opens in Perfetto. Its spans: a "step" and those within it, from
+`llm_engine.py` and `model_runner.py`; its operations carry the name of their program (`step.program_name`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import jax
 
 from jaxllm.errors import UserError
 
-DEFAULT_STEPS = 64  # of a trace: the profiler keeps a million events, some thousands of steps of a small model
+DEFAULT_STEPS = 64  # the profiler keeps a million events: some thousand steps of a small model
 _log = logging.getLogger(__name__)
 span = jax.profiler.TraceAnnotation  # half a microsecond where no trace is made
 
 
 class Profile:
-    """A trace that is being made of the next steps of an engine. JAX makes one at a time in a process."""
+    """A running trace of an engine's next steps. JAX makes one at a time in a process."""
 
     def __init__(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> None:
-        """Begin; what is there already is kept. A trace that is being made is a UserError."""
+        """Begin a trace; existing files stay. A UserError if a trace is running."""
         if num_steps < 1:
             raise UserError(f"num_steps must be at least 1, got {num_steps}.", "num_steps")
         self.path: Path | None = None  # of the finished trace
@@ -40,7 +40,7 @@ class Profile:
         except OSError as error:
             raise UserError(f"no trace can be written to {folder}: {error.strerror}.", "folder") from error
         except RuntimeError as error:
-            raise UserError("a trace is being made already; stop it first.", "folder") from error
+            raise UserError("a trace is running already; stop it first.", "folder") from error
 
     def note_step(self) -> None:
         """Count a step; the last one ends the trace."""
@@ -62,7 +62,7 @@ class Profile:
 
 
 class Profiled(Protocol):
-    """What can make a trace of its steps: an engine."""
+    """What can trace its steps: an engine."""
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
         """Begin a trace of the next steps."""

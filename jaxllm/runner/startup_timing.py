@@ -21,7 +21,7 @@ class Phase(NamedTuple):
 
 
 class Phases:
-    """Collects the phases of a start. Those that are not beside others follow each other."""
+    """Collects the phases of a start. Phases follow each other, except those noted as `beside`."""
 
     def __init__(self) -> None:
         self._noted: list[Phase] = []
@@ -29,17 +29,17 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[list[str]]:
-        """Time what is done inside; a text that is put into the list is its cause."""
+        """Time the block; texts appended to the list explain the time."""
         start, causes = time.perf_counter(), list[str]()
         yield causes
         self._noted.append(Phase(name, time.perf_counter() - start, ", ".join(causes)))
 
     def note_beside(self, name: str, seconds: float, cause: str) -> None:
-        """Add what other threads did meanwhile."""
+        """Add what other threads did at the same time."""
         self._noted.append(Phase(name, seconds, cause, is_beside=True))
 
     def finished(self) -> tuple[Phase, ...]:
-        """Return all phases, and at the end what of the time since the beginning is in none of them."""
+        """Return all phases, then one with the rest of the time since the beginning."""
         rest = time.perf_counter() - self._began - sum(phase.seconds for phase in self._noted if not phase.is_beside)
         return (*self._noted, Phase("other", rest))
 
@@ -85,7 +85,7 @@ class Compilations:
         )
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        # One that is found is told twice, on the same thread: as found, and then as if it had been compiled.
+        # JAX reports a cached program twice, on the same thread: as retrieved, then as if it had been compiled.
         if event == "/jax/compilation_cache/cache_retrieval_time_sec":
             self._finding.is_found = True
         elif event == "/jax/core/compile/backend_compile_duration":

@@ -271,4 +271,4 @@ def test_what_cannot_be_quantized_is_refused_by_name(capfd):
     assert report["model"]["quantization"] == {"value": "int8", "why": "asked for"}
     assert report["model"]["parameters"]["value"] == 1771200
     assert cli.main(["doctor", "--model", str(GOLDEN / "mixtral"), "--quantization", "int8"]) == 1
-    assert "quantization int8 is not there for models with experts" in capfd.readouterr().out
+    assert "quantization int8 is not supported for models with experts" in capfd.readouterr().out

@@ -22,10 +22,12 @@ from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.metrics import Metrics
 from jaxllm.model.sharding import make_mesh
-from jaxllm.runner import compiled_programs, device_state, memory_plan
+from jaxllm.runner import device_state, memory_plan
 from jaxllm.runner.batch import coarser, decode_shapes, ragged_shapes, uniform_shape
+from jaxllm.runner.compilation_cache import use_compilation_cache
+from jaxllm.runner.compile_threads import return_freed_memory
 from jaxllm.runner.compiled_programs import Key, Programs
-from jaxllm.runner.model_runner import Runner, use_compilation_cache
+from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.model_setup import free_bytes, plan_memory, prepare
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
@@ -276,12 +278,12 @@ table.follow(1)
 table.want(table.rest[0])
 assert began.wait(60)
 """
-WAITS = "jaxllm: the process ends as soon as a program under way is compiled\n"
+WAITS = "jaxllm: waiting for a running compilation before the process ends\n"
 
 
 @pytest.mark.parametrize(
     ("end", "shown"),
-    [("", ""), ("table.close()", ""), ("programs.EXIT_SECONDS = 0.1", WAITS)],
+    [("", ""), ("table.close()", ""), ("compiled_programs.EXIT_SECONDS = 0.1", WAITS)],
     ids=["at once", "closed", "late"],
 )
 def test_a_script_may_end_while_a_program_is_traced(end: str, shown: str) -> None:
@@ -333,7 +335,7 @@ def test_two_thousand_steps_leave_no_memory_behind(llm: LLM) -> None:
         while engine.has_unfinished_requests():
             engine.step()
         gc.collect()
-        compiled_programs._give_back()  # memory of other tests that the C library has kept
+        return_freed_memory()  # memory of other tests that the C library has kept
         resident.append(process.memory_info().rss)
         on_device.append(sum(array.nbytes for array in jax.live_arrays()))
     assert on_device[0] == on_device[1]

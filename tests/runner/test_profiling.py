@@ -88,7 +88,7 @@ def test_one_trace_at_a_time_and_none_without_steps(llm: LLM, tmp_path: Path) ->
     with pytest.raises(UserError, match="num_steps must be at least 1"):
         llm.engine.start_profile(tmp_path, 0)
     profile = llm.engine.start_profile(tmp_path)
-    with pytest.raises(UserError, match="a trace is being made already"):
+    with pytest.raises(UserError, match="a trace is running already"):
         Profile(tmp_path)
     assert profile.path is None
     assert profile.stop() == profile.stop()  # ends before its steps are through

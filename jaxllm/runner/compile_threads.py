@@ -1,0 +1,72 @@
+"""Threads that compile: with a large stack, and behind the steps of a serving engine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+STACK_BYTES = 64 << 20  # deep models overflow the usual 8 MiB
+_STARTING = threading.Lock()
+
+
+def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
+    """Start a thread whose stack is large enough to compile on."""
+    with _STARTING:  # the size is the interpreter's, for all threads that begin
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=work, name=name, daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread
+
+
+def run_at_idle_priority(call: Callable[[], Any]) -> Any:
+    """Run `call` on a thread of low priority and return its result.
+
+    Only for compiling: a thread of low priority that holds the interpreter's lock, as in tracing, would delay steps.
+    """
+    outcome: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            _take_idle_priority()
+            outcome.set_result(call())
+        except BaseException as failure:
+            outcome.set_exception(failure)
+
+    start_thread(work, "jaxllm-compile-behind")
+    return outcome.result()
+
+
+def _take_idle_priority() -> None:
+    """Give this thread, and those in which XLA's CPU back end runs LLVM, idle priority, so that steps go first.
+
+    LLVM's threads are made by a process's first compilation and do two thirds of the work; they do not inherit the
+    priority of the calling thread. They keep the low priority, since raising it may need privileges: a later engine of
+    the process starts more slowly where other programs keep all cores busy (DECISIONS 40).
+    """
+    if sys.platform != "linux":
+        return
+    threads = [threading.get_native_id()]
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it may have ended
+            if (thread / "comm").read_text().startswith("llvm-worker"):
+                threads.append(int(thread.name))
+    for thread in threads:
+        with suppress(ProcessLookupError, PermissionError):  # a sandbox may forbid it
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system after compiling; glibc keeps it for the thread that freed it."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
