@@ -137,9 +137,9 @@ class Programs:
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
         """Start to compile `keys`; `wait` ends it."""
         if not self._threads:
-            # `atexit` calls in reverse order, and the first `weakref.finalize` of a process registers the one
-            # call that runs all finalizers. JAX frees constants of a traced program by finalizers: if they ran before `_join`, tracing
-            # would fail with a KeyError. So a finalizer must exist before `_join` is registered.
+            # `atexit` calls in reverse order, and the first `weakref.finalize` of a process registers the one call that
+            # runs all finalizers. JAX frees constants of a traced program by finalizers: if they ran before `_join`,
+            # tracing would fail with a KeyError. So a finalizer must exist before `_join` is registered.
             weakref.finalize(self, self._is_closed.set)
             # A thread inside XLA aborts the process when the interpreter shuts down. The reference is weak, so that
             # the engine can be garbage collected.
