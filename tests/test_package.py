@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
+
 import jaxllm
 from jaxllm.model.families import FAMILIES
 from tests.support.paths import ROOT
@@ -31,6 +33,7 @@ def test_importing_costs_milliseconds_and_nothing_heavy() -> None:
     assert min(float(run[0]) for run in runs) < 0.05
 
 
+@pytest.mark.ci
 def test_the_engine_does_not_import_torch() -> None:
     modules = "jaxllm.engine.llm, jaxllm.commands.cli, jaxllm.commands.doctor_report"
     code = f"import sys, {modules}; print(*{{'torch', 'transformers'}} & set(sys.modules))"

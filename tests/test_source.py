@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm.text import special_token_guard, template_sandbox
+from jaxllm.text import special_token_guard
 from tests.support.paths import ROOT
 
 PACKAGES = ("jaxllm", "server", "pallas_kernels")
@@ -153,7 +153,6 @@ REPEATS = (constants.MAX_REPEAT, constants.MIN_REPEAT)
 MANY = 64  # repetitions that count as unbounded
 MADE_AT_RUN_TIME = {
     "jaxllm/text/special_token_guard.py": 2,  # signs between two characters; an alternation of escaped texts
-    "jaxllm/text/template_sandbox.py": 1,  # a bound in braces
 }
 # Their input is the operator's own: flags, reports, programs that XLA wrote.
 NOT_ON_INPUT = ("jaxllm/bench/", "jaxllm/commands/")
@@ -323,7 +322,6 @@ ON_INPUT = [
     if pattern is not None
 ] + [
     ("jaxllm/text/special_token_guard.py", special_token_guard._TWINS.pattern),
-    ("jaxllm/text/template_sandbox.py", template_sandbox._WIDE.pattern),
 ]
 
 

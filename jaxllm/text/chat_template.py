@@ -1,22 +1,24 @@
 """Chat templates: a conversation written out as the text a model was trained on.
 
-A template is jinja2 source from a model's folder, so foreign code: it runs in a sandbox (template_sandbox.py) and sees
-plain values only. Knows nothing of tokenizers or files. The names of a template's variables are those of transformers
-(utils/chat_template_utils.py).
+A template is jinja2 source from a model's folder; callers cannot send one. It runs in jinja2's sandbox
+(template_environment.py) and gets plain values only. Its variables have transformers' names. Knows no tokenizers and no
+files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import UnsupportedError, UserError
 
-MAX_SOURCE = 1 << 18  # characters of a template; the longest published ones have a tenth
-MAX_NODES = 1 << 14  # of its syntax tree, to compile which takes up to 90 µs each; that of Qwen3-Coder's has 440
+if TYPE_CHECKING:
+    import jinja2
+
+MAX_TEXT = 1 << 25  # characters that a template may render: several times the largest body that a server accepts
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
-# What JSON calls the kinds of values that a part of a content cannot be; whoever sent them knows nothing of Python's.
+# JSON's names for the kinds of values that cannot be a part of a content.
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", list: "array"}
 _CONTINUES_HERE = "JAXLLM_CONTINUES_HERE"
 
@@ -25,9 +27,9 @@ _CONTINUES_HERE = "JAXLLM_CONTINUES_HERE"
 class ChatTemplate:
     """A compiled template and what it takes for a message's content."""
 
-    program: Any  # a jinja2.Template in a Sandbox
-    takes_parts: bool  # it goes through the parts of a content
-    takes_text: bool  # it does not, or asks first what the content is
+    program: jinja2.Template
+    takes_parts: bool  # whether it iterates over the parts of a content
+    takes_text: bool  # whether it accepts a content that is one text
 
 
 def render(
@@ -42,8 +44,8 @@ def render(
     """Write a conversation with a template of `compile_template`.
 
     `tools` are JSON schemas. `variables` are passed to the template as they are. `continue_final_message` leaves the
-    last message open. A content that is a list of text parts is one text, a line each, to a template that does not go
-    through parts. Raises `UserError` where the messages are malformed or the template rejects them.
+    last message open. For a template that does not iterate over parts, a content that is a list of text parts becomes
+    one text, a line each. Raises `UserError` where the messages are malformed or the template rejects them.
     """
     if continue_final_message and add_generation_prompt:
         raise UserError(
@@ -65,48 +67,37 @@ def render(
     }
     import jinja2
 
-    from jaxllm.text.template_meter import LimitError
-
-    meter = template.program.environment.meter
-    meter.begin(sum(map(len, _strings(arguments))))
-    pieces = []
+    pieces, length = [], 0
     try:
         for piece in template.program.generate(arguments):
-            meter.take(len(piece))
+            length += len(piece)
+            if length > MAX_TEXT:
+                raise jinja2.TemplateError(f"it renders to more than {MAX_TEXT} characters.")
             pieces.append(piece)
-    except LimitError as error:
-        raise UserError(f"The chat template was cut off: {error}.", "chat_template") from error
     except (jinja2.TemplateError, OverflowError) as error:
         raise UserError(f"The chat template rejects this conversation: {_one_line(error)}", "messages") from error
-    except Exception as error:  # a template is foreign code: it may fail with anything, in words of Python's classes
-        reason = "a value in it is not of the kind that the template takes."
+    except Exception as error:  # any exception of Python, whose message would name Python's classes
+        reason = "a value in it is not of the kind that the template expects."
         raise UserError(f"The chat template rejects this conversation: {reason}", "messages") from error
     text = "".join(pieces)
     return _cut_at_mark(text) if continue_final_message else text
 
 
 def compile_template(source: str) -> ChatTemplate:
-    """Compile a chat template. Raises `UserError` with the line where its syntax is wrong, or if it is no template."""
+    """Compile a chat template. Raises `UserError` with the line where its syntax is wrong."""
     import jinja2
-    from jinja2 import nodes
 
-    from jaxllm.text.template_sandbox import Sandbox, content_kinds
+    from jaxllm.text.template_environment import content_kinds, make_environment
 
-    if len(source) > MAX_SOURCE:
-        raise UserError(f"The chat template has {len(source)} characters, more than {MAX_SOURCE}.", "chat_template")
-    environment = Sandbox()
-    environment.meter.begin(len(source))
+    environment = make_environment()
     try:
-        tree = environment.parse(source)
-        if sum(1 for _ in tree.find_all(nodes.Node)) > MAX_NODES:
-            raise jinja2.TemplateError(f"it has more than {MAX_NODES} expressions and statements")
-        takes_parts, takes_text = content_kinds(tree)
+        takes_parts, takes_text = content_kinds(environment.parse(source))
         return ChatTemplate(environment.from_string(source), takes_parts, takes_text)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"The chat template is not valid in line {error.lineno}: {error.message}", "chat_template"
         ) from error
-    except Exception as error:  # Python's own compiler has limits too
+    except Exception as error:  # Python's own compiler has limits
         raise UserError(f"The chat template cannot be compiled: {_one_line(error)}", "chat_template") from error
 
 
@@ -123,33 +114,21 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _fitting_content(content: Any, template: ChatTemplate, name: str) -> Any:
-    """Give a content as the template takes it: a text, or a list of text parts."""
+    """Return a content in the form that the template accepts: a text, or a list of text parts."""
     if isinstance(content, str):
         return content if template.takes_text else [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        return content  # the template says what is wrong with it
+        return content  # the template reports what is wrong with it
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     for at, part in enumerate(parts):
         kind = part.get("type", "text") if isinstance(part, dict) else _KINDS[type(part)]
         if kind != "text":
             raise UnsupportedError(
-                f"{name}.content[{at}] is a part of type {kind!r}; jaxllm takes parts of text only.", "messages", kind
+                f"{name}.content[{at}] is a part of type {kind!r}; jaxllm accepts parts of text only.", "messages", kind
             )
         if not isinstance(part.get("text"), str):
             raise UserError(f"{name}.content[{at}] must have a text.", "messages")
     return parts if template.takes_parts else "\n".join(part["text"] for part in parts)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Go through the texts of JSON-like values, keys of objects too."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for pair in value.items():
-            yield from _strings(pair)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
 
 
 def _one_line(error: BaseException) -> str:
@@ -157,7 +136,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _plain(value: Any, parameter: str) -> Any:
-    """Copy JSON-like values; refuse others, whose methods a template could call past the sandbox."""
+    """Copy JSON-like values; refuse others, whose methods a template could call."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -189,5 +168,5 @@ def _cut_at_mark(text: str) -> str:
             "continue_final_message is not possible: the chat template leaves out the final message.",
             "continue_final_message",
         )
-    # The space behind the mark is gone where the template trims messages; then it would have trimmed this one's end.
+    # A template that trims messages has removed the space after the mark, and would have trimmed this message's end.
     return text[:at] if text.startswith(" ", at + len(_CONTINUES_HERE)) else text[:at].rstrip()

@@ -58,6 +58,7 @@ def test_the_reference_is_attention() -> None:
     assert case.num_bytes == 2 * (2 * 5 * 2 * 8 * 4) + 2 * (2 * 4 * 8 * 4)
 
 
+@pytest.mark.ci
 def test_one_that_is_wrong_or_slow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = kernels.make_cases("float32", [(2, 5)], [])
 

@@ -52,6 +52,7 @@ def test_vllms_lines_of_a_latency_by_hand() -> None:
     assert (figures["avg_latency"], figures["latencies"]) == (3.0, [4.0, 1.0, 3.0, 2.0, 5.0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("n", [1, 2])
 def test_every_job_gets_its_length_and_the_warm_up_leaves_nothing(llm: LLM, n: int) -> None:
     before = llm.engine.metrics.generated_tokens
@@ -97,6 +98,7 @@ def test_a_long_run_keeps_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lists["generated_tokens"][0] == 1 and set(lists["kv_usage"]) == {0.25}
 
 
+@pytest.mark.ci
 def test_the_commands(run_jaxllm: Run, tmp_path: Path) -> None:
     target = tmp_path / "result.json"
     code, out, err = run_jaxllm(

@@ -184,6 +184,7 @@ def test_failures_are_shown_by_kind_and_results_appended(
     assert short["total_output_tokens"] > 0 and "ttfts" not in short and "timeline" not in short
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("prompts", ["text", "ids"])
 def test_a_model_whose_files_are_elsewhere_is_tokenized_by_its_server(
     prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -227,6 +228,7 @@ def test_a_full_queue_is_told_with_its_cure(server: FakeOpenAI, capsys: pytest.C
     ) in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_a_server_that_refuses_ignore_eos_is_asked_without(
     server: FakeOpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,6 +239,7 @@ def test_a_server_that_refuses_ignore_eos_is_asked_without(
     assert "2 failed: HTTP 422: " in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_lengths_that_the_server_cannot_hold_are_refused_before_they_are_sent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,6 +259,7 @@ def test_lengths_that_the_server_cannot_hold_are_refused_before_they_are_sent(
         assert bench("--base-url", fake.url, *file, "--num-prompts", "1") == 0, "a file's lengths are its own"
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_an_interrupt_reports_what_has_finished(server: FakeOpenAI, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jaxllm", "bench", "serve", "--base-url", server.url, "--model", "plain"]

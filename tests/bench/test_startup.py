@@ -83,6 +83,7 @@ def test_the_command_starts_processes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "0 compiled" in next(phase["cause"] for phase in only["phases"] if phase["name"] == "compiling")
 
 
+@pytest.mark.ci
 def test_a_limit_fails_and_so_does_a_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def measure(*_: Any, **__: Any) -> list[startup.Start]:
         return [start("cold", 10.0), start("warm", 3.0)]

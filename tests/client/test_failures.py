@@ -118,6 +118,7 @@ def test_a_request_that_is_too_large_is_the_callers_fault(connect: Callable[...,
     assert not server.seen
 
 
+@pytest.mark.ci
 def test_a_server_that_is_not_there_is_named(connect: Callable[..., Any]) -> None:
     started = time.monotonic()
     with pytest.raises(errors.UnavailableError, match=r"^127\.0\.0\.1:1 cannot be reached: "):

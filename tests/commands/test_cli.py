@@ -154,6 +154,7 @@ STAND_IN = (
 )
 
 
+@pytest.mark.ci
 def test_a_reader_that_leaves_is_no_error_message() -> None:
     program = f"{STAND_IN}sys.exit(jaxllm.commands.cli.main(['generate', 'x' * 100_000, 'y']))"
     reader, writer = os.pipe()
@@ -163,6 +164,7 @@ def test_a_reader_that_leaves_is_no_error_message() -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("closed", "arguments", "code"),
     [

@@ -68,6 +68,7 @@ def test_any_number_of_devices_restores_it(converted, shards):
     _assert_same(_load(target, shards=shards), _load(source, shards=shards))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_stored_types_are_kept_and_rounded_once_to_the_target(tmp_path, stored):
     tensors = {name: value.astype(stored) for name, value in random_tensors(CONFIG).items()}
@@ -88,6 +89,7 @@ def _bytes_read() -> int:
     return metric[0]["values"][0]["value"]
 
 
+@pytest.mark.ci
 def test_a_device_reads_its_own_part_only(tmp_path):
     """Four devices together read about as many bytes as there are, though half of the matrices are split by columns."""
     config = CONFIG | {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 4096, "num_hidden_layers": 1}
@@ -219,6 +221,7 @@ def test_a_source_that_cannot_be_converted_is_refused_by_name(converted, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
 
 
+@pytest.mark.ci
 def test_damage_to_any_file_is_found_before_weights_are_read(converted, tmp_path):
     """Each file gone, cut short, and with one bit of it turned; of the weights themselves, only gone or cut."""
     target = shutil.copytree(converted[1], tmp_path / "target")

@@ -94,6 +94,7 @@ class Steps:
         pass
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("num_prompt", [10, 150])  # in one chunk, in several
 def test_the_tokens_of_steps_are_those_of_prompts_and_outputs(engine: AsyncLLM, run: Run, num_prompt: int) -> None:
     async def check() -> None:
@@ -378,6 +379,7 @@ def fragile(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
     run(engine.close())
 
 
+@pytest.mark.ci
 def test_death_is_told_to_everybody_within_a_second(
     fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,6 +453,7 @@ def test_a_request_that_fails_fails_alone(
     run(check())
 
 
+@pytest.mark.ci
 def test_a_request_that_cannot_be_taken_in_fails_alone(
     fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,6 +475,7 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(
     run(check())
 
 
+@pytest.mark.ci
 def test_one_of_several_samples_that_fails_fails_the_request(
     fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,6 +495,7 @@ def test_one_of_several_samples_that_fails_fails_the_request(
     run(check())
 
 
+@pytest.mark.ci
 def test_resuming_while_a_pause_waits_takes_it_back(fragile: AsyncLLM, run: Run) -> None:
     async def check() -> None:
         running = asyncio.ensure_future(read(fragile, "Once", params(max_tokens=100, ignore_eos=True)))
@@ -504,6 +509,7 @@ def test_resuming_while_a_pause_waits_takes_it_back(fragile: AsyncLLM, run: Run)
     run(check())
 
 
+@pytest.mark.ci
 def test_a_pause_that_was_resumed_does_not_take_another_for_its_own(
     fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,6 +537,7 @@ def test_a_pause_that_was_resumed_does_not_take_another_for_its_own(
     run(check())
 
 
+@pytest.mark.ci
 def test_a_pause_does_not_wait_for_readers(fragile: AsyncLLM, run: Run) -> None:
     async def check() -> None:
         outputs = fragile.generate("Once", params(max_tokens=300, ignore_eos=True))
@@ -543,6 +550,7 @@ def test_a_pause_does_not_wait_for_readers(fragile: AsyncLLM, run: Run) -> None:
     run(check())
 
 
+@pytest.mark.ci
 def test_closing_is_told_to_whoever_waits(run: Run) -> None:
     async def check() -> None:
         engine = AsyncLLM(**SETTINGS)

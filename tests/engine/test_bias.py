@@ -58,6 +58,7 @@ def test_a_bias_has_room_for_the_most_entries():
     np.testing.assert_allclose(result, [np.minimum(expected, 100.0)], rtol=1e-6)
 
 
+@pytest.mark.ci
 def test_a_bias_of_100_picks_and_of_minus_100_bans():
     logits = random_logits(V, 43)
     best = logits.argmax(-1)

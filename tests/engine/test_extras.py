@@ -86,6 +86,7 @@ def is_banned(token: int, words: Words, output: list[int]) -> bool:
     return any(len(word) <= len(ending) and ending[-len(word) :] == word for word in words)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("garbage", [0, -1, 1, 2**31 - 1, -(2**31)])
 def test_a_bad_word_cannot_be_completed(garbage: int) -> None:
     random, count = np.random.default_rng(1), 300
@@ -133,12 +134,14 @@ def test_only_allowed_tokens_are_sampled(garbage: int, temperature: float) -> No
         assert sampled.tokens[len(sets) :].tolist() == logits[len(sets) :].argmax(-1).tolist()
 
 
+@pytest.mark.ci
 def test_a_row_that_may_sample_nothing_is_flagged_alone() -> None:
     params = [SamplingParams(temperature=0, allowed_token_ids=[3], bad_words=["x"]), SamplingParams(temperature=0)]
     sampled = draw(random_logits(2, 6), params, [[[3]], []])
     assert sampled.is_finite.tolist() == [False, True]
 
 
+@pytest.mark.ci
 def test_processors_change_the_rows_that_asked() -> None:
     asked: list[dict | None] = [None, {"scale": -1.0}, {"ban_below": 60}, {"scale": [-1, 0.5], "ban_below": (30.0,)}]
     params = [SamplingParams(temperature=0, extra_args=asked[row % 4]) for row in range(80)]

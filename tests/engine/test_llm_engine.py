@@ -88,6 +88,7 @@ def test_settings_do_not_change_the_tokens(settings: dict[str, Any], copies: int
             assert llm.engine.metrics.cached_tokens > 0
 
 
+@pytest.mark.ci
 def test_steps_in_flight_change_no_token_with_aborts_and_preemption() -> None:
     """Full slots, a pool that is too small, stops that are found late, requests that go: the same with and without."""
     random = np.random.default_rng(4)
@@ -219,6 +220,7 @@ def test_n_samples_share_their_prompt_and_are_those_of_following_seeds() -> None
     assert [completion.index for completion in output.outputs] == [0, 1, 2]
 
 
+@pytest.mark.ci
 def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them() -> None:
     params = SamplingParams(temperature=1.0, max_tokens=12)
     runs = []
@@ -324,6 +326,7 @@ def test_a_bad_request_is_refused_in_one_line_and_hurts_nobody(
     assert tokens(done) == [alone[PROMPTS[0]]]
 
 
+@pytest.mark.ci
 def test_other_refusals(llm: LLM) -> None:
     with pytest.raises(UserError, match="scheduling_policy"):
         llm.generate(PROMPTS, GREEDY, priority=[0, 1, 0, 0], use_tqdm=False)
@@ -498,6 +501,7 @@ def test_what_fails_before_a_step_ran_is_not_in_the_prefix_cache(llm: LLM, monke
     assert output.num_cached_tokens == 0 and tokens([output]) == expected
 
 
+@pytest.mark.ci
 def test_a_closed_engine_says_so_and_lets_go() -> None:
     llm = make()
     runner = weakref.ref(llm.engine.runner)
@@ -525,6 +529,7 @@ def test_bfloat16_and_float16_generate(alone: dict[str, list[int]]) -> None:
             assert tokens(generate(llm, PROMPTS[0], GREEDY))[0][:10] == alone[PROMPTS[0]][:10]
 
 
+@pytest.mark.ci
 def test_an_engine_is_made_of_the_arguments_of_llm() -> None:
     engine = LLMEngine.from_engine_args(EngineArgs(STORIES, **SLOTS))
     engine.add_request("1", PROMPTS[0], replace(GREEDY, max_tokens=8))
@@ -552,6 +557,7 @@ def test_what_vllms_llm_has_beside_it_is_told(llm: LLM) -> None:
         llm.generat("a")  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.ci
 def test_without_a_tokenizer_ids_come_in_and_go_out(llm: LLM, alone: dict[str, list[int]]) -> None:
     ids = llm.get_tokenizer().encode(PROMPTS[0])
     with make(skip_tokenizer_init=True) as bare:

@@ -102,6 +102,7 @@ def ends_after(server: ServingProcess, count: int, order: Callable[[], None]) ->
     return asyncio.run(check())
 
 
+@pytest.mark.ci
 def test_it_hangs_it_is_stopped_it_has_no_descriptors_and_then_its_engine_dies() -> None:
     """One process after another fault would take as many starts."""
     with ServingProcess(*QUICK, "--hang-timeout", "0.5", module="tests.faults.breakable") as server:
@@ -206,6 +207,7 @@ def has_no_descriptors(server: ServingProcess) -> None:
     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.ci
 def test_a_killed_process_is_seen_at_once() -> None:
     with ServingProcess(*QUICK) as server:
         ends, seconds = ends_after(server, 16, lambda: server.signal(signal.SIGKILL))

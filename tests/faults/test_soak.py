@@ -14,6 +14,7 @@ SMALL_MOST_BYTES = 16_000.0  # a request: what pools and caches take while they 
 QUEUE = 4 * 8  # samples that may wait, for eight slots
 
 
+@pytest.mark.ci
 def test_a_thousand_requests_with_faults_leave_nothing_and_every_token_is_accounted_for() -> None:
     summary = soak(1000)
     assert not faults_of(summary, SMALL_MOST_BYTES), summary

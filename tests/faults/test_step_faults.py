@@ -86,6 +86,7 @@ class Failing:
         raise RuntimeError(f"the device said no {way}")
 
 
+@pytest.mark.ci
 def test_twenty_failed_steps_cost_no_token_and_nobody_his_place(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,10 +89,6 @@ def check_verdicts(fields: dict[str, Any]) -> str | None:
     return python
 
 
-def _template(data: bytes) -> None:
-    texts.check_template(data.decode(errors="replace"))
-
-
 def _conversation(data: bytes) -> None:
     document = strict_json.read(b'{"messages": ' + data + b"}", MOST_DEPTH)
     texts.check_conversation(texts.must_be_messages(document["messages"]))
@@ -171,12 +167,6 @@ def _field_sets() -> list[bytes]:
     return [json.dumps({**BASE, **each}).encode() for each in sets]
 
 
-def _templates() -> list[bytes]:
-    from tests.text.test_chat_template import PARTS, TOOLS, TRIMMED
-
-    return [source.encode() for source in (texts.CHATML, TOOLS, TRIMMED, PARTS)]
-
-
 def _streams() -> list[bytes]:
     chance = random.Random(8)
     return [bytes([kind, kind & 1, 3, 2]) + chance.randbytes(40) for kind in range(len(texts.TOKENIZERS))]
@@ -205,7 +195,6 @@ TARGETS = {
         Target("grpc", _grpc, _messages),
         Target("verdicts", _verdicts, _field_sets),
         Target("conversation", _conversation, texts.hostile_conversations),
-        Target("template", _template, _templates),
         Target("stream", _stream, _streams),
         Target("stop", _stop, _stops),
         Target("parsers", _parsers, _model_texts),

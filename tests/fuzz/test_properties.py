@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +69,7 @@ def test_every_value_alone_has_the_same_verdict_over_every_way_in() -> None:
             check_verdicts({**BASE, name: value})
 
 
+@pytest.mark.ci
 @COUNTS
 @pytest.mark.parametrize("route", ["completions", "chat", "tokenize", "detokenize"])
 def test_any_json_is_answered_or_refused(count: int, route: str) -> None:
@@ -109,40 +109,6 @@ def test_only_the_template_writes_special_tokens(count: int) -> None:
     hold(count, check, messages=st.lists(message, min_size=1, max_size=3))
 
 
-# Templates of pieces, each of which is harmless or hostile.
-
-PIECES = [
-    *("{% for m in messages %}", "{% endfor %}", "{% if m %}", "{% else %}", "{% endif %}", "{{ m.content }}", "text"),
-    *("{{ messages[0].content * 9999999 }}", "{{ ''.__class__ }}", "{{ range(10**9) }}", "{{ [1] * 10**9 }}"),
-    *("{% set x = namespace(v='ab') %}", "{% set x.v = x.v + x.v %}", "{{ x.v | tojson }}", "{{ 9 ** 9999 }}", "{{"),
-    *("{% macro f(a) %}", "{% endmacro %}", "{{ f(1) }}", "{{ raise_exception('no') }}", "{% break %}", "{{ 1 / 0 }}"),
-    *("{{ tools | tojson(indent=100000) }}", "{{ '%9999999d' % 1 }}", "{{ self.__init__ }}", "{% include 'x' %}"),
-    *("{{ cycler.__init__.__globals__ }}", "{{ strftime_now('%Y' * 9) }}", "{{ messages | map('upper') | join }}"),
-    *(
-        "{{ (messages | string)[::-1] }}",
-        "{% filter upper %}",
-        "{% endfilter %}",
-        "{% generation %}",
-        "{% raw %}",
-        "\0",
-    ),
-    *("{{ {}.update }}", "{{ ''.format_map }}", "{{ 'a'.encode('utf-16') }}", "{{ messages.sort(key=1) }}", "\ud800"),
-]
-
-
-@pytest.mark.parametrize("count", [FEW, pytest.param(MANY // 5, marks=pytest.mark.slow)])
-def test_any_template_renders_or_is_refused_within_two_seconds(count: int) -> None:
-    def check(pieces: list[str]) -> None:
-        started = time.thread_time()
-        try:
-            texts.check_template("".join(pieces))
-        except UserError as error:
-            assert str(error).isprintable()
-        assert time.thread_time() - started < 2 * 2.0  # rendered twice
-
-    hold(count, check, pieces=st.lists(st.sampled_from(PIECES), max_size=8))
-
-
 # What comes out.
 
 
@@ -159,6 +125,7 @@ def test_a_stream_of_any_ids_is_the_full_decode_wherever_the_prompt_ends(count: 
     hold(count, check, prompt=ids, output=ids, skip=st.booleans(), sizes=sizes)
 
 
+@pytest.mark.ci
 @COUNTS
 @pytest.mark.parametrize("kind", ["embedded", "byte_fallback", "stories260K"])
 def test_a_sample_ends_where_the_naive_search_says(count: int, kind: str) -> None:

@@ -17,7 +17,6 @@ from jaxllm.engine.sequence import Sample
 from jaxllm.errors import UserError
 from jaxllm.sampling.sampler import needs
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.text.chat_template import compile_template, render
 from jaxllm.text.detokenizer import advance, begin, finish
 from jaxllm.text.stop_strings import StopMatcher
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -155,21 +154,6 @@ def check_parsers(text: str, chance: random.Random) -> None:
 
 
 # Templates.
-
-
-def check_template(source: str) -> None:
-    """Any template compiles and renders a conversation, or is refused."""
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi " * 50}]
-    for open_end in (False, True):
-        render(
-            compile_template(source),
-            messages,
-            add_generation_prompt=not open_end,
-            continue_final_message=open_end,
-            tools=[{"type": "function", "function": {"name": "f"}}],
-            variables={"bos_token": "<s>", "thinking": True},
-        )
-
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"

@@ -202,6 +202,7 @@ def methods() -> list[tuple[str, bool]]:
     return found + [(f"/{name}/Nothing", is_admin) for name, is_admin in SERVICES.items()]
 
 
+@pytest.mark.ci
 def test_what_each_call_says_to_each_key(keyed: ServingProcess) -> None:
     def code(method: str, *metadata: tuple[str, str | bytes]) -> str:
         # As a stream both ways, which any kind of call looks like on the wire.

@@ -251,6 +251,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("way", "phase"), cases())
 def test_the_engine_lets_go_one_step_later(site: Site, way: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = LLMEngine.step

@@ -104,6 +104,7 @@ def refusal(channel: grpc.Channel, method: str, raw: bytes, metadata: Any = ()) 
 NO_MESSAGE = "The request is not a message of this method."
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", REQUESTS)
 def test_no_text_field_takes_what_is_no_text(channel: grpc.Channel, method: str) -> None:
     paths = list(text_fields(REQUESTS[method].DESCRIPTOR))

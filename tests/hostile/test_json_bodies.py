@@ -134,6 +134,7 @@ def refusals(fake: ServingProcess, bodies: list[bytes], path: str) -> list[float
     return times
 
 
+@pytest.mark.ci
 def test_three_hundred_bodies_that_are_no_json(fake: ServingProcess) -> None:
     bodies = cases()
     assert len(bodies) >= 300
@@ -149,6 +150,7 @@ def test_three_hundred_bodies_that_are_no_json(fake: ServingProcess) -> None:
     assert grown < 10 << 20
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("make", "parameter"),
     [

@@ -114,6 +114,7 @@ def http_errors() -> list[tuple[str, str, Any]]:
     ]
 
 
+@pytest.mark.ci
 def test_no_http_error_tells_what_is_inside(server: ServingProcess) -> None:
     kinds = set()
     with httpx.Client(base_url=server.http, timeout=20) as http:

@@ -58,6 +58,7 @@ TEXTS: list[tuple[str, int]] = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", LENGTHS, ids=lambda case: repr(case[0])[:40])
 def test_lengths(server: ServingProcess, case: tuple[dict[str, Any], int, str | None]) -> None:
     fields, status, parameter = case

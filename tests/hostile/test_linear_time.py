@@ -61,6 +61,7 @@ CASES: dict[str, tuple[Any, str, str]] = {  # who reads, how the text begins, wh
 CUTS = [(case, piece) for case in CASES for piece in (1, MEGABYTE) if not (piece == 1 and CASES[case][0] is read_json)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("case", "piece"), CUTS)
 def test_twice_the_text_takes_twice_the_time(case: str, piece: int) -> None:
     read, start, repeated = CASES[case]

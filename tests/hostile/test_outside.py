@@ -105,6 +105,7 @@ CHAT = {
 }
 
 
+@pytest.mark.ci
 def test_no_url_of_a_request_is_ever_called(server: ServingProcess) -> None:
     start, num_asked = len(server.log), 0
     with canary() as (http_url, came), httpx.Client(base_url=server.http, timeout=20) as http:

@@ -156,6 +156,7 @@ def test_what_is_odd_but_right_is_answered_as_often_as_it_asks(
     assert statuses_of(answer) == statuses and b"secret" not in answer
 
 
+@pytest.mark.ci
 def test_a_length_that_is_not_kept(fake: ServingProcess) -> None:
     began = time.monotonic()
     late = [measured(BODY, "20"), *(chunked(size + b"\r\n" + BODY) for size in (b"ffffffffffffffff", b"8" + b"0" * 15))]
@@ -180,6 +181,7 @@ def answer_of(connection: socket.socket) -> bytes:
     return answer
 
 
+@pytest.mark.ci
 def test_the_rest_of_a_body_that_nobody_wants_has_its_time_too(fake: ServingProcess) -> None:
     """Each of its bytes once put off, for ever, the end of an idle connection."""
     head = GET + b"Content-Length: 1000\r\n\r\n"

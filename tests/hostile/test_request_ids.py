@@ -57,6 +57,7 @@ def test_a_hundred_equal_ids_over_http(server: ServingProcess) -> None:
             assert answers[seed] == (answer["choices"][0]["text"], ID)
 
 
+@pytest.mark.ci
 def test_a_hundred_equal_ids_over_grpc_of_which_one_is_aborted(server: ServingProcess) -> None:
     """An id in the metadata is a hint: one call has it, the others have one made of it, and Abort ends that one."""
 

@@ -126,6 +126,7 @@ def test_two_devices_compute_what_one_does(case):
     np.testing.assert_allclose(logits, expected[: len(logits)], rtol=0, atol=1e-4)
 
 
+@pytest.mark.ci
 def test_more_devices_than_key_value_heads(tmp_path):
     """Two key-value heads on four devices, and a vocabulary of 97 that does not divide."""
     folder = write_checkpoint(tmp_path, CONFIG)

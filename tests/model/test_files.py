@@ -270,6 +270,7 @@ ESCAPES = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("escape", ESCAPES)
 def test_a_template_of_the_folder_stays_in_its_box(folder: Path, tmp_path: Path, escape: str) -> None:
     canary = tmp_path / "canary"

@@ -103,6 +103,7 @@ def _on_one_device(spec: Spec, mixture: Experts, arrays: dict[str, jax.Array]):
     )
 
 
+@pytest.mark.ci
 def test_the_shared_feed_forward_is_added_and_gated():
     spec, mixture = _spec(shared_width=6, shared_gate=True, per_token=1, scale=0.0)
     arrays = _arrays(spec, mixture)

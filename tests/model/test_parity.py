@@ -88,6 +88,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("case", "change"),
     [pytest.param(*each, marks=marks_of(each[0])) for each in CHANGES],

@@ -320,6 +320,7 @@ def test_a_hub_id_is_served_from_the_local_cache_and_refused_without_one(tmp_pat
         assert revision is None or revision in str(refusal.value)
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc")
 def test_loading_peaks_below_1_3_times_the_weights(tmp_path):
     """Resident memory, mapped pages included, while a checkpoint of 160 MB is loaded; half of it is one tensor."""

@@ -311,6 +311,7 @@ def test_foreign_names_neither_end_a_line_nor_reach_the_terminal(
     assert capsys.readouterr().err.removesuffix("\n").isprintable()
 
 
+@pytest.mark.ci
 def test_damaged_recordings_are_a_user_error_or_a_difference(tmp_path: Path) -> None:
     path = tmp_path / "log"
     Driver(path).run(60)

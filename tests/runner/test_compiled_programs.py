@@ -281,6 +281,7 @@ assert began.wait(60)
 WAITS = "jaxllm: waiting for a running compilation before the process ends\n"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("end", "shown"),
     [("", ""), ("table.close()", ""), ("compiled_programs.EXIT_SECONDS = 0.1", WAITS)],

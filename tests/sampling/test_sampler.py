@@ -138,6 +138,7 @@ def test_wider_variants_give_the_same_tokens():
     assert tokens(filtered, Variant.FULL) == tokens(filtered, Variant.FILTERED)
 
 
+@pytest.mark.ci
 def test_variants_without_logprobs_make_none():
     for variant in Variant:
         sampled = draw(random_logits(2), TWO_GREEDY, variant)
@@ -460,6 +461,7 @@ def test_logprobs_are_those_of_the_raw_logits(variant: Variant):
         assert len(set(sampled.top_ids[row].tolist())) == 5
 
 
+@pytest.mark.ci
 def test_no_likeliest_tokens_can_be_asked_for():
     logits = random_logits(2)
     run = partial(sample, variant=Variant.FILTERED, num_logprobs=0, vocabulary=WHOLE)

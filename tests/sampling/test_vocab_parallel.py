@@ -259,6 +259,7 @@ def test_collectives_are_few_and_do_not_grow_with_the_vocabulary(variant: Varian
     assert max(size for _, size in found) <= ROWS * (4 + MAX_REPORTED_TOKENS)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("variant", Variant)
 def test_one_device_has_no_collectives(variant: Variant):
     given = batch_of(variant, 97, 0)

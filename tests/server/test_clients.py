@@ -133,6 +133,7 @@ def cached_grpc(server: ServingProcess, key: str, **fields: Any) -> int:
         return client.generate(LONG, max_tokens=2, **fields).usage.cached_prompt_tokens
 
 
+@pytest.mark.ci
 def test_no_key_finds_the_prompts_of_another(server: ServingProcess) -> None:
     """Over both protocols, with and without a salt; the admin's key is one more."""
     assert cached_http(server, "small-0") == 0

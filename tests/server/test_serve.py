@@ -85,6 +85,7 @@ def test_every_path_gives_the_same_tokens(server: ServingProcess, openai: OpenAI
     assert texts == dict.fromkeys(texts, whole.text)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", ["grpc", "openai", "openai-chat"])
 def test_bench_serve_measures_it(
     backend: str, server: ServingProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -545,6 +546,7 @@ def test_what_is_not_through_in_time_is_told_so_and_a_second_signal_ends_at_once
             assert server.wait(10.0) in (0, 130)
 
 
+@pytest.mark.ci
 def test_a_start_that_cannot_be_is_one_line_and_an_exit_code(server: ServingProcess) -> None:
     port = server.http.rpartition(":")[2]
     for arguments, code, message in [

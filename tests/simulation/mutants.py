@@ -1,7 +1,6 @@
 """Bugs to plant in production code, by changing a line of a function's source: what the simulation must notice.
 
-Here are those that other engines had (reliability.md, 2a); slips that a person could make are in slips.py. A mutant is
-plain data: the function, a piece of its source, and what stands there instead.
+They are bugs that other engines had. A mutant is plain data: the function, a piece of its source, and the replacement.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ HISTORY = [
         "abort leaves a queued request",
         "scheduler.scheduler.abort",
         "tuple(entry for entry in state.waiting if entry.request.id not in gone)",
-        "scheduler.state.waiting",
+        "state.waiting",
     ),
     Mutant(
         "abort keeps the blocks",

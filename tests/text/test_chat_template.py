@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import tracemalloc
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -160,9 +159,9 @@ def test_template_is_chosen_by_file_then_config_and_by_name(tmp_path: Path) -> N
         (
             "{{ ''.__class__.__mro__ }}",
             {},
-            "rejects this conversation: access to attribute '__class__' is not allowed.",
+            "access to attribute '__class__' of",
         ),
-        ("{{ self.__init__.x }}", {}, "rejects this conversation: access to attribute '__init__' is not allowed."),
+        ("{{ self.__init__.x }}", {}, "rejects this conversation: access to attribute '__init__' of"),
         ("{{ messages[0].nothing.at }}", {}, "rejects this conversation: there is no 'nothing'"),
         ("{{ nothing.at }}", {}, "rejects this conversation: there is no 'nothing'"),
         ("{{ messages.append(1) }}", {}, "rejects this conversation: access to attribute 'append'"),
@@ -175,200 +174,6 @@ def test_refusals_are_one_line(template: object, arguments: dict[str, Any], mess
         tokenizer.apply_chat_template(arguments.pop("messages", CONVERSATION[:2]), **arguments)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-GROWING = "{% set all = namespace(x='ab', l=[1]) %}{% for i in range(99) %}"
-NESTS = "{% set ns = namespace(a=[], b=[]) %}{% for i in range(60) %}" + (
-    "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
-)
-TUPLES = NESTS.replace("[ns.a, ns.a]", "(ns.a, ns.a)").replace("[ns.b, ns.b]", "(ns.b, ns.b)").replace("[]", "()")
-AGAIN = "{% for i in range(9999) %}"
-LONG = "{% set t = 'a ' * 4000000 %}"
-HOSTILE = {
-    "equal nests": NESTS + "{{ ns.a == ns.b }}",
-    "chained nests": NESTS + "{{ 1 < 2 < 3 and ns.a == ns.b == ns.a }}",
-    "unequal nests": NESTS + "{{ ns.a != ns.b }}",
-    "ordered nests": NESTS + "{{ ns.a < ns.b }}",
-    "nests in": NESTS + "{{ ns.a in [ns.b] }}",
-    "nests not in": NESTS + "{{ ns.a not in [ns.b] }}",
-    "nests in generator": NESTS + "{{ ns.a in [none] | map('default', ns.b, true) }}",
-    "nests is eq": NESTS + "{{ ns.a is eq ns.b }}",
-    "nests is in": NESTS + "{{ ns.a is in [ns.b] }}",
-    "nests is lower": NESTS + "{{ ns.a is lower }}",
-    "nests count": NESTS + "{{ [ns.b].count(ns.a) }}",
-    "nests index": NESTS + "{{ [ns.b].index(ns.a) }}",
-    "nests selectattr": NESTS + "{{ [{'x': ns.b}] | selectattr('x', 'eq', ns.a) | list }}",
-    "nests select": NESTS + "{{ [ns.b] | select('==', ns.a) | list }}",
-    "nests changed": NESTS + "{% for x in [ns.a, ns.b] %}{{ loop.changed(x) }}{% endfor %}",
-    "nests sorted": NESTS + "{{ [ns.a, ns.b] | sort }}",
-    "nests sorted by what hides them": NESTS + "{{ [namespace(x=ns.a), namespace(x=ns.b)] | sort(attribute='x') }}",
-    "nests generated and sorted": NESTS + "{{ [ns.a, ns.b] | map('list') | sort }}",
-    "nests grouped": NESTS + "{{ [{'x': ns.a}, {'x': ns.b}] | groupby('x') }}",
-    "nests min": NESTS + "{{ [ns.a, ns.b] | min }}",
-    "nests dictsort": NESTS + "{{ {'a': ns.a, 'b': ns.b} | dictsort(by='value') }}",
-    "nests unique": TUPLES + "{{ [ns.a, ns.b] | unique | list }}",
-    "nests as key": TUPLES + "{{ {ns.a: 1} }}",
-    "nests as index": TUPLES + "{{ {}[ns.a] }}",
-    "nests got": TUPLES + "{{ {}.get(ns.a) }}",
-    "nests from keys": TUPLES + "{{ {}.fromkeys([ns.a]) }}",
-    "nests as pairs": TUPLES + "{{ dict([(ns.a, 1)]) }}",
-    "nests of views": TUPLES + "{{ {'a': ns.a}.items() - {'a': ns.b}.items() }}",
-    "nests equal by views": TUPLES + "{{ {'a': ns.a}.items() == {'a': ns.b}.items() }}",
-    "nests of disjoint views": TUPLES + "{{ {'a': ns.a}.items().isdisjoint([1]) }}",
-    "nests as an attribute": TUPLES + "{{ [{}] | map(attribute=ns.a) | list }}",
-    "written view": NESTS + "{{ {'a': ns.a}.values() }}",
-    "written namespace": NESTS + "{{ ns }}",
-    "namespace as text": NESTS + "{{ ns ~ 'x' }}",
-    "flat lists": "{% set a = range(99999) | list %}{% set b = range(99999) | list %}"
-    + AGAIN
-    + "{{ a == b }}{% endfor %}",
-    "texts": "{% set t = 'a' * 9999999 %}{% set u = 'a' * 9999999 %}"
-    + AGAIN
-    + "{{ t == u }}{{ 'ab' in t }}{% endfor %}",
-    "equal texts in a list": "{% set t = 'a' * 999999 %}{{ ([t] * 99999).count('a' * 999999) }}",
-    "wordwrap": LONG + "{{ t | wordwrap(1) | length }}",
-    "title": LONG + "{{ t | title | length }}",
-    "urlize": LONG + "{{ t | urlize | length }}",
-    "striptags": "{{ ('<!---->' * 1000000) | striptags | length }}",
-    "groups": "{% set l = [{'a': 1}] * 40000 %}" + AGAIN + "{{ l | groupby('a') | length }}{% endfor %}",
-    "sorts": "{% set l = range(99999) | list %}" + AGAIN + "{{ l | sort(reverse=true) | length }}{% endfor %}",
-    "pprint": "{{ (range(99999) | list) | pprint | length }}",
-    "rfind": "{{ ('a' * 4000000).rfind('ab' + 'a' * 2000000) }}",
-    "rsplit": "{{ ('a' * 4000000).rsplit('ab' + 'a' * 2000000) }}",
-    "strip": "{{ ('a' * 4000000).strip('b' * 3000000 ~ 'a') }}",
-    "trim": "{{ ('a' * 4000000) | trim('b' * 3000000 ~ 'a') }}",
-    "bytes": "{{ ('x'.encode() * 10**9) | length }}",
-    "integer as bytes": "{{ (1).to_bytes(10**9, 'big') | length }}",
-    "round": "{{ 1.5 | round(10**9, 'ceil') }}",
-    "many fields": "{{ ('{0}' * 9999).format('x' * 99999) | length }}",
-    "many named fields": "{{ ('%(a)s' * 9999) | format(a='x' * 99999) | length }}",
-    "many indented lines": "{{ ('\n' * 99999) | indent(9999, blank=true) | length }}",
-    "tabs": "{{ ('\t' * 99999).expandtabs(9999) | length }}",
-    "wide JSON": NESTS.replace("60", "9").replace("[ns.a, ns.a]", "[ns.a]")
-    + "{{ [[1] * 9999] | tojson(indent=9999) }}",
-    "range": "{% for i in range(10**9) %}{% endfor %}",
-    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "loops of text": "{% for a in 'x' * 99999 %}{% for b in 'x' * 99999 %}{{ '' if a == b }}{% endfor %}{% endfor %}",
-    "output": "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
-    "written list": "{% set l = [messages[0].content * 999] %}{{ l * 99999 }}",
-    "concat": GROWING + "{% set all.x = all.x ~ all.x %}{% endfor %}",
-    "plus": GROWING + "{% set all.x = all.x + all.x %}{% endfor %}",
-    "times": "{{ 'x' * 10**9 }}",
-    "list plus": GROWING + "{% set all.l = all.l + all.l %}{% endfor %}",
-    "list times": "{{ ([1] * 10**9) | length }}",
-    "nested lists": GROWING + "{% set all.l = [all.l, all.l] %}{% endfor %}{{ all.l }}",
-    "nested lists as JSON": GROWING + "{% set all.l = [all.l, all.l] %}{% endfor %}{{ all.l | tojson }}",
-    "nested lists joined": GROWING + "{% set all.l = [all.l, all.l] %}{% endfor %}{{ all.l | join }}",
-    "nested lists formatted": GROWING + "{% set all.l = [all.l, all.l] %}{% endfor %}{{ '%s' % all.l }}",
-    "block": GROWING + "{% set x %}{{ all.x }}{{ all.x }}{% endset %}{% set all.x = x %}{% endfor %}",
-    "macro": "{% macro m(x) %}{{ m(x) }}{{ m(x) }}{% endmacro %}{{ m(1) }}",
-    "recursive loop": "{% set l = [1, 2] %}{% for x in l recursive %}{{ loop(l) }}{% endfor %}",
-    "replace": "{{ ('a' * 99999).replace('a', 'b' * 99999) | length }}",
-    "replace filter": "{{ ('a' * 99999) | replace('a', 'b' * 99999) | length }}",
-    "join": "{{ ''.join(['x' * 99999] * 99999) | length }}",
-    "join filter": "{{ ['x' * 99999] * 99999 | join | length }}",
-    "join generator": "{{ range(99999) | map('default', 'y') | map('center', 9999) | join | length }}",
-    "separator": "{{ ('x' * 99999).join('y' * 99999) | length }}",
-    "center": "{{ 'x' | center(10**9) | length }}",
-    "folded center": "{{ 'x' | center(1000000000) | length }}",
-    "ljust": "{{ 'x'.ljust(1000000000) | length }}",
-    "indent": "{{ 'x\n' | indent(1000000000) | length }}",
-    "percent": "{{ ('%1000000000d' % 1) | length }}",
-    "percent star": "{{ ('%*d' % (1000000000, 1)) | length }}",
-    "format": "{{ '{:1000000000}'.format(1) | length }}",
-    "format argument": "{{ '{:{}}'.format(1, 1000000000) | length }}",
-    "format filter": "{{ '%1000000000d' | format(1) | length }}",
-    "power": "{{ 9 ** (9 ** 9) }}",
-    "squares": "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-    "sum": "{{ ([[1] * 99999] * 99999) | sum(start=[]) | length }}",
-    "slices": "{{ 'x' | slice(10**9) | list | length }}",
-    "source": "{{ 1 }}" * 50_000,
-    "deep source": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
-    "deep expression": "{{ " + "(" * 5000 + ")" * 5000 + " }}",
-}
-
-
-# Weighed where another of them is, each half a second: left to `make test-slow`.
-ALIKE = {
-    *("chained nests", "unequal nests", "nests in", "nests not in", "nests is eq", "nests is lower", "nests index"),
-    *("nests selectattr", "nests sorted by what hides them", "nests generated and sorted", "nests grouped"),
-    *("nests min", "nests dictsort", "nests as index", "nests got", "nests from keys", "nests as pairs"),
-    *("nests equal by views", "nests of disjoint views", "nests as an attribute", "written namespace"),
-}
-
-
-# By default these are cut, in CI all others that are not alike.
-QUICK = {
-    *("plus", "times", "nested lists", "nested lists as JSON", "block", "macro", "recursive loop", "join filter"),
-    *("center", "percent", "format argument", "squares", "source", "deep source", "deep expression"),
-    *("equal nests", "nests in generator", "nests sorted", "nests as key"),
-}
-CUT = [
-    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow if name in ALIKE else pytest.mark.ci])
-    for name in HOSTILE
-]
-
-
-def refusal_of(source: str) -> str:
-    """Return in which words a hostile template is refused."""
-    with pytest.raises(UserError, match=r"^The chat template ") as caught:
-        render(
-            compile_template(source),
-            [{"role": "user", "content": "Be brief. " * 100}],
-            add_generation_prompt=True,
-            continue_final_message=False,
-            tools=None,
-            variables={},
-        )
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", CUT)
-def test_a_hostile_template_is_cut(name: str) -> None:
-    started = time.thread_time()
-    told = refusal_of(HOSTILE[name])
-    assert time.thread_time() - started < 2.0
-    assert "\n" not in told and len(told) < 300
-
-
-@pytest.mark.parametrize("name", CUT)
-def test_a_hostile_template_takes_little_memory(name: str) -> None:
-    """By itself: to follow every allocation takes as long again."""
-    tracemalloc.start()
-    try:
-        refusal_of(HOSTILE[name])
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 1 << 28
-
-
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("{{ 1 < 2 < 3 }} {{ 3 > 2 > 2 }} {{ 1 == 1 != 2 }} {{ 2 <= 2 >= 3 }}", "True False True False"),
-        ("{{ 'a' in 'ab' }} {{ 'a' not in ['b'] }} {{ 'b' in {'b': 1} }} {{ 1 in nothing }}", "True True True False"),
-        ("{{ messages[0] == messages[-1] }} {{ messages.index(messages[1]) }}", "False 1"),
-        ("{{ messages[1] in messages }}", "True"),
-        ("{{ messages[0].content == [] }} {{ 2 in messages | map('length') }}", "False True"),
-        ("{{ {messages[0].role: 1}[messages[0]['role']] }} {{ {(1, 2): 3}[(1, 2)] }}", "1 3"),
-        ("{{ messages | map(attribute='role') | unique | sort | join(',') }}", "assistant,user"),
-        ("{{ messages | groupby('role') | map('first') | list }}", "['assistant', 'user']"),
-        ("{{ 5 - 3 }} {{ [1, 2] + [3] }} {{ 'ab'.rsplit('b') }} {{ '%s-%s' % ('a', 1) }}", "2 [1, 2, 3] ['a', ''] a-1"),
-        ("{{ 2 is gt 1 }} {{ 2 is in [1, 2] }} {{ 'A' is upper }} {{ nothing == '' }}", "True True True False"),
-    ],
-)  # fmt: skip
-def test_what_is_weighed_is_the_same(source: str, text: str) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    told = render(
-        compile_template(source),
-        messages,
-        add_generation_prompt=True,
-        continue_final_message=False,
-        tools=None,
-        variables={},
-    )
-    assert told == text
 
 
 def test_a_large_conversation_is_not_cut() -> None:
@@ -431,7 +236,9 @@ def test_parts_that_are_no_text_are_refused_by_their_type(part: Any, kind: Any, 
     tokenizer = load_tokenizer(_folder(tmp_path, TRIMMED))
     with pytest.raises(UnsupportedError) as caught:
         tokenizer.apply_chat_template([CONVERSATION[0], {"role": "user", "content": ["a", part]}])
-    assert str(caught.value) == (f"messages[1].content[1] is a part of type {kind!r}; jaxllm takes parts of text only.")
+    assert str(caught.value) == (
+        f"messages[1].content[1] is a part of type {kind!r}; jaxllm accepts parts of text only."
+    )
     with pytest.raises(UserError, match=r"messages\[0\]\.content\[0\] must have a text"):
         tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": None}]}])
 
@@ -452,8 +259,14 @@ def test_message_that_cannot_be_continued(template: str, content: Any, message: 
         )
 
 
-def test_a_template_of_too_many_expressions_is_refused_before_it_is_compiled() -> None:
-    """180,000 characters of them took five seconds."""
-    with pytest.raises(UserError, match="more than 16384 expressions"):
-        compile_template("{{ a.b }}\n" * 15_000)
-    compile_template("{{ a.b }}\n" * 500)
+def test_a_template_without_end_is_cut() -> None:
+    template = compile_template("{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}")
+    with pytest.raises(UserError, match="renders to more than 33554432 characters"):
+        render(
+            template,
+            CONVERSATION[:1],
+            add_generation_prompt=True,
+            continue_final_message=False,
+            tools=None,
+            variables={},
+        )

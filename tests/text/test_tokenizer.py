@@ -267,6 +267,7 @@ def test_a_prompt_that_is_cut_first_keeps_the_same_tokens(
     assert ids == tokenizer.encode(text)[-kept:]
 
 
+@pytest.mark.ci
 def test_others_run_while_a_long_text_is_read_or_written() -> None:
     """With the GIL held they wait for all of it, or half of it where a text is gone through twice."""
     tokenizer = load_tokenizer(STORIES)

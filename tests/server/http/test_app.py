@@ -578,6 +578,7 @@ def test_work_whose_client_has_gone_is_cancelled(server):
         server.serving.engine.off_loop = usual
 
 
+@pytest.mark.ci
 def test_bodies_that_are_being_received_hold_so_many_bytes_and_of_one_client_half_of_them():
     options = ServerOptions(max_body_bytes=1_000_000, max_receiving_bytes=3_000_000, api_key=("a", "b", "c"))
 

@@ -290,6 +290,7 @@ def test_what_is_no_http(bounded, raw):
 # Times.
 
 
+@pytest.mark.ci
 def test_slow_heads_and_bodies_are_cut_off(bounded):
     began = time.monotonic()
     answer = raw_exchange(bounded, b"GET /version HT", timeout=3)

@@ -677,6 +677,7 @@ def test_a_byte_order_mark_is_named():
         strict_json.read(b"\xef\xbb\xbf{}", 64)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_json_that_is_read(in_thread):
     def read(raw):

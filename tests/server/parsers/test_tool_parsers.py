@@ -201,6 +201,7 @@ def test_arguments_before_the_name_wait_for_it() -> None:
 _CALL = '<tool_call>{"name": "f", "arguments": '
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("style", "start", "repeated"),
     [
