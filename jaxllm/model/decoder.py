@@ -1,14 +1,18 @@
-"""The one decoder: which weights a Spec has, and what they compute, written for one shard of the axis "tp".
+"""The one decoder: the weights of a Spec (`declare`), and what they compute, written for one shard of the axis "tp".
 
-Each weight is declared once (`declare`); shardings, abstract shapes, random values and the loader follow from that.
-Knows no family of models, no checkpoint format and no cache: attention comes in as a function, which also keeps what
-it needs. Letters: T flat tokens, R rows, D width, H query heads, K key-value heads (Hx, Kx on one of X shards), C head
-size, F feed-forward width, V vocabulary (Vx on one shard, with its padding).
+Three parts, to be called inside `shard_map`: `embed`, `run_layers` (all of them, or a stage from `start` to `stop`) and
+`head`; `forward` is everything before the head. What layers need beside weights comes in a `Context`. Each weight is
+declared once; shardings, abstract shapes, random values and the loader follow from that. Knows no family of models, no
+checkpoint format and no cache: attention is a function, which keeps its own cache.
+
+Letters: T flat tokens, R rows, D width, H query heads, K key-value heads (Hx, Kx on one of X shards), C head size, F
+feed-forward width, V vocabulary (Vx on one shard, with its padding).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -45,7 +49,7 @@ class Heads(NamedTuple):
 
 @runtime_checkable
 class Attend(Protocol):
-    """What `forward` calls in each layer: rotate, store keys and values, attend over everything stored so far."""
+    """Called in each layer: rotate, store keys and values, attend over everything stored so far."""
 
     def __call__(self, layer: int, heads: Heads, window: int | None, sinks: Array | None) -> Array:
         """Take a layer's heads and sinks [Hx]; return [T, Hx, C].
@@ -54,6 +58,30 @@ class Attend(Protocol):
         many are returned per head.
         """
         ...
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """A product with one of a layer's weights. Adapters and other quantizations put theirs here."""
+
+    def __call__(self, layer: int, name: str, *product: Any) -> Array:
+        """Multiply: `product` is x [T, in], the layer's weight `name` [out, in], perhaps a bias [out]. Float32."""
+        ...
+
+
+def plain_linear(layer: int, name: str, *product: Any) -> Array:
+    """Multiply with the weight itself."""
+    return layers.linear(*product)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the layers of a step share beside the weights."""
+
+    positions: Array  # int32[T]: of each token in its sequence
+    attend: Attend
+    linear: Linear = plain_linear
+    axis: str = "tp"
 
 
 @flax.struct.dataclass
@@ -68,7 +96,7 @@ def declare(spec: Spec, shards: int, quantization: str | None = None) -> Params[
     """List every weight of the decoder as it is laid out over `shards` devices. Matrices are [out, in].
 
     With the quantization "int8", matrices of the plain decoder and the head are such; experts and latent attention have
-    none (`setup.prepare` refuses them), and embeddings have only as the head that they are tied to.
+    none (`model_setup.prepare` refuses them), and embeddings have only as the head that they are tied to.
     """
     vocabulary = -(-spec.vocab_size // shards) * shards  # rows beyond the real ones are zero and are never sampled
     head = "embed" if spec.tie_embeddings else "head"
@@ -167,57 +195,68 @@ def _norm_weights(spec: Spec, name: str) -> dict[str, Weight]:
     return weights
 
 
-def forward(
+def forward(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context) -> Float[Array, "T D"]:
+    """Compute the normed hidden states [T, D] of `tokens` [T], the same on every shard."""
+    return final_norm(spec, params, run_layers(spec, params, embed(spec, params, tokens, context), context))
+
+
+def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context) -> Float[Array, "T D"]:
+    """Look up the embeddings of `tokens` [T], with learned positions where the model has them."""
+    with named_scope("embedding"):
+        table = params.top["embed"]  # [Vx, D]
+        size = -(-spec.vocab_size // lax.axis_size(context.axis))  # Vx
+        row = tokens - lax.axis_index(context.axis) * size
+        is_here = (row >= 0) & (row < size)
+        found = layers.lookup(table, row, params.top["final_norm"].dtype)  # norms are never quantized
+        x = _all_reduce(jnp.where(is_here[:, None], found, 0), context.axis)
+        if spec.embed_scale != 1.0:
+            x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded to the weights' type, as the models were trained
+        if spec.learned_positions:
+            x = x + params.top["positions"].at[context.positions + spec.position_offset].get(mode="clip")
+        return x
+
+
+def run_layers(
     spec: Spec,
     params: Params[Array],
-    tokens: Int[Array, " T"],
-    positions: Int[Array, " T"],
-    attend: Attend,
-    axis: str = "tp",
+    x: Float[Array, "T D"],
+    context: Context,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Float[Array, "T D"]:
-    """Run the layers over `tokens` [T] at `positions` [T]: the normed hidden states [T, D], the same on every shard.
+    """Run the layers from `start` to before `stop` (None: all) over `x` [T, D].
 
-    To be called inside `shard_map` over `axis`, with each shard's piece of the weights. Layers are unrolled: a scan
-    over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU (reference/kernels.md §3).
+    Layers are unrolled: a scan over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU.
     """
     with named_scope("embedding"):
-        x = _embed(spec, params.top, tokens, positions, axis)  # [T, D]
-        turns = {rope: layers.rotation(rope, positions) for rope in spec.ropes if rope is not None}
+        turns = {rope: layers.rotation(rope, context.positions) for rope in spec.ropes if rope is not None}
     mlp_norm = "attn_norm" if spec.residual == "parallel, one norm" else "mlp_norm"
-    for layer, weights in enumerate(params.layers):
+    for layer in range(spec.num_layers)[start:stop]:
+        weights = params.layers[layer]
         with named_scope(f"layer_{layer:02}/attention"):
-            mixed = _mixer(spec, weights, layer, _norm(spec, weights, "attn_norm", x), turns, attend, axis)
+            mixed = _mixer(spec, weights, layer, _norm(spec, weights, "attn_norm", x), turns, context)
             attended = x + _scaled(_norm(spec, weights, "attn_post_norm", mixed), spec.residual_scale)
         x = attended if spec.residual == "serial" else x
         with named_scope(f"layer_{layer:02}/mlp"):
-            mixed = _feed_forward(spec, weights, layer, _norm(spec, weights, mlp_norm, x), axis)
+            mixed = _feed_forward(spec, weights, layer, _norm(spec, weights, mlp_norm, x), context)
             x = attended + _scaled(_norm(spec, weights, "mlp_post_norm", mixed), spec.residual_scale)
+    return x
+
+
+def final_norm(spec: Spec, params: Params[Array], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    """Norm the last layer's output."""
     with named_scope("final_norm"):
         return _norm(spec, params.top, "final_norm", x)
 
 
-def logits(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Float[Array, "R Vx"]:
-    """Score this shard's piece of the vocabulary for each row of `hidden` [R, D]: [R, Vx] float32.
+def head(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Float[Array, "R Vx"]:
+    """Score this shard's piece of the vocabulary for each row of normed `hidden` [R, D]: [R, Vx] float32.
 
-    Its first column is the token of id `shard * Vx`; what is behind the last token (see `declare`) means nothing.
+    Its first column is the token of id `shard * Vx`; columns after the last token (see `declare`) are padding.
     """
-    head = params.top["embed" if spec.tie_embeddings else "head"]  # [Vx, D]
+    weight = params.top["embed" if spec.tie_embeddings else "head"]  # [Vx, D]
     with named_scope("logits"):
-        return layers.softcap(_scaled(layers.linear(hidden, head), spec.logit_scale), spec.logit_softcap)
-
-
-def _embed(spec: Spec, top: Arrays, tokens: Array, positions: Array, axis: str) -> Array:
-    table = top["embed"]  # [Vx, D]
-    size = -(-spec.vocab_size // lax.axis_size(axis))  # Vx
-    row = tokens - lax.axis_index(axis) * size
-    is_here = (row >= 0) & (row < size)
-    found = layers.lookup(table, row, top["final_norm"].dtype)  # norms are never quantized
-    x = _all_reduce(jnp.where(is_here[:, None], found, 0), axis)
-    if spec.embed_scale != 1.0:
-        x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded to the weights' type, as the models were trained
-    if spec.learned_positions:
-        x = x + top["positions"].at[positions + spec.position_offset].get(mode="clip")
-    return x
+        return layers.softcap(_scaled(layers.linear(hidden, weight), spec.logit_scale), spec.logit_softcap)
 
 
 def _scaled(x: Array, factor: float) -> Array:
@@ -231,43 +270,32 @@ def _norm(spec: Spec, weights: Arrays, name: str, x: Array) -> Array:
 
 
 def _mixer(
-    spec: Spec,
-    weights: Arrays,
-    layer: int,
-    x: Array,
-    turns: dict[Rope, tuple[Array, Array]],
-    attend: Attend,
-    axis: str,
+    spec: Spec, weights: Arrays, layer: int, x: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
     if spec.latent is None:
-        return _attention(spec, weights, layer, x, turns, attend, axis)
-    rope = spec.ropes[layer]
+        return _attention(spec, weights, layer, x, turns, context)
+    rope, linear = spec.ropes[layer], partial(context.linear, layer)
     assert rope is not None
-    q, k = mla.project(spec.latent, weights, x, turns[rope], rope)
+    q, k = mla.project(spec.latent, weights, x, turns[rope], rope, linear)
     heads = Heads(jnp.concatenate([q, k], axis=1), None, False)
-    mixed = attend(layer, heads, spec.windows[layer], None).astype(x.dtype)
-    return _row_parallel(mla.expand(spec.latent, weights, mixed), weights, "out", axis)
+    mixed = context.attend(layer, heads, spec.windows[layer], None).astype(x.dtype)
+    return _row_parallel(mla.expand(spec.latent, weights, mixed), weights, "out", linear, context.axis)
 
 
 def _attention(
-    spec: Spec,
-    weights: Arrays,
-    layer: int,
-    x: Array,
-    turns: dict[Rope, tuple[Array, Array]],
-    attend: Attend,
-    axis: str,
+    spec: Spec, weights: Arrays, layer: int, x: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
+    axis, linear = context.axis, partial(context.linear, layer)
     heads, kv_heads = heads_per_shard(spec, lax.axis_size(axis))
-    fused = layers.linear(x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
+    fused = linear("qkv", x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
     fused = fused.reshape(x.shape[0], heads + 2 * kv_heads, spec.head_size)  # [T, Hx + 2 Kx, C]
     if spec.qk_norm is not None:
         q, k, v = jnp.split(fused, (heads, heads + kv_heads), axis=1)
         fused = jnp.concatenate([*_qk_norm(spec, weights, q, k, axis), v], axis=1)
     rope = spec.ropes[layer]
     own = Heads(fused, None, False) if rope is None else Heads(fused, turns[rope], rope.is_interleaved)
-    mixed = attend(layer, own, spec.windows[layer], weights.get("sinks")).astype(x.dtype)  # [T, Hx, C]
-    return _row_parallel(mixed.reshape(x.shape[0], heads * spec.head_size), weights, "out", axis)
+    mixed = context.attend(layer, own, spec.windows[layer], weights.get("sinks")).astype(x.dtype)  # [T, Hx, C]
+    return _row_parallel(mixed.reshape(x.shape[0], heads * spec.head_size), weights, "out", linear, axis)
 
 
 def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, axis: str) -> tuple[Array, Array]:
@@ -287,26 +315,33 @@ def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, axis: str) -> tupl
     return normed("q_norm", q, powers[0]), normed("k_norm", k, powers[1])
 
 
-def _feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, axis: str) -> Array:
-    if spec.experts is None or not spec.experts.layers[layer]:
-        return _mlp(spec, weights, x, axis)
-    return _all_reduce(moe.mix(spec, spec.experts, weights, x, axis).astype(x.dtype), axis)
+def _feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Context) -> Array:
+    if spec.experts is not None and spec.experts.layers[layer]:
+        return _all_reduce(moe.mix(spec, spec.experts, weights, x, context.axis).astype(x.dtype), context.axis)
+    if context.linear is plain_linear:
+        return _mlp(spec, weights, x, context.axis)
+    return _run_mlp(spec, weights, x, partial(context.linear, layer), context.axis)
 
 
 @partial(jax.jit, static_argnames=("spec", "axis"))
 def _mlp(spec: Spec, weights: Arrays, x: Array, axis: str) -> Array:
-    inner = layers.linear(x, weights["up"], weights.get("up_bias"))  # [T, (2) F / X], float32
+    """Traced once for all layers, which another `linear` cannot be: it may refer to arrays of its layer."""
+    return _run_mlp(spec, weights, x, partial(plain_linear, 0), axis)
+
+
+def _run_mlp(spec: Spec, weights: Arrays, x: Array, linear: Callable[..., Array], axis: str) -> Array:
+    inner = linear("up", x, weights["up"], weights.get("up_bias"))  # [T, (2) F / X], float32
     if spec.mlp_gated:
         gate, up = jnp.split(inner, 2, axis=-1)
         inner = layers.activate(gate, spec.activation) * up
     else:
         inner = layers.activate(inner, spec.activation)
-    return _row_parallel(inner.astype(x.dtype), weights, "down", axis)
+    return _row_parallel(inner.astype(x.dtype), weights, "down", linear, axis)
 
 
-def _row_parallel(x: Array, weights: Arrays, name: str, axis: str) -> Array:
+def _row_parallel(x: Array, weights: Arrays, name: str, linear: Callable[..., Array], axis: str) -> Array:
     # Summed in the activations' type, half the bytes of float32; the bias is whole on every shard, so it comes after.
-    total = _all_reduce(layers.linear(x, weights[name]).astype(x.dtype), axis)
+    total = _all_reduce(linear(name, x, weights[name]).astype(x.dtype), axis)
     bias = weights.get(f"{name}_bias")
     return total if bias is None else total + bias
 

@@ -10,6 +10,8 @@ K the latent's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -46,21 +48,26 @@ def declare(spec: Spec, latent: Latent) -> dict[str, Weight]:
 
 
 def project(
-    latent: Latent, weights: dict[str, Array], x: Array, turn: tuple[Array, Array], rope: Rope
+    latent: Latent,
+    weights: dict[str, Array],
+    x: Array,
+    turn: tuple[Array, Array],
+    rope: Rope,
+    linear: Callable[..., Array],
 ) -> tuple[Array, Array]:
     """Make the queries [T, H, K + R] and the one key [T, 1, K + R] of the tokens `x` [T, D].
 
     The key's first K coordinates are the latent, which is the value as well.
     """
-    short = layers.linear(x, weights["latent"]).astype(x.dtype)  # [T, K + R]
+    short = linear("latent", x, weights["latent"]).astype(x.dtype)  # [T, K + R]
     values = layers.norm(short[:, : latent.rank], weights["latent_norm"], None, "rms", _NORM_EPS)
     turned = rotate(short[:, None, latent.rank :], *turn, rope.is_interleaved)  # [T, 1, R]
     key = jnp.concatenate([values[:, None], turned], axis=-1)
 
     if latent.q_rank is not None:
-        x = layers.linear(x, weights["q_latent"]).astype(x.dtype)
+        x = linear("q_latent", x, weights["q_latent"]).astype(x.dtype)
         x = layers.norm(x, weights["q_norm"], None, "rms", _NORM_EPS)
-    q = layers.linear(x, weights["q"]).astype(x.dtype)
+    q = linear("q", x, weights["q"]).astype(x.dtype)
     q = q.reshape(len(x), -1, latent.plain_size + latent.rope_size)  # [T, H, N + R]
     matrix = weights["key"].reshape(-1, latent.plain_size, latent.rank)  # [H, N, K]
     absorbed = jnp.einsum("thn,hnk->thk", q[..., : latent.plain_size], matrix, preferred_element_type=jnp.float32)

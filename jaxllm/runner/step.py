@@ -178,7 +178,7 @@ def score(
     def on_shard(params_leaves: Leaves, hidden: jax.Array, places: jax.Array) -> jax.Array:
         weights = jax.tree.unflatten(params_tree, params_leaves)
         vocabulary = Vocabulary(spec.vocab_size, AXIS)
-        logits = decoder.logits(spec, weights, hidden.at[places[:, 0]].get(mode="clip"))  # [Q, Vx]
+        logits = decoder.head(spec, weights, hidden.at[places[:, 0]].get(mode="clip"))  # [Q, Vx]
         logits = vocabulary.without_padding(logits)
         if is_whole:
             return sampler.all_logprobs(logits, vocabulary)
@@ -286,11 +286,12 @@ def _step(
 
     kv = list(state.kv)
     attend = _attention(spec, geometry, shape, kernels, kv, tables, field, slots, positions)
-    hidden = decoder.forward(spec, params, tokens, positions, attend, AXIS)  # [T, D]
+    context = decoder.Context(positions, attend, axis=AXIS)
+    hidden = decoder.forward(spec, params, tokens, context)  # [T, D]
     kept = state.hidden
     if variant is Variant.FULL:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
-    logits = decoder.logits(spec, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
+    logits = decoder.head(spec, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
 
     with named_scope("sampling"):
         ends = field["row_position"] + 1

@@ -145,7 +145,9 @@ def test_two_all_reduces_a_layer_and_one_for_the_embedding(shards, expected):
     params = weights.abstract(spec, mesh, "float32")
 
     def hidden(params, tokens, positions):
-        return decoder.forward(spec, params, tokens, positions, lambda _, heads, *__: heads.qkv[:, : 8 // shards])
+        return decoder.forward(
+            spec, params, tokens, decoder.Context(positions, lambda _, heads, *__: heads.qkv[:, : 8 // shards])
+        )
 
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
     whole = PartitionSpec()
@@ -166,7 +168,7 @@ def test_layers_see_their_own_window_and_number():
         return q
 
     def hidden(params, tokens):
-        return decoder.forward(spec, params, tokens, tokens, attend)
+        return decoder.forward(spec, params, tokens, decoder.Context(tokens, attend))
 
     mesh = sharding.make_mesh(jax.devices(), 1)
     whole = PartitionSpec()

@@ -165,8 +165,8 @@ def _logits(params: Any, folder: Path, shards: int, tokens: np.ndarray, position
         return jnp.einsum("htu,uhc->thc", jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf)), v)
 
     def on_shard(params, tokens):
-        hidden = decoder.forward(spec, params, tokens, jnp.asarray(positions), attend)
-        return decoder.logits(spec, params, hidden)
+        hidden = decoder.forward(spec, params, tokens, decoder.Context(jnp.asarray(positions), attend))
+        return decoder.head(spec, params, hidden)
 
     specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
     whole = PartitionSpec()

@@ -208,7 +208,9 @@ def test_one_all_reduce_after_the_experts():
 
         def hidden(params, tokens, spec=spec, rank=rank):
             count = spec.num_heads // 2
-            return decoder.forward(spec, params, tokens, tokens, lambda _, heads, *__: heads.qkv[:, :count, :rank])
+            return decoder.forward(
+                spec, params, tokens, decoder.Context(tokens, lambda _, heads, *__: heads.qkv[:, :count, :rank])
+            )
 
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
         whole = PartitionSpec()

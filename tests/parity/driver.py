@@ -88,8 +88,8 @@ class Driver:
                 q, *caches[layer], tables, start, length, positions[start], tile=TILE, **layer_options
             )
 
-        hidden = decoder.forward(self._spec, params, tokens, positions, attend)
-        return decoder.logits(self._spec, params, hidden), caches
+        hidden = decoder.forward(self._spec, params, tokens, decoder.Context(positions, attend))
+        return decoder.head(self._spec, params, hidden), caches
 
 
 def generate(

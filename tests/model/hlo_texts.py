@@ -1,0 +1,81 @@
+"""The lowered text of every program of the family table's small models: `python -m tests.model.hlo_texts FOLDER`.
+
+For refactorings, which must not change it: run it before and after, then `diff -r`. Nothing is compiled or loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
+from jaxllm.metrics import Metrics
+from jaxllm.runner.model_runner import Runner
+from jaxllm.runner.model_setup import prepare
+from tests.support.paths import GOLDEN
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "two_devices": {"tensor_parallel_size": 2},
+    "int8": {"quantization": "int8"},
+    "deterministic": {"deterministic": True},
+}
+
+
+def texts_of(folder: Path, **settings: Any) -> dict[str, str]:
+    """Trace all programs of an engine with a model; return their texts by name. A UserError if it cannot be."""
+    texts: dict[str, str] = {}
+
+    def record(lowered: Any, *_: Any, **__: Any) -> Any:
+        text = lowered.as_text()
+        name = text.split("module @", 1)[1].split()[0]
+        texts[name] = text
+        return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=0))
+
+    config = EngineConfig(
+        model=str(folder),
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        num_kv_blocks=16,
+        precompile="all",
+        **{"dtype": "float32"} | settings,
+    )
+    compile_ = jax.stages.Lowered.compile
+    jax.stages.Lowered.compile = record
+    try:
+        Runner(config, prepare(config, needs_weights=False), Metrics(), needs_weights=False).close()
+    finally:
+        jax.stages.Lowered.compile = compile_
+    return texts
+
+
+def main(out: Path) -> None:
+    """Write the texts, one file each, and print a digest of each model's."""
+    for path in sorted(GOLDEN.glob("*/config.json")):
+        for name, settings in SETTINGS.items():
+            folder = out / path.parent.name / name
+            try:
+                texts = texts_of(path.parent, **settings)
+            except UserError as error:
+                print(f"{folder.relative_to(out)}: {error}")
+                continue
+            folder.mkdir(parents=True, exist_ok=True)
+            for program, text in texts.items():
+                (folder / f"{program}.mlir").write_text(text)
+            digest = hashlib.sha256("".join(texts[key] for key in sorted(texts)).encode()).hexdigest()[:12]
+            print(f"{folder.relative_to(out)}: {len(texts)} programs, {digest}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
