@@ -21,6 +21,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Num, UInt
 
 from pallas_kernels import choice
+from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 from pallas_kernels.choice import Choice, Site, capability_of
 from pallas_kernels.sampling.xla import MOST_TOKENS
 
@@ -119,10 +120,20 @@ def paged_decode(
     """
     _check_heads(q, k_cache, v_cache, value_size)
     _check_scales(k_cache, v_cache, k_scales, v_scales)
-    static = {"scale": scale, "window": window, "softcap": softcap, "value_size": value_size}
+    args = AttentionArgs(
+        k_cache=k_cache,
+        v_cache=v_cache,
+        tables=tables,
+        sinks=sinks,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        value_size=value_size,
+    )
     site = _site(q, k_cache, q.shape[1], value_size)
-    arrays = (q, k_cache, v_cache, tables, lengths, sinks, k_scales, v_scales)
-    return _dispatch("paged_decode", implementation, site, static, arrays)
+    return _dispatch("paged_decode", implementation, site, {}, (q, lengths, args))
 
 
 def paged_prefill(
@@ -153,10 +164,21 @@ def paged_prefill(
     """
     _check_heads(q, k_cache, v_cache, value_size)
     _check_scales(k_cache, v_cache, k_scales, v_scales)
-    static = {"tile": tile, "scale": scale, "window": window, "softcap": softcap, "value_size": value_size}
+    args = AttentionArgs(
+        k_cache=k_cache,
+        v_cache=v_cache,
+        tables=tables,
+        sinks=sinks,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        value_size=value_size,
+    )
+    tiles = Tiles(tile_start, tile_length, tile_position)
     site = _site(q, k_cache, q.shape[1], value_size)
-    arrays = (q, k_cache, v_cache, tables, tile_start, tile_length, tile_position, sinks, k_scales, v_scales)
-    return _dispatch("paged_prefill", implementation, site, static, arrays)
+    return _dispatch("paged_prefill", implementation, site, {"tile": tile}, (q, tiles, args))
 
 
 def sample(
@@ -201,7 +223,7 @@ def _dispatch(
     implementation: str | Choice | None,
     site: Site,
     static: dict[str, Any],
-    arrays: tuple[Array | None, ...],
+    arrays: tuple[Any, ...],
 ) -> Any:
     arrays = jax.tree.map(jnp.asarray, arrays)
     if implementation is not None:
@@ -217,7 +239,7 @@ def _dispatch(
     )
 
 
-def _run(operation: str, chosen: Choice, static: dict[str, Any], arrays: tuple[Array | None, ...]) -> Any:
+def _run(operation: str, chosen: Choice, static: dict[str, Any], arrays: tuple[Any, ...]) -> Any:
     own = getattr(choice.module(operation, chosen.name), operation)
     device = {"capability": chosen.capability} if chosen.name == "triton" else {}
     return own(*arrays, **static, **device)

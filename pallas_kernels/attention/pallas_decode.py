@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pallas_triton
 
 from pallas_kernels import pallas_bridge
+from pallas_kernels.attention.arguments import AttentionArgs
 from pallas_kernels.attention.xla import LOWEST
 from pallas_kernels.choice import Site
 
@@ -110,32 +111,16 @@ def _dot(a: Array, b: Array, trans_b: bool = False) -> Array:
     return pallas_triton.dot(a, b, trans_b=trans_b, allow_tf32=False)
 
 
-def paged_decode(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array | None,
-    tables: Array,
-    lengths: Array,
-    sinks: Array | None,
-    k_scales: Array | None = None,
-    v_scales: Array | None = None,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    value_size: int | None,
-) -> Array:
+def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
     """See `pallas_kernels.paged_decode`."""
     rows, heads, size = q.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads, width, sinks = args.kv_heads, args.value_width, args.sinks
     group = heads // kv_heads
-    width = value_size if v_cache is None else v_cache.shape[3]
-    assert width is not None
     grouped = q.reshape(rows, kv_heads, group, size)
     logits = None if sinks is None else sinks.reshape(kv_heads, group)
     (out,) = pallas_bridge.call(
-        functools.partial(attend, scale=scale, window=window, softcap=softcap),
-        (grouped, k_cache, v_cache, tables, lengths, logits, k_scales, v_scales),
+        functools.partial(attend, scale=args.scale, window=args.window, softcap=args.softcap),
+        (grouped, args.k_cache, args.v_cache, args.tables, lengths, logits, args.k_scales, args.v_scales),
         [jax.ShapeDtypeStruct((rows, kv_heads, group, width), q.dtype)],
         grid=(rows, kv_heads),
     )

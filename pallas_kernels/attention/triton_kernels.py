@@ -20,6 +20,7 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels import triton_bridge, tuning
+from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 from pallas_kernels.choice import Site
 from pallas_kernels.triton_bridge import call
 
@@ -276,32 +277,15 @@ def combine(
         tl.store(out + (row * H + head) * V + values_at, result.to(out.dtype.element_ty), mask=values_at < V)
 
 
-def paged_decode(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array | None,
-    tables: Array,
-    lengths: Array,
-    sinks: Array | None,
-    k_scales: Array | None,
-    v_scales: Array | None,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    value_size: int | None,
-    capability: int | None,
-) -> Array:
+def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: int | None) -> Array:
     """See `pallas_kernels.paged_decode`."""
     rows, heads, _ = q.shape
-    kv_heads = k_cache.shape[1]
-    context = tables.shape[1] * k_cache.shape[2]
-    chosen = tuning.of_decode(capability, rows, kv_heads, q.shape[2], str(q.dtype), str(k_cache.dtype), context)
-    width = value_size if v_cache is None else v_cache.shape[3]
-    assert width is not None
-    v_scales = k_scales if v_cache is None else v_scales  # a value is the beginning of its key
+    kv_heads, sinks = args.kv_heads, args.sinks
+    context = args.tables.shape[1] * args.k_cache.shape[2]
+    chosen = tuning.of_decode(capability, rows, kv_heads, q.shape[2], str(q.dtype), str(args.k_cache.dtype), context)
+    width = args.value_width
     outputs = [jax.ShapeDtypeStruct((rows, heads, width), q.dtype)]
-    constants = _constants(q, k_cache, tables, width, scale, window, softcap)
+    constants = _constants(q, args)
     if chosen.splits > 1:
         outputs.append(jax.ShapeDtypeStruct((rows, heads, chosen.splits, width + 2), jnp.float32))
     else:
@@ -309,7 +293,7 @@ def paged_decode(
     division: dict[str, Any] = {"BN": chosen.keys, "SPLITS": chosen.splits, "LEAST": chosen.least_keys}
     out, *parts = call(
         attend,
-        (q, k_cache, v_cache, k_scales, v_scales, tables, lengths, None, None, sinks),
+        (q, *_cache(args), args.tables, lengths, None, None, sinks),
         outputs,
         (rows, kv_heads, chosen.splits),
         chosen.tuning,
@@ -332,51 +316,31 @@ def paged_decode(
         H=heads,
         V=width,
         VP=constants["VP"],
-        WINDOW=window,
+        WINDOW=args.window,
         **division,
     )
     return out
 
 
-def paged_prefill(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array | None,
-    tables: Array,
-    tile_start: Array,
-    tile_length: Array,
-    tile_position: Array,
-    sinks: Array | None,
-    k_scales: Array | None,
-    v_scales: Array | None,
-    *,
-    tile: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    value_size: int | None,
-    capability: int | None,
-) -> Array:
+def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, capability: int | None) -> Array:
     """See `pallas_kernels.paged_prefill`."""
-    heads, kv_heads = q.shape[1], k_cache.shape[1]
+    heads, kv_heads = q.shape[1], args.kv_heads
     rows = tile * (heads // kv_heads)
-    chosen = tuning.of_prefill(capability, rows, q.shape[2], str(q.dtype), str(k_cache.dtype))
-    width = value_size if v_cache is None else v_cache.shape[3]
-    assert width is not None
-    v_scales = k_scales if v_cache is None else v_scales  # a value is the beginning of its key
+    chosen = tuning.of_prefill(capability, rows, q.shape[2], str(q.dtype), str(args.k_cache.dtype))
+    width = args.value_width
     shape = (q.shape[0], heads, width)
     blocks = -(-rows // chosen.rows)
     untouched = jnp.zeros(shape, q.dtype)  # what queries in no tile give
     (out,) = call(
         attend,
-        (q, k_cache, v_cache, k_scales, v_scales, tables, tile_length, tile_start, tile_position, sinks, untouched),
+        (q, *_cache(args), args.tables, tiles.length, tiles.start, tiles.position, args.sinks, untouched),
         [jax.ShapeDtypeStruct(shape, q.dtype)],
-        (len(tile_start), kv_heads * blocks, 1),
+        (len(tiles.start), kv_heads * blocks, 1),
         chosen.tuning,
         capability,
         aliases={10: 0},
         parts=None,
-        **_constants(q, k_cache, tables, width, scale, window, softcap),
+        **_constants(q, args),
         BM=chosen.rows,
         BN=chosen.keys,
         SPLITS=1,
@@ -386,28 +350,25 @@ def paged_prefill(
     return out
 
 
-def _constants(
-    q: Array,
-    k_cache: Array,
-    tables: Array,
-    width: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> dict[str, Any]:
-    size = q.shape[2]
+def _cache(args: AttentionArgs) -> tuple[Array | None, ...]:
+    v_scales = args.k_scales if args.v_cache is None else args.v_scales  # a value is the beginning of its key
+    return args.k_cache, args.v_cache, args.k_scales, v_scales
+
+
+def _constants(q: Array, args: AttentionArgs) -> dict[str, Any]:
+    size, width = q.shape[2], args.value_width
     return {
         "H": q.shape[1],
-        "K": k_cache.shape[1],
+        "K": args.kv_heads,
         "C": size,
         "V": width,
         "CP": _padded(size),
         "VP": _padded(width),
-        "P": k_cache.shape[2],
-        "M": tables.shape[1],
-        "SCALE": scale * LOG2_E,
-        "WINDOW": window,
-        "SOFTCAP": softcap,
+        "P": args.k_cache.shape[2],
+        "M": args.tables.shape[1],
+        "SCALE": args.scale * LOG2_E,
+        "WINDOW": args.window,
+        "SOFTCAP": args.softcap,
     }
 
 

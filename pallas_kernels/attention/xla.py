@@ -1,7 +1,7 @@
 """Paged attention as a loop over blocks with an online softmax (Milakov & Gimelshein 2018), in plain JAX.
 
 The loop ends at the longest sequence, so short ones in a long table are cheap: 10 to 66 times faster on a CPU than
-gathering every block of the table (reference/kernels.md §6). Knows neither models nor schedulers.
+gathering every block of the table. Knows neither models nor schedulers.
 Letters: B rows, T flat tokens, Y tiles, G query heads per key-value head, S keys visited per turn of the loop.
 """
 
@@ -12,6 +12,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.attention.arguments import AttentionArgs, Tiles
+
 # Keys per turn. On two cores, 16 sequences of 1,024 tokens, 14 query and 2 key-value heads of 64: 4.2 ms with 64 keys,
 # 6.0 with 32, 5.2 with 128; blocks kept apart as [B, n, K, P, C] instead of joined to [B, K, S, C]: 19 ms. A prefill
 # of 512 tokens is as fast with 64 as with 256.
@@ -21,70 +23,38 @@ KEYS = 64
 LOWEST = -1e30
 
 
-def paged_decode(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array | None,
-    tables: Array,
-    lengths: Array,
-    sinks: Array | None,
-    k_scales: Array | None = None,
-    v_scales: Array | None = None,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    value_size: int | None,
-) -> Array:
+def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
     """See `pallas_kernels.paged_decode`."""
     rows, heads, size = q.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads, sinks = args.kv_heads, args.sinks
     group = heads // kv_heads
     grouped = q.reshape(rows, kv_heads, group, size)  # [B, K, G, C]
     places = jnp.broadcast_to((lengths - 1)[:, None], (rows, group))  # [B, G]
     logits = None if sinks is None else sinks.reshape(kv_heads, group)
-    options = {"scale": scale, "window": window, "softcap": softcap, "value_size": value_size}
-    mixed = _attend(grouped, k_cache, v_cache, tables, places, logits, k_scales, v_scales, **options)
+    mixed = _attend(grouped, places, args.tables, logits, args)
     return mixed.reshape(rows, heads, -1).astype(q.dtype)
 
 
-def paged_prefill(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array | None,
-    tables: Array,
-    tile_start: Array,
-    tile_length: Array,
-    tile_position: Array,
-    sinks: Array | None,
-    k_scales: Array | None = None,
-    v_scales: Array | None = None,
-    *,
-    tile: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    value_size: int | None,
-) -> Array:
+def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> Array:
     """See `pallas_kernels.paged_prefill`."""
     _, heads, size = q.shape
-    kv_heads = k_cache.shape[1]
+    kv_heads, sinks = args.kv_heads, args.sinks
     group = heads // kv_heads
     padded = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))  # so that no tile reaches beyond the end
     logits = None if sinks is None else jnp.repeat(sinks.reshape(kv_heads, group), tile, axis=1)  # [K, G · tile]
     steps = jnp.arange(tile, dtype=jnp.int32)
-    options = {"scale": scale, "window": window, "softcap": softcap, "value_size": value_size}
-    returned = (tile, heads, v_cache.shape[3] if v_cache is not None else value_size)
+    returned = (tile, heads, args.value_width)
+    tables = args.tables
 
     def attend_tile(y: Array, out: Array) -> Array:
-        start = (tile_start[y], 0, 0)
+        start = (tiles.start[y], 0, 0)
         queries = lax.dynamic_slice(padded, start, (tile, heads, size))
         queries = queries.reshape(tile, kv_heads, group, size).transpose(1, 2, 0, 3)  # [K, G, tile, C]
         queries = queries.reshape(1, kv_heads, group * tile, size)
-        is_real = steps < tile_length[y]  # [tile]
-        places = jnp.tile(jnp.where(is_real, tile_position[y] + steps, -1), group)[None]  # [1, G · tile]
+        is_real = steps < tiles.length[y]  # [tile]
+        places = jnp.tile(jnp.where(is_real, tiles.position[y] + steps, -1), group)[None]  # [1, G · tile]
         table = lax.dynamic_slice(tables, (y, 0), (1, tables.shape[1]))
-        mixed = _attend(queries, k_cache, v_cache, table, places, logits, k_scales, v_scales, **options)
+        mixed = _attend(queries, places, table, logits, args)
         mixed = mixed.reshape(kv_heads, group, tile, -1).transpose(2, 0, 1, 3).reshape(returned)
         before = lax.dynamic_slice(out, start, returned)
         return lax.dynamic_update_slice(out, jnp.where(is_real[:, None, None], mixed.astype(out.dtype), before), start)
@@ -102,7 +72,7 @@ class Mixed(NamedTuple):
     total: Array  # of the weights, relative to `highest`
 
 
-def unseen(shape: tuple[int, int, int], value_size: int | None, sinks: Array | None) -> Mixed:
+def unseen(shape: tuple[int, int, int], value_size: int, sinks: Array | None) -> Mixed:
     """Return what queries [B, K, R] have seen before the first key: nothing, or their `sinks` [K, R]."""
     values = jnp.zeros((*shape, value_size), jnp.float32)
     if sinks is None:
@@ -120,6 +90,12 @@ def gathered(cache: Array, blocks: Array, scales: Array | None = None) -> Array:
     return found.swapaxes(1, 2).reshape(rows, kv_heads, count * block_tokens, size)
 
 
+def keys_and_values(args: AttentionArgs, blocks: Array) -> tuple[Array, Array]:
+    """Take the keys and values of blocks [B, n]: [B, K, S, C] and [B, K, S, V]."""
+    k = gathered(args.k_cache, blocks, args.k_scales)
+    return k, k[..., : args.value_size] if args.v_cache is None else gathered(args.v_cache, blocks, args.v_scales)
+
+
 def mix_in(
     before: Mixed,
     q: Array,
@@ -132,7 +108,7 @@ def mix_in(
 ) -> Mixed:
     """Let q [B, K, R, C] see S more keys, [B, K, S, C], and values, [B, K, S, V]: those that `is_seen` [B, R, S].
 
-    Places that are not `is_written` [B, S] may hold NaN; nobody must see them.
+    Places that are not `is_written` [B, S] may hold NaN and are not read.
     """
     is_seen = is_seen[:, None]  # [B, 1, R, S]
     scores = jnp.einsum("bkrc,bksc->bkrs", q, k, preferred_element_type=jnp.float32) * scale
@@ -148,27 +124,14 @@ def mix_in(
     return Mixed(before.values * shrink[..., None] + added, highest, before.total * shrink + jnp.sum(weights, axis=-1))
 
 
-def _attend(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array | None,
-    tables: Array,
-    places: Array,
-    sinks: Array | None,
-    k_scales: Array | None,
-    v_scales: Array | None,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    value_size: int | None,
-) -> Array:
+def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: AttentionArgs) -> Array:
     """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): [B, K, R, V] in float32.
 
-    `sinks` [K, R]. The keys are visited `KEYS` at a time, from the first that any query sees to the last.
+    `tables` [B, M] and `sinks` [K, R] replace those of `args`. The keys
+    are visited `KEYS` at a time, from the first that any query sees to the last.
     """
     rows, kv_heads, queries, _ = q.shape
-    block_tokens = k_cache.shape[2]
+    window, block_tokens = args.window, args.k_cache.shape[2]
     blocks = max(1, KEYS // block_tokens)
     stride = blocks * block_tokens  # S
     turns = -(-tables.shape[1] // blocks)
@@ -187,10 +150,9 @@ def _attend(
         if window is not None:
             is_seen &= key_places > places[:, :, None] - window
         is_written = key_places <= furthest[:, None]  # [B, S]
-        k = gathered(k_cache, chosen, k_scales)
-        v = k[..., :value_size] if v_cache is None else gathered(v_cache, chosen, v_scales)
-        return mix_in(carry, q, k, v, is_seen, is_written, scale, softcap)
+        k, v = keys_and_values(args, chosen)
+        return mix_in(carry, q, k, v, is_seen, is_written, args.scale, args.softcap)
 
-    nothing = unseen((rows, kv_heads, queries), value_size if v_cache is None else v_cache.shape[3], sinks)
+    nothing = unseen((rows, kv_heads, queries), args.value_width, sinks)
     mixed = lax.fori_loop(first, last, visit, nothing)
     return mixed.values / jnp.where(mixed.total > 0, mixed.total, 1.0)[..., None]

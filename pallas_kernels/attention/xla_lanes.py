@@ -12,34 +12,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.attention import xla
-from pallas_kernels.attention.xla import KEYS, Mixed, gathered, mix_in, unseen
+from pallas_kernels.attention.arguments import AttentionArgs
+from pallas_kernels.attention.xla import KEYS, Mixed, keys_and_values, mix_in, unseen
 
 # Float32, 8 heads of 64 with keys of their own, 64 rows, on two Zen 5 cores: 4.4 ms with 16 lanes, 5.3 with 4 and 8.3
 # with 32, where the turns of all rows at once take 12.0; rows that are equally long take 4.2 ms and 5.2.
 _LANES = 16
 
 
-def paged_decode(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array | None,
-    tables: Array,
-    lengths: Array,
-    sinks: Array | None,
-    k_scales: Array | None = None,
-    v_scales: Array | None = None,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    value_size: int | None,
-) -> Array:
+def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
     """See `pallas_kernels.paged_decode`."""
     rows, heads, size = q.shape
     if rows <= _LANES:
-        options = {"scale": scale, "window": window, "softcap": softcap, "value_size": value_size}
-        return xla.paged_decode(q, k_cache, v_cache, tables, lengths, sinks, k_scales, v_scales, **options)
-    kv_heads, block_tokens = k_cache.shape[1:3]
+        return xla.paged_decode(q, lengths, args)
+    kv_heads, block_tokens = args.k_cache.shape[1:3]
+    tables, window, sinks = args.tables, args.window, args.sinks
     group = heads // kv_heads
     blocks = max(1, KEYS // block_tokens)
     stride = blocks * block_tokens  # S
@@ -50,7 +37,7 @@ def paged_decode(
     grouped = q.reshape(rows, kv_heads, group, size)
     lanes = jnp.arange(_LANES, dtype=jnp.int32)
     logits = None if sinks is None else sinks.reshape(kv_heads, group)
-    nothing = unseen((_LANES, kv_heads, group), value_size if v_cache is None else v_cache.shape[3], logits)
+    nothing = unseen((_LANES, kv_heads, group), args.value_width, logits)
 
     def visit(turn: Array, carry: tuple[Mixed, Array]) -> tuple[Mixed, Array]:
         mixed, out = carry
@@ -70,9 +57,8 @@ def paged_decode(
             jnp.where(is_next, nothing.total, mixed.total),
         )
         chosen = tables[own, jnp.clip(chunk, 0, width - 1)]  # [W, n]
-        k = gathered(k_cache, chosen, k_scales)
-        v = k[..., :value_size] if v_cache is None else gathered(v_cache, chosen, v_scales)
-        mixed = mix_in(mixed, grouped[own], k, v, is_seen[:, None], is_written, scale, softcap)
+        k, v = keys_and_values(args, chosen)
+        mixed = mix_in(mixed, grouped[own], k, v, is_seen[:, None], is_written, args.scale, args.softcap)
         # Written in every turn, the last of which counts: to ask which lanes end here would cost more.
         return mixed, out.at[row].set(mixed.values / mixed.total[..., None], mode="drop")
 
