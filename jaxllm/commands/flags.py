@@ -127,9 +127,9 @@ _SERVER_HELP = {
     "enable_channelz": "gRPC's own debugging service",
     "profile": "write a trace of the first steps into this folder, for ui.perfetto.dev; streams wait meanwhile",
     "profile_steps": "steps of that trace",
-    "record": "write every event of the scheduler into this file, for `jaxllm replay`",
-    "record_redacted": "write hashes in place of prompts and outputs",
-    "record_max_bytes": "of the recording, over its four files, at least 1M; the oldest is dropped",
+    "record": "write every call of the scheduler into this file, for `jaxllm replay`",
+    "record_redacted": "write pseudonyms in place of tokens",
+    "record_max_bytes": "of the recording, at least 1M; it ends there",
 }
 # Fields of the server and the engine that most who serve a model set.
 COMMON = (

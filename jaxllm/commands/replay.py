@@ -1,4 +1,4 @@
-"""`jaxllm replay`: run what `jaxllm serve --record` wrote down, look whether the plans are the same, and show them."""
+"""`jaxllm replay`: run what `jaxllm serve --record` wrote, check that the plans are the same, and show them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def add(commands: Subparsers) -> None:
         "model or its device. The exit code is 1 if a plan is not the one that the server made, or if the recording "
         "breaks off.",
     )
-    parser.add_argument("file", metavar="FILE", help="the recording; its older pieces, FILE.1 and so on, go before it")
+    parser.add_argument("file", metavar="FILE", help="the recording")
     parser.add_argument("--plans", action="store_true", help="write a line for each plan")
-    parser.add_argument("--at", type=_place, metavar="PLAN", help="show all at this plan, or, as 12.5s, at this time")
-    parser.add_argument("--step", action="store_true", help="go on from there plan by plan; asks what to do")
-    parser.add_argument("--request", metavar="ID", help="tell what happened to one request, by its id or X-Request-Id")
+    parser.add_argument(
+        "--at", type=_place, metavar="PLAN", help="show the whole state at this plan, or at a time as 12.5s"
+    )
+    parser.add_argument("--request", metavar="ID", help="show what happened to one request, by its id or X-Request-Id")
     parser.add_argument("--json", action="store_true", help="write events as lines of JSON")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
@@ -42,8 +43,6 @@ def add(commands: Subparsers) -> None:
 
 def run(options: dict[str, Any]) -> int:
     """Replay and show; 1 where a plan differs or a file breaks off."""
-    if options["step"] and (options["json"] or options["request"]):
-        raise Usage("--step goes with --at alone")
     from jaxllm.replay.replay import Replay
 
     replay = Replay(options["file"])
@@ -51,11 +50,11 @@ def run(options: dict[str, Any]) -> int:
         difference = _show(replay, options)
     finally:
         sys.stdout.flush()
-        for line in replay.cuts:
-            print(printable(line), file=sys.stderr)
+        if replay.cut is not None:
+            print(printable(replay.cut), file=sys.stderr)
     if difference is not None:
         print(printable(difference), file=sys.stderr)
-    return 1 if replay.cuts or difference is not None else 0
+    return 1 if replay.cut is not None or difference is not None else 0
 
 
 def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
@@ -64,8 +63,6 @@ def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
     summary = Summary()
     story = Story(options["request"]) if options["request"] else None
     wanted: tuple[str, float] | None = options["at"]
-    if options["step"] and wanted is None:
-        wanted = ("plan", 0)
     for moment in replay.moments():
         difference = moment.difference or difference
         summary.take(moment)
@@ -82,19 +79,18 @@ def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
         if is_there:
             if not options["json"] and story is None:
                 _write(state_lines(moment))
-            wanted = _next_place(moment) if options["step"] else None
-            if wanted is None:
-                break
-    if wanted is not None and not options["step"]:
-        raise Usage(f"the recording ends before {wanted[0]} {wanted[1]:g}")
+            break
+    else:
+        if wanted is not None:
+            raise Usage(f"the recording ends before {wanted[0]} {wanted[1]:g}")
     if story is not None:
         if not story.lines:
             raise Usage(_no_request(options["request"], summary, is_whole=options["at"] is None))
         if not options["json"]:
             _write(story.lines)
-    elif not options["json"] and options["at"] is None and not options["step"]:
+    elif not options["json"] and options["at"] is None:
         _write(header_lines(replay))
-        if summary.num_plans or not replay.cuts:
+        if summary.num_plans or replay.cut is None:
             _write(summary.lines())
             if difference is None:
                 print(f"all {summary.num_plans:,} plans were made again, and are the same")
@@ -126,24 +122,6 @@ def _is_at(place: tuple[str, float], moment: Moment) -> bool:
     if moment.plan is None or moment.events is not None:
         return False
     return moment.plan.number >= place[1] if place[0] == "plan" else moment.time >= place[1]
-
-
-def _next_place(moment: Moment) -> tuple[str, float] | None:
-    """Ask where to go on: the next plan, another, or nowhere."""
-    assert moment.plan is not None
-    while True:
-        print("enter: next plan, a number or time as 12.5s: go on to it, q: end > ", end="", flush=True)
-        answer = sys.stdin.readline()
-        if not answer:
-            print()  # as ^D leaves the line open
-        if not answer or answer.strip() == "q":
-            return None
-        if not answer.strip():
-            return "plan", moment.plan.number + 1
-        try:
-            return _place(answer.strip())
-        except ArgumentTypeError as error:
-            print(error)
 
 
 class Summary:
@@ -207,11 +185,6 @@ class Story:
             told[request_id] = self._ids[request_id]
             self.lines.append(f"{moment.time:12.6f} s  {self._ids[request_id]}  {text}")
 
-        if moment.kind.name == "SNAPSHOT":
-            present = [record.request for record in moment.state.running if record is not None]
-            present += [entry.request for entry in moment.state.waiting]
-            for request in self._own(present):
-                tell(request.id, "is there when the recording begins")
         for request in self._own(moment.added):
             tell(request.id, f"arrives: {request.num_prompt} tokens, may reach {request.limit}")
         for request_id, reason in (moment.aborted or {}).items():
@@ -274,14 +247,13 @@ def _sizes(state: State) -> dict[str, int]:
 def header_lines(replay: Replay) -> list[str]:
     """Say where a recording is from."""
     header = replay.header
+    assert header is not None
     started = datetime.fromtimestamp(header.started, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    pieces = "1 piece" if len(replay.headers) == 1 else f"{len(replay.headers)} pieces"
-    runs = len({one.run for one in replay.headers})
-    processes = "" if runs == 1 else f", {runs} processes after one another"
-    hidden = ", prompts and outputs as hashes" if header.is_redacted else ""
+    end = "" if replay.end else ", no end mark: its process was killed, or still runs"
+    hidden = ", tokens as pseudonyms" if header.is_redacted else ""
     about = "".join(f", {name} {value}" for name, value in header.about.items())
     limits = ", ".join(f"{name} {value}" for name, value in header.limits.items())
-    return [f"jaxllm {header.jaxllm}{about}, started {started} UTC, {pieces}{processes}{hidden}", limits]
+    return [f"jaxllm {header.jaxllm}{about}, started {started} UTC{hidden}{end}", limits]
 
 
 def plan_line(moment: Moment) -> str:

@@ -1,14 +1,15 @@
-"""Runs a recording: the pure core over every event that a server wrote down, without a device or weights.
+"""Runs a recording: the pure scheduler over every call that a server recorded, without a device or weights.
 
-The same calls on the same state make the same plans; `replay` says where they do not. Files may be anything: whatever
-is wrong with one is a UserError.
+The same calls make the same plans; the first difference is reported. Files may hold anything: what is wrong with one is
+a UserError.
 """
 
 from __future__ import annotations
 
-import itertools
+import sys
+from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -16,10 +17,9 @@ import msgpack
 import numpy as np
 
 from jaxllm.errors import UserError
-from jaxllm.replay.recording import FORMAT, MAGIC, NUM_PIECES, Kind, describe, piece_path
-from jaxllm.replay.snapshot import pack_request, pack_state, unpack_limits, unpack_request, unpack_state
+from jaxllm.replay.recording import FORMAT, MAGIC, Kind, describe
 from jaxllm.scheduler.recorded import Core
-from jaxllm.scheduler.state import Events, Plan, Request, State
+from jaxllm.scheduler.state import Events, Limits, Plan, Request, State
 
 MAX_ENTRY = 1 << 30  # bytes of one value in a recording
 END_OF_TIME = 253_402_300_800.0  # seconds from 1970 to the year 10000, which no date has
@@ -28,10 +28,9 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 @dataclass(frozen=True)
 class Header:
-    """What a piece says of itself."""
+    """The header of a recording."""
 
-    run: str  # the process that wrote it
-    jaxllm: str
+    jaxllm: str  # the version that wrote it
     started: float  # seconds since 1970
     is_redacted: bool
     limits: Mapping[str, Any]
@@ -39,102 +38,78 @@ class Header:
 
 
 class Moment(NamedTuple):
-    """An event, and the state behind it."""
+    """An event, and the state after it."""
 
     number: int  # of events, from 0
     time: float  # seconds since the recorded process began
     kind: Kind
     state: State
-    plan: Plan | None = None  # that was made, or whose tokens came
+    plan: Plan | None = None  # made now, or the one whose tokens came
     events: Events | None = None  # of a commit
     added: tuple[Request, ...] = ()
     aborted: Mapping[int, str] | None = None
     difference: str | None = None  # between what was recorded and what was made
 
 
-class Cut(UserError):
-    """A file ends where more must follow, as where its process was killed while it wrote."""
-
-
-def pieces_of(path: Path) -> list[Path]:
-    """List the files of a recording, the oldest first; a piece that is named itself is alone."""
-    if not path.is_file():
-        raise UserError(f"there is no file {path}.", "file")
-    found = [piece for number in range(NUM_PIECES) if (piece := piece_path(path, number)).is_file()]
-    return found[::-1]
-
-
 class Replay:
-    """One recording being run. Iterate `moments` once; `headers` has the pieces that it has come to."""
+    """One recording being run. Iterate `moments` once."""
 
     def __init__(self, path: str | Path) -> None:
-        self.pieces = pieces_of(Path(path))
-        self.headers: list[Header] = []
-        self.cuts: list[str] = []  # where pieces break off, a line each
-        self._is_at_header = True
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise UserError(f"there is no file {path}.", "file")
+        self.header: Header | None = None
+        self.end = ""  # why the recording ended; "" without an end mark
+        self.cut: str | None = None  # where it breaks off in an entry, as when its process was killed
         self._core: Core | None = None
         self._plans: dict[int, Plan] = {}
 
     @property
-    def header(self) -> Header:
-        """The newest piece's."""
-        return self.headers[-1]
-
-    @property
     def core(self) -> Core:
-        """The core as it is now."""
+        """The scheduler as it is now."""
         if self._core is None:
             raise UserError("the recording is empty.", "file")
         return self._core
 
     def moments(self) -> Iterator[Moment]:
-        """Give event after event. It ends behind the first plan that differs: from there on nothing would fit.
-
-        Where a piece breaks off (`cuts`), the next one goes on with the state that it begins with.
-        """
-        count = 0
-        for piece in self.pieces:
-            if piece.stat().st_size == 0:
-                continue
-            self._is_at_header = True
-            last = "before its first plan"
-            with piece.open("rb") as file:
-                try:
-                    for entry in _entries(file, piece):
-                        moment = self._take(entry, count)
-                        if moment is not None:
-                            yield moment
-                            count += 1
-                            if moment.difference is not None:
-                                return
-                            if moment.kind is Kind.PLAN and moment.plan is not None:
-                                last = f"after plan {moment.plan.number} at {moment.time:.6f} s"
-                except Cut as cut:
-                    self.cuts.append(f"{cut}, {last}; the rest of it is lost")
-                    self._core = None
-                except UserError:
-                    raise
-                except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                    what = f": {error}" if isinstance(error, ValueError) else ""  # others speak of Python's classes
-                    raise UserError(f"{piece} is damaged at event {count}{what}.", "file") from error
-                except RuntimeError as error:  # what must always hold in the core does not
-                    raise UserError(f"{piece}: the core fails at event {count}: {error}.", "file") from error
-        if not self.headers:
-            raise UserError(
-                self.cuts.pop() if self.cuts else f"{self.pieces[-1]} is empty: nothing was recorded.", "file"
-            )
+        """Give event after event, up to the first plan that differs: nothing after it would fit."""
+        count, last = 0, "before its first plan"
+        with self.path.open("rb") as file:
+            try:
+                for entry in self._entries(file):
+                    moment = self._take(entry, count)
+                    if moment is None:
+                        continue
+                    yield moment
+                    count += 1
+                    if moment.difference is not None:
+                        return
+                    if moment.kind is Kind.PLAN and moment.plan is not None:
+                        last = f"after plan {moment.plan.number} at {moment.time:.6f} s"
+            except UserError:
+                raise
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                what = f": {error}" if isinstance(error, ValueError) else ""  # others' messages name Python's classes
+                raise UserError(f"{self.path} is damaged at event {count}{what}.", "file") from error
+            except RuntimeError as error:  # an invariant of the scheduler is broken
+                raise UserError(f"{self.path}: the scheduler fails at event {count}: {error}.", "file") from error
+        if self.header is None:
+            what, self.cut = self.cut or f"{self.path} is empty: nothing was recorded", None
+            raise UserError(f"{what}.", "file")
+        if self.cut is not None:
+            self.cut += f", {last}; the rest of it is lost"
 
     def _take(self, entry: list[Any], number: int) -> Moment | None:
-        if self._is_at_header:
-            self._is_at_header = False
-            self._begin(entry)
+        if self.header is None:
+            self.header = _read_header(entry)
+            self._core = Core(_read_limits(self.header.limits))
             return None
-        kind, time = _KINDS[entry[0]], entry[1] / 1e6
-        if kind is Kind.SNAPSHOT:
-            return self._snapshot(entry[2], number, time)
-        core = self.core
+        core, kind, time = self.core, _KINDS[entry[0]], entry[1] / 1e6
+        if kind is Kind.END:
+            self.end = str(entry[2])
+            return None
         if kind is Kind.ADD:
-            requests = tuple(map(unpack_request, entry[2]))
+            requests = tuple(map(_read_request, entry[2]))
             core.add(requests)
             return Moment(number, time, kind, core.state, added=requests)
         if kind is Kind.ABORT:
@@ -151,66 +126,50 @@ class Replay:
             return Moment(number, time, kind, core.state, plan, difference=_difference(entry[2:], plan))
         plan = self._plans.pop(entry[2])
         for older in [older for older in self._plans if older < plan.number]:
-            del self._plans[older]  # empty, or of requests that have all ended
+            del self._plans[older]  # empty, or all its requests have ended
         events = self._commit(plan, *entry[3:])
         return Moment(number, time, kind, core.state, plan, events)
 
-    def _begin(self, entry: list[Any]) -> None:
-        if len(entry) != 3 or entry[0] != MAGIC:
-            raise UserError("this is not a recording of `jaxllm serve --record`.", "file")
-        if entry[1] != FORMAT:
-            raise UserError(f"the recording is of format {entry[1]}, this jaxllm reads {FORMAT}.", "file")
-        self.headers.append(_read_header(entry[2]))
-
-    def _snapshot(self, data: Mapping[str, Any], number: int, time: float) -> Moment | None:
-        """Begin with a piece's state, or compare it with what the piece before it has led to."""
-        limits = unpack_limits(self.header.limits)
-        if self._core is not None and self.headers[-2].run == self.header.run:
-            made = self._pack()
-            differing = [name for name in data if data[name] != made[name]]
-            if differing:
-                text = f"the state at the beginning of the next piece differs in {', '.join(differing)}"
-                return Moment(number, time, Kind.SNAPSHOT, self.core.state, difference=text)
-            return None
-        state, plans, requests = unpack_state(
-            data, limits
-        )  # first: it finds out whether there is as much as limits say
-        self._core = core = Core(limits)
-        core.state = state
-        core.requests.update(requests)
-        self._plans = {plan.number: plan for plan in plans}
-        return Moment(number, time, Kind.SNAPSHOT, core.state)
-
-    def _pack(self) -> dict[str, Any]:
-        core = self.core
-        requests = [pack_request(request, request.digests) for request in core.requests.values()]
-        plans = [plan for plan in self._plans.values() if len(plan.slots)]
-        return pack_state(core.state, plans, requests, bytes)
-
-    def _commit(self, plan: Plan, known: Any, failed: list[int] | None, grown: Mapping[int, Any] | None) -> Events:
-        tokens = np.frombuffer(known, np.int32) if grown is None else np.full(len(plan.slots), -1, np.int32)
-        if grown is not None:
-            for row, token in known.items():
-                tokens[row] = token
+    def _commit(self, plan: Plan, known: bytes, failed: list[int] | None) -> Events:
+        tokens = np.frombuffer(known, np.int32)
         if len(tokens) != len(plan.slots):
             raise ValueError("a step has another number of tokens")
         is_finite = None
         if failed is not None:
             is_finite = np.ones(len(tokens), np.bool_)
             is_finite[failed] = False
-        events = self.core.commit(plan, tokens, is_finite)
-        for request_id, digests in (grown or {}).items():
-            request = self.core.requests[request_id]
-            if request.digests is not None:
-                request.digests.extend(digests)
-        return events
+        return self.core.commit(plan, tokens, is_finite)
+
+    def _entries(self, file: BinaryIO) -> Iterator[list[Any]]:
+        """Read entry after entry; a UserError where one is damaged. Sets `cut` where the file breaks off."""
+        path, size = self.path, self.path.stat().st_size
+        unpacker = msgpack.Unpacker(file, strict_map_key=False, max_buffer_size=min(size + 1, MAX_ENTRY))
+        while True:
+            place = unpacker.tell()
+            try:
+                entry = unpacker.unpack()
+            except msgpack.OutOfData:
+                if place != size:
+                    self.cut = f"{path} breaks off at byte {size}"
+                return
+            except (ValueError, msgpack.UnpackException, RecursionError) as error:
+                what = f": {error}" if str(error) else ""
+                raise UserError(f"{path} is damaged at byte {place}{what}.", "file") from error
+            if not isinstance(entry, list) or len(entry) < 2:
+                raise UserError(f"{path} is no recording, or damaged at byte {place}.", "file")
+            yield entry
 
 
-def _read_header(data: Any) -> Header:
-    """Read what a piece says of itself; ValueError where that is not of the kind that it must be."""
+def _read_header(entry: list[Any]) -> Header:
+    """Read the header; ValueError where it is not one."""
+    if len(entry) != 3 or entry[0] != MAGIC:
+        raise UserError("this is not a recording of `jaxllm serve --record`.", "file")
+    if entry[1] != FORMAT:
+        raise UserError(f"the recording is of format {entry[1]}, this jaxllm reads {FORMAT}.", "file")
+    data = entry[2]
     if not isinstance(data, dict) or data.keys() != {field.name for field in fields(Header)}:
         raise ValueError("its header has other fields")
-    for name, kind in (("run", str), ("jaxllm", str), ("is_redacted", bool), ("limits", dict), ("about", dict)):
+    for name, kind in (("jaxllm", str), ("is_redacted", bool), ("limits", dict), ("about", dict)):
         if not isinstance(data[name], kind):
             raise ValueError(f"its header's {name!r} is of another kind")
     started = data["started"]
@@ -232,21 +191,33 @@ def _difference(recorded: list[int], plan: Plan) -> str | None:
     return f"plan {plan.number} differs: recorded {told}"
 
 
-def _entries(file: BinaryIO, path: Path) -> Iterator[list[Any]]:
-    """Read entry after entry; UserError with the place for what is none, Cut where the file ends too early."""
-    size = path.stat().st_size
-    unpacker = msgpack.Unpacker(file, strict_map_key=False, max_buffer_size=min(size + 1, MAX_ENTRY))
-    for num_entries in itertools.count():
-        place = unpacker.tell()
-        try:
-            entry = unpacker.unpack()
-        except msgpack.OutOfData:
-            if place == size and num_entries != 1:  # behind a header comes a state
-                return
-            raise Cut(f"{path} breaks off at byte {size}", "file") from None
-        except (ValueError, msgpack.UnpackException, RecursionError) as error:
-            what = f": {error}" if str(error) else ""
-            raise UserError(f"{path} is damaged at byte {place}{what}.", "file") from error
-        if not isinstance(entry, list) or len(entry) < 2:
-            raise UserError(f"{path} is no recording, or damaged at byte {place}.", "file")
-        yield entry
+def _read_limits(data: Mapping[str, Any]) -> Limits:
+    """Read the limits; ValueError where a number is missing or out of range."""
+    known = asdict(Limits(num_slots=1, num_blocks=1, block_size=1, max_step_tokens=1, max_step_chunks=1))
+    if data.keys() != known.keys():
+        raise ValueError("the limits are those of another version")
+    for name, value in data.items():
+        if type(value) is not type(known[name]) or not 0 <= value <= 2**24:
+            raise ValueError(f"{name} is {value!r}")
+    if not 1 <= data["num_slots"] <= 2**14 or not 1 <= data["block_size"] or not 1 <= data["num_blocks"]:
+        raise ValueError("there are no slots or no blocks")
+    return Limits(**{**data, "records_blocks": False})  # a replay has no readers of block events
+
+
+def _read_request(fields: Mapping[str, Any]) -> Request:
+    """Read what `recording.pack_request` wrote."""
+    return Request(
+        id=int(fields["id"]),
+        tokens=array("i", fields["tokens"]),
+        num_prompt=int(fields["num_prompt"]),
+        limit=int(fields["limit"]),
+        stop_ids=tuple(map(int, fields["stop_ids"])),
+        priority=int(fields["priority"]),
+        salt=fields["salt"],
+        reads_cache=bool(fields["reads_cache"]),
+        name=str(fields["name"]),
+    )
+
+
+if sys.byteorder != "little":  # every machine that JAX runs on
+    raise ImportError("recordings are little-endian")

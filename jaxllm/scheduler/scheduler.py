@@ -336,8 +336,6 @@ def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tok
     if request.salt is None:
         return ()
     size = limits.block_size
-    if request.digests is not None:
-        return tuple(request.digests[: num_tokens // size])
     digests = [*first]
     tokens = request.tokens[len(first) * size : num_tokens // size * size].tobytes()
     for start in range(0, len(tokens), 4 * size):

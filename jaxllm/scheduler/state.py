@@ -48,7 +48,6 @@ class Request:
     salt: bytes | None = b""  # blocks are shared only between requests of equal salt; None shares nothing
     reads_cache: bool = True  # whether cached blocks stand in for its tokens; its own blocks are cached in any case
     name: str = ""  # what its caller calls it, for people
-    digests: list[bytes] | None = None  # of its full blocks, where its tokens are not known (replay.py); they grow
 
 
 @dataclass(frozen=True, slots=True, eq=False)

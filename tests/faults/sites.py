@@ -127,7 +127,6 @@ OTHER_MODULES = {
     "beside the engine, which goes on without it": (
         "jaxllm.replay.recording",
         "jaxllm.replay.replay",
-        "jaxllm.replay.snapshot",
     ),
     "inside of a template": ("jaxllm.text.template_environment",),
     "tokenizing alone": ("jaxllm_server.openai.tokens",),

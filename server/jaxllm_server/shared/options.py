@@ -87,9 +87,9 @@ class ServerOptions:
     enable_channelz: bool = False  # gRPC's own debugging service
     profile: str | None = None  # a folder for a trace of the first steps
     profile_steps: int = 64  # of that trace
-    record: str | None = None  # a file for every event that enters the scheduler, for `jaxllm replay`
-    record_redacted: bool = False  # with hashes in place of tokens
-    record_max_bytes: int = 256 << 20  # of the recording, over its pieces
+    record: str | None = None  # a file for every call of the scheduler, for `jaxllm replay`
+    record_redacted: bool = False  # with pseudonyms in place of tokens
+    record_max_bytes: int = 256 << 20  # of the recording, which ends there
 
     def __post_init__(self) -> None:
         for field in fields(self):
