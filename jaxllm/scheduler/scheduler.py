@@ -82,16 +82,15 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     table: list[np.ndarray] = []
     preempted = _grow(editor, limits, table)
 
-    issued, length = editor.read("issued"), editor.read("length")
-    works = (issued < length) & (length < editor.read("limit"))
-    chunking = works & (issued < editor.read("given"))
+    issued, length = editor.slots.issued, editor.slots.length
+    works = (issued < length) & (length < editor.slots.limit)
+    chunking = works & (issued < editor.slots.given)
     decodes = works ^ chunking
     row_slots = decodes.nonzero()[0]
     starts = issued[row_slots]
     num_decodes = len(row_slots)
     lengths, samples = _ones(num_decodes)
-    editor.replace("issued", issued + decodes)
-    editor.replace("length", length + decodes)
+    editor.issue(issued=issued + decodes, length=length + decodes)
 
     budget = limits.max_step_tokens - num_decodes
     rows = _continue_prompts(editor, limits, chunking, budget) if chunking.any() else []
@@ -146,7 +145,7 @@ def commit(
     if len(rows) < len(row_slots):
         row_slots, ends, sampled = row_slots[rows], ends[rows], sampled[rows]
     ends = ends + 1
-    editor.write("known")[row_slots] = ends
+    editor.own_slots.known[row_slots] = ends
 
     stopped = sampled == slots.stop_id[row_slots]
     if slots.has_more_stops.any():
@@ -173,24 +172,24 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
     """
     preempted: list[int] = []
     while True:
-        full = (editor.read("issued") >= editor.read("capacity")) & (editor.read("length") < editor.read("limit"))
+        full = (editor.slots.issued >= editor.slots.capacity) & (editor.slots.length < editor.slots.limit)
         growing = full.nonzero()[0]  # free slots have a limit of 0
         if not len(growing):
             return tuple(preempted)
         if len(growing) <= editor.pool.num_available:
             break
         # Who has its last token in flight will give its blocks back in any case.
-        ending = editor.read("length") >= editor.read("limit")
-        victim = max((editor.read("epochs") * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
+        ending = editor.slots.length >= editor.slots.limit
+        victim = max((editor.slots.epochs * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
         preempted.append(editor.owner(victim).request.id)
         _requeue(editor, limits, victim)
         _vacate(editor, limits, [victim])
     taken = editor.pool.take(len(growing))
-    index = editor.read("capacity")[growing] // limits.block_size
+    index = editor.slots.capacity[growing] // limits.block_size
     tables = editor.tables
     for slot, block in zip(growing.tolist(), taken.tolist(), strict=True):
         tables[slot] += (block,)
-    editor.write("capacity")[growing] += limits.block_size
+    editor.own_slots.capacity[growing] += limits.block_size
     table.append(np.array((growing, index, taken), np.int32).T)
     return tuple(preempted)
 
@@ -203,8 +202,8 @@ def _continue_prompts(
     for slot in sorted(chunking.nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank):
         if budget == 0 or len(rows) == limits.max_step_chunks:
             break
-        start = int(editor.read("issued")[slot])
-        length = min(int(editor.read("given")[slot]) - start, budget)
+        start = int(editor.slots.issued[slot])
+        length = min(int(editor.slots.given[slot]) - start, budget)
         budget -= length
         rows.append((slot, start, length))
         _publish_prompt(editor, limits, slot, start, length)
@@ -224,7 +223,7 @@ def _admit(
     Adds to `rows`, whose tokens count against `budget`, to `admitted` and to `table`.
     """
     budget -= sum(length for _, _, length in rows)
-    free_slots = (editor.read("epochs") == 0).nonzero()[0].tolist()[::-1]
+    free_slots = (editor.slots.epochs == 0).nonzero()[0].tolist()[::-1]
     num_running = limits.num_slots - len(free_slots)
     for entry in editor.waiting:
         if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
@@ -255,7 +254,7 @@ def _admit(
 def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
     """Count the tokens of chunks, int32[·, 3], as issued; say which of them reach the end of their sequence."""
     slots = chunks[:, 0]
-    issued, length = editor.write("issued"), editor.write("length")
+    issued, length = editor.own_slots.issued, editor.own_slots.length
     issued[slots] += chunks[:, 2]
     reaches_end = issued[slots] == length[slots]
     length[slots] += reaches_end
@@ -266,29 +265,24 @@ def _occupy(
     editor: StateEditor, limits: Limits, slot: int, entry: Waiting, num_cached: int, owned: tuple[int, ...]
 ) -> None:
     """Give a slot to a request that is admitted to it."""
-    request = entry.request
+    request, own = entry.request, editor.own_slots
     editor.num_admitted += 1
     editor.running[slot] = Running(request, entry.order, entry.digests)
     editor.tables[slot] = owned
-    for name, value in (
-        ("epochs", editor.num_admitted),
-        ("ids", request.id),
-        ("given", entry.known),
-        ("issued", num_cached),
-        ("length", entry.known),
-        ("known", entry.known),
-        ("limit", request.limit),
-        ("capacity", len(owned) * limits.block_size),
-        ("stop_id", request.stop_ids[0] if request.stop_ids else NO_TOKEN),
-        ("has_more_stops", len(request.stop_ids) > 1),
-    ):
-        editor.write(name)[slot] = value
+    own.epochs[slot] = editor.num_admitted
+    own.ids[slot] = request.id
+    own.given[slot] = own.length[slot] = own.known[slot] = entry.known
+    own.issued[slot] = num_cached
+    own.limit[slot] = request.limit
+    own.capacity[slot] = len(owned) * limits.block_size
+    own.stop_id[slot] = request.stop_ids[0] if request.stop_ids else NO_TOKEN
+    own.has_more_stops[slot] = len(request.stop_ids) > 1
 
 
 def _requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
     """Queue a running request again with the tokens it has; its slot and blocks are still to be given back."""
     record = editor.owner(slot)
-    known = int(editor.read("known")[slot])
+    known = int(editor.slots.known[slot])
     digests = digests_of(record.request, limits, record.digests, known)
     editor.enqueue([Waiting(record.request, record.order, known, digests)])
 
@@ -305,7 +299,7 @@ def _vacate(
     """
     for slot in slots:
         record, table = editor.owner(slot), editor.tables[slot]
-        written = min(int(editor.read("issued")[slot]), int(editor.read("known")[slot]) - num_new)
+        written = min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - num_new)
         first = min(len(record.digests), written // limits.block_size)
         digests = digests_of(record.request, limits, record.digests[:first], written)
         if may_publish:
@@ -314,8 +308,9 @@ def _vacate(
         editor.pool.release(table, digests)
         editor.running[slot], editor.tables[slot] = None, ()
     # A free slot has limit and length 0, so that no column test takes it for one with work to do.
-    for name in ("epochs", "given", "issued", "length", "known", "limit", "capacity"):
-        editor.write(name)[list(slots)] = 0
+    own = editor.own_slots
+    for column in (own.epochs, own.given, own.issued, own.length, own.known, own.limit, own.capacity):
+        column[list(slots)] = 0
 
 
 def _publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, length: int) -> None:
@@ -357,4 +352,4 @@ def _root(request: Request) -> bytes:
 
 
 def _taken_slots(editor: StateEditor) -> list[int]:
-    return editor.read("epochs").nonzero()[0].tolist()
+    return editor.slots.epochs.nonzero()[0].tolist()

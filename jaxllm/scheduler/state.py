@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -213,15 +213,41 @@ def take_block_events(state: State) -> tuple[State, tuple[BlockEvent, ...]]:
     return (state._replace(block_events=()), events) if events else (state, ())
 
 
+class _Columns:
+    """The newest columns of `Slots`: those of the state, or what replaced them."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        return getattr(self._slots, name)
+
+
+class _OwnColumns:
+    """The same columns, each copied when it is first used here."""
+
+    def __init__(self, columns: _Columns) -> None:
+        self._columns = columns
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        own = vars(self._columns)
+        if name not in own:
+            own[name] = getattr(own["_slots"], name).copy()
+        return own[name]
+
+
 class StateEditor:
     """A state being changed inside one call: copies each part when it is first changed, and never the original.
 
-    `read` a column, `write` to one; the lists by slot and the pool are copied when they are first asked for.
+    `slots` has the columns for reading, `own_slots` for writing in place. The lists by slot and the pool are copied
+    when they are first used.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._columns: dict[str, np.ndarray] = {}
+        self._columns = _Columns(state.slots)
+        self.slots = cast(Slots, self._columns)  # so that a type checker knows the names of columns
+        self.own_slots = cast(Slots, _OwnColumns(self._columns))
         self._parts: dict[str, Any] = {}
         self.num_added = state.num_added
         self.num_admitted = state.num_admitted
@@ -230,21 +256,9 @@ class StateEditor:
         self._was_cleared = False
         self._described: dict[bytes, Stored] = {}
 
-    def read(self, name: str) -> np.ndarray:
-        """Return a column as it is now, not to be changed."""
-        column = self._columns.get(name)
-        return getattr(self._state.slots, name) if column is None else column
-
-    def write(self, name: str) -> np.ndarray:
-        """Return a column to be changed in place."""
-        column = self._columns.get(name)
-        if column is None:
-            column = self._columns[name] = getattr(self._state.slots, name).copy()
-        return column
-
-    def replace(self, name: str, column: np.ndarray) -> None:
-        """Set a whole column to a new array."""
-        self._columns[name] = column
+    def issue(self, *, issued: np.ndarray, length: np.ndarray) -> None:
+        """Replace the two columns that every plan changes."""
+        vars(self._columns).update(issued=issued, length=length)
 
     @property
     def pool(self) -> PoolEditor:
@@ -273,7 +287,7 @@ class StateEditor:
     def enqueue(self, entries: Sequence[Waiting]) -> None:
         """Insert into the queue by rank."""
         together = (*self.waiting, *entries)
-        # Usually they belong at the end, and looking at every rank of a long queue for each request adds up.
+        # Usually they belong at the end; checking every rank of a long queue for each request would add up.
         first = max(0, len(self.waiting) - 1)
         is_sorted = all(one.rank <= other.rank for one, other in pairwise(together[first:]))
         self.waiting = together if is_sorted else tuple(sorted(together, key=lambda entry: entry.rank))
@@ -284,7 +298,7 @@ class StateEditor:
         self._was_cleared = True
 
     def describe(self, request: Request, digests: Sequence[bytes], full: range, block_size: int) -> None:
-        """Note what stands in blocks that are being indexed, for `block_events`: those of a request in `full`."""
+        """Note the contents of blocks that are being indexed, for `block_events`: a request's blocks in `full`."""
         if self._state.block_events is None:
             return
         for index in full:
@@ -293,15 +307,14 @@ class StateEditor:
             self._described[digests[index]] = Stored(digests[index], parent, tokens)
 
     def done(self) -> State:
-        """Return the changed state; the editor must not be used any more."""
-        old, columns = self._state, self._columns
+        """Return the changed state; the editor must not be used afterwards."""
+        old = self._state
+        columns: dict[str, Any] = vars(self._columns)
+        new_slots: Slots = columns.pop("_slots")
         if columns:
-            slots = old.slots
             for column in columns.values():
                 column.setflags(write=False)
-            new_slots = Slots(*map(columns.get, Slots._fields, slots))  # a third of what `_replace` takes
-        else:
-            new_slots = old.slots
+            new_slots = Slots(*map(columns.get, Slots._fields, new_slots))  # a third of the time of `_replace`
         pool = self._parts.get("pool")
         events = old.block_events
         if events is not None and pool is not None:

@@ -67,8 +67,8 @@ HISTORY = [
     Mutant(
         "off by one at a block's end",
         "scheduler.scheduler._grow",
-        'editor.read("issued") >= ',
-        'editor.read("issued") > ',
+        "editor.slots.issued >= ",
+        "editor.slots.issued > ",
     ),
     Mutant(
         "a request that can never fit is queued",
