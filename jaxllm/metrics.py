@@ -1,10 +1,8 @@
-"""What an engine counts and tells about itself: plain numbers, read by whoever reports them.
-
-Knows nothing of how they are exported.
-"""
+"""What an engine counts and reports about itself: plain numbers. Knows nothing of how they are exported."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -23,25 +21,25 @@ class Metrics:
     compilations_after_ready: int = 0  # in front of a request, which must never happen
     steps: int = 0
     padded_tokens: int = 0  # rows of the programs that ran, padding included
-    computed_tokens: int = 0  # rows of them that were somebody's tokens
+    computed_tokens: int = 0  # rows of them that were tokens of requests
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     chunk_tokens: int = 0  # of prompts, computed in steps that have ended; those found in the cache are not
     generated_tokens: int = 0
     preemptions: int = 0
     recoveries: int = 0  # steps that failed and took the cache with them
-    finished: dict[str, int] = field(default_factory=dict)  # samples by finish reason
+    finished: dict[str, int] = field(default_factory=dict)  # sequences by finish reason
 
     def note_finished(self, reason: str, count: int = 1) -> None:
-        """Count samples that have ended, once it is said how."""
+        """Count sequences that have ended."""
         self.finished[reason] = self.finished.get(reason, 0) + count
 
 
 class Load(NamedTuple):
     """How busy an engine was after its last step."""
 
-    running: int = 0  # samples that own a slot
-    waiting: int = 0  # samples in the queue
+    running: int = 0  # sequences that own a slot
+    waiting: int = 0  # sequences in the queue
     waiting_tokens: int = 0  # of their prompts
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
@@ -49,6 +47,15 @@ class Load(NamedTuple):
     generated_tokens_per_second: float = 0.0  # over the last seconds
     prefix_hit_rate: float = 0.0  # share of all prompt tokens so far that were cached
     step_seconds: float = 0.0  # of the last step
+
+
+class DeviceReport(NamedTuple):
+    """What is compiled, and the memory of the devices."""
+
+    programs_ready: int
+    programs_compiling: int  # threads that compile beside requests
+    programs_possible: int
+    memory: Mapping[str, Mapping[str, int]]  # by device id: JAX's `memory_stats`; empty for a CPU
 
 
 class StepReport(NamedTuple):
@@ -61,7 +68,7 @@ class StepReport(NamedTuple):
 
 
 class Observer(Protocol):
-    """Is told what happens in an asynchronous engine, on its event loop."""
+    """Called by an asynchronous engine on its event loop; see jaxllm_server/observability/prometheus.py."""
 
     def step(self, report: StepReport) -> None:
         """A step has ended."""

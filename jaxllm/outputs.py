@@ -64,3 +64,4 @@ class RequestOutput:
     # Per token of the prompt: the token, then the likeliest ones; None for the first, which nothing predicts. A delta
     # has them once, as soon as there are all.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    internal_id: str = field(default="", repr=False, compare=False)  # the engine's own id of the request

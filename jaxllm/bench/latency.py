@@ -35,7 +35,7 @@ def measure(
         EngineError: if an output has another length than `output_len`.
     """
     random = np.random.default_rng(seed)
-    prompts = random.integers(0, llm.engine.vocab_size, (batch_size, input_len)).tolist()
+    prompts = random.integers(0, llm.engine.model.vocab_size, (batch_size, input_len)).tolist()
     jobs = [Job(tuple(prompt), input_len, output_len) for prompt in prompts]
     params = [sampling_params(job, n, detokenize) for job in jobs]
     seconds = []

@@ -87,4 +87,10 @@ def table(figures: Mapping[str, Any], cases: Sequence[tuple[int, Load]]) -> str:
 def _request(number: int, random: np.random.Generator, load: Load, num_steps: int) -> Request:
     prompt = array("i", random.integers(0, VOCABULARY, int(random.integers(32, 256))).tolist())
     num_new = int(random.integers(64, 256)) if load == "turnover" else 2 * num_steps + 256
-    return Request(number, prompt, len(prompt), len(prompt) + num_new, stop_ids=(VOCABULARY + 1,))
+    return Request(
+        sequence_id=number,
+        tokens=prompt,
+        num_prompt=len(prompt),
+        limit=len(prompt) + num_new,
+        stop_ids=(VOCABULARY + 1,),
+    )

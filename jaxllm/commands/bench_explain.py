@@ -46,7 +46,7 @@ def run(options: dict[str, Any]) -> int:
     with open_llm(options) as llm:
         explanation = trace(
             llm.engine,
-            batch(llm.engine.vocab_size, options["batch_size"], options["input_len"], output_len),
+            batch(llm.engine.model.vocab_size, options["batch_size"], options["input_len"], output_len),
             options["num_skipped"],
             options["num_steps"],
             options["profile"],

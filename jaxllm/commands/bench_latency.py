@@ -63,7 +63,7 @@ def run(options: dict[str, Any]) -> int:
         text, figures = latency.report(latencies)
         print(text)
         sizes = (
-            llm.engine.vocab_size,
+            llm.engine.model.vocab_size,
             options["batch_size"] * options["n"],
             options["input_len"],
             options["output_len"],

@@ -134,7 +134,7 @@ def _fit(
 
     Room is `max_tokens`, but at most a quarter of the context: to forget costs more than an answer that is cut off.
     """
-    limit = llm.engine.max_model_len
+    limit = llm.engine.model.max_model_len
     room = min(max_tokens or limit, limit // 4)
     first = 1 if messages[0]["role"] == "system" else 0
     while True:

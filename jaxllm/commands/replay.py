@@ -186,7 +186,7 @@ class Story:
             self.lines.append(f"{moment.time:12.6f} s  {self._ids[request_id]}  {text}")
 
         for request in self._own(moment.added):
-            tell(request.id, f"arrives: {request.num_prompt} tokens, may reach {request.limit}")
+            tell(request.sequence_id, f"arrives: {request.num_prompt} tokens, may reach {request.limit}")
         for request_id, reason in (moment.aborted or {}).items():
             if request_id in self._ids:
                 tell(request_id, f"is ended: {reason}")
@@ -196,14 +196,15 @@ class Story:
                 if request_id in self._ids:
                     tell(request_id, f"is preempted in plan {plan.number}")
             for one in plan.admitted:
-                if one.request.id in self._ids:
+                if one.request.sequence_id in self._ids:
                     cached = f"{one.num_cached} of {one.num_known} tokens are cached"
-                    tell(one.request.id, f"gets slot {one.slot} in plan {plan.number}: {cached}")
+                    tell(one.request.sequence_id, f"gets slot {one.slot} in plan {plan.number}: {cached}")
             for row in range(plan.num_decodes, len(plan.slots)):
                 record = moment.state.running[int(plan.slots[row])]
-                if record is not None and record.request.id in self._ids:
+                if record is not None and record.request.sequence_id in self._ids:
                     start, length = int(plan.starts[row]), int(plan.lengths[row])
-                    tell(record.request.id, f"plan {plan.number} computes tokens {start} to {start + length - 1}")
+                    text = f"plan {plan.number} computes tokens {start} to {start + length - 1}"
+                    tell(record.request.sequence_id, text)
         if events is not None:
             for request_id in events.ids.tolist():
                 if request_id in self._ids:
@@ -221,7 +222,7 @@ class Story:
         for request in requests:
             _, _, clients = request.name.partition(" (")  # as `serving` writes it
             if any(text.startswith(self._names) for text in (request.name, clients)):
-                self._ids[request.id] = request.name
+                self._ids[request.sequence_id] = request.name
                 yield request
 
     def _flush(self, request_id: int) -> None:
@@ -307,9 +308,12 @@ def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str,
     told: dict[str, Any] = {"event": moment.kind.name.lower(), "time": moment.time}
     if moment.added:
         told["requests"] = [
-            {"id": one.id, "name": one.name, "num_prompt": one.num_prompt, "limit": one.limit, "priority": one.priority}
+            {
+                "id": one.sequence_id,
+                **{name: getattr(one, name) for name in ("name", "num_prompt", "limit", "priority")},
+            }
             for one in moment.added
-            if is_told(one.id)
+            if is_told(one.sequence_id)
         ]
     if moment.aborted is not None:
         told["reasons"] = {str(one): reason for one, reason in moment.aborted.items() if is_told(one)}
@@ -321,7 +325,7 @@ def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str,
         told["finished"] = {str(one): reason for one, reason in events.finished.items() if is_told(one)}
         told["failed"] = [one for one in events.failed if is_told(one)]
     elif plan is not None:
-        owners = [record and record.request.id for record in moment.state.running]
+        owners = [record and record.request.sequence_id for record in moment.state.running]
         told["rows"] = [
             {"id": owners[slot], "slot": slot, "start": start, "length": length}
             for slot, start, length in zip(
@@ -330,9 +334,9 @@ def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str,
             if is_told(owners[slot] or 0)
         ]
         told["admitted"] = [
-            {"id": one.request.id, "slot": one.slot, "num_known": one.num_known, "num_cached": one.num_cached}
+            {"id": one.request.sequence_id, "slot": one.slot, "num_known": one.num_known, "num_cached": one.num_cached}
             for one in plan.admitted
-            if is_told(one.request.id)
+            if is_told(one.request.sequence_id)
         ]
         told["preempted"] = [one for one in plan.preempted if is_told(one)]
     if names is None:

@@ -1,8 +1,8 @@
 """`AsyncLLM`: one engine in a thread of its own, and async iterators of outputs for any number of readers.
 
-Owns what the engine is doing (loading, serving, paused, draining …), the readers and the bounds of the queue. The
-thread is in engine_thread.py; everything about a request is decided behind `LLMEngine`; protocols are in front of this
-(jaxllm_server). All methods belong to the event loop that called `start`.
+Owns the readers and the bounds of the queue. Its states are in life_cycle.py, its thread in engine_thread.py; what a
+request becomes is decided behind `LLMEngine`; protocols are in jaxllm_server. All methods belong to the event loop that
+called `start`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from jaxllm.config import EngineConfig, config_of
 from jaxllm.engine.engine_thread import EngineThread, Listeners
 from jaxllm.engine.fair_threads import FairThreads
 from jaxllm.engine.inbox import Inbox
-from jaxllm.engine.input_processor import Prompt
+from jaxllm.engine.input_processor import Accepted, Prompt
 from jaxllm.engine.kv_events import BlockBatch, BlockLog
-from jaxllm.engine.llm_engine import Accepted, LLMEngine
+from jaxllm.engine.life_cycle import NOT_STARTED, EngineState, LifeCycle
+from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import Parts
+from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.output_streams import Stream, StreamTable
 from jaxllm.errors import (
     DrainingError,
     EngineDeadError,
-    EngineError,
     FeatureDisabledError,
     OverloadedError,
     RequestFailedError,
@@ -38,26 +39,23 @@ from jaxllm.errors import (
     UserError,
     late,
 )
-from jaxllm.metrics import Load, Metrics, Observer, StepReport
+from jaxllm.metrics import DeviceReport, Load, Metrics, Observer, StepReport
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.recorded import Recorder
-from jaxllm.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-EngineState = Literal["loading", "serving", "paused", "draining", "hung", "dead", "stopped"]
 PauseMode = Literal["abort", "wait", "keep"]
-NOT_STARTED = "The engine was not started: use `async with AsyncLLM(...)` or `await engine.start()`."
 MAX_SECONDS = 10**9  # of a request: 30 years, which timers can hold
 _MOST_THREADS = 4  # for slow work beside the event loop, one for each core: more would wait for Python's lock
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
-QUEUED_PER_SLOT = 4  # samples that may wait where nobody says otherwise, for each that runs …
+QUEUED_PER_SLOT = 4  # sequences that may wait by default, for each that runs …
 LEAST_QUEUED_TOKENS = 65536  # … and tokens of their prompts: this, or 16 contexts where that is more
 
 
 class AsyncLLM:
-    """A model that many can stream from at once. Without a name it is the small one that ships with jaxllm.
+    """A model that many readers can stream from at once. Without a name it is the small one that ships with jaxllm.
 
     Keyword arguments are the fields of `EngineConfig`, and the bounds of the queue.
 
@@ -66,19 +64,18 @@ class AsyncLLM:
                 print(output.outputs[0].text, end="")
     """
 
-    thread_type: type[EngineThread] = EngineThread  # a simulation has one of its own, which is no thread
-
     def __init__(
         self,
         model: str | EngineConfig | None = None,
         *,
         progress: bool = False,
-        max_queued_requests: int | None = None,  # samples waiting for a slot; None: four for each slot
+        max_queued_requests: int | None = None,  # sequences waiting for a slot; None: four for each slot
         max_queued_tokens: int | None = None,  # of their prompts; None: 16 contexts, at least 65,536
         hang_timeout: float = 8.0,  # seconds that a step may take before the engine counts as hung
         observer: Observer | None = None,
         recorder: Recorder | None = None,
         parts: Parts | None = None,  # what the engine is made of, its clock too; None: loaded from the model
+        thread_type: type[EngineThread] = EngineThread,
         **engine_args: Any,
     ) -> None:
         self.config = config_of(model, engine_args)
@@ -94,15 +91,15 @@ class AsyncLLM:
         self._engine: LLMEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: EngineThread | None = None
+        self._thread_type = thread_type
         self._inbox = Inbox()
         self._blocks = BlockLog()
         self._streams = StreamTable()
         self._started: asyncio.Future[None] | None = None
         self._death: asyncio.Future[BaseException] | None = None
-        self._num_preparing = 0  # samples whose prompts are being made
-        self._failure: BaseException | None = None
-        self._is_paused = self._is_leaving = self._is_draining = self._is_stopped = False
-        self._num_resumed = 0  # times that pauses were ended, those that still waited included
+        self._num_preparing = 0  # sequences whose prompts are being made
+        self._life = LifeCycle()
+        self._num_resumed = 0  # calls of `resume`
         self._tokenizing: FairThreads | None = None
 
     @classmethod
@@ -111,7 +108,7 @@ class AsyncLLM:
         return cls(engine_args, **bounds)
 
     async def start(self) -> None:
-        """Load the model in the engine's thread and wait for it; what is wrong with it is raised here."""
+        """Load the model in the engine's thread and wait for it; a problem with it is raised here."""
         if self._started is None:
             self._loop = asyncio.get_running_loop()
             self._started = self._loop.create_future()
@@ -123,15 +120,15 @@ class AsyncLLM:
                 block_events=self._blocks.append,
                 died=self._died,
             )
-            self._thread = self.thread_type(
-                self.config,
-                self._progress,
-                self.metrics,
-                self._recorder,
-                self._inbox,
-                self._loop,
-                listeners,
-                self._parts,
+            self._thread = self._thread_type(
+                config=self.config,
+                progress=self._progress,
+                metrics=self.metrics,
+                recorder=self._recorder,
+                inbox=self._inbox,
+                loop=self._loop,
+                listeners=listeners,
+                parts=self._parts,
             )
             self._thread.start()
         await asyncio.shield(self._started)
@@ -139,8 +136,8 @@ class AsyncLLM:
     async def __aenter__(self) -> AsyncLLM:
         try:
             await self.start()
-        except BaseException:  # cancelled, perhaps: nobody will close what is being loaded
-            self._is_stopped = True
+        except BaseException:  # cancelled, perhaps: `close` will not be called
+            self._life.on("stop")
             self._inbox.stop()
             raise
         return self
@@ -156,49 +153,24 @@ class AsyncLLM:
         return self._engine
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.engine.tokenizer
-
-    @property
-    def default_params(self) -> SamplingParams:
-        """What holds for a request without parameters."""
-        return self.engine.default_params
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of prompt and output together."""
-        return self.engine.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids that the model can read and write."""
-        return self.engine.vocab_size
+    def model(self) -> ModelInfo:
+        """The model's tokenizer, limits and defaults; UnavailableError while it is being loaded."""
+        return self.engine.model
 
     @property
     def state(self) -> EngineState:
         """What the engine is doing; never waits for it."""
-        if self._failure is not None:
-            return "dead"
-        if self._is_stopped:
-            return "stopped"
-        if self._is_draining or self._is_leaving:
-            return "draining"
-        return self._working_state()
+        return self._life.state(self._is_hung)
 
-    def _working_state(self) -> EngineState:
-        """What the engine is doing, whoever is leaving."""
-        if self._engine is None:
-            return "loading"
+    @property
+    def _is_hung(self) -> bool:
         since = self._thread.step_since if self._thread is not None else None
-        if since is not None and self._clock() - since > self.hang_timeout:
-            return "hung"
-        return "paused" if self._is_paused else "serving"
+        return since is not None and self._clock() - since > self.hang_timeout
 
     @property
     def is_paused(self) -> bool:
         """Whether `pause` holds the engine."""
-        return self._is_paused
+        return self._life.work == "paused"
 
     @property
     def num_live(self) -> int:
@@ -220,12 +192,12 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a request's outputs, of the kind that its parameters name. To close the iterator aborts the request.
 
-        What a slow reader has not taken is merged into one output. After `time_limit` seconds the request ends with
-        what it has; after `timeout` it fails with DeadlineError. What is wrong with the request is raised by the first
-        step of the iterator: UserError, OverloadedError where the queue is full, UnavailableError, EngineDeadError.
-        An id is one request's at a time, of each `owner`.
+        Outputs that a slow reader has not taken are merged into one. After `time_limit` seconds the request ends with
+        what it has; after `timeout` it fails with DeadlineError. A problem with the request is raised by the first
+        step of the iterator: UserError, OverloadedError if the queue is full, UnavailableError, EngineDeadError.
+        Among the running requests of an `owner` an id must be unique.
         `arrival`, of the monotonic clock, is when the request came, if that was before this call;
-        `name` is what logs and recordings call it, where that is more than its id.
+        `name` is its name in logs and recordings, if that is more than its id.
         """
         arrival = self._clock() if arrival is None else arrival
         for limit, seconds in (("time_limit", time_limit), ("timeout", timeout)):
@@ -246,12 +218,12 @@ class AsyncLLM:
         assert self._loop is not None
         timers = []
         try:
-            self._inbox.add(replace(accepted, request_id=stream.key, name=name or request_id))
+            self._inbox.add(replace(accepted, internal_id=stream.internal_id, name=name or request_id))
             if timeout is not None:
                 seconds = max(0.0, arrival + timeout - self._clock())
                 timers.append(self._loop.call_later(seconds, stream.fail, late(timeout)))
             if time_limit is not None:
-                timers.append(self._loop.call_later(time_limit, self._inbox.abort, stream.key, "time_limit"))
+                timers.append(self._loop.call_later(time_limit, self._inbox.abort, stream.internal_id, "time_limit"))
             while True:
                 output = await stream.get()
                 yield output
@@ -269,57 +241,57 @@ class AsyncLLM:
         """
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             for stream in self._streams.of_id(request_id):
-                self._inbox.abort(stream.key, "abort")
+                self._inbox.abort(stream.internal_id, "abort")
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine has died, UnavailableError if it makes no progress or takes no work."""
         self._check_serving()
 
     def check_room(self) -> None:
-        """Refuse what no request could pass now, as `generate` would; asked before anything of one is read.
+        """Refuse now what `generate` would refuse whatever the request is; called before a request's body is read.
 
-        A call that is one too many must cost little, or those that are many times too many leave no time for others.
+        To refuse a call must cost little, or an overload leaves no time for the calls that are accepted.
         """
         self._check_serving()
         self.check_queue(1, 0)
 
-    def check_queue(self, num_samples: int, num_tokens: int, num_prompts: int = 1) -> None:
+    def check_queue(self, num_sequences: int, num_tokens: int, num_prompts: int = 1) -> None:
         """Refuse what would make the queue longer than its bounds, without asking the engine.
 
-        `num_samples` and `num_tokens` are those of all `num_prompts` together. More samples than the slots and the
-        queue could ever hold are a UserError: to try again would not help.
+        `num_sequences` and `num_tokens` are those of all `num_prompts` together. More sequences than the slots and
+        the queue could ever hold are a UserError: to try again would not help.
         """
         load = self.get_load()
         most, most_tokens = self.max_queued_requests, self.max_queued_tokens
         most = QUEUED_PER_SLOT * load.max_running if most is None else most
         room = most + load.max_running
-        if num_samples > room:
-            n = num_samples // num_prompts
+        if num_sequences > room:
+            n = num_sequences // num_prompts
             name = "n" if num_prompts == 1 else "n times the number of prompts"
             asked = n if num_prompts == 1 else f"{n} times {num_prompts}"
             message = f"{name} may be at most {room}, so many can run and wait on this server, got {asked}."
             raise UserError(message, "n" if n > 1 else "prompt")
-        most_tokens = max(LEAST_QUEUED_TOKENS, 16 * self.max_model_len) if most_tokens is None else most_tokens
+        most_tokens = max(LEAST_QUEUED_TOKENS, 16 * self.model.max_model_len) if most_tokens is None else most_tokens
         waiting = load.waiting + self._num_preparing
-        if waiting + num_samples > most + load.max_running - load.running:
+        if waiting + num_sequences > most + load.max_running - load.running:
             raise OverloadedError(f"The queue is full: {waiting} requests wait.", retry_after=1.0)
         if load.waiting_tokens and load.waiting_tokens + num_tokens > most_tokens:
             raise OverloadedError(f"The queue is full: {load.waiting_tokens} tokens of prompts wait.", retry_after=1.0)
 
     @contextmanager
-    def preparing(self, num_samples: int) -> Iterator[None]:
+    def preparing(self, num_sequences: int) -> Iterator[None]:
         """Count a request into the queue while its prompt is made; OverloadedError if there is no room for it."""
-        self.check_queue(num_samples, 0)
-        self._num_preparing += num_samples
+        self.check_queue(num_sequences, 0)
+        self._num_preparing += num_sequences
         try:
             yield
         finally:
-            self._num_preparing -= num_samples
+            self._num_preparing -= num_sequences
 
     async def off_loop(self, function: Callable[..., Result], *arguments: Any, client: str | None = None) -> Result:
         """Run something slow, as tokenizing a long text, in a thread beside the event loop.
 
-        `client` names whose work it is, where clients are to take turns; one never has all threads.
+        Clients take turns by their names, `client`; one client never has all threads.
         """
         if self._tokenizing is None:
             self._tokenizing = FairThreads(min(_MOST_THREADS, max(2, os.cpu_count() or 1)), "jaxllm-tokenize")
@@ -336,18 +308,22 @@ class AsyncLLM:
             generated_tokens_per_second=speed,
         )
 
+    def device_report(self) -> DeviceReport | None:
+        """Say what is compiled and how much memory the devices use; None while the model is being loaded."""
+        return None if self._engine is None else self._engine.runner.report()
+
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prompts; False while requests run, because they hold some of the blocks."""
         return await self._call(lambda engine: engine.reset_prefix_cache())
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
-        """Begin a trace of the next `num_steps` steps. Its place is logged; streams wait while it is written."""
+        """Begin a trace of the next `num_steps` steps. Its path is logged; streams wait while it is written."""
         await self._call(lambda engine: engine.start_profile(folder, num_steps))
 
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
-        """Tell what enters and leaves the prefix cache, from a batch's number on.
+        """Stream what enters and leaves the prefix cache, from a batch's number on.
 
-        FeatureDisabledError without `enable_kv_cache_events`; OutOfRangeError for a batch that is kept no more.
+        FeatureDisabledError without `enable_kv_cache_events`; OutOfRangeError for a batch that is no longer kept.
         """
         if not self.config.enable_kv_cache_events:
             raise FeatureDisabledError("start the engine with enable_kv_cache_events.", "enable_kv_cache_events")
@@ -358,8 +334,8 @@ class AsyncLLM:
     async def pause(self, mode: PauseMode = "abort", clear_cache: bool | None = None) -> None:
         """Take no more work and stop computing, until `resume`.
 
-        What runs is aborted, or awaited ("wait"), or kept as it is ("keep"). The cache is cleared unless one says
-        otherwise or what runs needs it.
+        What runs is aborted, or awaited ("wait"), or kept as it is ("keep"). The cache is cleared unless
+        `clear_cache` is False or what runs needs it.
         """
         if mode not in ("abort", "wait", "keep"):
             raise UserError(f"mode must be abort, wait or keep, got {mode!r}.", "mode")
@@ -367,33 +343,34 @@ class AsyncLLM:
             raise UserError("The requests that are kept need the cache: leave clear_cache off.", "clear_cache")
         if self.state not in ("serving", "paused"):
             self._check_serving()
-        self._is_paused, resumed = True, self._num_resumed
+        self._life.on("pause")
+        resumed = self._num_resumed
         if mode == "abort":
             await self.abort(self._streams.ids())
         if mode != "keep":
             await self._streams.wait_quiet()
             if self._num_resumed > resumed:
-                return  # somebody has resumed meanwhile, or drains; there may be another pause already
+                return  # `resume` or `drain` was called meanwhile, and perhaps `pause` again
         self._inbox.set_paused(True)
         if mode != "keep" and clear_cache is not False:
             await self.reset_prefix_cache()
 
     async def resume(self) -> None:
         """Go on after `pause`."""
-        self._is_paused = False
+        self._life.on("resume")
         self._num_resumed += 1
         self._inbox.set_paused(False)
 
     def announce_drain(self) -> None:
-        """Say "not ready" from now on, but take work until `drain`: load balancers need a moment to notice."""
-        self._is_leaving = True
+        """Report "not ready" but accept requests until `drain`: load balancers need a moment to notice."""
+        self._life.on("announce_drain")
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Take no more work and wait for what there is; what is not through in time fails with DrainingError.
+        """Refuse new requests and wait for the running ones; those that need longer fail with DrainingError.
 
-        Returns whether everything was through. There is no way back.
+        Returns whether all have finished. There is no way back.
         """
-        self._is_draining = True
+        self._life.on("drain")
         await self.resume()
         is_through = True
         try:
@@ -407,7 +384,7 @@ class AsyncLLM:
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._streams.wait_idle()
-        return is_through and self._failure is None and not self._is_stopped
+        return is_through and not self._life.has_ended
 
     async def wait_dead(self) -> BaseException:
         """Wait until the engine dies, and return of what; UnavailableError if it was never started."""
@@ -416,11 +393,11 @@ class AsyncLLM:
         return await asyncio.shield(self._death)
 
     async def close(self, timeout: float = 30.0) -> bool:
-        """Stop the engine and let go of the device's memory; what still runs fails.
+        """Stop the engine and free the device's memory; requests that still run fail.
 
         Returns whether the engine's thread has ended within `timeout` seconds: a step that hangs is not waited for.
         """
-        self._is_stopped = True
+        self._life.on("stop")
         closed = EngineDeadError("The engine was closed.")
         self._streams.fail_all(closed)
         self._blocks.end(closed)
@@ -436,23 +413,9 @@ class AsyncLLM:
 
     # On the event loop.
 
-    def _unavailable(self) -> EngineError | None:
-        """Return why no work is taken now, None if it is."""
-        if self._is_draining and self._failure is None:
-            return DrainingError("The server is shutting down.")
-        match self.state if self._failure or self._is_stopped else self._working_state():
-            case "serving":
-                return None
-            case "dead" | "stopped":
-                return EngineDeadError("The engine has stopped.")
-            case "paused":
-                return UnavailableError("The engine is paused.")
-            case "hung":
-                return UnavailableError("The engine makes no progress.")
-            case _ if self._started is None:
-                return UnavailableError(NOT_STARTED)
-            case _:
-                return UnavailableError("The model is still being loaded.")
+    def _unavailable(self) -> Exception | None:
+        """Return why new requests are refused now; None if they are accepted."""
+        return self._life.unavailable(self._is_hung, self._started is not None)
 
     def _check_serving(self) -> None:
         error = self._unavailable()
@@ -470,13 +433,13 @@ class AsyncLLM:
         """Forget a stream; a request that has not ended is aborted. Never waits: it runs while a task is cancelled."""
         try:
             if not stream.is_finished:
-                self._inbox.abort(stream.key, "abort")
+                self._inbox.abort(stream.internal_id, "abort")
         finally:
             self._streams.close(stream)
 
     async def _call(self, function: Callable[[LLMEngine], Result]) -> Result:
         """Run a function on the engine's thread between two steps."""
-        if self._working_state() in ("loading", "hung") or self.state in ("dead", "stopped"):
+        if not self._life.is_responsive(self._is_hung):
             raise self._unavailable() or EngineDeadError("The engine has stopped.")
         answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         thread = self._thread
@@ -486,9 +449,9 @@ class AsyncLLM:
             try:
                 result = function(engine)
             except Exception as error:
-                thread.tell(_set_exception, answer, error)
+                thread.call_back(_set_exception, answer, error)
             else:
-                thread.tell(_set_result, answer, result)
+                thread.call_back(_set_result, answer, result)
 
         assert self._death is not None
         self._inbox.call(run)
@@ -499,51 +462,51 @@ class AsyncLLM:
 
     def _ready(self, engine: LLMEngine) -> None:
         self._engine = engine
+        self._life.on("ready")
         assert self._started is not None
         _set_result(self._started, None)
 
     def _deliver(self, outputs: list[RequestOutput], report: StepReport | None) -> None:
-        """Hand a step's outputs to their readers."""
+        """Hand a step's outputs to their readers, and the numbers to the observer."""
         now = self._clock()
-        told = []
+        delivered = []
         for output in outputs:
-            key = output.request_id
             try:
-                stream = self._streams.of_key(key)
+                stream = self._streams.of_internal_id(output.internal_id)
                 if stream is None:
                     continue  # its reader has gone
-                told.append((stream, stream.put(output, now), output if output.finished else None))
+                delivered.append((stream, stream.put(output, now), output if output.finished else None))
                 if output.finished:
                     self._streams.note_over(stream)
-            except Exception:  # the others of the step are none of its business
+            except Exception:  # on behalf of one request: the others of the step are unaffected
                 _log.exception("an output could not be handed over")
-                self._refused(key, "An output of the request was lost; others go on.")
+                self._refused(output.internal_id, "An output of the request was lost; others go on.")
         if self.observer is None:
             return
         try:
             if report is not None:
                 self.observer.step(report)
-            for stream, taken, last in told:
+            for stream, taken, last in delivered:
                 for seconds, count, is_first in taken:
                     self.observer.tokens(seconds, count, is_first)
                 if last is not None:
                     self.observer.finished(stream.summary(last), stream.params)
-        except Exception:  # statistics are no reason to fail anybody
+        except Exception:  # statistics must not fail a request
             _log.exception("the observer failed")
 
-    def _refused(self, key: str, why: str = "The engine could not take the request in; others go on.") -> None:
+    def _refused(self, internal_id: str, why: str = "The engine could not take the request in; others go on.") -> None:
         """Fail a request that the engine could not take in, or whose output could not be handed over."""
-        stream = self._streams.of_key(key)
+        stream = self._streams.of_internal_id(internal_id)
         if stream is not None:
             self._streams.fail(stream, RequestFailedError(why))
 
     def _died(self, error: BaseException) -> None:
-        """Tell everybody that the engine has died."""
-        self._failure = error
+        """Fail all that wait for the engine, which has died."""
+        self._life.on("die")
         assert self._started is not None and self._death is not None
         if not self._started.done():
             self._started.set_exception(error)
-            self._started.exception()  # whoever waits sees it; if nobody does, asyncio need not complain
+            self._started.exception()  # else asyncio logs an error if `start` was cancelled
         _set_result(self._death, error)
         lost = EngineDeadError("The engine has died; this request is lost.")
         self._streams.fail_all(lost)

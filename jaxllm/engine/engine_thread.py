@@ -1,4 +1,4 @@
-"""The thread of `AsyncLLM` that owns the engine: loads it, takes in what came, computes, and tells the event loop.
+"""The thread of `AsyncLLM` that owns the engine: loads it, takes requests in, computes, calls back the event loop.
 
 Knows the engine and the inbox; of the event loop only how to call its functions.
 """
@@ -17,7 +17,8 @@ from typing import Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.inbox import Inbox
-from jaxllm.engine.llm_engine import Accepted, LLMEngine
+from jaxllm.engine.input_processor import Accepted
+from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import Parts
 from jaxllm.metrics import Load, Metrics, StepReport
 from jaxllm.outputs import FinishReason, RequestOutput
@@ -30,11 +31,11 @@ RATE_SECONDS = 2.0  # over which the speed in `Load` is measured
 
 @dataclass(frozen=True)
 class Listeners:
-    """What the thread tells; each is called on the event loop."""
+    """What the thread calls on the event loop."""
 
     ready: Callable[[LLMEngine], None]
     deliver: Callable[[list[RequestOutput], StepReport | None], None]  # a step's outputs
-    refused: Callable[[str], None]  # the key of a request that could not be taken in
+    refused: Callable[[str], None]  # the internal id of a request that could not be taken in
     block_events: Callable[[float, int, tuple[BlockEvent, ...]], None]  # Unix time, tokens of a block, what changed
     died: Callable[[BaseException], None]
 
@@ -44,6 +45,7 @@ class EngineThread:
 
     def __init__(
         self,
+        *,
         config: EngineConfig,
         progress: bool,
         metrics: Metrics,
@@ -61,7 +63,7 @@ class EngineThread:
         self._recorder = recorder
         self._inbox = inbox
         self._loop = loop
-        self._to = listeners
+        self._listeners = listeners
         self._parts = parts
         self._clock = time.monotonic if parts is None else parts.clock
         self._speeds: deque[tuple[float, int]] = deque()  # times, and tokens generated until then
@@ -76,9 +78,9 @@ class EngineThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def tell(self, function: Callable[..., None], *arguments: Any) -> None:
+    def call_back(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function on the event loop."""
-        with suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _run(self) -> None:
@@ -89,15 +91,21 @@ class EngineThread:
         """Load the engine and serve, a turn at each `next`, until stopped or dead; the thread does nothing else."""
         engine: LLMEngine | None = None
         try:
-            engine = LLMEngine(self._config, self._progress, self._metrics, self._recorder, self._parts)
+            engine = LLMEngine(
+                self._config,
+                progress=self._progress,
+                metrics=self._metrics,
+                recorder=self._recorder,
+                parts=self._parts,
+            )
             self.load = engine.load()
-            self.tell(self._to.ready, engine)
+            self.call_back(self._listeners.ready, engine)
             yield
             while self._turn(engine):
                 yield
         except BaseException as error:
             self.step_since = None
-            self.tell(self._to.died, error)
+            self.call_back(self._listeners.died, error)
         finally:
             if engine is not None:
                 engine.close()
@@ -120,9 +128,9 @@ class EngineThread:
         elif taken.aborted or taken.calls:
             self.load = _with_speed(engine.load(), self.load)
         if outputs or report is not None:
-            self.tell(self._to.deliver, outputs, report)
+            self.call_back(self._listeners.deliver, outputs, report)
         if blocks := engine.take_block_events():
-            self.tell(self._to.block_events, time.time(), self._config.block_size, blocks)
+            self.call_back(self._listeners.block_events, time.time(), self._config.block_size, blocks)
         return True
 
     def _step(self, engine: LLMEngine) -> tuple[list[RequestOutput], StepReport]:
@@ -157,14 +165,14 @@ class EngineThread:
         try:
             if added:
                 engine.add(added)
-        except Exception:  # of one of them: the others are none of its business
+        except Exception:  # on behalf of one of them: add each alone
             for accepted in added:
                 try:
                     engine.add([accepted])
                 except Exception:
                     _log.exception("request %s could not be added", accepted.request_id)
                     engine.metrics.note_finished("error", accepted.params.n)
-                    self.tell(self._to.refused, accepted.request_id)
+                    self.call_back(self._listeners.refused, accepted.internal_id)
         outputs = engine.abort_requests(aborted) if aborted else []
         for call in calls:
             call(engine)

@@ -1,4 +1,4 @@
-"""What the event loop tells the engine's thread: requests to add and to abort, functions to call, whether to pause.
+"""From the event loop to the engine's thread: requests to add and to abort, functions to call, whether to pause.
 
 Knows requests; knows neither the engine's loop nor any protocol.
 """
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxllm.outputs import FinishReason
 
 if TYPE_CHECKING:
-    from jaxllm.engine.llm_engine import Accepted, LLMEngine
+    from jaxllm.engine.input_processor import Accepted
+    from jaxllm.engine.llm_engine import LLMEngine
 
 
 class Taken(NamedTuple):
-    """What the engine's thread found in its inbox."""
+    """What `Inbox.take` returns."""
 
     added: list[Accepted]
     aborted: list[tuple[str, FinishReason]]
@@ -26,28 +27,28 @@ class Taken(NamedTuple):
 
 
 class Inbox:
-    """Where the event loop puts what the engine is to do. Any thread may put; one takes."""
+    """Work for the engine. Any thread may put; the engine's thread takes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._added: list[Accepted] = []
         self._aborted: list[tuple[str, FinishReason]] = []
         self._calls: list[Callable[[LLMEngine], None]] = []
-        self._num_samples = self._num_tokens = 0
+        self._num_sequences = self._num_tokens = 0
         self._is_paused = self._is_stopped = False
 
     def add(self, accepted: Accepted) -> None:
         """Queue a request."""
         with self._changed:
             self._added.append(accepted)
-            self._num_samples += accepted.params.n
+            self._num_sequences += accepted.params.n
             self._num_tokens += accepted.params.n * len(accepted.prompt_token_ids)
             self._changed.notify()
 
-    def abort(self, request_id: str, reason: FinishReason) -> None:
+    def abort(self, internal_id: str, reason: FinishReason) -> None:
         """End a request."""
         with self._changed:
-            self._aborted.append((request_id, reason))
+            self._aborted.append((internal_id, reason))
             self._changed.notify()
 
     def call(self, function: Callable[[LLMEngine], None]) -> None:
@@ -69,8 +70,8 @@ class Inbox:
             self._changed.notify()
 
     def counts(self) -> tuple[int, int]:
-        """Count the samples, and the tokens of their prompts, that `settle` has not been told of."""
-        return self._num_samples, self._num_tokens
+        """Count the sequences that `settle` was not called for, and the tokens of their prompts."""
+        return self._num_sequences, self._num_tokens
 
     def take(self, is_idle: bool) -> Taken:
         """Take everything; an engine that is idle or paused waits here until there is something."""
@@ -84,8 +85,8 @@ class Inbox:
             return taken
 
     def settle(self, added: list[Accepted]) -> None:
-        """Count requests that were taken no more: from now on they show in the engine's own load."""
+        """Stop counting requests that were taken: from now on the engine's own load counts them."""
         if added:
             with self._changed:
-                self._num_samples -= sum(accepted.params.n for accepted in added)
+                self._num_sequences -= sum(accepted.params.n for accepted in added)
                 self._num_tokens -= sum(accepted.params.n * len(accepted.prompt_token_ids) for accepted in added)

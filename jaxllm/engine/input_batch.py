@@ -1,7 +1,7 @@
-"""Which sample sits in which slot, and what a step is told of those in it: tokens, sampling, positions to score.
+"""The sequence in each slot, and from them the input of a step: tokens, sampling parameters, positions to score.
 
-What goes wrong here for one of a step's samples is that one's fault alone (`RequestFault`). Knows plans and samples;
-knows no scheduler, device or clock.
+An exception here on behalf of one sequence ends only its request (`RequestFault`). Knows plans and sequences; knows no
+scheduler, device or clock.
 
 Letters: S slots.
 """
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from jaxllm.engine.sequence import Sample
-from jaxllm.runner.step import Scored
+from jaxllm.engine.sequence import Sequence
+from jaxllm.runner.scoring import Scored
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
@@ -23,49 +23,49 @@ VARIANTS = tuple(Variant)
 
 
 class RequestFault(Exception):
-    """A step could not be made ready because of one of its samples; the cause is the exception behind it."""
+    """The input of a step could not be made because of one sequence; `__cause__` says why."""
 
-    def __init__(self, sample: Sample) -> None:
-        super().__init__(sample.group.request_id)
-        self.sample = sample
+    def __init__(self, sequence: Sequence) -> None:
+        super().__init__(sequence.group.request_id)
+        self.sequence = sequence
 
 
 @contextmanager
-def blaming(sample: Sample) -> Iterator[None]:
-    """Do something for one sample of a step; what goes wrong is its fault alone."""
+def blaming(sequence: Sequence) -> Iterator[None]:
+    """Turn any exception of the block into a `RequestFault` of the sequence."""
     try:
         yield
     except Exception as error:
-        raise RequestFault(sample) from error
+        raise RequestFault(sequence) from error
 
 
-class Seats:
-    """The samples by slot. A slot keeps its last one until the next sits there: only a plan says who runs."""
+class InputBatch:
+    """The sequences by slot. A slot keeps its last sequence until the next is placed; only a plan says which run."""
 
     def __init__(self, num_slots: int, num_logprobs: int) -> None:
-        """`num_logprobs` are those that every step reports; who wants more is scored by itself."""
+        """`num_logprobs` are those that every step returns; a sequence that wants more is scored separately."""
         self.rows = np.zeros((num_slots, sampler.ROW_WIDTH), np.int32)  # packed, see sampling.pack_row
         self._num_logprobs = num_logprobs
-        self._samples: list[Sample | None] = [None] * num_slots
+        self._sequences: list[Sequence | None] = [None] * num_slots
         self._variants = np.zeros(num_slots, np.int8)  # index into VARIANTS
         self._is_scored = np.zeros(num_slots, np.bool_)  # whether `scored` may list it
 
-    def give(self, slot: int, sample: Sample) -> None:
-        """Let a sample sit down."""
-        if sample.row is None:
-            raise RuntimeError("a sample was queued before it was packed")
-        self._samples[slot] = sample
-        self._variants[slot] = VARIANTS.index(sample.variant)
-        wants_prompt = sample.index == 0 and sample.group.num_prompt_logprobs is not None
-        self._is_scored[slot] = wants_prompt or self._is_whole(sample.params.logprobs)
-        self.rows[slot] = sample.row
+    def place(self, slot: int, sequence: Sequence) -> None:
+        """Put a sequence into a slot."""
+        if sequence.row is None:
+            raise RuntimeError("a sequence was queued before it was packed")
+        self._sequences[slot] = sequence
+        self._variants[slot] = VARIANTS.index(sequence.variant)
+        wants_prompt = sequence.index == 0 and sequence.group.num_prompt_logprobs is not None
+        self._is_scored[slot] = wants_prompt or self._is_whole(sequence.params.logprobs)
+        self.rows[slot] = sequence.row
 
-    def owner(self, slot: int) -> Sample:
-        """Return who sits there."""
-        sample = self._samples[slot]
-        if sample is None:
-            raise RuntimeError(f"a plan names slot {slot}, which nobody has")
-        return sample
+    def owner(self, slot: int) -> Sequence:
+        """Return the sequence of a slot."""
+        sequence = self._sequences[slot]
+        if sequence is None:
+            raise RuntimeError(f"a plan names slot {slot}, which is empty")
+        return sequence
 
     def variant(self, plan: Plan) -> Variant:
         """Return the narrowest sampling that serves every row of a plan."""
@@ -77,13 +77,13 @@ class Seats:
         for slot, start, length in zip(
             plan.slots[first:].tolist(), plan.starts[first:].tolist(), plan.lengths[first:].tolist(), strict=True
         ):
-            sample = self.owner(slot)
-            with blaming(sample):
-                chunks.append(np.asarray(sample.tokens[start : start + length], np.int32))
+            sequence = self.owner(slot)
+            with blaming(sequence):
+                chunks.append(np.asarray(sequence.tokens[start : start + length], np.int32))
         return chunks
 
     def scored(self, plan: Plan) -> list[Scored]:
-        """List what of a step is to be scored by itself: tokens of prompts, and rows of more than a step reports."""
+        """List the positions to score separately: prompt tokens, and rows that want more than a step returns."""
         scored: list[Scored] = []
         if not self._is_scored[plan.slots].any():
             return scored
@@ -91,25 +91,31 @@ class Seats:
         for slot, start, length, samples in zip(
             plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), plan.samples.tolist(), strict=True
         ):
-            sample = self.owner(slot)
+            sequence = self.owner(slot)
             if self._is_scored[slot]:
-                with blaming(sample):
-                    scored += self._scored_of(sample, start, length, samples, offset)
+                with blaming(sequence):
+                    scored += self._scored_of(sequence, start, length, samples, offset)
             offset += length
         return scored
 
-    def _scored_of(self, sample: Sample, start: int, length: int, samples: bool, offset: int) -> list[Scored]:
-        """List what is to be scored of one row, whose tokens begin at `offset` of the step."""
-        group, end = sample.group, start + length
+    def _scored_of(self, sequence: Sequence, start: int, length: int, samples: bool, offset: int) -> list[Scored]:
+        """List the positions to score of one row, whose tokens begin at `offset` of the step."""
+        group, end = sequence.group, start + length
         scored: list[Scored] = []
-        if sample.index == 0 and group.misses_prompt_logprobs:
+        if sequence.index == 0 and group.misses_prompt_logprobs:
             is_whole = self._is_whole(group.num_prompt_logprobs)
             scored += [
-                Scored(sample.id, position, offset + position - start - 1, group.prompt_token_ids[position], is_whole)
+                Scored(
+                    sequence.sequence_id,
+                    position,
+                    offset + position - start - 1,
+                    group.prompt_token_ids[position],
+                    is_whole,
+                )
                 for position in range(start + 1, min(end + 1, len(group.prompt_token_ids)))
             ]
-        if samples and self._is_whole(sample.params.logprobs):
-            scored.append(Scored(sample.id, end, offset + length - 1, 0, True))
+        if samples and self._is_whole(sequence.params.logprobs):
+            scored.append(Scored(sequence.sequence_id, end, offset + length - 1, 0, True))
         return scored
 
     def _is_whole(self, count: int | None) -> bool:

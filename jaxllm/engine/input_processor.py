@@ -1,21 +1,180 @@
-"""What callers give as a prompt or as words, checked and turned into token ids.
+"""From a caller's prompt and parameters to what the engine queues: checks, token ids, sequences, packed parameters.
 
-Pure functions over a tokenizer; knows no engine and no queue. Any thread may call them.
+Knows the model's tokenizer and limits; knows no queue and no device. `InputProcessor.accept` and the functions below it
+may be called by any thread.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from jaxllm.config import EngineConfig
+from jaxllm.engine import sequence
+from jaxllm.engine.model_info import ModelInfo
+from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.errors import UserError, too_long
-from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams
+from jaxllm.outputs import RequestMetrics
+from jaxllm.sampling import sampler
+from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, validate_for_model
+from jaxllm.scheduler import scheduler
+from jaxllm.scheduler.state import Limits, Request
+from jaxllm.text import detokenizer
+from jaxllm.text.repetition_detector import RepetitionDetector
+from jaxllm.text.stop_strings import StopMatcher
 from jaxllm.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _BAD_WORD_CHARACTERS = 32  # that a token of bad_words has at most, on the average
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A request that has passed every check."""
+
+    request_id: str  # the caller's
+    internal_id: str  # the engine's, unique among all that run
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int
+    salt: bytes
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences
+    name: str  # for logs and recordings
+
+    def limit(self, max_model_len: int) -> int:
+        """Return the most tokens that prompt and output can have together."""
+        if self.params.max_tokens is None:
+            return max_model_len
+        return min(max_model_len, len(self.prompt_token_ids) + self.params.max_tokens)
+
+
+class InputProcessor:
+    """Turns requests into sequences for one engine. All but `accept` belong to the engine's thread."""
+
+    def __init__(self, config: EngineConfig, model: ModelInfo, limits: Limits, extras: sampler.Extras) -> None:
+        self._config = config
+        self._model = model
+        self._limits = limits
+        self._extras = extras
+        self._random = np.random.default_rng(config.seed % 2**64)
+        self._num_sequences = 0
+
+    def accept(self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int) -> Accepted:
+        """Check a request and make its token ids; a problem with it is a UserError. Any thread may call this.
+
+        `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt".
+        """
+        config, model = self._config, self._model
+        params = model.default_params if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"Sampling parameters are a SamplingParams, not {type(params).__name__}.", "params")
+        if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
+            raise UserError(f"priority must be an integer, got {priority!r}.", "priority")
+        if priority and config.scheduling_policy != "priority":
+            raise UserError(
+                f"priority is {priority}, but scheduling_policy is {config.scheduling_policy!r}; "
+                "start the engine with scheduling_policy='priority'.",
+                "priority",
+            )
+        validate_for_model(params, model.vocab_size, config.max_logprobs, model.eos_ids, self._extras.processors)
+        if params.stop and config.skip_tokenizer_init:
+            raise UserError("stop needs the text, and skip_tokenizer_init left it out: use stop_token_ids.", "stop")
+        bad_words = read_bad_words(params.bad_words, model.tokenizer)
+        check_allows_a_token(params, bad_words, model.eos_ids)
+        text, ids, salt = read_prompt(prompt, params, model.tokenizer, model.vocab_size, model.max_model_len)
+        if len(ids) + params.min_tokens > model.max_model_len:
+            raise too_long(model.max_model_len, len(ids), params.min_tokens)
+        accepted = Accepted(
+            request_id=request_id,
+            internal_id=request_id,
+            prompt=text,
+            prompt_token_ids=tuple(ids),
+            params=params,
+            priority=int(priority),
+            salt=salt,
+            bad_words=bad_words,
+            name=request_id,
+        )
+        scheduler.check_fits(self._limits, len(ids), accepted.limit(model.max_model_len))
+        return accepted
+
+    def make_group(self, accepted: Accepted, now: float) -> tuple[SequenceGroup, list[Request]]:
+        """Make a request's sequences, and what the scheduler needs of each."""
+        params, ids = accepted.params, accepted.prompt_token_ids
+        group = SequenceGroup(
+            request_id=accepted.request_id,
+            internal_id=accepted.internal_id,
+            prompt=accepted.prompt,
+            prompt_token_ids=ids,
+            metrics=RequestMetrics(arrival_time=now),
+            kind=params.output_kind,
+            num_prompt_logprobs=params.prompt_logprobs,
+        )
+        salt: bytes | None = accepted.salt
+        if not self._config.enable_prefix_caching:
+            # The n sequences of a prompt still share its blocks, under a salt that no other request has.
+            salt = f"{self._num_sequences}".encode() if params.n > 1 else None
+        requests = []
+        for index in range(params.n):
+            own = self._make_sequence(group, index, params)
+            group.sequences.append(own)
+            # The first sequence computes the whole prompt if its log-probabilities are wanted.
+            reads_cache = params.prompt_logprobs is None or index > 0
+            requests.append(
+                Request(
+                    sequence_id=own.sequence_id,
+                    tokens=own.tokens,
+                    num_prompt=len(ids),
+                    limit=accepted.limit(self._model.max_model_len),
+                    stop_ids=tuple(own.eos_ids) + tuple(set(params.stop_token_ids) - own.eos_ids),
+                    priority=accepted.priority,
+                    salt=salt,
+                    reads_cache=reads_cache and not params.skip_reading_prefix_cache,
+                    name=f"{accepted.name}[{index}]" if params.n > 1 else accepted.name,
+                )
+            )
+        return group, requests
+
+    def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
+        """Choose the seeds of a request's sequences and pack their sampling parameters for the device.
+
+        Apart from `make_group`, so that a request that could not be made changes no seed of those after it.
+        """
+        params, extras = accepted.params, self._extras
+        seed = params.seed
+        if seed is None:
+            # A drawn seed makes equal requests differ by the order in which they came.
+            seed = self._config.seed if self._config.deterministic else int(self._random.integers(2**63))
+        num_prompt, num_bad = len(group.prompt_token_ids), sum(map(len, accepted.bad_words))
+        for own in group.sequences:
+            own.seed = (seed + own.index) % 2**64
+            stop_ids = own.eos_ids | set(params.stop_token_ids)
+            own.row = sampler.pack_row(
+                params, own.seed, num_prompt, stop_ids, self._model.vocab_size, num_bad, extras.bits(params)
+            )
+            own.extras = extras.pack(params, accepted.bad_words)
+
+    def _make_sequence(self, group: SequenceGroup, index: int, params: SamplingParams) -> sequence.Sequence:
+        self._num_sequences += 1
+        tokenizer, ids = self._model.tokenizer, group.prompt_token_ids
+        return sequence.Sequence(
+            sequence_id=self._num_sequences,
+            group=group,
+            index=index,
+            params=params,
+            eos_ids=frozenset() if params.ignore_eos else self._model.eos_ids,
+            variant=sampler.needs(params),
+            tokens=array("i", ids),
+            detokenizer=detokenizer.begin(tokenizer, ids, params.skip_special_tokens),
+            matcher=StopMatcher.of(params.stop),
+            repetition=RepetitionDetector(params.repetition_detection) if params.repetition_detection else None,
+            logprobs=None if params.logprobs is None and params.logprob_token_ids is None else [],
+        )
 
 
 def read_prompt(

@@ -140,16 +140,16 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> dict[str, Any]:
         """Render a conversation into a prompt: its text and token ids; arguments as of `Tokenizer.encode_chat`."""
-        text, ids = self.engine.tokenizer.encode_chat(messages, **template_args)
+        text, ids = self.engine.model.tokenizer.encode_chat(messages, **template_args)
         return {"prompt": text, "prompt_token_ids": ids}
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer."""
-        return self.engine.tokenizer
+        return self.engine.model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what holds for a request without parameters: the model's generation_config.json, then neutral."""
-        return self.engine.default_params
+        return self.engine.model.default_params
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompts; False if that is not possible now."""
@@ -163,7 +163,7 @@ class LLM:
         self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
     ) -> Sequence[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
-            return [given or self.engine.default_params] * count
+            return [given or self.engine.model.default_params] * count
         if len(given) != count:
             raise UserError(
                 f"The lengths of prompts ({count}) and sampling_params ({len(given)}) must be the same.",

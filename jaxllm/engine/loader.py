@@ -1,4 +1,4 @@
-"""What an engine is put together from: a tokenizer, a runner, what the model says of sampling, and a clock.
+"""Loads what an engine is made of: the model's tokenizer and defaults, the runner with weights and programs, a clock.
 
 `load_parts` makes them from a model; a simulation brings its own.
 """
@@ -13,32 +13,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
 from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.model_setup import prepare
 from jaxllm.runner.startup_timing import Phase, Phases, describe
-from jaxllm.sampling_params import SamplingParams, default_sampling_params
+from jaxllm.sampling_params import default_sampling_params
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What an engine works with."""
+    """What an engine is made of."""
 
-    tokenizer: Tokenizer
-    generation_config: Mapping[str, Any]  # of the model's file of that name
-    default_params: SamplingParams  # of a request without parameters
-    eos_ids: frozenset[int]
+    model: ModelInfo
     runner: Runner
-    vocab_size: int
-    max_model_len: int  # tokens
     clock: Callable[[], float] = time.monotonic  # seconds
-    start_phases: tuple[Phase, ...] = ()  # how long the start took, and why
+    start_phases: tuple[Phase, ...] = ()  # how long each phase of the start took, and why
 
 
 def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
-    """Load a model onto its devices; what is wrong with it is a UserError, and comes before what takes long."""
+    """Load a model onto its devices. A problem with the model is a UserError, raised before what takes long."""
     phases = Phases()
     with phases.phase("setup") as causes:
         setup = prepare(config)
@@ -55,22 +51,28 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         print(text, file=sys.stderr)
     else:
         logging.getLogger(__name__).info("%s", text)
-    return Parts(
+    geometry = runner.geometry
+    model = ModelInfo(
         tokenizer=tokenizer,
         generation_config=setup.generation_config,
         default_params=default_params,
         eos_ids=eos_ids,
-        runner=runner,
         vocab_size=setup.spec.vocab_size,
-        max_model_len=runner.geometry.max_model_len,
-        start_phases=start_phases,
+        max_model_len=geometry.max_model_len,
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        block_size=geometry.block_size,
+        num_kv_blocks=geometry.num_blocks,
+        dtype=setup.dtype.name,
+        device_kind=setup.devices[0].device_kind,
     )
+    return Parts(model=model, runner=runner, start_phases=start_phases)
 
 
 def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
     """Return the tokens that end a text: the tokenizer's, and those of the model's generation_config.json.
 
-    Those beyond the vocabulary cannot be sampled and are left out: derived models often name their parents' too.
+    Ids beyond the vocabulary cannot be sampled and are left out: a derived model often keeps those of its base model.
     """
     named = generation_config.get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]

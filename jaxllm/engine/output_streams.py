@@ -16,10 +16,10 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 class Stream:
     """One request's outputs on their way to its reader; what was not taken yet is one merged output."""
 
-    def __init__(self, request_id: str, owner: str, key: str, params: SamplingParams, arrival: float) -> None:
+    def __init__(self, request_id: str, owner: str, internal_id: str, params: SamplingParams, arrival: float) -> None:
         self.request_id = request_id  # the caller's
-        self.owner = owner  # who else may use that id
-        self.key = key  # the engine's
+        self.owner = owner  # whose id it is: other owners may use the same
+        self.internal_id = internal_id  # the engine's
         self.params = params
         self.is_finished = False  # its last output has come
         self.is_over = False  # nothing more is expected of the engine
@@ -48,7 +48,6 @@ class Stream:
             if num_tokens:
                 taken.append(((now - before) * len(counts), num_tokens, False))
             self._last_tokens = now
-        output.request_id = self.request_id
         if output.metrics is not None:
             output.metrics.arrival_time = self._arrival
         for completion in output.outputs:
@@ -113,7 +112,7 @@ class StreamTable:
 
     def __init__(self) -> None:
         self._by_id: dict[str, dict[str, Stream]] = {}  # the second by owner
-        self._by_key: dict[str, Stream] = {}
+        self._by_internal_id: dict[str, Stream] = {}
         self._num_opened = 0
         self._num_awaited = 0  # streams of which the engine has more to say
         self._quiet = asyncio.Event()  # there are none of them
@@ -122,7 +121,7 @@ class StreamTable:
         self._idle.set()
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._by_internal_id)
 
     def has(self, request_id: str, owner: str) -> bool:
         """Whether a caller's id is in use."""
@@ -136,16 +135,16 @@ class StreamTable:
         """Find the streams of all callers' requests of an id."""
         return list(self._by_id.get(request_id, {}).values())
 
-    def of_key(self, key: str) -> Stream | None:
+    def of_internal_id(self, internal_id: str) -> Stream | None:
         """Find a stream by the engine's id; None if its reader has gone."""
-        return self._by_key.get(key)
+        return self._by_internal_id.get(internal_id)
 
     def open(self, request_id: str, owner: str, params: SamplingParams, arrival: float) -> Stream:
         """Make a stream for an id that is free."""
         # An id may come back before the engine has heard of its first owner's end, so it has names of its own.
         self._num_opened += 1
         stream = Stream(request_id, owner, f"{self._num_opened}", params, arrival)
-        self._by_id.setdefault(request_id, {})[owner] = self._by_key[stream.key] = stream
+        self._by_id.setdefault(request_id, {})[owner] = self._by_internal_id[stream.internal_id] = stream
         self._num_awaited += 1
         self._idle.clear()
         self._quiet.clear()
@@ -154,11 +153,11 @@ class StreamTable:
     def close(self, stream: Stream) -> None:
         """Forget a stream, whose reader has gone."""
         owners = self._by_id[stream.request_id]
-        del owners[stream.owner], self._by_key[stream.key]
+        del owners[stream.owner], self._by_internal_id[stream.internal_id]
         if not owners:
             del self._by_id[stream.request_id]
         self.note_over(stream)
-        if not self._by_key:
+        if not self._by_internal_id:
             self._idle.set()
 
     def note_over(self, stream: Stream) -> None:
@@ -176,7 +175,7 @@ class StreamTable:
 
     def fail_all(self, error: BaseException) -> None:
         """End every stream with an error."""
-        for stream in list(self._by_key.values()):
+        for stream in list(self._by_internal_id.values()):
             self.fail(stream, error)
 
     async def wait_quiet(self) -> None:

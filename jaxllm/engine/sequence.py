@@ -1,7 +1,7 @@
-"""What the engine keeps of a request: its samples, their tokens and text as they grow, and what was shown of them.
+"""A request in the engine: its sequences, their tokens and text as they grow, and what of them was already returned.
 
-Knows tokens, text and outputs; knows no scheduler, device or clock. A step over text may fail; whoever calls it decides
-what that means for the request.
+Knows tokens, text and outputs; knows no scheduler, device or clock. Methods that make text may raise; the caller
+decides what that means for the request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
-from jaxllm.runner.step import Result, Score
+from jaxllm.runner.scoring import Score
+from jaxllm.runner.step import Result
 from jaxllm.sampling.sampler import Variant
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text import detokenizer
@@ -21,15 +22,15 @@ from jaxllm.text.repetition_detector import RepetitionDetector
 from jaxllm.text.stop_strings import StopMatcher, match_stops
 from jaxllm.text.tokenizer import Tokenizer
 
-End = tuple[FinishReason, int | str | None]  # how a sample ended, and the stop string or token that ended it
+End = tuple[FinishReason, int | str | None]  # finish reason and stop reason of a sequence
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
+class Sequence:
     """One output of a request while it is being made."""
 
-    id: int
-    group: Group
+    sequence_id: int
+    group: SequenceGroup
     index: int
     params: SamplingParams
     eos_ids: frozenset[int]
@@ -41,10 +42,10 @@ class Sample:
     row: np.ndarray | None = None  # its packed row of the sampling state, see sampling.pack_row
     extras: np.ndarray | None = None  # its packed extras, see sampling.Extras
     repetition: RepetitionDetector | None = None
-    text: list[str] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)  # in pieces
     num_read: int = 0  # output tokens that `text` is made of
-    num_shown: int = 0  # output tokens that were shown; -1 once the end was
-    text_shown: int = 0  # pieces of the text that were shown
+    num_shown: int = 0  # output tokens that `show` has returned; -1 once it returned the end
+    text_shown: int = 0  # pieces of the text that it has returned
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
@@ -56,7 +57,7 @@ class Sample:
         return len(self.tokens) - len(self.group.prompt_token_ids)
 
     def advance(self, tokenizer: Tokenizer, token: int, finish_reason: FinishReason | None) -> End | None:
-        """Take in the newest of `tokens`; say how it ends the sample, if it does.
+        """Take in the newest of `tokens`; say how it ends the sequence, if it does.
 
         The scheduler may say so; else it does by a stop string, else by a repetition.
         """
@@ -68,7 +69,7 @@ class Sample:
         if finish_reason is None and self._repeats(token):
             finish_reason, stop_reason = "repetition", "repetition_detected"  # vLLM's words
         if finish_reason is None and not self.params.stop:
-            return None  # nobody needs its text now
+            return None  # the text is made when it is returned
         self.read(tokenizer)
         if finish_reason is not None:
             self.flush(tokenizer)
@@ -113,7 +114,7 @@ class Sample:
         chosen = Logprob(value, int(result.rank[row]), tokenizer.token_text(token))
         top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
         for score in result.scores:  # a row of more than a step reports
-            if score.of.request_id == self.id and score.of.position >= len(self.group.prompt_token_ids):
+            if score.of.sequence_id == self.sequence_id and score.of.position >= len(self.group.prompt_token_ids):
                 top_ids, top_logprobs = score.top_ids, score.top_logprobs
         entry = _entry(tokenizer, token, chosen, self.params.logprobs or 0, top_ids, top_logprobs)
         reported = self.params.logprob_token_ids or ()
@@ -127,11 +128,11 @@ class Sample:
 
     @property
     def has_news(self) -> bool:
-        """Whether anything came or happened since the sample was last shown; an end is told once."""
+        """Whether there is anything that `show` has not returned yet; an end is returned once."""
         return self.num_shown >= 0 and (self.num_tokens > self.num_shown or self.finish_reason is not None)
 
     def is_due(self, interval: int) -> bool:
-        """Whether it is to be shown now: for a first token, an end, or enough tokens."""
+        """Whether to return an output now: for a first token, an end, or enough tokens."""
         new = self.num_tokens - self.num_shown
         is_first_or_last = self.num_shown == 0 or self.finish_reason is not None
         return self.has_news and (is_first_or_last or new >= (self.params.stream_interval or interval))
@@ -164,7 +165,7 @@ class Sample:
 def _entry(
     tokenizer: Tokenizer, token: int, chosen: Logprob, count: int, top_ids: np.ndarray, top_logprobs: np.ndarray
 ) -> dict[int, Logprob]:
-    """Make what is told of one position: the token that stands there, then the `count` likeliest; -1: all there are."""
+    """Make the entry of one position: its token, then the `count` likeliest; -1: the whole vocabulary."""
     end = None if count == -1 else count
     entry = {token: chosen}
     for rank, (other, logprob) in enumerate(zip(top_ids[:end].tolist(), top_logprobs[:end].tolist(), strict=True), 1):
@@ -174,15 +175,16 @@ def _entry(
 
 
 @dataclass(slots=True, eq=False)
-class Group:
-    """A request as the caller knows it: a prompt and `n` samples of its continuation."""
+class SequenceGroup:
+    """A request: a prompt and `n` sequences that continue it."""
 
-    request_id: str
+    request_id: str  # the caller's
+    internal_id: str  # the engine's: another request may have the same `request_id` while this one ends
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics
     kind: RequestOutputKind
-    samples: list[Sample] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int | None = None  # likeliest tokens to report of each of the prompt's; None: none, -1: all
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
@@ -205,18 +207,18 @@ class Group:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all samples have ended."""
-        return all(sample.finish_reason is not None for sample in self.samples)
+        """Whether all sequences have ended."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def is_due(self, interval: int) -> bool:
-        """Whether an output is to be made now; `interval` is how many tokens are enough where nobody says."""
+        """Whether to return an output now; `interval` is how many new tokens are enough, unless the parameters say."""
         if self.is_finished:
             return True
         is_final_only = self.kind is RequestOutputKind.FINAL_ONLY
-        return not is_final_only and any(sample.is_due(interval) for sample in self.samples)
+        return not is_final_only and any(sequence.is_due(interval) for sequence in self.sequences)
 
     def show(self) -> RequestOutput:
-        """Return the caller's view of it; of deltas, the samples that have news."""
+        """Return the output for the caller; of deltas, only sequences that have something new."""
         is_delta = self.kind is RequestOutputKind.DELTA
         prompt_logprobs = None
         has_all = self.num_prompt_logprobs is not None and not self.misses_prompt_logprobs
@@ -227,21 +229,30 @@ class Group:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[sample.show(is_delta) for sample in self.samples if not is_delta or sample.has_news],
+            outputs=[sequence.show(is_delta) for sequence in self.sequences if not is_delta or sequence.has_news],
             finished=self.is_finished,
             metrics=replace(self.metrics),
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
+            internal_id=self.internal_id,
         )
 
     def show_failure(self, why: str) -> RequestOutput:
-        """Return the end of a request whose view cannot be made: nothing of what it has."""
-        for sample in self.samples:
-            sample.finish_reason, sample.stop_reason = "error", why
+        """Return the end of a request whose output cannot be made: no text and no tokens."""
+        for sequence in self.sequences:
+            sequence.finish_reason, sequence.stop_reason = "error", why
         ends = [
-            CompletionOutput(sample.index, "", [], finish_reason="error", stop_reason=why) for sample in self.samples
+            CompletionOutput(sequence.index, "", [], finish_reason="error", stop_reason=why)
+            for sequence in self.sequences
         ]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, ends, finished=True)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=ends,
+            finished=True,
+            internal_id=self.internal_id,
+        )
 
 
 def _signed(seed: int) -> int:

@@ -26,7 +26,7 @@ import msgpack
 import numpy as np
 
 from jaxllm.errors import UserError
-from jaxllm.scheduler.recorded import Core
+from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Plan, Request
 from jaxllm.version import __version__
 
@@ -83,7 +83,7 @@ class FileRecorder:
         except OSError as error:
             raise UserError(f"record: cannot write {path}: {error.strerror}.", "record") from error
 
-    def begin(self, core: Core) -> None:
+    def begin(self, core: RecordedScheduler) -> None:
         """Write the header."""
         self._start = self._clock()
         header = {
@@ -203,10 +203,10 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
     """Write a new request as plain data."""
     tokens, salt = request.tokens, request.salt
     if pseudonyms is not None:
-        tokens = pseudonyms.begin(request.id, tokens)
+        tokens = pseudonyms.begin(request.sequence_id, tokens)
         salt = salt and pseudonyms.of_bytes(salt)
     return {
-        "id": request.id,
+        "id": request.sequence_id,
         "name": request.name,
         "num_prompt": request.num_prompt,
         "limit": request.limit,
@@ -224,7 +224,7 @@ def describe(plan: Plan) -> list[int]:
     for column in (plan.slots, plan.starts, plan.lengths, plan.samples, plan.table):
         check = zlib.crc32(column.tobytes(), check)
     for one in plan.admitted:
-        numbers = np.asarray([one.slot, one.request.id, one.num_known, one.num_cached], np.int64)
+        numbers = np.asarray([one.slot, one.request.sequence_id, one.num_known, one.num_cached], np.int64)
         check = zlib.crc32(numbers.tobytes(), check)
     if plan.preempted:
         check = zlib.crc32(np.asarray(plan.preempted, np.int64).tobytes(), check)

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxllm.errors import UserError
 from jaxllm.replay.recording import FORMAT, MAGIC, Kind, describe
-from jaxllm.scheduler.recorded import Core
+from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Limits, Plan, Request, State
 
 MAX_ENTRY = 1 << 30  # bytes of one value in a recording
@@ -61,11 +61,11 @@ class Replay:
         self.header: Header | None = None
         self.end = ""  # why the recording ended; "" without an end mark
         self.cut: str | None = None  # where it breaks off in an entry, as when its process was killed
-        self._core: Core | None = None
+        self._core: RecordedScheduler | None = None
         self._plans: dict[int, Plan] = {}
 
     @property
-    def core(self) -> Core:
+    def core(self) -> RecordedScheduler:
         """The scheduler as it is now."""
         if self._core is None:
             raise UserError("the recording is empty.", "file")
@@ -102,7 +102,7 @@ class Replay:
     def _take(self, entry: list[Any], number: int) -> Moment | None:
         if self.header is None:
             self.header = _read_header(entry)
-            self._core = Core(_read_limits(self.header.limits))
+            self._core = RecordedScheduler(_read_limits(self.header.limits))
             return None
         core, kind, time = self.core, _KINDS[entry[0]], entry[1] / 1e6
         if kind is Kind.END:
@@ -207,7 +207,7 @@ def _read_limits(data: Mapping[str, Any]) -> Limits:
 def _read_request(fields: Mapping[str, Any]) -> Request:
     """Read what `recording.pack_request` wrote."""
     return Request(
-        id=int(fields["id"]),
+        sequence_id=int(fields["id"]),
         tokens=array("i", fields["tokens"]),
         num_prompt=int(fields["num_prompt"]),
         limit=int(fields["limit"]),

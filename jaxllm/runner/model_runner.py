@@ -22,17 +22,18 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
-from jaxllm.metrics import Metrics
+from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder, sharding, weights
-from jaxllm.runner import aot_manifest, batch, device_state, memory_plan, step
+from jaxllm.runner import aot_manifest, batch, device_state, memory_plan, scoring, step
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.runner.device_state import Geometry
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.runner.model_setup import Setup, describe_memory, describe_programs, extras_of, free_bytes, plan_memory
 from jaxllm.runner.profiling import span
+from jaxllm.runner.scoring import SCORED_ROWS, Scored
 from jaxllm.runner.startup_timing import Compilations, Phases
-from jaxllm.runner.step import SCORED_ROWS, Result, Scored
+from jaxllm.runner.step import Result, StepModel
 from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.sampler import ROW_WIDTH, Variant
 from jaxllm.scheduler.state import Limits, Plan
@@ -57,7 +58,7 @@ class StepInFlight(NamedTuple):
         result = step.read(np.asarray(self.joined), self.num_rows, self.num_logprobs)
         if not self.scores:
             return result
-        return replace(result, scores=[score for of, found in self.scores for score in step.read_scores(of, found)])
+        return replace(result, scores=[score for of, found in self.scores for score in scoring.read_scores(of, found)])
 
 
 class Runner:
@@ -192,6 +193,12 @@ class Runner:
         named |= {"score": self._score_programs[False], "score_whole": self._score_programs[True]}
         return {name: program.as_text() for name, program in named.items() if name in names}
 
+    def report(self) -> DeviceReport:
+        """Say what is compiled and how much memory the devices use."""
+        memory = {str(device.id): device.memory_stats() or {} for device in self.setup.devices}
+        programs = self.programs
+        return DeviceReport(len(programs), programs.num_compiling, programs.num_all, memory)
+
     def renew(self) -> None:
         """Replace the state by an empty one."""
         self._state = ()
@@ -224,6 +231,17 @@ class Runner:
         )
         self._state_shapes = device_state.abstract(
             setup.spec, geometry, setup.max_num_batched_tokens, self.extras, self._mesh, setup.dtype
+        )
+        self._step_model = StepModel(
+            spec=setup.spec,
+            geometry=geometry,
+            num_logprobs=self.num_logprobs,
+            extras=self.extras,
+            processors=tuple(self._processors.values()),
+            mesh=self._mesh,
+            params=self._params_shapes,
+            state=self._state_shapes,
+            kernels=setup.kernels,
         )
         sizes = setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH
         if self._config.deterministic:
@@ -278,7 +296,7 @@ class Runner:
         leaves = tuple(jax.tree.leaves(self._params_shapes))
         self._score_programs = [
             jax.jit(
-                step.score(self.setup.spec, self.num_logprobs, is_whole, self._mesh, self._params_shapes),
+                scoring.build(self._step_model, is_whole),
                 compiler_options=self._options,
             )
             .lower(leaves, shapes.hidden, places)
@@ -288,19 +306,7 @@ class Runner:
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         """Trace one program."""
-        run = step.build(
-            self.setup.spec,
-            self.geometry,
-            key.shape,
-            key.variant,
-            self.num_logprobs,
-            self.extras,
-            tuple(self._processors.values()),
-            self._mesh,
-            self._params_shapes,
-            self._state_shapes,
-            self.setup.kernels,
-        )
+        run = step.build(self._step_model, key.shape, key.variant)
         buffer = jax.ShapeDtypeStruct(
             (batch.buffer_size(key.shape),), jnp.int32, sharding=sharding.replicated(self._mesh)
         )

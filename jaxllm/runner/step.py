@@ -1,7 +1,7 @@
 """One engine step as a function that is traced once per program: forward, attention, logits, sampling, slot update.
 
 Pure and without a host: it takes weights, the donated state and the packed batch, and returns the next state and one
-buffer of results. Knows how batch.py lays the buffer out; knows no scheduler, and no compiled program (programs.py).
+buffer of results. Knows how batch.py lays the buffer out; knows no scheduler and no compiled program.
 
 Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, Vx vocabulary
 of one shard.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +33,16 @@ from jaxllm.sampling.sampler import Extras, Processor, Sampled, Variant
 from jaxllm.sampling.vocab_parallel import Vocabulary
 from pallas_kernels import Choice
 
-Leaves = tuple[jax.Array, ...]
-MOST_LOGPROBS = 20  # likeliest tokens that a step reports; who asks for more gets them out of whole rows
-SCORED_ROWS = 64  # positions that one call of `score` takes
+if TYPE_CHECKING:
+    from jaxllm.runner.scoring import Score
 
-# What layers and programs have in common is a function of its own to JAX: here, in sampling.py and in model/. It is
-# traced once for all that call it with the same shapes, and a program's text holds it once; XLA inlines it before all
-# else. Two programs of the 0.5B shape, 24 layers, are traced in 1.1 s so and in 4.3 without; of 24 layers with experts
-# in 1.4 and 4.9 (DECISIONS.md, 73).
+Leaves = tuple[jax.Array, ...]
+MOST_LOGPROBS = 20  # likeliest tokens that a step reports; requests for more are scored from whole rows (scoring.py)
+
+# Code that layers and programs share is jitted by itself: here, in sampler.py and in model/. JAX then traces it once
+# for all calls with the same shapes, and a program's text holds it once; XLA inlines it before all else. Two programs
+# of the 0.5B shape, 24 layers, are traced in 1.1 s this way and in 4.3 s without; with experts in 1.4 and 4.9
+# (DECISIONS, 73).
 _write_kv = jax.jit(pallas_kernels.write_kv, static_argnames=("is_interleaved", "implementation"))
 _SETTINGS = ("scale", "window", "softcap", "value_size", "implementation")
 _paged_decode = jax.jit(pallas_kernels.paged_decode, static_argnames=_SETTINGS)
@@ -58,56 +60,39 @@ class Result:
     top_logprobs: np.ndarray | None  # float32[R, n]
     top_ids: np.ndarray | None  # int32[R, n]
     reported: np.ndarray | None  # float32[R, MAX_REPORTED_TOKENS]
-    scores: Sequence[Score] = ()  # of what `Runner.dispatch` was asked to score
+    scores: Sequence[Score] = ()  # of the positions that `Runner.dispatch` was given
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A position whose log-probabilities are wanted beside the step's own: of a prompt, or all of a row's."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """What all programs of an engine have in common."""
 
-    request_id: int
-    position: int  # of the token that is scored
-    index: int  # of the token before it among the step's
-    token: int  # that stands there; 0 where it is to be sampled
-    is_whole: bool  # wants all of the vocabulary
-
-
-class Score(NamedTuple):
-    """The log-probabilities at one position."""
-
-    of: Scored
-    logprob: float  # of the token
-    rank: int
-    top_logprobs: np.ndarray  # float32[n], falling; n is V where all are wanted
-    top_ids: np.ndarray  # int32[n]
+    spec: Spec
+    geometry: Geometry
+    num_logprobs: int  # likeliest tokens that a step returns
+    extras: Extras
+    processors: Sequence[Processor]
+    mesh: Mesh
+    params: Params[jax.ShapeDtypeStruct]
+    state: DeviceState[jax.ShapeDtypeStruct]
+    kernels: Mapping[str, Choice]
 
 
 def build(
-    spec: Spec,
-    geometry: Geometry,
-    shape: Shape,
-    variant: Variant,
-    num_logprobs: int,
-    extras: Extras,
-    processors: Sequence[Processor],
-    mesh: Mesh,
-    params: Params[jax.ShapeDtypeStruct],
-    state: DeviceState[jax.ShapeDtypeStruct],
-    kernels: Mapping[str, Choice],
+    model: StepModel, shape: Shape, variant: Variant
 ) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
     """Return the step of one program as a function of flat tuples: (weights, state, buffer) -> (state, results).
 
-    Flat, because flattening a tree in each call cost other engines 17 to 34 ms a step (reference/peers.md §3).
+    Flat, because flattening a tree in each call costs other engines 17 to 34 ms a step (DECISIONS, "Flat arguments").
     """
+    params, state = model.params, model.state
     params_tree, state_tree = jax.tree.structure(params), jax.tree.structure(state)
 
     def on_shard(params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array) -> tuple[Leaves, jax.Array]:
         weights = jax.tree.unflatten(params_tree, params_leaves)
         current = jax.tree.unflatten(state_tree, state_leaves)
-        following, sampled = _step(
-            spec, geometry, shape, variant, num_logprobs, extras, processors, kernels, weights, current, buffer
-        )
-        return tuple(jax.tree.leaves(following)), _joined(sampled)
+        following, sampled = _step(model, shape, variant, weights, current, buffer)
+        return tuple(jax.tree.leaves(following)), join(sampled)
 
     # What a trace calls the program. Part of its name in the compilation cache, too: what is found there has the scopes
     # of the code that compiled it, for keys hold no scopes.
@@ -117,10 +102,10 @@ def build(
     )
     return jax.shard_map(
         on_shard,
-        mesh=mesh,
+        mesh=model.mesh,
         in_specs=(params_specs, state_specs, PartitionSpec()),
         out_specs=(state_specs, PartitionSpec()),
-        check_vma=False,  # kernels called by shard_map know nothing of varying axes (reference/kernels.md §3)
+        check_vma=False,  # kernels inside of shard_map declare no varying axes
     )
 
 
@@ -128,11 +113,11 @@ def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str,
     """Return the options of XLA's compiler that steps are compiled with, beside its defaults.
 
     On a GPU, sums over devices go into the CUDA graph too: without that a decode step over four devices is as many
-    graphs as there are sums, 65 for 32 layers. The list is XLA's own with COLLECTIVES at its end; who has said in
-    XLA_FLAGS what goes into graphs is not overruled.
+    graphs as there are sums, 65 for 32 layers. The list is XLA's own with COLLECTIVES at its end; a list in XLA_FLAGS
+    is left as it is.
 
     Deterministic mode needs products in which a row's bits do not depend on which row it is. Libraries do not promise
-    that: a kernel that deals out tiles and depth together ("stream-K") divides the sum of some tiles and not of others.
+    that: a kernel that distributes tiles and depth together ("stream-K") splits the sum of only some tiles.
     XLA's own Triton products sum each tile from first to last where nothing is split.
     """
     if platform != "gpu":
@@ -158,60 +143,6 @@ def program_name(shape: Shape, variant: Variant) -> str:
 def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
     """Return how many of the likeliest tokens a step reports, where requests may ask for `max_logprobs`; -1: all."""
     return min(MOST_LOGPROBS if max_logprobs == -1 else max_logprobs, MOST_LOGPROBS, vocab_size)
-
-
-def score(
-    spec: Spec,
-    num_logprobs: int,
-    is_whole: bool,
-    mesh: Mesh,
-    params: Params[jax.ShapeDtypeStruct],
-) -> Callable[[Leaves, jax.Array, jax.Array], jax.Array]:
-    """Return a function of (weights, hidden states, places) that scores tokens at positions of the step before.
-
-    `places` are int32[Q, 2]: which hidden state, and which token. The result is int32[Q, W] like a step's, whose first
-    two columns mean nothing; where `is_whole`, the log-probabilities of the vocabulary instead, float32[Q, V], with
-    minus infinity behind its end.
-    """
-    params_tree = jax.tree.structure(params)
-
-    def on_shard(params_leaves: Leaves, hidden: jax.Array, places: jax.Array) -> jax.Array:
-        weights = jax.tree.unflatten(params_tree, params_leaves)
-        vocabulary = Vocabulary(spec.vocab_size, AXIS)
-        logits = decoder.head(spec, weights, hidden.at[places[:, 0]].get(mode="clip"))  # [Q, Vx]
-        logits = vocabulary.without_padding(logits)
-        if is_whole:
-            return sampler.all_logprobs(logits, vocabulary)
-        found = sampler.logprobs_of(logits, places[:, 1], None, num_logprobs, vocabulary)
-        return _joined(Sampled(places[:, 1], jnp.ones(len(places), jnp.bool_), *found))
-
-    on_shard.__name__ = "score_whole" if is_whole else "score"
-    params_specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(params))
-    return jax.shard_map(
-        on_shard,
-        mesh=mesh,
-        in_specs=(params_specs, PartitionSpec(), PartitionSpec()),
-        out_specs=PartitionSpec(None, AXIS) if is_whole else PartitionSpec(),
-        check_vma=False,
-    )
-
-
-def read_scores(wanted: Sequence[Scored], found: jax.Array | np.ndarray) -> list[Score]:
-    """Read the results of `score` for positions that are all whole or all not."""
-    values = np.asarray(found)
-    scores = []
-    for row, of in enumerate(wanted):
-        if of.is_whole:
-            order = np.argsort(-values[row], kind="stable")  # equals by their ids, as in lax.top_k
-            logprob = values[row, of.token]
-            rank = 1 + int(np.count_nonzero(values[row] > logprob))
-            scores.append(Score(of, float(logprob), rank, values[row, order], order))
-        else:
-            one = read(values[row : row + 1], 1, (values.shape[1] - 4) // 2)
-            assert one.logprob is not None and one.rank is not None
-            assert one.top_logprobs is not None and one.top_ids is not None
-            scores.append(Score(of, float(one.logprob[0]), int(one.rank[0]), one.top_logprobs[0], one.top_ids[0]))
-    return scores
 
 
 def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> Result:
@@ -253,18 +184,14 @@ def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:
 
 
 def _step(
-    spec: Spec,
-    geometry: Geometry,
+    model: StepModel,
     shape: Shape,
     variant: Variant,
-    num_logprobs: int,
-    extras: Extras,
-    processors: Sequence[Processor],
-    kernels: Mapping[str, Choice],
     params: Params[jax.Array],
     state: DeviceState[jax.Array],
     buffer: jax.Array,
 ) -> tuple[DeviceState[jax.Array], Sampled]:
+    spec, geometry = model.spec, model.geometry
     field = {
         name: lax.slice_in_dim(buffer, offset, offset + int(np.prod(size))).reshape(size)
         for name, (offset, size) in batch.fields(shape).items()
@@ -285,7 +212,7 @@ def _step(
         last, samples = field["row_last"], field["row_samples"] > 0
 
     kv = list(state.kv)
-    attend = _attention(spec, geometry, shape, kernels, kv, tables, field, slots, positions)
+    attend = _attention(model, shape, kv, tables, field, slots, positions)
     context = decoder.Context(positions, attend, axis=AXIS)
     hidden = decoder.forward(spec, params, tokens, context)  # [T, D]
     kept = state.hidden
@@ -299,10 +226,19 @@ def _step(
         history, own = None, None
         if variant is Variant.FULL:
             history = known.at[row_slot].get(mode="clip")
-            own = extras.unpack(state.extras.at[row_slot].get(mode="clip"))
+            own = model.extras.unpack(state.extras.at[row_slot].get(mode="clip"))
         vocabulary = Vocabulary(spec.vocab_size, AXIS)
         sampled = sampler.sample(
-            logits, here, ends, history, own, variant, num_logprobs, vocabulary, processors, kernels["sample"]
+            logits,
+            here,
+            ends,
+            history,
+            own,
+            variant,
+            model.num_logprobs,
+            vocabulary,
+            model.processors,
+            model.kernels["sample"],
         )
         known = known.at[jnp.where(samples, row_slot, geometry.num_slots), ends].set(sampled.tokens, mode="drop")
     return DeviceState(
@@ -311,10 +247,8 @@ def _step(
 
 
 def _attention(
-    spec: Spec,
-    geometry: Geometry,
+    model: StepModel,
     shape: Shape,
-    kernels: Mapping[str, Choice],
     kv: list[tuple[jax.Array, jax.Array | None]],
     tables: jax.Array,
     field: dict[str, jax.Array],
@@ -322,6 +256,7 @@ def _attention(
     positions: jax.Array,
 ) -> decoder.Attend:
     """Return the function that stores a layer's keys and values in `kv`, then attends over the cache."""
+    spec, geometry, kernels = model.spec, model.geometry, model.kernels
     size = geometry.block_size
     # Padding must not be stored; its places are all different because the scatter is promised unique ones.
     nowhere = geometry.num_blocks + jnp.arange(shape.tokens)
@@ -386,7 +321,7 @@ def _attention(
     return attend
 
 
-def _joined(sampled: Sampled) -> jax.Array:
+def join(sampled: Sampled) -> jax.Array:
     """Lay all results side by side, int32[R, W], so that they reach the host in one transfer."""
     columns = [sampled.tokens[:, None], sampled.is_finite[:, None].astype(jnp.int32)]
     if sampled.logprob is not None:

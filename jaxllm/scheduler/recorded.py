@@ -17,7 +17,7 @@ from jaxllm.scheduler.state import BlockEvent, Events, Limits, Plan, Request, St
 class Recorder(Protocol):
     """Is told every call, in order, after it was made; see recording.py."""
 
-    def begin(self, core: Core) -> None:
+    def begin(self, core: RecordedScheduler) -> None:
         """An engine begins, and `core` is its."""
 
     def added(self, requests: Sequence[Request]) -> None:
@@ -39,7 +39,7 @@ class Recorder(Protocol):
         """The engine has ended."""
 
 
-class Core:
+class RecordedScheduler:
     """Holds the state; see scheduler.py for what the calls do. Owns the requests' tokens from `add` on."""
 
     def __init__(self, limits: Limits, recorder: Recorder | None = None) -> None:
@@ -53,7 +53,7 @@ class Core:
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests: all, or none and a UserError."""
         self.state = scheduler.add(self.state, self.limits, requests)
-        self.requests.update((request.id, request) for request in requests)
+        self.requests.update((request.sequence_id, request) for request in requests)
         if self._recorder is not None:
             self._recorder.added(requests)
 

@@ -54,9 +54,9 @@ def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
     """Take requests out, in whatever phase they are, and give their blocks back; unknown ids change nothing."""
     gone = frozenset(request_ids)
     editor = StateEditor(state)
-    if any(entry.request.id in gone for entry in state.waiting):
-        editor.waiting = tuple(entry for entry in state.waiting if entry.request.id not in gone)
-    slots = [slot for slot in _taken_slots(editor) if editor.owner(slot).request.id in gone]
+    if any(entry.request.sequence_id in gone for entry in state.waiting):
+        editor.waiting = tuple(entry for entry in state.waiting if entry.request.sequence_id not in gone)
+    slots = [slot for slot in _taken_slots(editor) if editor.owner(slot).request.sequence_id in gone]
     if slots:
         _vacate(editor, limits, slots)
     return editor.done()
@@ -181,7 +181,7 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
         # Who has its last token in flight will give its blocks back in any case.
         ending = editor.slots.length >= editor.slots.limit
         victim = max((editor.slots.epochs * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
-        preempted.append(editor.owner(victim).request.id)
+        preempted.append(editor.owner(victim).request.sequence_id)
         _requeue(editor, limits, victim)
         _vacate(editor, limits, [victim])
     taken = editor.pool.take(len(growing))
@@ -270,7 +270,7 @@ def _occupy(
     editor.running[slot] = Running(request, entry.order, entry.digests)
     editor.tables[slot] = owned
     own.epochs[slot] = editor.num_admitted
-    own.ids[slot] = request.id
+    own.ids[slot] = request.sequence_id
     own.given[slot] = own.length[slot] = own.known[slot] = entry.known
     own.issued[slot] = num_cached
     own.limit[slot] = request.limit

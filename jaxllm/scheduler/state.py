@@ -35,19 +35,19 @@ class Limits:
     records_blocks: bool = False  # whether states carry `block_events`
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Request:
-    """What the scheduler needs to know of a request; never rebuilt."""
+    """What the scheduler needs of one sequence of a request; never rebuilt."""
 
-    id: int
-    tokens: array[int]  # of prompt and output, int32; whoever calls `commit` appends what it returns
+    sequence_id: int
+    tokens: array[int]  # of prompt and output, int32; the caller of `commit` appends what it returns
     num_prompt: int
     limit: int  # the most tokens it may have, prompt included
     stop_ids: tuple[int, ...] = ()  # a sampled token among these ends it; the usual one first
     priority: int = 0  # lower goes first
     salt: bytes | None = b""  # blocks are shared only between requests of equal salt; None shares nothing
     reads_cache: bool = True  # whether cached blocks stand in for its tokens; its own blocks are cached in any case
-    name: str = ""  # what its caller calls it, for people
+    name: str = ""  # for logs and recordings
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -64,7 +64,13 @@ def simulate(machine: Machine, rate: float, count: int, decode: Sequence[Shape],
     random = np.random.default_rng(1)
     arrivals = np.cumsum(random.exponential(1 / rate, count)).tolist()
     requests = [
-        Request(number, array("i", [number] * (prompt + output)), prompt, prompt + output, salt=None)
+        Request(
+            sequence_id=number,
+            tokens=array("i", [number] * (prompt + output)),
+            num_prompt=prompt,
+            limit=prompt + output,
+            salt=None,
+        )
         for number, (prompt, output) in enumerate(lengths(count, 0))
     ]
     state, now, arrived, finished = initial(limits), 0.0, 0, 0

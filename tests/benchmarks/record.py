@@ -60,9 +60,9 @@ def run(llm: LLM, recorder: TimedRecorder | None, num_steps: int) -> tuple[float
     """Return the seconds of a step, those of the recorder in it, and the bytes that it wrote."""
     engine = llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-    engine._core._recorder = recorder
+    engine.scheduler._recorder = recorder
     if recorder is not None:
-        recorder.begin(engine._core)
+        recorder.begin(engine.scheduler)
     whole, number, first = [], 0, 0 if recorder is None else recorder._size
     while len(whole) < num_steps:
         if not engine.has_unfinished_requests():

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from jaxllm import AsyncLLM, EngineError, SamplingParams, UserError
+from jaxllm.engine.input_processor import Accepted
 from jaxllm.engine.llm_engine import LLMEngine
-from jaxllm.engine.sequence import Sample
+from jaxllm.engine.sequence import Sequence, SequenceGroup
 from jaxllm.errors import (
     DeadlineError,
     DrainingError,
@@ -176,9 +177,9 @@ def test_a_prompt_is_truncated_from_its_beginning(engine: AsyncLLM, run: Run) ->
     async def check() -> None:
         (cut,) = await read(engine, [5, 6, 7, 8], params(FINAL, truncate_prompt_tokens=2))
         assert list(cut.prompt_token_ids) == [7, 8]
-        long = [9] * (2 * engine.max_model_len)
+        long = [9] * (2 * engine.model.max_model_len)
         (cut,) = await read(engine, long, params(FINAL, truncate_prompt_tokens=-1, max_tokens=3, ignore_eos=True))
-        assert len(cut.prompt_token_ids) == engine.max_model_len - 3
+        assert len(cut.prompt_token_ids) == engine.model.max_model_len - 3
         assert cut.outputs[0].finish_reason == "length"
 
     run(check())
@@ -430,17 +431,17 @@ def test_a_step_that_hangs_shows_and_passes(fragile: AsyncLLM, run: Run, monkeyp
 def test_a_request_that_fails_fails_alone(
     fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    real = getattr(Sample, method)
+    real = getattr(Sequence, method)
 
-    def failing(sample: Sample, *arguments: Any) -> Any:
-        if sample.params.seed == 99 and len(sample.tokens) > 30:
+    def failing(sequence: Sequence, *arguments: Any) -> Any:
+        if sequence.params.seed == 99 and len(sequence.tokens) > 30:
             raise RuntimeError("secret at 0xdeadbeef")
-        return real(sample, *arguments)
+        return real(sequence, *arguments)
 
     async def check() -> None:
         own = params(max_tokens=40, ignore_eos=True, logprobs=1)
         (alone,) = joined(await read(fragile, "Once", own)).values()
-        monkeypatch.setattr(Sample, method, failing)
+        monkeypatch.setattr(Sequence, method, failing)
         good, bad = await asyncio.gather(
             read(fragile, "Once", own),
             read(fragile, "Once", dataclasses.replace(own, seed=99)),
@@ -457,15 +458,15 @@ def test_a_request_that_fails_fails_alone(
 def test_a_request_that_cannot_be_taken_in_fails_alone(
     fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = fragile.engine._pack
+    real = fragile.engine.inputs.pack
 
-    def pack(sample: Sample, seed: int, *rest: Any) -> None:
-        if seed == 99:
+    def pack(accepted: Accepted, group: SequenceGroup) -> None:
+        if accepted.params.seed == 99:
             raise RuntimeError("secret")
-        real(sample, seed, *rest)
+        real(accepted, group)
 
     async def check() -> None:
-        monkeypatch.setattr(fragile.engine, "_pack", pack)
+        monkeypatch.setattr(fragile.engine.inputs, "pack", pack)
         own = [params(seed=seed) for seed in (1, 99, 2)]
         results = await asyncio.gather(*(read(fragile, "Once", one) for one in own), return_exceptions=True)
         assert isinstance(results[1], RequestFailedError)
@@ -479,15 +480,15 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(
 def test_one_of_several_samples_that_fails_fails_the_request(
     fragile: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Sample.advance
+    real = Sequence.advance
 
-    def advance(sample: Sample, *arguments: Any) -> Any:
-        if sample.index == 1 and sample.num_tokens > 5:
+    def advance(sequence: Sequence, *arguments: Any) -> Any:
+        if sequence.index == 1 and sequence.num_tokens > 5:
             raise RuntimeError("secret")
-        return real(sample, *arguments)
+        return real(sequence, *arguments)
 
     async def check() -> None:
-        monkeypatch.setattr(Sample, "advance", advance)
+        monkeypatch.setattr(Sequence, "advance", advance)
         with pytest.raises(RequestFailedError):
             await read(fragile, "Once", params(n=3, max_tokens=40, ignore_eos=True))
         await is_empty(fragile)
@@ -615,7 +616,7 @@ def test_nobody_waits_for_an_engine_that_was_never_started(run: Run) -> None:
             with pytest.raises(UnavailableError, match=r"not started: use `async with AsyncLLM\(...\)` or"):
                 await use()
         with pytest.raises(UnavailableError, match="not started"):
-            _ = engine.tokenizer
+            _ = engine.model.tokenizer
         assert await engine.close()
 
     run(check())

@@ -214,7 +214,7 @@ def check_promises(llm: LLM, params: SamplingParams, answer: Answer) -> None:
         assert len(ids) == params.max_tokens or reason != "length"
         # A stop id may come as the first token that is allowed to end the output, not before.
         assert len(ids) >= params.min_tokens or reason == "error"
-        own_stops = set(params.stop_token_ids) | (set() if params.ignore_eos else llm.engine.eos_ids)
+        own_stops = set(params.stop_token_ids) | (set() if params.ignore_eos else llm.engine.model.eos_ids)
         assert not own_stops & set(ids[:-1])
         assert not own_stops & set(ids[: params.min_tokens])
         assert told.seed == (None if params.temperature == 0 else _seed(params, index))

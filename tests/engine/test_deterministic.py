@@ -71,20 +71,20 @@ class Load:
         self.rows: Counter[int] = Counter()  # steps by how many rows they had
         self.cuts: set[int] = set()  # where chunks began
         self.num_preempted = 0
-        make_plan = self.engine._core.plan
+        make_plan = self.engine.scheduler.plan
 
         def noting(now: float) -> Plan:
             plan = make_plan(now)
             self.rows[len(plan.slots)] += 1
             self.cuts.update(plan.starts[plan.num_decodes :].tolist())
-            samples = (self.engine._samples.get(name) for name in plan.preempted)
+            samples = (self.engine.outputs.sequences.get(name) for name in plan.preempted)
             self.num_preempted += sum(bool(one) and not _is_neighbour(one.group.request_id) for one in samples)
             return plan
 
-        self.engine._core.plan = noting
+        self.engine.scheduler.plan = noting
 
     def own_tokens(self, seed: int, count: int) -> list[int]:
-        return np.random.default_rng(seed).integers(3, self.engine.vocab_size, count).tolist()
+        return np.random.default_rng(seed).integers(3, self.engine.model.vocab_size, count).tolist()
 
     def prompt(self, length: int) -> dict[str, list[int]]:
         """Begin as all prompts do, so that blocks are shared, and go on as no other does."""
@@ -249,7 +249,7 @@ def test_what_cannot_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UserError, match="deterministic must be true or false"):
         make(MODEL_DIR, deterministic="yes")
     monkeypatch.setattr(model_setup, "choose_devices", lambda config: (SimpleNamespace(platform="gpu"),) * 4)
-    with pytest.raises(UserError, match=r"not there for 4 GPUs.*Set tensor_parallel_size to 1 or 2") as refused:
+    with pytest.raises(UserError, match=r"not supported for 4 GPUs.*Set tensor_parallel_size to 1 or 2") as refused:
         model_setup.prepare(EngineConfig(model=str(MODEL_DIR), deterministic=True, tensor_parallel_size=4))
     assert refused.value.parameter == "deterministic"
 

@@ -125,7 +125,10 @@ def test_steps_in_flight_change_no_token_with_aborts_and_preemption() -> None:
                         outputs.append(output)
                 ended |= {output.request_id: output for output in outputs if output.finished}
             assert engine.metrics.preemptions > 0
-            assert engine._core.state.pool.num_available == FEW_BLOCKS["num_kv_blocks"] and not engine._samples
+            assert (
+                engine.scheduler.state.pool.num_available == FEW_BLOCKS["num_kv_blocks"]
+                and not engine.outputs.sequences
+            )
     assert told[True].keys() == told[False].keys() and len(told[True]) == 40
     for name, output in told[True].items():
         for one, other in zip(output.outputs, told[False][name].outputs, strict=True):
@@ -373,7 +376,7 @@ def test_a_higher_priority_is_served_first() -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
 def test_an_abort_in_any_phase_returns_every_block(llm: LLM, num_steps: int) -> None:
     engine = llm.engine
-    num_blocks = engine._core.state.pool.num_blocks
+    num_blocks = engine.scheduler.state.pool.num_blocks
     prompts: list[Any] = [[7] * 150, "Tom had", "Lily"]
     for name, prompt in enumerate(prompts):
         engine.add_request(str(name), prompt, SamplingParams(n=2, max_tokens=9))
@@ -382,7 +385,7 @@ def test_an_abort_in_any_phase_returns_every_block(llm: LLM, num_steps: int) -> 
     assert [output.request_id for output in engine.abort_request(["0", "unknown", "1"])] == ["0", "1"]
     assert engine.abort_request("2") is not None and engine.abort_request("2") is None
     assert not engine.has_unfinished_requests() and engine.step() == []
-    assert engine._core.state.pool.num_available == num_blocks and not engine._samples
+    assert engine.scheduler.state.pool.num_available == num_blocks and not engine.outputs.sequences
 
 
 def test_a_step_that_takes_the_cache_with_it_costs_no_token(

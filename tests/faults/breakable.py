@@ -23,10 +23,10 @@ import numpy as np
 
 from jaxllm.commands import cli
 from jaxllm.engine.llm_engine import LLMEngine
-from jaxllm.engine.sequence import Sample
+from jaxllm.engine.sequence import Sequence
 from jaxllm.outputs import RequestOutput
 from jaxllm.runner.model_runner import Runner
-from jaxllm.scheduler.recorded import Core
+from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm_server.launch import Server
 
 HANG_SECONDS = 30.0  # at most
@@ -55,21 +55,23 @@ def break_steps_on_signals() -> None:
 
 
 def break_requests() -> None:
-    commit, advance = Core.commit, Sample.advance
+    commit, advance = RecordedScheduler.commit, Sequence.advance
 
-    def commit_with_nan(core: Core, plan: Any, tokens: np.ndarray, is_finite: np.ndarray | None = None) -> Any:
+    def commit_with_nan(
+        core: RecordedScheduler, plan: Any, tokens: np.ndarray, is_finite: np.ndarray | None = None
+    ) -> Any:
         owners = [core.requests.get(owner) for owner in core.state.slots.ids[plan.slots].tolist()]
         bad = np.array([owner is not None and owner.tokens[0] == NAN for owner in owners], np.bool_)
         if bad.any():
             is_finite = ~bad if is_finite is None else is_finite & ~bad
         return commit(core, plan, tokens, is_finite)
 
-    def advance_or_fail(sample: Sample, *arguments: Any) -> Any:
-        if sample.tokens[0] == UNTOLD:
+    def advance_or_fail(sequence: Sequence, *arguments: Any) -> Any:
+        if sequence.tokens[0] == UNTOLD:
             raise RuntimeError("secret of /home at 0xdeadbeef")
-        return advance(sample, *arguments)
+        return advance(sequence, *arguments)
 
-    Core.commit, Sample.advance = commit_with_nan, advance_or_fail
+    RecordedScheduler.commit, Sequence.advance = commit_with_nan, advance_or_fail
 
 
 def break_steps_now_and_then() -> None:

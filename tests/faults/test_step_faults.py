@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, EngineError, SamplingParams
+from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.outputs import RequestOutput
 from jaxllm.runner.model_runner import StepInFlight
 from jaxllm.runner.step import Result
@@ -92,24 +93,24 @@ def test_twenty_failed_steps_cost_no_token_and_nobody_his_place(
 ) -> None:
     engine = llm.engine
     failing = Failing(llm, every=6)
-    reset, before = engine._core.reset, engine.metrics.recoveries
+    reset, before = engine.scheduler.reset, engine.metrics.recoveries
     monkeypatch.setattr(engine.runner, "dispatch", failing)
 
     def checked_reset() -> None:
-        waiting, running = len(engine._core.state.waiting), engine._core.state.num_running
+        waiting, running = len(engine.scheduler.state.waiting), engine.scheduler.state.num_running
         reset()
-        state = engine._core.state
+        state = engine.scheduler.state
         assert state.pool.num_available == state.pool.num_blocks and not state.num_running
         assert len(state.waiting) == waiting + running, "nobody is lost"
         assert not any(PoolEditor(state.pool).look_up(entry.digests) for entry in state.waiting), "a stale hit"
 
-    monkeypatch.setattr(engine._core, "reset", checked_reset)
+    monkeypatch.setattr(engine.scheduler, "reset", checked_reset)
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert engine.metrics.recoveries == before + 20 and failing.failures >= 20
     assert tokens_of(outputs) == expected
     gaps = np.diff([*failing.times, time.monotonic()])
     assert gaps.max() < 5.0, "it serves again at once"
-    assert engine._core.state.pool.num_available == engine._core.state.pool.num_blocks
+    assert engine.scheduler.state.pool.num_available == engine.scheduler.state.pool.num_blocks
 
 
 class Exhausted:
@@ -158,7 +159,7 @@ def test_an_engine_without_any_memory_dies_after_nine_steps(llm: LLM, monkeypatc
     with pytest.raises(EngineError, match="9 steps in a row failed"):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert calls == 9
-    llm.engine._num_failures = 0
+    llm.engine._failed_steps.reset()
 
 
 @pytest.mark.parametrize("after", [0, 7])
@@ -175,7 +176,7 @@ def test_a_row_without_numbers_ends_its_request_and_leaves_nothing_in_the_cache(
         plan = engine._planned
         assert plan is not None
         for row, slot in enumerate(plan.slots.tolist()):
-            sample = engine._seats.owner(slot)
+            sample = engine._batch.owner(slot)
             if sample.tokens[: len(victim)].tolist() == victim and sample.num_tokens == after:
                 is_finite = found.is_finite.copy()
                 is_finite[row] = False
@@ -198,19 +199,19 @@ def test_a_request_that_cannot_be_made_ready_for_a_step_fails_alone(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not once, as in test_request_faults, but as often as it is tried."""
-    seats = llm.engine._seats
-    real = seats.give
-    monkeypatch.setattr(seats, "give", lambda slot, sample: 1 // 0 if sample.tokens[0] == 450 else real(slot, sample))
+    batch = llm.engine._batch
+    real = batch.place
+    monkeypatch.setattr(batch, "place", lambda slot, sample: 1 // 0 if sample.tokens[0] == 450 else real(slot, sample))
     outputs = llm.generate([[450, 451], *PROMPTS], [SamplingParams(max_tokens=3), *PARAMS], use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "error"
     assert tokens_of(outputs[1:]) == expected
 
 
 def test_what_cannot_be_shown_ends_as_failed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxllm.engine.sequence import Group
-
-    real, errors = Group.show, llm.engine.metrics.finished.get("error", 0)
-    monkeypatch.setattr(Group, "show", lambda group: 1 // 0 if group.prompt_token_ids[0] == 450 else real(group))
+    real, errors = SequenceGroup.show, llm.engine.metrics.finished.get("error", 0)
+    monkeypatch.setattr(
+        SequenceGroup, "show", lambda group: 1 // 0 if group.prompt_token_ids[0] == 450 else real(group)
+    )
     bad, good = llm.generate([[450], [5]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert (bad.outputs[0].finish_reason, good.outputs[0].finish_reason) == ("error", "length")
     assert llm.engine.metrics.finished["error"] == errors + 1, "counted as it was told"

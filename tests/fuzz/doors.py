@@ -21,8 +21,10 @@ from jaxllm.client.requests import generate_request
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine.async_llm import AsyncLLM
-from jaxllm.engine.llm_engine import Accepted, LLMEngine
+from jaxllm.engine.input_processor import Accepted
+from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import Parts
+from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
 from jaxllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -63,15 +65,17 @@ class _Answering:
 
     def add(self, accepted: Accepted) -> None:
         engine = self._llm.engine
-        group, _ = engine._make_group(accepted)
-        for sample in group.samples:
-            engine._pack(sample, 1, accepted.bad_words)
-            sample.tokens.append(5)
-            sample.advance(engine.tokenizer, 5, "length")
+        group, _ = engine.inputs.make_group(accepted, 0.0)
+        engine.inputs.pack(accepted, group)
+        for sequence in group.sequences:
+            sequence.tokens.append(5)
+            sequence.advance(engine.model.tokenizer, 5, "length")
         outputs = [CompletionOutput(index, "x", [5], None, None, "length") for index in range(accepted.params.n)]
         metrics = RequestMetrics(0.0)
         ids = list(accepted.prompt_token_ids)
-        self._llm._deliver([RequestOutput(accepted.request_id, None, ids, outputs, True, metrics, 0)], None)
+        output = RequestOutput(accepted.request_id, None, ids, outputs, True, metrics, 0)
+        output.internal_id = accepted.internal_id
+        self._llm._deliver([output], None)
 
     def abort(self, *_: object) -> None:
         pass
@@ -88,17 +92,18 @@ class Doors:
         limits = Limits(num_slots=4, num_blocks=64, block_size=16, max_step_tokens=64, max_step_chunks=4)
         extras = Extras(VOCABULARY, ("no_change", "no_change_either"))
         runner: Any = SimpleNamespace(limits=limits, extras=extras, num_logprobs=20)
-        parts = Parts(
+        model = ModelInfo(
             tokenizer=tokenizer(),
             generation_config={},
             default_params=SamplingParams(max_tokens=None),
             eos_ids=frozenset({2}),
-            runner=runner,
             vocab_size=VOCABULARY,
             max_model_len=CONTEXT,
         )
+        parts = Parts(model=model, runner=runner)
         self.llm = AsyncLLM(str(MODEL_DIR), max_queued_requests=10**6)
         self.llm._engine = LLMEngine(config, metrics=Metrics(), parts=parts)
+        self.llm._life.on("ready")
         inbox: Any = _Answering(self.llm)
         self.llm._inbox = inbox
         self.serving = Serving(self.llm, OPTIONS)

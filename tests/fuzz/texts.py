@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from jaxllm.engine.sequence import Sample
+from jaxllm.engine.sequence import Sequence as OutputSequence
 from jaxllm.errors import UserError
 from jaxllm.sampling.sampler import needs
 from jaxllm.sampling_params import SamplingParams
@@ -83,8 +83,8 @@ def check_sample(kind: str, prompt: Sequence[int], output: Sequence[int], given:
     group: Any = SimpleNamespace(prompt_token_ids=prompt, num_prompt_logprobs=None)
     from array import array
 
-    sample = Sample(
-        id=1,
+    sample = OutputSequence(
+        sequence_id=1,
         group=group,
         index=0,
         params=params,

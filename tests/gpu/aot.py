@@ -143,7 +143,18 @@ def compile_shape(
     extras = Extras(spec.vocab_size)
     state = device_state.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype))
     chosen = kernels_of(spec, devices, dtype, kernels)
-    run = step.build(spec, geometry, shape, variant, 0, extras, (), over, params, state, chosen)
+    model = step.StepModel(
+        spec=spec,
+        geometry=geometry,
+        num_logprobs=0,
+        extras=extras,
+        processors=(),
+        mesh=over,
+        params=params,
+        state=state,
+        kernels=chosen,
+    )
+    run = step.build(model, shape, variant)
     buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=sharding.replicated(over))
     leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))
     lowered = jax.jit(run, donate_argnums=(1,) if donates else ()).lower(*leaves, buffer)

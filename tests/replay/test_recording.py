@@ -25,7 +25,7 @@ from jaxllm.replay import recording
 from jaxllm.replay.recording import FileRecorder, Kind
 from jaxllm.replay.replay import Moment, Replay
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.recorded import Core
+from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.scheduler import NO_TOKEN, digests_of
 from jaxllm.scheduler.state import Limits, Plan, Request, initial
 from tests.support.serving_process import QUICK, ServingProcess
@@ -42,7 +42,7 @@ class Driver:
         self.random = random.Random(seed)
         self.now = 100.0
         self.recorder = FileRecorder(path, clock=lambda: self.now, **settings)  # type: ignore[arg-type]
-        self.core = Core(LIMITS, self.recorder)
+        self.core = RecordedScheduler(LIMITS, self.recorder)
         self.in_flight: list[Plan] = []
         self.plans: list[list[int]] = []
         self.num_added = 0
@@ -77,7 +77,15 @@ class Driver:
         stop_ids = random.choice([(STOP,), (STOP, 8), ()])
         salt = random.choice([b"", b"", b"other", None])
         limit = len(prompt) + random.randint(1, 30)
-        return Request(number, array("i", prompt), len(prompt), limit, stop_ids, 0, salt, name=f"request-{number}")
+        return Request(
+            sequence_id=number,
+            tokens=array("i", prompt),
+            num_prompt=len(prompt),
+            limit=limit,
+            stop_ids=stop_ids,
+            salt=salt,
+            name=f"request-{number}",
+        )
 
 
 def plans_of(path: Path) -> list[list[int]]:
@@ -136,9 +144,11 @@ def test_a_full_file_ends_the_recording_and_nothing_else(
 def test_a_redacted_recording_holds_no_token(tmp_path: Path) -> None:
     for is_redacted in (False, True):
         secret = array("i", [1_234_567 + number for number in range(64)])
-        request = Request(1, secret, len(secret), 70, (NO_TOKEN - 1,), name="one")
+        request = Request(
+            sequence_id=1, tokens=secret, num_prompt=len(secret), limit=70, stop_ids=(NO_TOKEN - 1,), name="one"
+        )
         path = tmp_path / f"{is_redacted}"
-        core = Core(LIMITS, FileRecorder(path, is_redacted=is_redacted))
+        core = RecordedScheduler(LIMITS, FileRecorder(path, is_redacted=is_redacted))
         core.add([request])
         for _ in range(4):
             plan = core.plan(0.0)
@@ -337,7 +347,7 @@ def test_the_command_tells_plans_states_and_requests(tmp_path: Path, capsys: pyt
 
 
 def test_a_request_is_found_by_each_of_its_names() -> None:
-    request = Request(1, array("i", [3]), 1, 2, (), 0, b"", name="9255563d (my-req)")
+    request = Request(sequence_id=1, tokens=array("i", [3]), num_prompt=1, limit=2, name="9255563d (my-req)")
     moment = Moment(0, 0.0, Kind.ADD, initial(LIMITS), added=(request,))
     for name in "9255563d", "9255", "cmpl-9255563d", "chatcmpl-9255563d", "my-req", "9255563d (my-req)":
         assert Story(name).take(moment) == {1: "9255563d (my-req)"}

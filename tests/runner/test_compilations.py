@@ -31,7 +31,7 @@ def test_requests_of_all_lengths_compile_nothing(count: int) -> None:
             compiled.append(event)
 
     with LLM(**ENGINE) as llm:
-        longest = llm.engine.max_model_len - 1
+        longest = llm.engine.model.max_model_len - 1
         tokens = [rng.randrange(20, 900) for _ in range(longest)]
         jax.monitoring.register_event_duration_secs_listener(listen)
         try:

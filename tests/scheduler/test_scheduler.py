@@ -31,7 +31,7 @@ def fingerprint(value: Any) -> bytes:
         if isinstance(part, np.ndarray):
             digest.update(part.tobytes())
         elif isinstance(part, Request):
-            visit(part.id)  # its tokens are the engine's, and grow
+            visit(part.sequence_id)  # its tokens are the engine's, and grow
         elif dataclasses.is_dataclass(part):
             for field in dataclasses.fields(part):
                 visit(getattr(part, field.name))
@@ -77,7 +77,7 @@ def check_accounts(state: State, limits: Limits) -> None:
     assert ranks == sorted(ranks)
 
 
-class Core(RuleBasedStateMachine):
+class Machine(RuleBasedStateMachine):
     """Adds, steps, aborts and loses the cache in any order; the fake device checks each read.
 
     Up to `depth` steps are in flight: planned and run, but not committed.
@@ -123,7 +123,13 @@ class Core(RuleBasedStateMachine):
     def add(self, prompt: list[int], num_new: int, salt: bytes | None, priority: int, stops: set[int]) -> None:
         request_id = len(self.requests) + 1
         request = Request(
-            request_id, array("i", prompt), len(prompt), len(prompt) + num_new, tuple(stops), priority, salt
+            sequence_id=request_id,
+            tokens=array("i", prompt),
+            num_prompt=len(prompt),
+            limit=len(prompt) + num_new,
+            stop_ids=tuple(stops),
+            priority=priority,
+            salt=salt,
         )
         needed = -(-(request.limit - 1) // self.limits.block_size)
         if needed > self.limits.num_blocks:
@@ -151,7 +157,9 @@ class Core(RuleBasedStateMachine):
         if not len(plan.slots):
             assert self.in_flight, "work waits but nothing is planned"
             return False
-        owners = {slot: record.request.id for slot, record in enumerate(self.state.running) if record is not None}
+        owners = {
+            slot: record.request.sequence_id for slot, record in enumerate(self.state.running) if record is not None
+        }
         rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
         chunks = [self.device.full[owners[slot]][start : start + length].tolist() for slot, start, length in rows]
         tokens = self.device.run(plan, chunks[plan.num_decodes :], owners)
@@ -228,8 +236,8 @@ class Core(RuleBasedStateMachine):
     def accounts(self) -> None:
         if hasattr(self, "state"):
             check_accounts(self.state, self.limits)
-            alive = [entry.request.id for entry in self.state.waiting]
-            alive += [record.request.id for record in self.state.running if record is not None]
+            alive = [entry.request.sequence_id for entry in self.state.waiting]
+            alive += [record.request.sequence_id for record in self.state.running if record is not None]
             assert sorted(alive) == sorted(set(self.requests) - set(self.ended)), "nobody is lost or kept"
 
     def teardown(self) -> None:
@@ -263,20 +271,21 @@ def shrunk_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS", 20)
 
 
-class TestCore(Core.TestCase):
+class TestMachine(Machine.TestCase):
     settings = settings(max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.ci
-class TestCoreLonger(Core.TestCase):
-    settings = settings(TestCore.settings, max_examples=40)
+class TestMachineLonger(Machine.TestCase):
+    settings = settings(TestMachine.settings, max_examples=40)
 
 
 LIMITS = Limits(num_slots=4, num_blocks=32, block_size=4, max_step_tokens=16, max_step_chunks=4)
 
 
 def request(request_id: int, length: int = 8, num_new: int = 4, **options: Any) -> Request:
-    return Request(request_id, array("i", range(length)), length, length + num_new, **options)
+    tokens = array("i", range(length))
+    return Request(sequence_id=request_id, tokens=tokens, num_prompt=length, limit=length + num_new, **options)
 
 
 def start(*requests: Request, limits: Limits = LIMITS) -> State:
@@ -288,7 +297,7 @@ def start(*requests: Request, limits: Limits = LIMITS) -> State:
 
 def run(state: State, token: int = 1, limits: Limits = LIMITS) -> tuple[State, Plan]:
     state, plan = scheduler.plan(state, limits, 0.0)
-    owners = {record.request.id: record.request for record in state.running if record is not None}
+    owners = {record.request.sequence_id: record.request for record in state.running if record is not None}
     state, events = scheduler.commit(state, limits, plan, np.full(len(plan.slots), token, np.int32))
     for request_id in events.ids.tolist():
         owners[request_id].tokens.append(token)
@@ -334,7 +343,7 @@ def test_tokens_that_were_sampled_are_hit_by_the_next_turn() -> None:
     for _ in range(9):
         state, _ = run(state, token=7)
     assert state.num_running == 0
-    turn = Request(2, array("i", [0, 1, 2, 3] + [7] * 9), 13, 20)
+    turn = Request(sequence_id=2, tokens=array("i", [0, 1, 2, 3] + [7] * 9), num_prompt=13, limit=20)
     _, plan = run(scheduler.add(state, LIMITS, [turn]))
     assert plan.admitted[0].num_cached == 12
 
@@ -343,7 +352,7 @@ def test_priority_goes_before_arrival_and_the_last_in_rank_is_preempted() -> Non
     limits = dataclasses.replace(LIMITS, num_blocks=6)
     low, high = request(1, num_new=9, priority=1, salt=None), request(2, num_new=9, priority=0, salt=None)
     state, plan = run(start(low, high, limits=limits), limits=limits)
-    assert [admission.request.id for admission in plan.admitted] == [2, 1]
+    assert [admission.request.sequence_id for admission in plan.admitted] == [2, 1]
     preempted: list[int] = []
     while not preempted:
         state, plan = run(state, limits=limits)

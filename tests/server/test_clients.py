@@ -169,7 +169,9 @@ def test_no_header_says_who_a_client_is() -> None:
     ids=str,
 )
 def test_where_there_are_several_keys_each_has_a_cache_of_its_own(options: dict[str, Any], salt: str | None) -> None:
-    engine: Any = SimpleNamespace(config=SimpleNamespace(model="m"), tokenizer=None, max_model_len=9)
+    engine: Any = SimpleNamespace(
+        config=SimpleNamespace(model="m"), model=SimpleNamespace(tokenizer=None, max_model_len=9)
+    )
     serving = Serving(engine, ServerOptions(**options))
     for own in (None, "s"):
         prompt = asyncio.run(serving.prompt_of(Call(client="key-0", prompt=[1], cache_salt=own)))
@@ -183,7 +185,9 @@ def test_the_wait_for_a_thread_takes_from_a_requests_time() -> None:
 
     tokenizer = SimpleNamespace(has_chat_template=True, check_length=lambda text, most: None, encode=None)
     engine: Any = SimpleNamespace(
-        config=SimpleNamespace(model="m"), tokenizer=tokenizer, max_model_len=9, off_loop=never
+        config=SimpleNamespace(model="m"),
+        model=SimpleNamespace(tokenizer=tokenizer, max_model_len=9),
+        off_loop=never,
     )
     serving = Serving(engine, ServerOptions(request_timeout=0.05))
     for asked in ({"prompt": "a" * 10_000}, {"messages": [{"role": "user", "content": "a"}]}):
@@ -200,7 +204,9 @@ def test_of_a_prompt_that_is_cut_only_the_end_is_tokenized(monkeypatch: pytest.M
         return encode(text, *others)
 
     monkeypatch.setattr(tokenizer, "encode", noted)
-    engine: Any = SimpleNamespace(config=SimpleNamespace(model="m"), tokenizer=tokenizer, max_model_len=512)
+    engine: Any = SimpleNamespace(
+        config=SimpleNamespace(model="m"), model=SimpleNamespace(tokenizer=tokenizer, max_model_len=512)
+    )
     engine.off_loop = lambda function, *arguments, client: asyncio.to_thread(function, *arguments)
     text = "Once upon a time there was a fox. " * 10_000
     for kept in (8, -1):

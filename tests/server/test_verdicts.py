@@ -301,7 +301,7 @@ def site() -> Iterator[Site]:
 def test_the_table_is_long_and_about_this_model(site: Site) -> None:
     engine = site.server.engine
     assert len(GOOD) + len(BAD) >= 200
-    assert (engine.vocab_size, engine.max_model_len) == (VOCABULARY, 512)
+    assert (engine.model.vocab_size, engine.model.max_model_len) == (VOCABULARY, 512)
 
 
 @pytest.mark.filterwarnings("ignore:temperature .* was raised")

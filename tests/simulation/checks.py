@@ -57,7 +57,7 @@ def check_turn(world: World, began: float) -> None:
         raise Violation("I13: the log of the prefix cache's events grows")
     if world.llm._blocks._next and not batches:
         raise Violation("the log of the prefix cache's events has lost the last batch, too")
-    if len(world.engine._samples) != len(reference.by_id):
+    if len(world.engine.outputs.sequences) != len(reference.by_id):
         raise Violation("I13: the engine keeps samples that have ended, or lost some")
     for turn, client in world.left:
         if turn < world.turn and any(entry.slot > -2 for entry in client.entries):
@@ -93,10 +93,10 @@ def check_turn(world: World, began: float) -> None:
 def check_idle(world: World) -> None:
     """Nothing runs: nothing may be held."""
     world.reference.compare()
-    state, engine = world.engine._core.state, world.engine
+    state, engine = world.engine.scheduler.state, world.engine
     if state.pool.num_available != state.pool.num_blocks or state.num_running or state.waiting:
         raise Violation("I1: blocks are held by nobody")
-    if engine._groups or engine._samples or engine._core.requests:
+    if engine.outputs.groups or engine.outputs.sequences or engine.scheduler.requests:
         raise Violation("I13: requests are kept after their end")
     if world.llm._inbox.counts() != (0, 0) or len(world.llm._streams):
         raise Violation("I13: the inbox counts what is not there")
@@ -115,7 +115,7 @@ def check_over(world: World) -> None:
     if world.draining is not None and world.draining.done() and world.draining.result() and world.num_cut_off:
         raise Violation("a drain that was cut off says that all were through")
     streams = world.llm._streams
-    if len(streams) or streams._by_key or streams._num_awaited:
+    if len(streams) or streams._by_internal_id or streams._num_awaited:
         raise Violation("I13: streams are kept although their readers have gone")
     for task in (*world.tasks, *([world.following] if world.following else [])):
         if not task.done():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.engine.llm_engine import MANY_STREAMS_INTERVAL
+from jaxllm.engine.output_processor import MANY_STREAMS_INTERVAL
 from jaxllm.errors import EngineError, UserError
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams

@@ -20,7 +20,7 @@ from jaxllm.runner.batch import TILE, Shape
 from jaxllm.runner.compiled_programs import Key, Programs
 from jaxllm.runner.device_state import DeviceState, Geometry
 from jaxllm.runner.model_runner import Runner
-from jaxllm.runner.step import SCORED_ROWS
+from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob
 

@@ -131,7 +131,7 @@ def commit_again(world: World, plan: Plan, tokens: np.ndarray, is_finite: np.nda
     """Give the core a result that it has had, or whose requests are gone."""
     world.fired[kind] += 1
     kept = world.last_commit
-    events = world.engine._core.commit(plan, tokens, is_finite)
+    events = world.engine.scheduler.commit(plan, tokens, is_finite)
     world.last_commit = kept
     if len(events.ids) or events.finished or events.failed:
         raise Violation("a late result was taken for a new one")

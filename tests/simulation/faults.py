@@ -10,9 +10,9 @@ from unittest import mock
 
 import numpy as np
 
-from jaxllm.engine import async_llm, kv_events, llm_engine
-from jaxllm.engine.input_batch import Seats
-from jaxllm.engine.llm_engine import MAX_EXHAUSTED, MAX_FAILURES
+from jaxllm.engine import async_llm, kv_events, llm_engine, output_processor
+from jaxllm.engine.input_batch import InputBatch
+from jaxllm.engine.recovery import MAX_EXHAUSTED, MAX_FAILURES
 from jaxllm.runner import model_runner
 from jaxllm.runner.batch import Shape
 from jaxllm.sampling.sampler import Variant
@@ -67,7 +67,7 @@ class StepFaults:
             world.fired["result_late"] += 1
             world.now += 5.0
             since = world.thread.step_since
-            if since is None or (world.llm._working_state() == "hung") != (world.now - since > HANG):
+            if since is None or world.llm._is_hung != (world.now - since > HANG):
                 raise Violation("a step that is late counts as hung before its time, or not behind it")
         load, (num_new, _) = world.thread.load, world.llm._inbox.counts()
         if load.running + load.waiting + num_new < len(world.reference.by_id):
@@ -111,7 +111,7 @@ class StepFaults:
     def patched(self) -> Iterator[None]:
         """Put faults into production code, and bounds that small worlds reach; say nothing of requests that fail."""
         world = self.world
-        take, give, variant_of = PoolEditor.take, Seats.give, Seats.variant
+        take, place, variant_of = PoolEditor.take, InputBatch.place, InputBatch.variant
 
         def refusing(editor: PoolEditor, count: int) -> np.ndarray:
             if world.takes_until_refusal:
@@ -120,21 +120,21 @@ class StepFaults:
                     self.fail("allocation_refused", is_lost=False)
             return take(editor, count)
 
-        def giving(seats: Seats, slot: int, sample: Any) -> None:
+        def placing(batch: InputBatch, slot: int, sequence: Any) -> None:
             if world.armed.pop("request_fault", None):
                 world.fired["request_fault"] += 1
                 world.num_recoveries += 1
-                admitted = [each.request.id for each in world.plans[-1].admitted]
+                admitted = [each.request.sequence_id for each in world.plans[-1].admitted]
                 for number, client, cached in world.counted:  # they are admitted again, and count then
-                    if number in admitted[admitted.index(sample.id) :]:
+                    if number in admitted[admitted.index(sequence.sequence_id) :]:
                         world.was_admitted.remove(client)
                         world.prompt_tokens -= len(client.ids)
                         world.cached_tokens -= cached
                 raise InjectedError("request_fault")
-            give(seats, slot, sample)
+            place(batch, slot, sequence)
 
-        def narrowest(seats: Seats, plan: Plan) -> Variant:
-            variant = variant_of(seats, plan)
+        def narrowest(batch: InputBatch, plan: Plan) -> Variant:
+            variant = variant_of(batch, plan)
             rows = world.reference.plans[plan.number]
             if VARIANTS.index(variant) != max(entry.truth.variant for entry, *_ in rows):
                 raise Violation("a step samples more widely than its rows need, or less")
@@ -150,15 +150,15 @@ class StepFaults:
                 mock.patch.object(block_pool, "MOST_STALE", 8),  # so that the queue of cached blocks is swept
                 mock.patch.object(async_llm, "LONG_TEXT", 6),
                 mock.patch.object(kv_events, "LOGGED_EVENTS", 20),
-                mock.patch.object(Seats, "give", giving),
-                mock.patch.object(Seats, "variant", narrowest),
-                mock.patch.object(llm_engine, "FEW_STREAMS", world.few_streams),
+                mock.patch.object(InputBatch, "place", placing),
+                mock.patch.object(InputBatch, "variant", narrowest),
+                mock.patch.object(output_processor, "FEW_STREAMS", world.few_streams),
                 mock.patch.object(model_runner, "PATCH_ENTRIES", 3),  # so that more is sent than one call takes
                 mock.patch.object(model_runner, "PATCH_EXTRAS", 1),
                 mock.patch.object(model_runner, "SCORED_ROWS", 5),
                 mock.patch.object(llm_engine, "span", no_span),
                 mock.patch.object(model_runner, "span", no_span),
-                mock.patch.object(llm_engine, "_uninterrupted", nullcontext),  # the engine's thread is not the main one
+                mock.patch.object(llm_engine, "uninterrupted", nullcontext),  # the engine's thread is not the main one
             ):
                 yield
         finally:

@@ -30,7 +30,7 @@ HISTORY = [
     Mutant(
         "abort leaves a queued request",
         "scheduler.scheduler.abort",
-        "tuple(entry for entry in state.waiting if entry.request.id not in gone)",
+        "tuple(entry for entry in state.waiting if entry.request.sequence_id not in gone)",
         "state.waiting",
     ),
     Mutant(

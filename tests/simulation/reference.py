@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.scheduler import block_pool
-from jaxllm.scheduler.recorded import Core
+from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Limits, Plan, Request
 from tests.simulation.device import Violation
 from tests.simulation.oracle import Truth
@@ -57,7 +57,7 @@ class Reference:
 
     def __init__(self, limits: Limits, claim: Callable[[Sequence[Request]], list[Entry]]) -> None:
         self.limits = limits
-        self.core: Core | None = None  # that it is compared with
+        self.core: RecordedScheduler | None = None  # that it is compared with
         self.plans: dict[int, list[tuple[Entry, int, bool, int]]] = {}  # rows by number: entry, end, samples, admission
         self.by_id: dict[int, Entry] = {}
         self.waiting: list[Entry] = []
@@ -82,7 +82,7 @@ class Reference:
 
     # What the core is told.
 
-    def begin(self, core: Core) -> None:
+    def begin(self, core: RecordedScheduler) -> None:
         self.core = core
 
     def close(self) -> None:
@@ -201,7 +201,9 @@ class Reference:
             raise Violation(f"a plan of rows {list(zip(*columns, strict=True))}, where {expected} is due")
         if plan.num_decodes != len(decodes) or plan.preempted != tuple(preempted):
             raise Violation("decodes or preemptions are not what is due")
-        if [(each.slot, each.request.id, each.num_known, each.num_cached) for each in plan.admitted] != admitted:
+        if [
+            (each.slot, each.request.sequence_id, each.num_known, each.num_cached) for each in plan.admitted
+        ] != admitted:
             raise Violation("admissions are not what is due")
         if [(slot, index) for slot, index, _ in pairs] != [(slot, index) for slot, index, _ in new_blocks]:
             raise Violation("the plan's block table misses entries or has too many")
@@ -338,7 +340,7 @@ class Reference:
         assert self.core is not None
         state, size = self.core.state, self.limits.block_size
         pool = state.pool
-        if [entry.request.id for entry in state.waiting] != [entry.id for entry in self.waiting]:
+        if [entry.request.sequence_id for entry in state.waiting] != [entry.id for entry in self.waiting]:
             raise Violation("the queue is not in order")
         if [entry.known for entry in state.waiting] != [entry.known for entry in self.waiting]:
             raise Violation("the queue holds other numbers of tokens")

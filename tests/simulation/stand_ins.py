@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.engine_thread import EngineThread
 from jaxllm.scheduler.state import Events, Plan
 from tests.simulation.device import Violation
@@ -60,16 +59,10 @@ class SimulatedThread(EngineThread):
             pass
         return True
 
-    def tell(self, function: Any, *arguments: Any) -> None:
-        if function == self._to.deliver:
+    def call_back(self, function: Any, *arguments: Any) -> None:
+        if function == self._listeners.deliver:
             self.world.note_outputs(arguments[0])
-        super().tell(function, *arguments)
-
-
-class SimulatedLLM(AsyncLLM):
-    """The production front of the engine, with a thread that is none."""
-
-    thread_type = SimulatedThread
+        super().call_back(function, *arguments)
 
 
 class Recorder(Reference):
@@ -86,13 +79,13 @@ class Recorder(Reference):
         world.fired["preemption"] += len(plan.preempted)
         world.counted = []
         for admission in plan.admitted:
-            client = world.client_of[admission.request.id]
+            client = world.client_of[admission.request.sequence_id]
             if client not in world.was_admitted:
                 world.was_admitted.add(client)
                 world.cached_of[client.name] = admission.num_cached
                 world.prompt_tokens += len(client.ids)
                 world.cached_tokens += admission.num_cached
-                world.counted.append((admission.request.id, client, admission.num_cached))
+                world.counted.append((admission.request.sequence_id, client, admission.num_cached))
 
     def was_reset(self) -> None:
         if self.running and not self.world.is_recovering:

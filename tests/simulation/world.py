@@ -16,16 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.input_batch import RequestFault
-from jaxllm.engine.llm_engine import (
-    FEW_STREAMS,
-    MANY_STREAMS_INTERVAL,
-    MAX_EXHAUSTED,
-    MAX_FAILURES,
-    Accepted,
-    LLMEngine,
-)
+from jaxllm.engine.input_processor import Accepted
+from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import Parts
+from jaxllm.engine.model_info import ModelInfo
+from jaxllm.engine.output_processor import FEW_STREAMS, MANY_STREAMS_INTERVAL
+from jaxllm.engine.recovery import MAX_EXHAUSTED, MAX_FAILURES
 from jaxllm.errors import (
     DeadlineError,
     DrainingError,
@@ -46,7 +44,7 @@ from tests.simulation.faults import HANG, StepFaults
 from tests.simulation.loop import Loop
 from tests.simulation.oracle import EOS, VOCABULARY, Tokenizer, Truth, mix
 from tests.simulation.reference import Entry
-from tests.simulation.stand_ins import Condition, InjectedError, Recorder, SimulatedLLM, SimulatedThread
+from tests.simulation.stand_ins import Condition, InjectedError, Recorder, SimulatedThread
 from tests.simulation.trace import Trace
 
 FIRST_MOMENT = 100_000.0
@@ -127,8 +125,9 @@ class World:
         self.num_cut_off = 0  # who was told that the engine has ended, during a drain
         self.tasks: list[asyncio.Task[Any]] = []
         self.random = np.random.default_rng(setting["seed"])
-        self.llm = llm = SimulatedLLM(
+        self.llm = llm = AsyncLLM(
             "simulated",
+            thread_type=SimulatedThread,
             max_queued_requests=setting["most_queued"],
             max_queued_tokens=setting["most_queued_tokens"],
             hang_timeout=HANG,
@@ -147,16 +146,15 @@ class World:
         rest = self.runner.programs.rest
         for key in rest[: int(len(rest) * setting["compiled"])]:
             self.runner.compile(key)
-        llm._parts = Parts(
+        model = ModelInfo(
             tokenizer=self.tokenizer,  # type: ignore[arg-type]
             generation_config={},
             default_params=SamplingParams(),
             eos_ids=frozenset((EOS,)),
-            runner=self.runner,
             vocab_size=VOCABULARY,
             max_model_len=self.max_model_len,
-            clock=lambda: self.now,
         )
+        llm._parts = Parts(model=model, runner=self.runner, clock=lambda: self.now)
         llm._clock = llm._parts.clock
         self.condition = llm._inbox._changed = Condition()  # type: ignore[assignment]
         add = llm._inbox.add
@@ -179,13 +177,13 @@ class World:
         self.loop.run()
         self.engine = llm.engine
         self.engine._recover = self._recover  # type: ignore[method-assign]
-        outputs = self.engine._outputs
+        due = self.engine.outputs.due
 
         def make(changed: Iterable[Any], now: float) -> list[RequestOutput]:
             self.last_interval = self.interval
-            return outputs(changed, now)
+            return due(changed, now)
 
-        self.engine._outputs = make  # type: ignore[method-assign]
+        self.engine.outputs.due = make  # type: ignore[method-assign]
         self.follower = Follower(llm, setting, self.client_of, self.loop.failures)
         self.following = self.loop.create_task(self.follower.run()) if setting["block_events"] else None
 
@@ -205,7 +203,7 @@ class World:
         """Let the engine recover from what was injected; anything else is what we are looking for."""
         blamed: list[Entry] = []
         if isinstance(error, RequestFault) and isinstance(error.__cause__, InjectedError):
-            blamed = [self.reference.by_id[error.sample.id]]
+            blamed = [self.reference.by_id[error.sequence.sequence_id]]
         elif not isinstance(error, InjectedError):
             self.unexpected = error
             raise error
@@ -250,11 +248,11 @@ class World:
                 client.truths.append(truth)
                 self.runner.device.truths[(seed + index) % 2**64] = truth
                 request = requests[len(entries)]
-                self.client_of[request.id] = client
+                self.client_of[request.sequence_id] = client
                 skips = bool(params.skip_reading_prefix_cache) or (params.prompt_logprobs is not None and index == 0)
                 entries.append(
                     Entry(
-                        id=request.id,
+                        id=request.sequence_id,
                         truth=truth,
                         order=0,
                         priority=client.priority,
@@ -275,11 +273,11 @@ class World:
     def note_outputs(self, outputs: list[RequestOutput]) -> None:
         """Count how samples ended, before anybody is told."""
         for output in outputs:
-            key = output.request_id
+            key = output.internal_id
             if key in self.finished_keys:
                 raise Violation("I9: an output after the last one")
             told = self.told.setdefault(key, set())
-            stream = self.llm._streams.of_key(key)
+            stream = self.llm._streams.of_internal_id(key)
             for part in output.outputs:
                 before = self.shown.get((key, part.index), 0)
                 is_delta = stream is not None and stream.params.output_kind is RequestOutputKind.DELTA
@@ -450,9 +448,12 @@ class World:
             self.is_asleep = False
             if self.unexpected is not None:
                 raise self.unexpected from None
-            if self.failures < self.most_failures and not self.llm._is_stopped:
+            if self.failures < self.most_failures and self.llm.state != "stopped":
                 self.loop.run()
-                raise self.llm._failure or Violation("the engine has stopped") from None
+                death = self.llm._death
+                if death is not None and death.done():
+                    raise death.result() from None
+                raise Violation("the engine has stopped") from None
             self.is_dead = True
             self.has_died = self.failures >= self.most_failures
             return

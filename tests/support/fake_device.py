@@ -41,7 +41,7 @@ class FakeDevice:
         assert len(set(plan.slots.tolist())) == len(plan.slots) <= limits.num_slots, "a slot has one row"
         for admission in plan.admitted:  # what it finds in the prefix cache, the device never saw in this slot
             self.tokens[admission.slot] = [-1] * admission.num_cached
-            self.truth[admission.slot] = self.full[admission.request.id][: admission.num_known].tolist()
+            self.truth[admission.slot] = self.full[admission.request.sequence_id][: admission.num_known].tolist()
         for slot, index, block in plan.table.tolist():
             assert 0 <= slot < limits.num_slots and 0 <= block < limits.num_blocks
             self.tables[slot, index] = block

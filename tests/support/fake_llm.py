@@ -6,7 +6,7 @@ import io
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ class FakeEngine:
     """Answers any prompt with its own last words, a word a step; "^C" among them is the user's ^C."""
 
     def __init__(self, max_model_len: int) -> None:
-        self.max_model_len = max_model_len
+        self.model = SimpleNamespace(max_model_len=max_model_len)
         self.aborted: list[str] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
         self._words: list[str] = []

@@ -36,10 +36,12 @@ class FakeServing:
         self.script = SCRIPT if script is None else script
         self.engine = SimpleNamespace(
             state="serving",
-            max_model_len=64,
+            model=SimpleNamespace(
+                max_model_len=64,
+                tokenizer=SimpleNamespace(token=lambda token: self.script[token % len(self.script)]),
+            ),
             get_load=lambda: Load(running=1, waiting=2),
             off_loop=self._off_loop,
-            tokenizer=SimpleNamespace(token=lambda token: self.script[token % len(self.script)]),
         )
         self.failure: BaseException | None = None
         self.fails_at = 0

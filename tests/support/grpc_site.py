@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2
 
 from jaxllm import errors
 from jaxllm.engine.kv_events import BlockBatch
+from jaxllm.engine.model_info import ModelInfo
 from jaxllm.metrics import Load
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.state import Cleared, Removed, Stored
@@ -84,24 +85,27 @@ class FakeEngine:
         self.state = "serving"
         self.aborted: list[str] = []
         self.paused: tuple[str, bool] | None = None
-        self.default_params = SamplingParams(temperature=0.6, max_tokens=None)
-        self.max_model_len, self.vocab_size = 128, 1000
         self.config = SimpleNamespace(tensor_parallel_size=2)
-        self.tokenizer = SimpleNamespace(has_chat_template=True)
-        setup = SimpleNamespace(
+        self._model = ModelInfo(
+            tokenizer=cast(Any, SimpleNamespace(has_chat_template=True)),
+            generation_config={},
+            default_params=SamplingParams(temperature=0.6, max_tokens=None),
+            eos_ids=frozenset({5, 2}),
+            vocab_size=1000,
+            max_model_len=128,
             max_num_seqs=8,
             max_num_batched_tokens=512,
-            dtype=SimpleNamespace(name="float32"),
-            devices=[SimpleNamespace(device_kind="cpu")],
+            block_size=16,
+            num_kv_blocks=99,
+            dtype="float32",
+            device_kind="cpu",
         )
-        runner = SimpleNamespace(setup=setup, geometry=SimpleNamespace(block_size=16, num_blocks=99))
-        self._engine = SimpleNamespace(runner=runner, eos_ids=frozenset({5, 2}), generation_config={})
 
     @property
-    def engine(self) -> Any:
+    def model(self) -> ModelInfo:
         if self.state == "loading":
             raise errors.UnavailableError("The model is still being loaded.")
-        return self._engine
+        return self._model
 
     def get_load(self) -> Load:
         return Load(1, 2, 3, 4, 99, 8, 50.0, 0.25, 0.5)

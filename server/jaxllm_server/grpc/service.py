@@ -105,7 +105,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         most = self._serving.options.max_json_depth
         call = messages.tokenize_call_of(request, max_json_depth=most)
         ids = await self._serving.tokenize(replace(call, client=self._client_of(context)))
-        return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._serving.engine.max_model_len)
+        return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._serving.engine.model.max_model_len)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
@@ -121,17 +121,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.ListModelsResponse:
         """Name the model, its sizes and its defaults."""
         engine, options = self._serving.engine, self._serving.options
-        params = engine.default_params
+        params = engine.model.default_params
         name, *aliases = self._serving.names
         model = inference_pb2.Model(
             name=name,
             aliases=aliases,
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.vocab_size,
-            eos_token_ids=sorted(engine.engine.eos_ids),
+            max_model_len=engine.model.max_model_len,
+            vocab_size=engine.model.vocab_size,
+            eos_token_ids=sorted(engine.model.eos_ids),
             default_sampling=replies.default_sampling_of(params),
-            default_stop=replies.default_stop_of(params, engine.engine.generation_config.get("max_new_tokens")),
-            has_chat=options.chat_template is not None or engine.tokenizer.has_chat_template,
+            default_stop=replies.default_stop_of(params, engine.model.generation_config.get("max_new_tokens")),
+            has_chat=options.chat_template is not None or engine.model.tokenizer.has_chat_template,
             has_tool_calls=options.tool_call_parser is not None,
             has_reasoning=options.reasoning_parser is not None,
         )
@@ -201,16 +201,16 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             model_names=self._serving.names,
         )
         try:
-            runner = engine.engine.runner
+            model = engine.model
         except EngineError:
             return info  # nothing is loaded yet
-        info.max_model_len = engine.max_model_len
-        info.max_num_seqs = runner.setup.max_num_seqs
-        info.max_num_batched_tokens = runner.setup.max_num_batched_tokens
-        info.block_size = runner.geometry.block_size
-        info.kv_blocks_total = runner.geometry.num_blocks
-        info.dtype = runner.setup.dtype.name
-        info.device_kind = runner.setup.devices[0].device_kind
+        info.max_model_len = model.max_model_len
+        info.max_num_seqs = model.max_num_seqs
+        info.max_num_batched_tokens = model.max_num_batched_tokens
+        info.block_size = model.block_size
+        info.kv_blocks_total = model.num_kv_blocks
+        info.dtype = model.dtype
+        info.device_kind = model.device_kind
         info.mesh["tp"] = engine.config.tensor_parallel_size
         return info
 

@@ -131,8 +131,8 @@ class Endpoints:
         engine = self._serving.engine
 
         def write() -> Response:
-            pieces = [engine.tokenizer.token(token_id) for token_id in ids] if wants_pieces else None
-            return _json(tokens_response(ids, engine.max_model_len, pieces))
+            pieces = [engine.model.tokenizer.token(token_id) for token_id in ids] if wants_pieces else None
+            return _json(tokens_response(ids, engine.model.max_model_len, pieces))
 
         return await self._run(write, len(ids) > _MANY_TOKENS, client)
 
@@ -145,7 +145,7 @@ class Endpoints:
     async def models(self, request: Request) -> ASGIApp:
         """List the names that the model goes by."""
         serving = self._serving
-        return _json(model_list(serving.names, serving.root, self._since, serving.engine.max_model_len))
+        return _json(model_list(serving.names, serving.root, self._since, serving.engine.model.max_model_len))
 
     async def model(self, request: Request) -> ASGIApp:
         """Describe one name."""
@@ -154,7 +154,7 @@ class Endpoints:
             raise nothing_at(request.scope["path"])
         serving = self._serving
         serving.check_model(asked)
-        return _json(model_card(asked, serving.root, self._since, serving.engine.max_model_len))
+        return _json(model_card(asked, serving.root, self._since, serving.engine.model.max_model_len))
 
     async def health(self, request: Request) -> ASGIApp:
         """Say whether there is an engine: vLLM's clients wait for this one, so a model that loads is not there yet."""

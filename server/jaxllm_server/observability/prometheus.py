@@ -275,7 +275,7 @@ class PrometheusObserver(Collector):
 
     def _histogram_families(self) -> Iterator[Metric]:
         try:
-            longest = self._engine.max_model_len
+            longest = self._engine.model.max_model_len
         except EngineError:  # still being loaded: there has been no request
             return
         for name, documentation, bounds in _HISTOGRAMS:
@@ -285,20 +285,18 @@ class PrometheusObserver(Collector):
             yield family
 
     def _device_families(self) -> Iterator[Metric]:
-        """Tell what is loaded and compiled; nothing while the model is being loaded, when to ask JAX would wait."""
-        try:
-            runner = self._engine.engine.runner
-        except EngineError:
+        """Report what is loaded and compiled; nothing while the model is being loaded, when to ask JAX would wait."""
+        report = self._engine.device_report()
+        if report is None:
             return
-        programs = runner.programs
-        yield self._gauge("programs_ready", "Programs that can be run.", [({}, len(programs))])
-        yield self._gauge("programs_compiling", "Threads that compile beside requests.", [({}, programs.num_compiling)])
-        yield self._gauge("programs_possible", "Programs there can be.", [({}, programs.num_all)])
+        yield self._gauge("programs_ready", "Programs that can be run.", [({}, report.programs_ready)])
+        compiling = report.programs_compiling
+        yield self._gauge("programs_compiling", "Threads that compile beside requests.", [({}, compiling)])
+        yield self._gauge("programs_possible", "Programs there can be.", [({}, report.programs_possible)])
         memory: list[tuple[Mapping[str, str], float]] = []
-        for device in runner.setup.devices:
-            stats = device.memory_stats() or {}  # None of a CPU
+        for device, stats in report.memory.items():
             kinds = [(kind, stats[name]) for name, kind in _DEVICE_BYTES.items() if name in stats]
-            memory += [({"device": str(device.id), "kind": kind}, float(value)) for kind, value in kinds]
+            memory += [({"device": device, "kind": kind}, float(value)) for kind, value in kinds]
         if not memory:
             memory = [({"device": "cpu", "kind": "in_use"}, float(self._process.memory_info().rss))]
         yield self._gauge("device_memory_bytes", "Memory of a device; of a CPU, this process'.", memory)

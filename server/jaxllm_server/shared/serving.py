@@ -96,9 +96,9 @@ class Serving:
         if call.scores_prompt:
             given["max_tokens"] = 1
         if "max_tokens" not in given:
-            given["max_tokens"] = self.engine.engine.generation_config.get("max_new_tokens") or call.default_max_tokens
+            given["max_tokens"] = self.engine.model.generation_config.get("max_new_tokens") or call.default_max_tokens
         kind = RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY
-        return replace(self.engine.default_params, **given, output_kind=kind)
+        return replace(self.engine.model.default_params, **given, output_kind=kind)
 
     async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
         """Answer a call, in one chunk or as it comes. To close the iterator aborts the request."""
@@ -147,11 +147,11 @@ class Serving:
 
         What cannot fit into the context is refused before it is tokenized, or cut where `params` say so.
         """
-        tokenizer = self.engine.tokenizer
+        tokenizer = self.engine.model.tokenizer
         salt = self._salt_of(call)
         if (call.prompt is None) == (call.messages is None):
             raise UserError("A request has either a prompt or messages.", "prompt")
-        longest = self.engine.max_model_len
+        longest = self.engine.model.max_model_len
         if call.messages is not None:
             if self._template is None and not tokenizer.has_chat_template:
                 raise UserError(_NO_TEMPLATE, "messages")
@@ -179,10 +179,10 @@ class Serving:
         A template may show any of its texts, and what none shows is copied and searched for special tokens all the
         same: an ignored key of 1,300,000 empty lists took 16 s.
         """
-        tokenizer = self.engine.tokenizer
+        tokenizer = self.engine.model.tokenizer
         tools = call.tools if call.tool_choice != "none" else None
         messages = with_parsed_arguments(call.messages or (), self.options.max_json_depth)
-        tokenizer.check_length("".join(texts_of([messages, tools])), self.engine.max_model_len, most)
+        tokenizer.check_length("".join(texts_of([messages, tools])), self.engine.model.max_model_len, most)
         return tokenizer.encode_chat(
             messages,
             add_generation_prompt=call.add_generation_prompt,
@@ -219,18 +219,18 @@ class Serving:
     async def detokenize(self, ids: Sequence[int], client: str = "") -> str:
         """Return the text of token ids that a client gave, special tokens included."""
         await self.engine.check_health()
-        vocab_size, longest = self.engine.vocab_size, self.engine.max_model_len
+        vocab_size, longest = self.engine.model.vocab_size, self.engine.model.max_model_len
         if len(ids) > longest:
             raise UserError(f"tokens may hold at most {longest} ids, got {len(ids)}.", "tokens")
         if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size for token in ids):
             raise UserError(f"tokens must be integers from 0 to {vocab_size - 1}.", "tokens")
-        return await self.engine.off_loop(self.engine.tokenizer.decode, ids, False, client=client)
+        return await self.engine.off_loop(self.engine.model.tokenizer.decode, ids, False, client=client)
 
     def _check_bounds(self, given: Mapping[str, Any]) -> None:
         """Refuse what is more than this server takes, before anything of that size is made."""
         options = self.options
         n, stops, ids = given.get("n"), given.get("stop"), given.get("stop_token_ids")
-        allowed, vocab_size = given.get("allowed_token_ids"), self.engine.vocab_size
+        allowed, vocab_size = given.get("allowed_token_ids"), self.engine.model.vocab_size
         most = min(options.max_n, options.most_sequences)
         if isinstance(n, int) and n > most:
             raise UserError(f"n must be at most {most}, got {n}.", "n", n)
@@ -256,7 +256,7 @@ class Serving:
         ids = prompt["prompt_token_ids"]
         asked = params.max_tokens if "max_tokens" in call.sampling else None
         is_cut = params.truncate_prompt_tokens is not None
-        longest = self.engine.max_model_len
+        longest = self.engine.model.max_model_len
         if asked is not None and not is_cut and isinstance(ids, Sequence) and len(ids) + asked > longest:
             raise too_long(longest, len(ids), asked)
 
@@ -274,7 +274,7 @@ class Serving:
         return _Reader(
             call,
             params,
-            self.engine.tokenizer,
+            self.engine.model.tokenizer,
             self.options.tool_call_parser if _has_tools(call) else None,
             self.options.reasoning_parser if call.messages is not None else None,
             opens_reasoning(prompt),

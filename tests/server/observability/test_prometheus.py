@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxllm.config import EngineConfig
 from jaxllm.engine.async_llm import EngineState
 from jaxllm.errors import UnavailableError
-from jaxllm.metrics import Load, Metrics, StepReport
+from jaxllm.metrics import DeviceReport, Load, Metrics, StepReport
 from jaxllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.observability.log_stats import Counts, log_stats, stats_line
@@ -72,23 +72,14 @@ class _Engine:
         return self.load
 
     @property
-    def engine(self) -> Any:
+    def model(self) -> Any:
         if self.state == "loading":
             raise UnavailableError("The model is still being loaded.")
-        runner = SimpleNamespace(programs=_Programs(), setup=SimpleNamespace(devices=self.devices))
-        return SimpleNamespace(runner=runner)
+        return SimpleNamespace(max_model_len=1500)
 
-    @property
-    def max_model_len(self) -> int:
-        return 1500 if self.engine else 0
-
-
-class _Programs:
-    num_all = 9
-    num_compiling = 0
-
-    def __len__(self) -> int:
-        return 4
+    def device_report(self) -> DeviceReport | None:
+        memory = {str(device.id): device.memory_stats() or {} for device in self.devices}
+        return None if self.state == "loading" else DeviceReport(4, 0, 9, memory)
 
 
 def _observer(engine: _Engine | None = None) -> PrometheusObserver:

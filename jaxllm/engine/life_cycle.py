@@ -1,0 +1,86 @@
+"""The states of an asynchronous engine, as two tables: what the engine does, and how far it is on its way out.
+
+Pure: holds no engine, clock or loop.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxllm.errors import DrainingError, EngineDeadError, EngineError, UnavailableError
+
+EngineState = Literal["loading", "serving", "paused", "draining", "hung", "dead", "stopped"]
+Event = Literal["ready", "pause", "resume", "announce_drain", "drain", "stop", "die"]
+NOT_STARTED = "The engine was not started: use `async with AsyncLLM(...)` or `await engine.start()`."
+
+# An event that a table does not list changes nothing.
+_WORK = {
+    ("loading", "ready"): "serving",
+    ("serving", "pause"): "paused",
+    ("paused", "resume"): "serving",
+}
+_EXIT = {
+    ("staying", "announce_drain"): "leaving",  # reported as draining, but new requests are still accepted
+    ("staying", "drain"): "draining",
+    ("leaving", "drain"): "draining",
+    ("staying", "stop"): "stopped",
+    ("leaving", "stop"): "stopped",
+    ("draining", "stop"): "drained",  # stopped, and later requests still fail as during the drain
+    ("staying", "die"): "dead",
+    ("leaving", "die"): "dead",
+    ("draining", "die"): "dead",
+    ("stopped", "die"): "dead",
+    ("drained", "die"): "dead",
+}
+_ENDS: dict[str, EngineState] = {"dead": "dead", "stopped": "stopped", "drained": "stopped"}
+
+
+class LifeCycle:
+    """Where an engine is in both tables."""
+
+    def __init__(self) -> None:
+        self.work = "loading"
+        self.exit = "staying"
+
+    def on(self, event: Event) -> None:
+        """Take the transition of an event."""
+        self.work = _WORK.get((self.work, event), self.work)
+        self.exit = _EXIT.get((self.exit, event), self.exit)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine was stopped or has died."""
+        return self.exit in _ENDS
+
+    def state(self, is_hung: bool) -> EngineState:
+        """Name the state for health checks; `is_hung`: the current step takes too long."""
+        if self.exit in ("leaving", "draining"):
+            return "draining"
+        return _ENDS.get(self.exit) or self._working(is_hung)
+
+    def _working(self, is_hung: bool) -> EngineState:
+        if self.work == "loading":
+            return "loading"
+        if is_hung:
+            return "hung"
+        return "paused" if self.work == "paused" else "serving"
+
+    def is_responsive(self, is_hung: bool) -> bool:
+        """Whether the engine's thread answers calls."""
+        return not self.has_ended and self._working(is_hung) in ("serving", "paused")
+
+    def unavailable(self, is_hung: bool, was_started: bool) -> EngineError | None:
+        """Return why new requests are refused; None if they are accepted."""
+        if self.exit in ("draining", "drained"):
+            return DrainingError("The server is shutting down.")
+        if self.has_ended:
+            return EngineDeadError("The engine has stopped.")
+        match self._working(is_hung):
+            case "serving":
+                return None
+            case "paused":
+                return UnavailableError("The engine is paused.")
+            case "hung":
+                return UnavailableError("The engine makes no progress.")
+            case _:
+                return UnavailableError("The model is still being loaded." if was_started else NOT_STARTED)

@@ -1,0 +1,28 @@
+"""What callers of an engine may know about its model: tokenizer, limits, defaults. Plain data that never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A loaded model, as callers of its engine see it."""
+
+    tokenizer: Tokenizer
+    generation_config: Mapping[str, Any]  # the model's file of that name
+    default_params: SamplingParams  # of a request without parameters
+    eos_ids: frozenset[int]
+    vocab_size: int
+    max_model_len: int  # tokens
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    block_size: int = 0  # tokens
+    num_kv_blocks: int = 0
+    dtype: str = ""
+    device_kind: str = ""
