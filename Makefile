@@ -26,7 +26,7 @@ run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
 	printf 'What is 47 + 38?\nWhat is the capital of France?\n' | $(VENV)/bin/jaxllm chat
 
-test: $(VENV)/.dev  ## the default tests: CPU, offline, 8 minutes on two slow cores from empty caches
+test: $(VENV)/.dev  ## the default tests: CPU, offline, three minutes
 	$(VENV)/bin/python -m pytest $(BY_FILE) --durations=20
 
 test-ci: $(VENV)/.dev  ## what CI has besides: further cases of a kind, loads, endurance, whole servers
@@ -86,7 +86,7 @@ proto: $(VENV)/.dev  ## check the gRPC API's files and make its stubs, jaxllm/v1
 interop: $(VENV)/.dev tests/interop/node_modules  ## a client in another language (needs node and npm)
 	$(VENV)/bin/python -m pytest tests/test_serve.py -k node
 
-bench: $(VENV)/.dev  ## the figures that are promised, measured here; BENCHMARKS.md has more rounds of each
+bench: $(VENV)/.dev  ## the figures that are promised, measured here; docs/benchmarks.md has more rounds of each
 	$(VENV)/bin/python -m tests.benchmarks
 
 # A GPU machine brings its own jax, torch and triton: nothing is installed there. DRY=1 is a CPU with tiny shapes.

@@ -1,6 +1,6 @@
 """Every figure that is promised, one measurement after the other: `python -m tests.benchmarks [--long] [NAME …]`.
 
-The short version is a look; BENCHMARKS.md has the long one's. What stays behind its aim is listed at the end.
+The short version is a look; docs/benchmarks.md has the long one's. What stays behind its aim is listed at the end.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MEASUREMENTS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MEASUREMENTS))
-    parser.add_argument("--long", action="store_true", help="as many rounds as BENCHMARKS.md")
+    parser.add_argument("--long", action="store_true", help="as many rounds as docs/benchmarks.md")
     options = parser.parse_args()
     # Not argparse's `choices`: with nargs="*" Python 3.11 looks the empty list up among them.
     for name in options.names:

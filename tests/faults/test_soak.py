@@ -33,7 +33,7 @@ def test_a_leak_is_seen() -> None:
     ("seconds", "least"), [(2.0, 0.4), pytest.param(15.0, 0.8, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_ten_times_its_capacity_costs_a_server_little(seconds: float, least: float) -> None:
-    """The bounds allow for a machine that does other work; the figures of a quiet one are in RELIABILITY.md."""
+    """The bounds allow for a machine that does other work; the figures of a quiet one are in docs/reliability.md."""
     missed: list[object] = []
     with ServingProcess(*SERVER) as server:
         for _ in range(3):  # what other processes take meanwhile is taken of one load and not of the other

@@ -297,7 +297,7 @@ def test_a_call_for_more_than_the_share_is_wrong(server: ServingProcess) -> None
 
 @pytest.mark.ci
 def test_a_client_that_asks_for_nine_tenths_hardly_slows_ten_that_ask_for_little(server: ServingProcess) -> None:
-    """The bound allows for a machine that does other work; the figure of a quiet one is in RELIABILITY.md."""
+    """The bound allows for a machine that does other work; the figure of a quiet one is in docs/reliability.md."""
     for _ in range(5):  # unbounded, the one would fill slots and queue every time
         found = asyncio.run(fairness.measure(server.http, 3.0, rounds=1))
         assert found.hog.ends[429]
