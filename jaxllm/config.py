@@ -1,4 +1,4 @@
-"""Everything an engine can be told at start: one frozen dataclass, validated when it is made.
+"""An engine's settings: one frozen dataclass, validated when it is made.
 
 Names and defaults are vLLM's where the thing exists there. Knows of no model but the one inside, and nothing of devices
 or JAX.
@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
+from jaxllm.setting import setting
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "gpu"]
@@ -30,37 +31,62 @@ class EngineConfig:
     """Settings of one engine. `None` means: chosen from the model and the device at start (see `jaxllm doctor`)."""
 
     model: str  # a local folder or a hub id
-    tokenizer: str | None = None  # default: the model's
-    skip_tokenizer_init: bool = False  # load no tokenizer: token ids in, token ids out, and every text is empty
-    revision: str | None = None  # of the hub repository: a branch, tag or commit; used for every file
-    dtype: Dtype = "auto"  # "auto": the checkpoint's on a GPU (float32 becomes bfloat16), float32 on a CPU
+    tokenizer: str | None = setting(None, "folder or hub id of the tokenizer (default: the model's)", "PATH")
+    skip_tokenizer_init: bool = setting(False, "load no tokenizer: prompts are token ids, and every text is empty")
+    revision: str | None = setting(None, "branch, tag or commit of the hub repository")
+    dtype: Dtype = setting("auto", "of weights and computation; auto: the checkpoint's on a GPU, float32 on a CPU")
     # "int8": matrices and what is multiplied with them are rounded to 8 bits; `dtype` is that of all else.
-    quantization: Quantization | None = None
-    device: Device = "auto"  # "auto": a GPU if JAX sees one
-    seed: int = 0  # of the seeds given to requests that bring none; in deterministic mode it is their seed
-    max_model_len: int | None = None  # tokens, prompt and output together; default: the model's
-    block_size: int = 16  # tokens per KV block
-    enable_prefix_caching: bool = True
-    max_num_batched_tokens: int | None = None  # tokens a step; default 160 on a CPU, 8192 on a GPU, or 2 × slots …
-    max_num_seqs: int | None = None  # requests that run at once; default 64 on a CPU, 256 on a GPU …
-    tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.92  # share of the device's memory for weights, programs and KV blocks
-    kv_cache_memory_bytes: int | None = None  # overrides the share
-    num_kv_blocks: int | None = None  # overrides both
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    async_scheduling: bool = True  # plan and start a step before the tokens of the one before it are read
+    quantization: Quantization | None = setting(
+        None, "int8: round matrices, and what is multiplied with them, to 8 bits: a quarter of float32's memory"
+    )
+    device: Device = setting("auto", "where to run; auto: a GPU if JAX sees one")
+    seed: int = setting(0, "of the seeds of requests that bring none; with --deterministic it is their seed")
+    max_model_len: int | None = setting(
+        None, "tokens of prompt and output together, as 4096, 4k or auto (default: the model's, or what fits)", "TOKENS"
+    )
+    block_size: int = setting(16, "tokens per KV block")
+    enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts that begin alike")
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "tokens a step (default: 160 on a CPU, 8192 on a GPU; with --deterministic 32 and 256; "
+        "and twice --max-num-seqs at least)",
+        "TOKENS",
+    )
+    max_num_seqs: int | None = setting(
+        None, "requests that run at once (default: 64 on a CPU, 256 on a GPU; with --deterministic 16 and 128)"
+    )
+    tensor_parallel_size: int = setting(1, "devices that share the model")
+    gpu_memory_utilization: float = setting(0.92, "share of a GPU's memory to use", "SHARE")
+    kv_cache_memory_bytes: int | None = setting(None, "bytes of KV blocks, instead of that share", "BYTES")
+    num_kv_blocks: int | None = setting(None, "KV blocks, instead of both")
+    scheduling_policy: SchedulingPolicy = setting("fcfs", "which waiting request is next")
+    async_scheduling: bool = setting(True, "plan and start a step before the tokens of the one before it are read")
     # The same request gets the same bits under any load: every step runs one program, in which each token attends by
-    # itself. It takes as long for one token as for all, so the sizes that nobody asks for are smaller: 32 tokens and 16
+    # itself. It takes as long for one token as for all, so the default sizes are smaller: 32 tokens and 16
     # requests on a CPU, 256 and 128 on a GPU.
-    deterministic: bool = False
-    enable_kv_cache_events: bool = False  # tell which blocks enter and leave the prefix cache
-    max_logprobs: int = 20  # the most log-probabilities a request may ask for; -1: no bound
+    deterministic: bool = setting(
+        False, "same bits for the same request, whatever runs beside it; every step costs as much as a full one"
+    )
+    enable_kv_cache_events: bool = setting(
+        False, "report which blocks enter and leave the prefix cache (StreamKvEvents)"
+    )
+    max_logprobs: int = setting(
+        20, "the most log-probabilities a request may ask for; -1: as many as the vocabulary has"
+    )
     # Functions, or "package.module:function", that requests may name in extra_args, see `processors.load_processors`.
-    logits_processors: Sequence[Callable[..., Any] | str] = ()
-    kernels: Sequence[str] = ()  # "operation=implementation" where the best that can do it is not wanted, see setup.py
-    load_format: LoadFormat = "auto"  # "dummy": random weights of the model's shapes, for measuring
-    precompile: Precompile = "background"  # which programs are compiled before the engine is ready, see runner.py
-    compilation_cache_dir: str | None = None  # default: $JAXLLM_CACHE_DIR or the user's cache folder
+    logits_processors: Sequence[Callable[..., Any] | str] = setting(
+        (), "function that requests may name, as package.module:function; may be repeated", "FUNCTION"
+    )
+    kernels: Sequence[str] = setting(
+        (),
+        "operation=implementation, as paged_decode=xla; may be repeated (default: the best, see jaxllm doctor)",
+        "OPERATION=NAME",
+    )
+    load_format: LoadFormat = setting("auto", "dummy: random weights of the model's shapes")
+    precompile: Precompile = setting("background", "which programs are compiled before the first request")
+    compilation_cache_dir: str | None = setting(
+        None, "folder of compiled programs (default: $JAXLLM_CACHE_DIR or the user's cache folder)", "PATH"
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):
@@ -165,7 +191,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
 }
-# Arguments of vLLM, old ones too, that change no result here: any value is taken, and one warning names them. These
+# Arguments of vLLM, old ones too, that change no result here: any value is accepted, and one warning names them. These
 # are vLLM's defaults; where one is a boolean, the flag is a switch.
 WITHOUT_EFFECT: dict[str, Any] = {
     "trust_remote_code": False,  # a model's own code is never run

@@ -82,7 +82,7 @@ class OverloadedError(EngineError):
 
 
 class UnavailableError(EngineError):
-    """No work is taken now: the engine is loading, paused or hung; try again later."""
+    """New requests are refused for now: the engine is loading, paused or hung; try again later."""
 
 
 class DrainingError(UnavailableError):
@@ -102,7 +102,7 @@ def too_long(
 ) -> ContextLengthError:
     """Say that a prompt, with its output where that is known, is too long; proxies look for these first words.
 
-    `is_bound`: nobody has counted the prompt's tokens, `num_prompt` is the least there can be.
+    `is_bound`: the prompt's tokens were not counted; `num_prompt` is the least there can be.
     """
     request = f"your prompt contains {'at least ' if is_bound else ''}{num_prompt} input tokens"
     if num_output is not None:

@@ -1,7 +1,7 @@
 """What goes into a request besides its prompt: `SamplingParams`, its rules and its defaults.
 
 Names, defaults, rules and messages are vLLM's where the thing exists there. Standard library only, so that a client can
-import it in milliseconds. Knows no tokenizer, no model (`validate_for_model` is told its sizes) and no scheduler.
+import it in milliseconds. Knows no tokenizer, no model (`validate_for_model` is given its sizes) and no scheduler.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import Any, Self
 
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.setting import setting
 
 MAX_MASKED_STOP_IDS = 32  # stop ids that one request can hold back with min_tokens: columns of the sampling state
 MAX_BIASED_TOKENS = 300  # entries of logit_bias, OpenAI's own bound: columns of the sampling state
@@ -85,38 +86,52 @@ class SamplingParams:
         UserError: naming the parameter, for an unknown name, a wrong type, a number out of range or a bad combination.
     """
 
-    n: int = 1  # outputs per prompt
-    presence_penalty: float = 0.0  # taken off the logit of a token that the output holds
-    frequency_penalty: float = 0.0  # taken off it once per occurrence
-    repetition_penalty: float = 1.0  # divides a positive, multiplies a negative logit of a token in prompt or output
-    temperature: float = 1.0  # 0 means greedy, which resets top_p, top_k and min_p
-    top_p: float = 1.0  # the least probability that the kept tokens hold together
-    top_k: int = 0  # tokens kept; 0 (or -1, stored as 0) keeps all
-    min_p: float = 0.0  # the least probability of a kept token, as a share of the likeliest token's
-    seed: int | None = None  # 64 bits; None (or -1, stored as None): the engine draws one
-    stop: Sequence[str] = ()  # stored as a tuple; a lone string is one stop string, None is ()
-    stop_token_ids: Sequence[int] = ()  # stored as a tuple without repetitions, None is ()
-    ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: until the model's context is full
-    min_tokens: int = 0  # before which neither end-of-sequence nor stop_token_ids can be sampled
-    logprobs: int | None = None  # likeliest tokens to report beside the sampled one; True is 1, -1 the vocabulary
-    prompt_logprobs: int | None = None  # the same for each token of the prompt
+    n: int = setting(1, "outputs per prompt")
+    presence_penalty: float = setting(0.0, "taken off the logit of a token that the output holds")
+    frequency_penalty: float = setting(0.0, "taken off it once per occurrence")
+    repetition_penalty: float = setting(
+        1.0, "divides a positive, multiplies a negative logit of a token that prompt or output holds"
+    )
+    temperature: float = setting(1.0, "0: always the likeliest token, which resets top_p, top_k and min_p")
+    top_p: float = setting(1.0, "sample from the likeliest tokens that hold this probability together")
+    top_k: int = setting(0, "sample from this many likeliest tokens; 0 or -1: all")
+    min_p: float = setting(0.0, "the least probability of a token, as a share of the likeliest one's")
+    seed: int | None = setting(None, "64 bits, for the same output again; none or -1: the engine draws one")
+    stop: Sequence[str] = setting((), "text that ends the output; may be repeated", "TEXT")
+    stop_token_ids: Sequence[int] = setting((), "token id that ends the output; may be repeated", "ID")
+    ignore_eos: bool = setting(False, "go on after the end-of-sequence token")
+    max_tokens: int | None = setting(16, "the most tokens of an output; none: until the context is full", "TOKENS")
+    min_tokens: int = setting(
+        0, "tokens before which neither end-of-sequence nor stop_token_ids can be sampled", "TOKENS"
+    )
+    logprobs: int | None = setting(None, "likeliest tokens to report for each token (with --json); -1: all")
+    prompt_logprobs: int | None = setting(None, "the same for each token of the prompt (with --json)")
     # Tokens whose log-probabilities to report at every position, beside the sampled and the likeliest ones.
-    logprob_token_ids: Sequence[int] | None = None
-    skip_special_tokens: bool = True  # in the text
-    include_stop_str_in_output: bool = False  # let the text end with the stop string that ended it
+    logprob_token_ids: Sequence[int] | None = setting(
+        None, "token id whose log-probability to report for each token (with --json); may be repeated", "ID"
+    )
+    skip_special_tokens: bool = setting(True, "leave special tokens out of the text")
+    include_stop_str_in_output: bool = setting(False, "let the text end with the stop string that ended it")
     detokenize: bool = True  # False: token ids only, no text
     # Added to a token's logit, clamped to [-100, 100]; stored as a dict of its own, {} as None. Keys may be text, as in
     # JSON. Left out of the hash, which a dict has none of: equal values still have equal hashes.
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    allowed_token_ids: Sequence[int] | None = None  # the only tokens that may be sampled; stored as a tuple
+    allowed_token_ids: Sequence[int] | None = setting(
+        None, "token id that may be sampled, others may not; may be repeated", "ID"
+    )
     # Texts whose tokens, with and without a space before them, the output must not hold; stored as a tuple, None is ().
-    bad_words: Sequence[str] = ()
+    bad_words: Sequence[str] = setting(
+        (), "text that the output must not hold, with or without a space before it; may be repeated", "TEXT"
+    )
     # Names of the engine's logits processors, each with its numbers; a lone number is one. Left out of the hash.
     extra_args: Mapping[str, Sequence[float] | float] | None = field(default=None, hash=False)
     repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats itself; or a mapping
-    truncate_prompt_tokens: int | None = None  # keep the prompt's last tokens; -1: as many as the model holds
-    skip_reading_prefix_cache: bool | None = None  # compute the whole prompt; None: with prompt_logprobs only
+    truncate_prompt_tokens: int | None = setting(
+        None, "keep this many tokens of the prompt's end; -1: as many as the model holds"
+    )
+    skip_reading_prefix_cache: bool | None = setting(
+        None, "compute the whole prompt even if it is cached (default: with prompt_logprobs only)"
+    )
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None  # tokens between two outputs of a stream; None: the engine's choice
 
@@ -245,7 +260,7 @@ def _shown(value: object) -> str:
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """Write a value piece by piece, so that whoever has enough can stop: all of half a million texts takes 0.14 s."""
+    """Write a value piece by piece, so that a reader can stop early: all of half a million texts takes 0.14 s."""
     if isinstance(value, str | bytes):
         yield repr(value[: 2 * _MOST_SHOWN])
     elif type(value) is list or type(value) is dict:

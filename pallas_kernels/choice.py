@@ -1,7 +1,7 @@
-"""Which implementation of an operation runs where: what each can do, and which one is taken when nobody names one.
+"""Which implementation of an operation runs where: what each can do, and which one is the default.
 
 Decided once per engine, before anything is compiled. Knows no kernel: their modules are imported when they are chosen,
-so that who has no GPU needs no Triton.
+so that Triton is not needed without a GPU.
 """
 
 from __future__ import annotations

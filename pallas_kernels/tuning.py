@@ -1,6 +1,6 @@
 """How the Triton kernels are divided and compiled, by device and shape: read from tuning.json.
 
-The table is data. `python -m pallas_kernels.tune` measures on a GPU and writes it; rows that nobody has measured say so
+The table is data. `python -m pallas_kernels.tune` measures on a GPU and writes it; rows that were not measured say so
 and are what compiles well: no register spilled, on Hopper wgmma for prompts, at the shapes of tests/gpu/resources.py.
 """
 
@@ -42,7 +42,7 @@ class Prefill(NamedTuple):
 COMBINE = Tuning(2, 1)
 COPY, COPIED = Tuning(4, 1), 2048  # numbers of a block that a program copies
 LEAST_KEYS, MOST_SPLITS = 256, 32
-# Of `sample`, which nobody has measured: columns of a program, and of a group whose largest logit is remembered.
+# Of `sample`, which was not measured: columns of a program, and of a group whose largest logit is remembered.
 SURVEY, SURVEYED, GROUPED = Tuning(4, 1), 2048, 64
 # One program does a row with filters, so it is large: columns visited at once, and of those listed with 16 bounds.
 FINISH, FINISH_FILTERED, VISITED, SEARCHED = Tuning(1, 1), Tuning(16, 1), 4096, 1024

@@ -94,7 +94,7 @@ class ClientProcess:
         self.connection.send(at)
 
     def stop(self) -> None:
-        """Let it end the requests that are under way, and tell its cost."""
+        """Let it end the requests that are under way, and return its cost."""
         with contextlib.suppress(OSError):  # it has ended already
             self.connection.send(None)
 
@@ -164,7 +164,7 @@ async def _send_all(connection: Connection, share: Share) -> None:
             async with gate:
                 try:
                     await client.send(name, job, outcome)
-                except Exception as error:  # one request, or the benchmark itself: it is told with the others
+                except Exception as error:  # one request, or the benchmark itself: reported with the others
                     outcome.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
                     outcome.ended_at = time.perf_counter()
             return outcome

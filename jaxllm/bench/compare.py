@@ -58,7 +58,7 @@ class Comparison(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Which side is better, in words, as far as the interval tells."""
+        """Which side is better, in words, as far as the interval shows."""
         if self.interval is None:
             return self.reason
         low, high = self.interval
@@ -201,7 +201,7 @@ def _sorted(groups: Groups) -> Samples:
 
 
 def _draw(kinds: Mapping[str, Samples], resamples: int, random: np.random.Generator) -> dict[int, np.ndarray]:
-    """Draw how often each owner is taken, [resamples, owners], once for every number of owners."""
+    """Draw how often each owner is sampled, [resamples, owners], once for every number of owners."""
     counts = dict.fromkeys(samples.num_owners for samples in kinds.values())
     return {count: random.multinomial(count, np.full(count, 1 / count), resamples) for count in counts}
 

@@ -1,7 +1,7 @@
 """What is asked: jobs out of random tokens, of files in known formats, or of our own words; the same for the same seed.
 
 Knows a tokenizer and no server. Lengths are tokens. Texts are made so that their tokens, counted anew, are as many as
-asked for; what still differs is told by `Job.prompt_tokens`.
+asked for; what still differs is in `Job.prompt_tokens`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Coder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """Which dataset, and what of it. None is the dataset's own default, which `defaults` tells.
+    """Which dataset, and what of it. None is the dataset's own default, from `defaults`.
 
     `input_len` and `output_len` stand for the lengths of whichever dataset is chosen.
     """

@@ -78,7 +78,7 @@ def find_context(target: Target) -> int | None:
         card = next(card for card in _model_cards(target) if card["id"] == target.model)
         return int(card["max_model_len"])
     except (EngineError, UserError, OSError, ValueError, LookupError, TypeError, StopIteration):
-        return None  # not every server has one, or knows it: the requests will tell
+        return None  # not every server has one; the requests will show
 
 
 def wait_for(attempt: Callable[[], Result], seconds: float) -> Result:
@@ -101,7 +101,7 @@ def check_answers(target: Target, job: Job) -> None:
 
 
 def refuses(target: Target, field: str) -> bool:
-    """Whether the server refuses requests for one of their fields, by its name; one request for a token tells."""
+    """Whether the server refuses requests for one of their fields, by its name; one request for a token shows it."""
     return field in asyncio.run(send_one(target, Job("The", 1, 1))).error
 
 

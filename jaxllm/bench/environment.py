@@ -1,6 +1,6 @@
 """What a result must say of where it was made: commit, versions, processor, date, command line.
 
-Imports none of the packages whose versions it tells, so it costs milliseconds, and it repeats no secret.
+Imports none of the packages whose versions it reports, so it costs milliseconds, and it repeats no secret.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import grpc
 from jaxllm.bench.outcome import Outcome
 from jaxllm.bench.target import Target
 from jaxllm.bench.workload import Job
-from jaxllm.client import AsyncClient, Client
+from jaxllm.client import AsyncClient, Client, reading
+from jaxllm.client.calls import Call
 from jaxllm.client.channel import error_of
 from jaxllm.client.requests import generate_request
 
@@ -40,7 +41,7 @@ class GrpcClient(AsyncClient):
         usage: Any = None
         outcome.sent_at = time.perf_counter()
         try:
-            async for message in self._inference.StreamGenerate(request, metadata=self._metadata):
+            async for message in self._start(Call("inference", "StreamGenerate", request, reading.read_nothing, None)):
                 if message.deltas:
                     times.append(time.perf_counter())
                     pieces += [delta.text for delta in message.deltas]

@@ -23,7 +23,7 @@ class OpenAIClient:
         self._is_chat = target.backend == "openai-chat"
 
     async def __aenter__(self) -> Self:
-        # A bound on connections would be a queue that nobody sees; one on time would end long answers.
+        # A bound on connections would be a hidden queue; one on time would end long answers.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=not self._target.is_insecure),
             timeout=aiohttp.ClientTimeout(total=None),

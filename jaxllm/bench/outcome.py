@@ -10,7 +10,7 @@ class Outcome:
     """One request. Times are seconds of a clock that all processes of a machine share (`time.perf_counter`).
 
     A message is whatever arrives at once with new tokens: one of gRPC, one event of HTTP. `output_tokens` and
-    `seen_prompt_tokens` are the server's count, None where it tells none.
+    `seen_prompt_tokens` are the server's count, None if it reports none.
     """
 
     number: int  # of the job

@@ -17,7 +17,7 @@ from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.state import Limits, Request, initial
 
 Load = Literal["decode", "turnover"]
-VOCABULARY = 30_000  # the stop id lies behind it, so that nobody ends by chance
+VOCABULARY = 30_000  # the stop id lies behind it, so that no request ends by chance
 LEAST_RUNNING = 0.9  # of the requests: a step with fewer, at the beginning, is not the load that is measured
 STEP_TOKENS, STEP_CHUNKS, BLOCK = 8192, 64, 16
 LEAST_BLOCKS = 64  # for each request

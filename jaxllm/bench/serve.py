@@ -1,4 +1,4 @@
-"""A run of `bench serve`: processes that send, the outcomes they tell, a timeline beside; and what is wrong with a run.
+"""A run of `bench serve`: processes that send, their outcomes, a timeline beside; and what is doubtful about a run.
 
 Knows no flags and prints nothing but a progress bar.
 """
@@ -86,7 +86,7 @@ def half_of_cpus() -> int:
 
 
 def count_tokens(outcomes: Sequence[Outcome], count: Callable[[str], int]) -> int:
-    """Count the output tokens that the server did not tell of; return for how many requests."""
+    """Count the output tokens that the server did not report; return for how many requests."""
     untold = [outcome for outcome in outcomes if outcome.output_tokens is None]
     for outcome in untold:
         outcome.output_tokens = count(outcome.text)
@@ -134,17 +134,18 @@ def doubts(
         yield f"{long} of {len(done)} answers are longer than asked for"
     if num_counted:
         yield (
-            f"the server told no usage for {num_counted} of {len(done)} answers: their tokens are counted with the "
+            f"the server reported no usage for {num_counted} of {len(done)} answers: their tokens are counted with the "
             "tokenizer, which may differ from what was generated"
         )
-    told = [outcome for outcome in done if outcome.seen_prompt_tokens is not None]
-    wanted, seen = (sum(getattr(outcome, name) for outcome in told) for name in ("prompt_tokens", "seen_prompt_tokens"))
+    reported = [outcome for outcome in done if outcome.seen_prompt_tokens is not None]
+    wanted = sum(outcome.prompt_tokens for outcome in reported)
+    seen = sum(outcome.seen_prompt_tokens or 0 for outcome in reported)
     if compares_prompts and abs(seen - wanted) > _MOST_PROMPT_ERROR * wanted:
         yield f"the server counts {seen} prompt tokens where the tokenizer counts {wanted}: is it the model's own?"
 
 
 def cache_doubt(counted: Mapping[str, float]) -> Iterator[str]:
-    """Say that prompts which should be new to the server were not, as far as its counters tell."""
+    """Say that prompts which should be new to the server were not, as far as its counters show."""
     cached, total = counted.get("cached_prompt_tokens", 0.0), counted.get("prompt_tokens", 0.0)
     if cached > _MOST_CACHED * total:
         yield (
@@ -173,7 +174,7 @@ def _check_ready(processes: Sequence[ClientProcess]) -> None:
 
 
 def _collect(processes: Sequence[ClientProcess], measurement: Measurement, bar: Any) -> None:
-    """Take what the processes tell until each has told its cost, or ended; ^C has them stop."""
+    """Take what the processes return until each has reported its cost, or ended; ^C has them stop."""
     left = [process.connection for process in processes]
     end = float("inf")
     while left and time.perf_counter() < end:

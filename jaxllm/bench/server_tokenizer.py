@@ -10,7 +10,7 @@ _LINES = 40  # of text, whose tokens are the ones to draw from: there is no list
 
 
 class ServerTokenizer:
-    """Tells what prompts are made with (`datasets.Coder`), each answer a request to the server."""
+    """The tokenizer that prompts are made with (`datasets.Coder`), each call a request to the server."""
 
     def __init__(self, encode: Callable[[str, bool], list[int]], decode: Callable[[Sequence[int]], str]) -> None:
         self._encode, self._decode = encode, decode

@@ -77,7 +77,7 @@ def measure(
     cache: str | None = None,
     note: Callable[[Start], object] = lambda start: None,
 ) -> list[Start]:
-    """Start `num_iters` times cold and `num_iters` times warm, each in a process of its own; `note` is told each.
+    """Start `num_iters` times cold and `num_iters` times warm, each in its own process; `note` is called with each.
 
     Args:
         settings: of `LLM`.

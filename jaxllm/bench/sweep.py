@@ -90,7 +90,7 @@ def make_cells(base: Sequence[str], settings: Sequence[Settings], num_runs: int)
 
 
 def run(cells: Iterable[Cell], folder: Path, advance: Callable[[Outcome], object]) -> list[Outcome]:
-    """Run the cells that have no file yet, one after the other; one that fails leaves a log and stops nobody."""
+    """Run the cells that have no file yet, one after the other; a failed one leaves a log."""
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = []
     for cell in cells:
@@ -117,7 +117,7 @@ def _run_cell(cell: Cell, folder: Path) -> Outcome:
 
 
 def _reason(said: str) -> str:
-    """Pick the line that tells why a benchmark failed: the last with an error, else the last."""
+    """Pick the line that says why a benchmark failed: the last with an error, else the last."""
     lines = said.strip().splitlines() or ["it said nothing"]
     # What comes after may be hints, or the files that a run of failures has written.
     return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1])

@@ -1,156 +1,93 @@
-"""The client for event loops. What it sends and returns is made in `requests` and `reading`; `blocking` is its twin."""
+"""The client for event loops. What it can call is in `calls`; `blocking` is the client for threads."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, Self, TypeVar, Unpack
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
-from jaxllm.client import reading, requests
-from jaxllm.client.channel import Endpoint, error_of, read_health
-from jaxllm.client.options import ChatGenerateOptions, ChatOptions, ChatStreamOptions, GenerateOptions, StreamOptions
-from jaxllm.client.results import Completion, Delta, ModelInfo, ServerInfo
+from jaxllm.client import reading
+from jaxllm.client.calls import Call, Calls
+from jaxllm.client.channel import Endpoint, error_of
+from jaxllm.client.results import Completion, Delta
 from jaxllm.errors import DeadlineError, UnavailableError
-from jaxllm.metrics import Load
-from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jaxllm.v1 import control_pb2_grpc, inference_pb2_grpc
 
-Response = TypeVar("Response")
+P = ParamSpec("P")
 Result = TypeVar("Result")
+
+
+def _method(
+    make: Callable[Concatenate[Any, P], Call[Result]],
+) -> Callable[Concatenate[AsyncClient, P], Awaitable[Result]]:
+    @functools.wraps(make)
+    async def method(client: AsyncClient, /, *arguments: P.args, **options: P.kwargs) -> Result:
+        call = make(client, *arguments, **options)
+        try:
+            return call.read(await client._start(call))
+        except grpc.RpcError as failure:
+            raise error_of(failure, client.target) from None
+
+    return method
+
+
+def _stream(make: Callable[Concatenate[Any, P], Call[None]]) -> Callable[Concatenate[AsyncClient, P], AsyncStream]:
+    @functools.wraps(make)
+    def method(client: AsyncClient, /, *arguments: P.args, **options: P.kwargs) -> AsyncStream:
+        return AsyncStream(client._start(make(client, *arguments, **options)), client.target)
+
+    return method
 
 
 class AsyncClient(Endpoint):
     """A connection to a server for the event loop of its first call. Options are those of `Endpoint`.
 
+    The methods are those of `Client`: all are awaited but `stream` and `stream_chat`, which return the iterator.
     Every method raises `UserError` for what is wrong with the call, and `EngineError` for what is wrong with the server
     (`OverloadedError`, `UnavailableError`, `DeadlineError` … in `jaxllm.errors`).
     """
 
     def _open(self) -> None:
-        self._open_channel: grpc.aio.Channel | None = None
+        self._channel: grpc.aio.Channel | None = None  # made late, because gRPC binds it to the event loop that runs
+        self._stubs: dict[str, Any] = {}
 
-    @property
-    def _channel(self) -> grpc.aio.Channel:
-        """Made late, because gRPC binds it to the event loop that runs then."""
-        if self._open_channel is None:
+    def _start(self, call: Call[Any]) -> Any:
+        if self._channel is None:
             credentials = self._credentials
-            self._open_channel = (
+            self._channel = (
                 grpc.aio.insecure_channel(self.target, self._options)
                 if credentials is None
                 else grpc.aio.secure_channel(self.target, credentials, self._options)
             )
-        return self._open_channel
+            self._stubs = {
+                "inference": inference_pb2_grpc.InferenceServiceStub(self._channel),
+                "control": control_pb2_grpc.ControlServiceStub(self._channel),
+                "health": health_pb2_grpc.HealthStub(self._channel),
+            }
+        rpc = getattr(self._stubs[call.service], call.method)
+        timeout = self.timeout if call.timeout is None else call.timeout
+        return rpc(call.request, timeout=timeout, metadata=self._metadata)
 
-    @cached_property
-    def _inference(self) -> Any:
-        return inference_pb2_grpc.InferenceServiceStub(self._channel)
-
-    @cached_property
-    def _control(self) -> Any:
-        return control_pb2_grpc.ControlServiceStub(self._channel)
-
-    @cached_property
-    def _health(self) -> Any:
-        return health_pb2_grpc.HealthStub(self._channel)
-
-    async def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> Completion:
-        """Generate from a text, or from token ids, and return everything."""
-        request = requests.generate_request(prompt, options)
-        return await self._call(self._inference.Generate, request, reading.read_completion, timeout)
-
-    def stream(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[StreamOptions]
-    ) -> AsyncStream:
-        """Generate and iterate over what is new; no `await` before the call."""
-        return self._stream(requests.generate_request(prompt, options, is_stream=True), timeout)
-
-    async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        timeout: float | None = None,
-        **options: Unpack[ChatGenerateOptions],
-    ) -> Completion:
-        """Answer a conversation, given as OpenAI's `messages`; append the answer's `message` to go on."""
-        request = requests.chat_request(messages, options)
-        return await self._call(self._inference.Generate, request, reading.read_completion, timeout)
-
-    def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        timeout: float | None = None,
-        **options: Unpack[ChatStreamOptions],
-    ) -> AsyncStream:
-        """Answer a conversation and iterate over what is new; no `await` before the call."""
-        return self._stream(requests.chat_request(messages, options, is_stream=True), timeout)
-
-    async def tokenize(
-        self,
-        prompt: str | Sequence[Mapping[str, Any]],
-        *,
-        model: str = "",
-        add_special_tokens: bool | None = None,
-        timeout: float | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> list[int]:
-        """Return the token ids of a text, or of a conversation, as `generate` and `chat` would make them."""
-        request = requests.tokenize_request(prompt, model, add_special_tokens, options)
-        return await self._call(self._inference.Tokenize, request, reading.read_token_ids, timeout)
-
-    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
-        """Return the text of token ids, special tokens shown."""
-        request = requests.detokenize_request(token_ids, model)
-        return await self._call(self._inference.Detokenize, request, reading.read_text, timeout)
-
-    async def models(self, *, timeout: float | None = None) -> list[ModelInfo]:
-        """List the models that are served, with the values of options that a call leaves open."""
-        request = inference_pb2.ListModelsRequest()
-        return await self._call(self._inference.ListModels, request, reading.read_models, timeout)
-
-    async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
-        """Tell what the server is."""
-        request = control_pb2.GetServerInfoRequest()
-        return await self._call(self._control.GetServerInfo, request, reading.read_server_info, timeout)
-
-    async def load(self, *, timeout: float | None = None) -> Load:
-        """Tell how busy the server is."""
-        request = control_pb2.GetLoadRequest()
-        return await self._call(self._control.GetLoad, request, reading.read_load, timeout)
-
-    async def abort(self, request_ids: str | Sequence[str], *, timeout: float | None = None) -> None:
-        """End requests by id, whoever sent them; they return what there is. Unknown ids are no error."""
-        request = requests.abort_request(request_ids)
-        return await self._call(self._control.Abort, request, reading.read_nothing, timeout)
-
-    async def pause(
-        self, mode: str = "abort", *, clear_cache: bool | None = None, timeout: float | None = None
-    ) -> None:
-        """Stop generating; running requests end ("abort"), finish first ("wait") or stay for `resume` ("keep")."""
-        request = requests.pause_request(mode, clear_cache)
-        return await self._call(self._control.PauseGeneration, request, reading.read_nothing, timeout)
-
-    async def resume(self, *, timeout: float | None = None) -> None:
-        """Generate again."""
-        request = control_pb2.ResumeGenerationRequest()
-        return await self._call(self._control.ResumeGeneration, request, reading.read_nothing, timeout)
-
-    async def reset_prefix_cache(self, *, timeout: float | None = None) -> bool:
-        """Forget cached prefixes; False, and nothing is forgotten, while requests run."""
-        request = control_pb2.ResetPrefixCacheRequest()
-        return await self._call(self._control.ResetPrefixCache, request, reading.read_was_reset, timeout)
-
-    async def health(self, service: str = "", *, timeout: float | None = None) -> str:
-        """Return the health of the server, or of one of its services: "serving", "not_serving" or "unknown"."""
-        request = health_pb2.HealthCheckRequest(service=service)
-        return await self._call(self._health.Check, request, read_health, timeout)
+    generate = _method(Calls.generate)
+    stream = _stream(Calls.stream)
+    chat = _method(Calls.chat)
+    stream_chat = _stream(Calls.stream_chat)
+    tokenize = _method(Calls.tokenize)
+    detokenize = _method(Calls.detokenize)
+    models = _method(Calls.models)
+    server_info = _method(Calls.server_info)
+    load = _method(Calls.load)
+    abort = _method(Calls.abort)
+    pause = _method(Calls.pause)
+    resume = _method(Calls.resume)
+    reset_prefix_cache = _method(Calls.reset_prefix_cache)
+    health = _method(Calls.health)
 
     async def wait_until_ready(self, timeout: float = 60.0) -> None:
         """Wait until the server is healthy: it may not have been started yet, or be loading its model.
@@ -173,32 +110,14 @@ class AsyncClient(Endpoint):
 
     async def close(self) -> None:
         """End the connection, and with it the calls that are under way."""
-        if self._open_channel is not None:
-            await self._open_channel.close()
+        if self._channel is not None:
+            await self._channel.close()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    async def _call(
-        self,
-        rpc: Callable[..., Awaitable[Response]],
-        request: object,
-        read: Callable[[Response], Result],
-        timeout: float | None,
-    ) -> Result:
-        try:
-            response = await rpc(request, timeout=self.timeout if timeout is None else timeout, metadata=self._metadata)
-        except grpc.RpcError as failure:
-            raise error_of(failure, self.target) from None
-        return read(response)
-
-    def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
-        deadline = self.timeout if timeout is None else timeout
-        call = self._inference.StreamGenerate(request, timeout=deadline, metadata=self._metadata)
-        return AsyncStream(call, self.target)
 
 
 class AsyncStream(reading.Received):

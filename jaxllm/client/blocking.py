@@ -1,24 +1,44 @@
-"""The client that blocks. What it sends and returns is made in `requests` and `reading`; `asynchronous` is its twin."""
+"""The client that blocks. What it can call is in `calls`; `asynchronous` is the client for event loops."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar, Unpack
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
-from jaxllm.client import reading, requests
-from jaxllm.client.channel import Endpoint, error_of, read_health
-from jaxllm.client.options import ChatGenerateOptions, ChatOptions, ChatStreamOptions, GenerateOptions, StreamOptions
-from jaxllm.client.results import Completion, Delta, ModelInfo, ServerInfo
+from jaxllm.client import reading
+from jaxllm.client.calls import Call, Calls
+from jaxllm.client.channel import Endpoint, error_of
+from jaxllm.client.results import Completion, Delta
 from jaxllm.errors import DeadlineError, UnavailableError
-from jaxllm.metrics import Load
-from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from jaxllm.v1 import control_pb2_grpc, inference_pb2_grpc
 
-Response = TypeVar("Response")
+P = ParamSpec("P")
 Result = TypeVar("Result")
+
+
+def _method(make: Callable[Concatenate[Any, P], Call[Result]]) -> Callable[Concatenate[Client, P], Result]:
+    @functools.wraps(make)
+    def method(client: Client, /, *arguments: P.args, **options: P.kwargs) -> Result:
+        call = make(client, *arguments, **options)
+        try:
+            return call.read(client._start(call))
+        except grpc.RpcError as failure:
+            raise error_of(failure, client.target) from None
+
+    return method
+
+
+def _stream(make: Callable[Concatenate[Any, P], Call[None]]) -> Callable[Concatenate[Client, P], Stream]:
+    @functools.wraps(make)
+    def method(client: Client, /, *arguments: P.args, **options: P.kwargs) -> Stream:
+        return Stream(client._start(make(client, *arguments, **options)), client.target)
+
+    return method
 
 
 class Client(Endpoint):
@@ -35,101 +55,31 @@ class Client(Endpoint):
             if credentials is None
             else grpc.secure_channel(self.target, credentials, self._options)
         )
-        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._control = control_pb2_grpc.ControlServiceStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        self._stubs: dict[str, Any] = {
+            "inference": inference_pb2_grpc.InferenceServiceStub(self._channel),
+            "control": control_pb2_grpc.ControlServiceStub(self._channel),
+            "health": health_pb2_grpc.HealthStub(self._channel),
+        }
 
-    def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> Completion:
-        """Generate from a text, or from token ids, and return everything."""
-        request = requests.generate_request(prompt, options)
-        return self._call(self._inference.Generate, request, reading.read_completion, timeout)
+    def _start(self, call: Call[Any]) -> Any:
+        rpc = getattr(self._stubs[call.service], call.method)
+        timeout = self.timeout if call.timeout is None else call.timeout
+        return rpc(call.request, timeout=timeout, metadata=self._metadata)
 
-    def stream(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[StreamOptions]
-    ) -> Stream:
-        """Generate and iterate over what is new."""
-        return self._stream(requests.generate_request(prompt, options, is_stream=True), timeout)
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        timeout: float | None = None,
-        **options: Unpack[ChatGenerateOptions],
-    ) -> Completion:
-        """Answer a conversation, given as OpenAI's `messages`; append the answer's `message` to go on."""
-        request = requests.chat_request(messages, options)
-        return self._call(self._inference.Generate, request, reading.read_completion, timeout)
-
-    def stream_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        timeout: float | None = None,
-        **options: Unpack[ChatStreamOptions],
-    ) -> Stream:
-        """Answer a conversation and iterate over what is new."""
-        return self._stream(requests.chat_request(messages, options, is_stream=True), timeout)
-
-    def tokenize(
-        self,
-        prompt: str | Sequence[Mapping[str, Any]],
-        *,
-        model: str = "",
-        add_special_tokens: bool | None = None,
-        timeout: float | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> list[int]:
-        """Return the token ids of a text, or of a conversation, as `generate` and `chat` would make them."""
-        request = requests.tokenize_request(prompt, model, add_special_tokens, options)
-        return self._call(self._inference.Tokenize, request, reading.read_token_ids, timeout)
-
-    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
-        """Return the text of token ids, special tokens shown."""
-        request = requests.detokenize_request(token_ids, model)
-        return self._call(self._inference.Detokenize, request, reading.read_text, timeout)
-
-    def models(self, *, timeout: float | None = None) -> list[ModelInfo]:
-        """List the models that are served, with the values of options that a call leaves open."""
-        request = inference_pb2.ListModelsRequest()
-        return self._call(self._inference.ListModels, request, reading.read_models, timeout)
-
-    def server_info(self, *, timeout: float | None = None) -> ServerInfo:
-        """Tell what the server is."""
-        request = control_pb2.GetServerInfoRequest()
-        return self._call(self._control.GetServerInfo, request, reading.read_server_info, timeout)
-
-    def load(self, *, timeout: float | None = None) -> Load:
-        """Tell how busy the server is."""
-        request = control_pb2.GetLoadRequest()
-        return self._call(self._control.GetLoad, request, reading.read_load, timeout)
-
-    def abort(self, request_ids: str | Sequence[str], *, timeout: float | None = None) -> None:
-        """End requests by id, whoever sent them; they return what there is. Unknown ids are no error."""
-        request = requests.abort_request(request_ids)
-        return self._call(self._control.Abort, request, reading.read_nothing, timeout)
-
-    def pause(self, mode: str = "abort", *, clear_cache: bool | None = None, timeout: float | None = None) -> None:
-        """Stop generating; running requests end ("abort"), finish first ("wait") or stay for `resume` ("keep")."""
-        request = requests.pause_request(mode, clear_cache)
-        return self._call(self._control.PauseGeneration, request, reading.read_nothing, timeout)
-
-    def resume(self, *, timeout: float | None = None) -> None:
-        """Generate again."""
-        request = control_pb2.ResumeGenerationRequest()
-        return self._call(self._control.ResumeGeneration, request, reading.read_nothing, timeout)
-
-    def reset_prefix_cache(self, *, timeout: float | None = None) -> bool:
-        """Forget cached prefixes; False, and nothing is forgotten, while requests run."""
-        request = control_pb2.ResetPrefixCacheRequest()
-        return self._call(self._control.ResetPrefixCache, request, reading.read_was_reset, timeout)
-
-    def health(self, service: str = "", *, timeout: float | None = None) -> str:
-        """Return the health of the server, or of one of its services: "serving", "not_serving" or "unknown"."""
-        request = health_pb2.HealthCheckRequest(service=service)
-        return self._call(self._health.Check, request, read_health, timeout)
+    generate = _method(Calls.generate)
+    stream = _stream(Calls.stream)
+    chat = _method(Calls.chat)
+    stream_chat = _stream(Calls.stream_chat)
+    tokenize = _method(Calls.tokenize)
+    detokenize = _method(Calls.detokenize)
+    models = _method(Calls.models)
+    server_info = _method(Calls.server_info)
+    load = _method(Calls.load)
+    abort = _method(Calls.abort)
+    pause = _method(Calls.pause)
+    resume = _method(Calls.resume)
+    reset_prefix_cache = _method(Calls.reset_prefix_cache)
+    health = _method(Calls.health)
 
     def wait_until_ready(self, timeout: float = 60.0) -> None:
         """Wait until the server is healthy: it may not have been started yet, or be loading its model.
@@ -159,20 +109,6 @@ class Client(Endpoint):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _call(
-        self, rpc: Callable[..., Response], request: object, read: Callable[[Response], Result], timeout: float | None
-    ) -> Result:
-        try:
-            response = rpc(request, timeout=self.timeout if timeout is None else timeout, metadata=self._metadata)
-        except grpc.RpcError as failure:
-            raise error_of(failure, self.target) from None
-        return read(response)
-
-    def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Stream:
-        deadline = self.timeout if timeout is None else timeout
-        call = self._inference.StreamGenerate(request, timeout=deadline, metadata=self._metadata)
-        return Stream(call, self.target)
 
 
 class Stream(reading.Received):

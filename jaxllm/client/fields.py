@@ -18,7 +18,7 @@ from jaxllm.errors import UserError
 
 
 def set_field(message: Message, field: str, name: str, value: Any) -> None:
-    """Set `field` (a path, as in `sampling.top_p`) to `value`, or tell what `name` must be instead."""
+    """Set `field` (a path, as in `sampling.top_p`) to `value`; a UserError says what `name` must be."""
     *path, leaf = field.split(".")
     for step in path:
         message = getattr(message, step)
@@ -87,7 +87,7 @@ def number_of(name: str, value: object, choices: Mapping[str, int]) -> Any:
 
 
 def as_json(name: str, value: object) -> str:
-    """Write a value as JSON, or tell that `name` cannot be."""
+    """Write a value as JSON; a UserError names what cannot be."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

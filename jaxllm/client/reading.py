@@ -106,7 +106,7 @@ class Joiner:
 
 
 class Received:
-    """What has come of a stream, and which of its deltas nobody has read."""
+    """What a stream has received, and which of its deltas were not read yet."""
 
     def __init__(self) -> None:
         self._joiner = Joiner()
@@ -257,7 +257,7 @@ def _stop_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> int | str 
 
 
 def _prompt(prompt: types_pb2.PromptInfo) -> dict[str, Any]:
-    """Read what is told of the prompt."""
+    """Read the message about the prompt."""
     ids = list(prompt.token_ids)
     logprobs = [None, *_rows(ids[1:], prompt.logprobs)] if prompt.HasField("logprobs") else None
     return {"prompt_token_ids": ids or None, "prompt_logprobs": logprobs}

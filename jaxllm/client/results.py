@@ -56,7 +56,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a request's time went, in seconds; None for what the server did not tell."""
+    """Where a request's time went, in seconds; None for what the server did not report."""
 
     queue: float | None  # until its first step
     prefill: float | None  # from there until the first token

@@ -1,4 +1,4 @@
-"""What the commands' arguments share: the model, the engine's settings, and how a wrong one is told.
+"""What the commands' arguments share: the model, the engine's settings, and how a wrong one is reported.
 
 Knows argparse and the dataclasses that flags are made of; loads nothing.
 """

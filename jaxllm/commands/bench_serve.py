@@ -63,7 +63,7 @@ def run(options: dict[str, Any]) -> int:
     tokenizer, tokenizer_id = discovery.find_tokenizer(asked, target, root)
     warmups, jobs = _jobs(options, dataset, tokenizer)
     _check_context(target, dataset, jobs)
-    # Nobody asked for it: a server that knows no such field can be measured without.
+    # Not asked for explicitly: a server that has no such field can be measured without it.
     is_strict = flags.adds_ignore_eos(options, dataset.dataset_name) and discovery.refuses(target, "ignore_eos")
     if is_strict:
         target = replace(target, fields={name: value for name, value in target.fields.items() if name != "ignore_eos"})

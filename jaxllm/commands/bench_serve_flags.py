@@ -100,7 +100,7 @@ def fields_of(options: Mapping[str, Any], ignores_eos: bool) -> dict[str, Any]:
 
 
 def adds_ignore_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
-    """Whether requests over HTTP say so without having been told to."""
+    """Whether requests over HTTP say so by default."""
     return options["ignore_eos"] is None and options["backend"] != "grpc" and ignores_eos(options, dataset_name)
 
 

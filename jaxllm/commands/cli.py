@@ -1,6 +1,6 @@
 """The command line: `jaxllm generate`, `chat`, `serve`, `bench`, `compile`, `convert`, `doctor`, `replay`.
 
-Finds the command, and tells every mistake and failure in one line; what a command takes and does is in its module of
+Finds the command, and reports every mistake and failure in one line; what a command takes and does is in its module of
 `jaxllm.commands`. JAX is imported when a command runs, not for `--help` or for a flag that is wrong.
 
 Exit codes: 0, 1 for an error, 2 for wrong usage, 130 after ^C.

@@ -19,7 +19,7 @@ from jaxllm.model.checkpoint import INDEX
 from jaxllm.model.families import read_spec
 from jaxllm.model.files import inside
 
-EMBEDDED = "jaxllm-embedded"  # the small model's name, as the server tells it
+EMBEDDED = "jaxllm-embedded"  # the small model's name, as the server reports it
 _KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*")
 
 

@@ -98,14 +98,14 @@ def _show(replay: Replay, options: Mapping[str, Any]) -> str | None:
 
 
 def _no_request(name: str, summary: Summary, is_whole: bool) -> str:
-    """Say that nobody has this name, among all or among those that have come by `--at`."""
+    """Say that no request has this name, among all or among those that have come by `--at`."""
     if is_whole:
         return f"no request of the recording is called {name}"
     return f"no request called {name} is there at {summary.last:.6f} s; it may come later: leave out --at"
 
 
 def _write(lines: Iterable[str]) -> None:
-    """Print lines as such: the names in them are anybody's, and could end a line or command the terminal."""
+    """Print lines with control characters escaped: names in them come from clients and could command the terminal."""
     for line in lines:
         print(printable(line))
 
@@ -157,14 +157,14 @@ class Summary:
     def lines(self) -> list[str]:
         """Write it."""
         seconds = self.last - (self._first or 0.0)
-        told = [f"{value:,} {name}" for name, value in self._counts.items() if value]
+        written = [f"{value:,} {name}" for name, value in self._counts.items() if value]
         most = [f"{value:,} {name}" for name, value in self._most.items()]
-        lines = [f"{seconds:,.3f} s: {', '.join(told) or 'nothing happened'}"]
+        lines = [f"{seconds:,.3f} s: {', '.join(written) or 'nothing happened'}"]
         return [*lines, f"at most {', '.join(most)}"] if most else lines
 
 
 class Story:
-    """What happened to one request, or to the samples of one; an id is told by how it begins.
+    """What happened to one request, or to the samples of one; an id may be cut short.
 
     That is the id that the server gave it, with or without what an answer's "id" has before it, or its X-Request-Id.
     """
@@ -174,49 +174,49 @@ class Story:
         self.lines: list[str] = []
         self._slots: dict[int, Request] = {}
         self._ids: dict[int, str] = {}
-        self._decoded: dict[int, list[float]] = {}  # times of tokens that are still to be told
+        self._decoded: dict[int, list[float]] = {}  # times of tokens that were not printed yet
 
     def take(self, moment: Moment) -> dict[int, str]:
-        """Note an event; return the names of those whom it concerns, by id."""
-        told: dict[int, str] = {}
+        """Note an event; return the names of the requests that it concerns, by id."""
+        written: dict[int, str] = {}
 
-        def tell(request_id: int, text: str) -> None:
+        def note(request_id: int, text: str) -> None:
             self._flush(request_id)
-            told[request_id] = self._ids[request_id]
+            written[request_id] = self._ids[request_id]
             self.lines.append(f"{moment.time:12.6f} s  {self._ids[request_id]}  {text}")
 
         for request in self._own(moment.added):
-            tell(request.sequence_id, f"arrives: {request.num_prompt} tokens, may reach {request.limit}")
+            note(request.sequence_id, f"arrives: {request.num_prompt} tokens, may reach {request.limit}")
         for request_id, reason in (moment.aborted or {}).items():
             if request_id in self._ids:
-                tell(request_id, f"is ended: {reason}")
+                note(request_id, f"is ended: {reason}")
         plan, events = moment.plan, moment.events
         if plan is not None and events is None:
             for request_id in plan.preempted:
                 if request_id in self._ids:
-                    tell(request_id, f"is preempted in plan {plan.number}")
+                    note(request_id, f"is preempted in plan {plan.number}")
             for one in plan.admitted:
                 if one.request.sequence_id in self._ids:
                     cached = f"{one.num_cached} of {one.num_known} tokens are cached"
-                    tell(one.request.sequence_id, f"gets slot {one.slot} in plan {plan.number}: {cached}")
+                    note(one.request.sequence_id, f"gets slot {one.slot} in plan {plan.number}: {cached}")
             for row in range(plan.num_decodes, len(plan.slots)):
                 record = moment.state.running[int(plan.slots[row])]
                 if record is not None and record.request.sequence_id in self._ids:
                     start, length = int(plan.starts[row]), int(plan.lengths[row])
                     text = f"plan {plan.number} computes tokens {start} to {start + length - 1}"
-                    tell(record.request.sequence_id, text)
+                    note(record.request.sequence_id, text)
         if events is not None:
             for request_id in events.ids.tolist():
                 if request_id in self._ids:
                     self._decoded.setdefault(request_id, []).append(moment.time)
-                    told[request_id] = self._ids[request_id]
+                    written[request_id] = self._ids[request_id]
             for request_id, reason in events.finished.items():
                 if request_id in self._ids:
-                    tell(request_id, f"ends: {reason}")
+                    note(request_id, f"ends: {reason}")
             for request_id in events.failed:
                 if request_id in self._ids:
-                    tell(request_id, "fails: its logits were not finite")
-        return told
+                    note(request_id, "fails: its logits were not finite")
+        return written
 
     def _own(self, requests: Any) -> Iterator[Request]:
         for request in requests:
@@ -226,7 +226,7 @@ class Story:
                 yield request
 
     def _flush(self, request_id: int) -> None:
-        """Tell the tokens that came since anything else happened, in one line."""
+        """Print the tokens that came since anything else happened, in one line."""
         times = self._decoded.pop(request_id, [])
         if not times:
             return
@@ -302,45 +302,45 @@ def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str,
     """Write an event; only what concerns `names`, by id, where these are given."""
     plan, events = moment.plan, moment.events
 
-    def is_told(request_id: int) -> bool:
+    def is_shown(request_id: int) -> bool:
         return names is None or request_id in names
 
-    told: dict[str, Any] = {"event": moment.kind.name.lower(), "time": moment.time}
+    written: dict[str, Any] = {"event": moment.kind.name.lower(), "time": moment.time}
     if moment.added:
-        told["requests"] = [
+        written["requests"] = [
             {
                 "id": one.sequence_id,
                 **{name: getattr(one, name) for name in ("name", "num_prompt", "limit", "priority")},
             }
             for one in moment.added
-            if is_told(one.sequence_id)
+            if is_shown(one.sequence_id)
         ]
     if moment.aborted is not None:
-        told["reasons"] = {str(one): reason for one, reason in moment.aborted.items() if is_told(one)}
+        written["reasons"] = {str(one): reason for one, reason in moment.aborted.items() if is_shown(one)}
     if plan is not None:
-        told["plan"] = plan.number
+        written["plan"] = plan.number
     if events is not None:
         pairs = zip(events.ids.tolist(), events.tokens.tolist(), strict=True)
-        told["tokens"] = {str(one): token for one, token in pairs if is_told(one)}
-        told["finished"] = {str(one): reason for one, reason in events.finished.items() if is_told(one)}
-        told["failed"] = [one for one in events.failed if is_told(one)]
+        written["tokens"] = {str(one): token for one, token in pairs if is_shown(one)}
+        written["finished"] = {str(one): reason for one, reason in events.finished.items() if is_shown(one)}
+        written["failed"] = [one for one in events.failed if is_shown(one)]
     elif plan is not None:
         owners = [record and record.request.sequence_id for record in moment.state.running]
-        told["rows"] = [
+        written["rows"] = [
             {"id": owners[slot], "slot": slot, "start": start, "length": length}
             for slot, start, length in zip(
                 plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True
             )
-            if is_told(owners[slot] or 0)
+            if is_shown(owners[slot] or 0)
         ]
-        told["admitted"] = [
+        written["admitted"] = [
             {"id": one.request.sequence_id, "slot": one.slot, "num_known": one.num_known, "num_cached": one.num_cached}
             for one in plan.admitted
-            if is_told(one.request.sequence_id)
+            if is_shown(one.request.sequence_id)
         ]
-        told["preempted"] = [one for one in plan.preempted if is_told(one)]
+        written["preempted"] = [one for one in plan.preempted if is_shown(one)]
     if names is None:
-        told |= {name.replace(" ", "_"): value for name, value in _sizes(moment.state).items()}
+        written |= {name.replace(" ", "_"): value for name, value in _sizes(moment.state).items()}
     if moment.difference is not None:
-        told["difference"] = moment.difference
-    return told
+        written["difference"] = moment.difference
+    return written

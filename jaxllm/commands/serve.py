@@ -65,7 +65,7 @@ def run(options: dict[str, Any]) -> int:
 
 
 def _check(config: EngineConfig) -> None:
-    """Refuse a model that is not there, or that does not fit these devices, before a port is open.
+    """Refuse a model that does not exist, or that does not fit these devices, before a port is open.
 
     Reads no weights; of a model on the hub the small files are fetched.
     """

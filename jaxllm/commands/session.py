@@ -27,7 +27,7 @@ REQUEST_ID = "cli"
 
 @contextmanager
 def open_llm(options: Mapping[str, Any]) -> Iterator[LLM]:
-    """Load the model that the flags name, with a bar at a terminal; what is wrong with it is told by flags."""
+    """Load the model that the flags name, with a progress bar at a terminal; errors name flags."""
     from jaxllm.engine.llm import LLM
 
     try:

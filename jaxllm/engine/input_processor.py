@@ -275,7 +275,7 @@ def check_allows_a_token(
 
 
 def _salt(salt: Any) -> bytes:
-    """Check a cache salt. An empty one would share blocks with those who gave none."""
+    """Check a cache salt. An empty one would share blocks with requests without a salt."""
     try:
         if isinstance(salt, str) and salt:
             return salt.encode()

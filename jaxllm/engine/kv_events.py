@@ -42,7 +42,7 @@ class BlockLog:
         self._wake()
 
     def end(self, error: BaseException) -> None:
-        """Tell the readers that nothing will follow."""
+        """End the readers' iterators."""
         self._error = error
         self._wake()
 
@@ -57,7 +57,7 @@ class BlockLog:
             if not first <= start <= self._next:
                 raise OutOfRangeError(
                     f"batch {start} is not kept; the next one is {self._next}, the first that is kept {first}: forget "
-                    "all that was told and begin there.",
+                    "all that was received and begin there.",
                     "start_sequence",
                 )
             changed = self._changed

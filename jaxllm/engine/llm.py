@@ -191,7 +191,7 @@ class LLM:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """Tell one prompt from a list of them: a list of integers is one."""
+    """Whether it is one prompt or a list of them: a list of integers is one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable):

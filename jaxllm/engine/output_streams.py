@@ -58,7 +58,7 @@ class Stream:
             merge(self._pending, output)
         else:
             self._pending = output
-        self.is_finished = output.finished  # only now: a stream that failed before this can still be told so
+        self.is_finished = output.finished  # only now: a stream may still fail before this
         self._wake()
         return taken
 
@@ -179,7 +179,7 @@ class StreamTable:
             self.fail(stream, error)
 
     async def wait_quiet(self) -> None:
-        """Wait until the engine has no more to say to anybody."""
+        """Wait until the engine has no more outputs for any reader."""
         await self._quiet.wait()
 
     async def wait_idle(self) -> None:
@@ -188,7 +188,7 @@ class StreamTable:
 
 
 def merge(pending: RequestOutput, new: RequestOutput) -> None:
-    """Append an output of deltas to one that nobody has taken yet, in place."""
+    """Append an output of deltas to one that its reader has not taken yet, in place."""
     parts = {completion.index: completion for completion in pending.outputs}
     for completion in new.outputs:
         part = parts.get(completion.index)

@@ -124,7 +124,7 @@ class Fields:
         return _ACTIVATIONS[name]
 
     def finish(self, without_effect: frozenset[str] = frozenset()) -> None:
-        """Refuse the keys that nobody looked at, unless they say nothing (null) or are known to have no effect."""
+        """Refuse the keys that were not read, unless they are null or known to have no effect."""
         for key, value in self._config.items():
             if key not in self._read and key not in without_effect and value is not None:
                 raise UserError(

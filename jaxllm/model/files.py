@@ -1,4 +1,4 @@
-"""Reads the small files of a model's folder, which may be anybody's: whatever they are, in bounded time and memory.
+"""Reads the small files of a model's folder, from any source, in bounded time and memory.
 
 A folder is read in one place only, its own: a link that leaves it is refused, since what a stranger's link points at
 would end up in prompts and messages. Knows nothing of what the files say.

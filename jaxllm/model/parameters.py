@@ -1,6 +1,6 @@
 """What a weight is: its shape, where it lies, and the tensors of a checkpoint that it is made of.
 
-Plain values, read by the loader, by whoever makes random weights and by whoever compiles. Knows no model.
+Plain values, read by the loader, by what makes random weights and by what compiles. Knows no model.
 """
 
 from __future__ import annotations

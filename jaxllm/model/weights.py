@@ -72,7 +72,7 @@ def resolve(model: str, revision: str | None = None, tokenizer_only: bool = Fals
             "OfflineModeIsEnabled": "the hub is switched off (HF_HUB_OFFLINE), and its local cache does not hold it",
             "RepositoryNotFoundError": "the hub has no such repository, or it is private (log in with `hf auth login`)",
             "RevisionNotFoundError": "the hub's repository has no such revision",
-            "GatedRepoError": "the hub gives it only to those who accepted its terms (log in with `hf auth login`)",
+            "GatedRepoError": "the hub requires its terms to be accepted (log in with `hf auth login`)",
         }
         kind = type(error).__name__
         reason = reasons.get(kind, f"{kind}: {' '.join(str(error).split()):.200}")

@@ -185,10 +185,10 @@ def _difference(recorded: list[int], plan: Plan) -> str | None:
     if recorded == made:
         return None
     names = ("number", "decode rows", "rows", "tokens", "checksum")
-    told = ", ".join(
+    written = ", ".join(
         f"{name} {was} and not {now}" for name, was, now in zip(names, recorded, made, strict=True) if was != now
     )
-    return f"plan {plan.number} differs: recorded {told}"
+    return f"plan {plan.number} differs: recorded {written}"
 
 
 def _read_limits(data: Mapping[str, Any]) -> Limits:

@@ -1,4 +1,4 @@
-"""Logits processors: functions that whoever starts the engine registers, and requests ask for by name.
+"""Logits processors: functions that are registered at the engine's start, and that requests ask for by name.
 
 They are compiled into the widest programs (`sampling.processed` says what they are given). Code never comes from a
 request: a request brings names and numbers. Knows how to find and check functions; knows no engine and no request.

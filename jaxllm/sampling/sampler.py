@@ -1,6 +1,6 @@
 """From a step's logits to its tokens, and the per-slot numbers that decide how. Pure functions, traced inside the step.
 
-Knows no model, scheduler or tokenizer: it is told lengths, and which ids end a request. Every row is computed from that
+Knows no model, scheduler or tokenizer: lengths and ending ids are arguments. Every row is computed from that
 row alone, and its randomness is a function of the request's seed and the token's position, so a request gets the same
 tokens whatever runs beside it. Logits are one shard's columns of the vocabulary (vocabulary.py); ids are those of the
 whole one. Letters: R rows of a batch, S slots, V vocabulary, Vx columns of one shard, Z ids that min_tokens holds back,

@@ -1,7 +1,7 @@
 """The pool of KV blocks: a value, and an editor that makes the next value from it.
 
-A block is in exactly one place: named by one or more running requests (`references` counts them), cached (nobody names
-it, but its content is in the prefix index and may be hit), or free. Knows block numbers and content hashes; knows
+A block is in exactly one state: used by one or more running requests (`references` counts them); cached (used by none,
+but its content is in the prefix index and may be hit); or free. Knows block numbers and content hashes; knows
 nothing of requests, tokens or devices. A `Pool` never changes; a `PoolEditor` lives inside one call of the scheduler.
 
 Letters: N blocks in the pool.
@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """N blocks and who holds them. All arrays are read-only."""
+    """N blocks and their users. All arrays are read-only."""
 
     references: np.ndarray  # int16[N]: how many block tables name the block (there are at most 2**14 slots)
     stamps: np.ndarray  # int32[N]: grows when a cached block is hit, so that its queue entry is known to be stale
@@ -133,7 +133,7 @@ class PoolEditor:
         return found
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """Count those of `blocks` that nobody names now: sharing them makes that many fewer available."""
+        """Count those of `blocks` that no request names now: sharing them makes that many fewer available."""
         if not blocks:
             return 0
         references = self._pool.references if self._references is None else self._references
@@ -187,8 +187,8 @@ class PoolEditor:
     def release(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
         """Give a request's blocks back: the one way in which a block is freed.
 
-        `digests` are those of the leading full blocks. A block that nobody else names becomes cached if the index knows
-        it under its digest, free otherwise. The last block is evicted first: prefixes outlive their continuations.
+        `digests` are those of the leading full blocks. A block that no other request uses becomes cached if the index
+        has it under its digest, free otherwise. The last block is evicted first: prefixes outlive their continuations.
         """
         if not blocks:
             return

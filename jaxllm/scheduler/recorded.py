@@ -15,7 +15,7 @@ from jaxllm.scheduler.state import BlockEvent, Events, Limits, Plan, Request, St
 
 
 class Recorder(Protocol):
-    """Is told every call, in order, after it was made; see recording.py."""
+    """Called for every call, in order, after it was made; see recording.py."""
 
     def begin(self, core: RecordedScheduler) -> None:
         """An engine begins, and `core` is its."""

@@ -150,7 +150,7 @@ class Plan(NamedTuple):
     now: float  # the time that `plan` was given
     num_decodes: int
     slots: np.ndarray  # intp[R]: numpy takes other integers to that before it indexes
-    epochs: np.ndarray  # int64[S]: the column at that time, which tells a late result from one of the next owner
+    epochs: np.ndarray  # int64[S]: the column at that time, which marks a late result as an earlier owner's
     starts: np.ndarray  # int32[R]: position of the row's first token
     lengths: np.ndarray  # int32[R]: its tokens
     samples: np.ndarray  # bool[R]: whether the row reaches the end of its sequence, so that a token is sampled
@@ -278,7 +278,7 @@ class StateEditor:
         return self._list("tables")
 
     def owner(self, slot: int) -> Running:
-        """Return the record of a slot that is taken."""
+        """Return the record of a slot in use."""
         record = (self._parts.get("running") or self._state.running)[slot]
         if record is None:
             raise RuntimeError(f"slot {slot} has a row in the columns and no record")

@@ -149,7 +149,7 @@ class Disguise:
     """The twins that stand for some of a conversation's characters while a template is rendered."""
 
     def __init__(self, special: SpecialTokens, everything: Iterable[Any]) -> None:
-        """Begin with none; `everything` are the values that are rendered: a character of theirs is nobody's twin."""
+        """Begin with none; `everything` are the values that are rendered: their characters cannot be used as twins."""
         self._special = special
         self._everything = list(everything)
         self._twins: dict[str, str] = {}

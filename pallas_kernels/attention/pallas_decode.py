@@ -82,7 +82,7 @@ def attend(
             v = _scaled(k_cache[block, head, :, pl.ds(0, width)], k_scales, block, head)
         else:
             v = _scaled(v_cache[block, head], v_scales, block, head)  # [P, V]
-        # What nobody wrote may be NaN, and a weight of zero does not silence that.
+        # What was never written may be NaN, and a weight of zero does not silence that.
         v = jnp.where(is_seen[:, None], v, 0)
         values = values * shrink[:, None] + _dot(weights.astype(v.dtype), v)
         return values, highest_now, total * shrink + jnp.sum(weights, axis=1)

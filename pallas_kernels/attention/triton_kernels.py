@@ -78,7 +78,7 @@ def _visit(
     slots = (blocks.to(tl.int64) * K + head) * P + keys % P
     k_at = k_cache + slots[None, :] * C + coordinates[:, None]
     v_at = (k_cache + slots[:, None] * C if v_cache is None else v_cache + slots[:, None] * V) + values_at[None, :]
-    # What nobody wrote may be NaN, and a weight of zero does not silence that: it is not loaded.
+    # What was never written may be NaN, and a weight of zero does not silence that: it is not loaded.
     if MASKED:
         k = tl.load(k_at, mask=is_there[None, :] & (coordinates < C)[:, None], other=0.0)
     elif C != CP:

@@ -4,7 +4,7 @@
 program a row, brings the pieces together, and does the whole of what rows with filters ask for. A filter keeps the
 tokens from some logit up, so it is a search for that logit; bounds that are known beforehand leave few tokens to look
 at, which are listed once, and the noise of those alone is made. Two launches, because a decode step of a small model
-takes as long as launching its kernels does (reference/kernels.md §4).
+takes as long as launching its kernels does.
 
 Integers, and so the order of tokens, counts and sums, are exact, as in the reference. Logarithms are CUDA's own,
 exponentials, of which masses are made, the hardware's: last bits decide only between what is as good as equal.

@@ -42,7 +42,7 @@ SECOND_SIGNAL = 130  # exit code, a shell's for ^C
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
-    """Make the server of a process of its own; what its options ask for and cannot be is told here."""
+    """Make the server of a process of its own; options that cannot be met are errors here."""
     try:
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
@@ -63,14 +63,14 @@ def serve(server: Server) -> int:
 
 
 def configure_logging() -> None:
-    """Write the log to standard error, without what libraries tell of themselves and of clients."""
+    """Write the log to standard error, without what libraries write about themselves and clients."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(Seldom("uvicorn.error", "jaxllm.server.http"))  # what any connection makes them say
     line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=line, handlers=[handler])
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # tells of every back end that is not there
-    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # tells that it begins with no folder
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # tells what our own lines tell
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # writes about every back end that is missing
+    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # writes that it begins without a folder
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # writes what our own lines say
     # Metadata that are no UTF-8, a key perhaps, and a traceback for each.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
@@ -118,7 +118,7 @@ class Server:
             await asyncio.wait([loading, *ends], return_when=asyncio.FIRST_COMPLETED)
             self._check_http()
             if not loading.done():
-                return 0  # nobody is being served yet
+                return 0  # no request has been accepted yet
             loading.result()  # what is wrong with the model
             _log.info("ready after %.1f s", time.monotonic() - began)
             if self.options.profile is not None:
@@ -132,7 +132,7 @@ class Server:
                 _log.error("the engine has died: %s", died.result(), exc_info=died.result())
                 if self.grpc is not None:
                     await self.grpc.set_state("dead")
-                await asyncio.sleep(FAREWELL_SECONDS)  # for calls and probes that come now to be told why
+                await asyncio.sleep(FAREWELL_SECONDS)  # for calls and probes that come now to learn why
             else:
                 died.cancel()
             await self._close(FAREWELL_SECONDS)
@@ -143,7 +143,7 @@ class Server:
                 task.cancel()
 
     async def open(self) -> None:
-        """Open the ports; one that is taken is a UserError."""
+        """Open the ports; a port in use is a UserError."""
         options = self.options
         if options.grpc_port is not None or options.grpc_uds is not None:
             from jaxllm_server.grpc.server import start_grpc
@@ -192,13 +192,13 @@ class Server:
         self._signalled.set()
 
     async def _watch(self) -> None:
-        """Tell gRPC's health service what the engine is doing."""
-        told = None
+        """Keep gRPC's health service up to date with the engine's state."""
+        reported = None
         while self.grpc is not None:
             state = "draining" if self._signalled.is_set() else self.engine.state
-            if state != told:
+            if state != reported:
                 await self.grpc.set_state(state)
-                told = state
+                reported = state
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _log_stats(self) -> None:
@@ -262,7 +262,7 @@ def _listen(options: ServerOptions) -> socket.socket:
     try:
         listener.bind(address)
         if options.uds is not None:
-            Path(options.uds).chmod(0o700)  # before anybody can connect
+            Path(options.uds).chmod(0o700)  # before a client can connect
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()

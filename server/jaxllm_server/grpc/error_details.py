@@ -1,4 +1,4 @@
-"""What a gRPC client is told of an exception: status, google.rpc details with the path of the field, when to try again.
+"""A gRPC client's view of an exception: status, google.rpc details with the path of the field, when to try again.
 
 Pure. Knows the error map of `errors.py` and the messages of a request; knows no gRPC library.
 """
@@ -51,10 +51,10 @@ class Failure:
 
 
 def failure_of(error: BaseException, request: Message | None = None, request_id: str = "") -> Failure:
-    """Return how an error is told: code, google.rpc.ErrorInfo and the details that its row of the error map has.
+    """Return how an error is reported: code, google.rpc.ErrorInfo and the details that its row of the error map has.
 
     `request` is what was asked, if it got so far: it decides the path of the prompt. Nothing of an error that is not
-    ours is told.
+    ours is reported.
     """
     row = row_of(error)
     parameter = error.parameter if isinstance(error, UserError) else None

@@ -117,7 +117,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 return await self._answer(method, context, respond, raws)
             except (grpc.aio.AbortError, grpc.aio.InternalError):
                 raise  # a status was sent, or the client has gone
-            except Exception as failure:  # of the gate itself: gRPC would tell the client its class and its text
+            except Exception as failure:  # of the gate itself: gRPC would send the client its class and its text
                 _log.error("%s failed before its answer", method, exc_info=failure)
                 await _fail(context, failure_of(failure))
 
@@ -166,21 +166,21 @@ class Gate(grpc.aio.ServerInterceptor):
             task = asyncio.current_task()
             if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # by gRPC: the call is over. A stray one would leave the client without a status
-            told = failure_of(failure, asked[0] if asked else None, _request_id(context))
-            code = told.code
+            failure_sent = failure_of(failure, asked[0] if asked else None, _request_id(context))
+            code = failure_sent.code
             if code == "INTERNAL":
-                # What the engine says itself is all there is to know; what nobody foresaw has a traceback.
+                # What the engine says itself is all there is to know; an unexpected failure has a traceback.
                 unforeseen = None if isinstance(failure, EngineError) else failure
                 name = _request_id(context) or "without an id"
                 _log.error("%s failed, request %s: %s", method, name, failure, exc_info=unforeseen)
-            await _fail(context, told)
+            await _fail(context, failure_sent)
         finally:
             place.close()
             try:
                 span.end(error)
                 if is_counted:
                     self._observer.request_handled("grpc", method, code, time.monotonic() - began)
-            except Exception:  # statistics are no reason to fail anybody
+            except Exception:  # statistics must not fail a request
                 _log.exception("the observer failed")
 
     def _refusal(self, method: str, error: Exception) -> grpc.RpcMethodHandler:

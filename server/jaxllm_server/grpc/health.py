@@ -1,4 +1,4 @@
-"""grpc.health.v1, and the names of the services whose health it tells. Knows no engine."""
+"""grpc.health.v1, and the names of the services whose health it reports. Knows no engine."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """grpc.health.v1: answers from what it was told, never from the engine.
+    """grpc.health.v1: answers from the last state that it was given, never from the engine.
 
     "" and the inference service serve while the engine does. The control service serves until the engine is dead: a
-    paused or loading server must be reachable for those who look after it.
+    paused or loading server must stay reachable for its operators.
     """
 
     def __init__(self) -> None:
@@ -69,14 +69,14 @@ class Health(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
         """Answer for one service now and whenever that changes."""
-        told: Status | None = None
+        sent: Status | None = None
         with self._watches.place(context.peer()):
             while True:
                 changed = self._changed
                 status = self._statuses.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-                if status != told:
+                if status != sent:
                     await context.write(health_pb2.HealthCheckResponse(status=status))
-                    told = status
+                    sent = status
                 if self._is_closed:
                     return
                 await changed.wait()

@@ -50,8 +50,8 @@ class Reply:
     asked: tuple[int, ...] = ()  # logprob_token_ids
     has_logprob_texts: bool = False
     has_usage_always: bool = False
-    _sent: dict[int, int] = field(default_factory=dict)  # rows of log-probabilities told so far, by index
-    _seeded: set[int] = field(default_factory=set)  # indices whose seed was told
+    _sent: dict[int, int] = field(default_factory=dict)  # rows of log-probabilities sent so far, by index
+    _seeded: set[int] = field(default_factory=set)  # indices whose seed was sent
     _is_begun: bool = False
 
     def response(self, chunk: Chunk) -> inference_pb2.GenerateResponse:
@@ -258,7 +258,7 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
 
 
 def _hash(digest: bytes) -> int:
-    """Return the first 64 bits of a block's digest: what a router needs to tell the blocks of one server apart."""
+    """Return the first 64 bits of a block's digest: what a router needs to distinguish the blocks of one server."""
     return int.from_bytes(digest[:8], "big")
 
 

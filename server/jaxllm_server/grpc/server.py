@@ -45,7 +45,7 @@ class GrpcServer:
         self._uds = uds
 
     async def set_state(self, state: str) -> None:
-        """Tell health checks what the engine does: a state of `AsyncLLM.state`."""
+        """Set what health checks report: a state of `AsyncLLM.state`."""
         self._health.set_state(state)
 
     async def stop(self, grace: float | None) -> None:
@@ -59,10 +59,10 @@ class GrpcServer:
 async def start_grpc(
     serving: Serving, options: ServerOptions, keys: Keys, tracer: Tracer, observer: PrometheusObserver
 ) -> GrpcServer:
-    """Listen and answer, health first: the engine may still be loading. Returns once calls are taken.
+    """Listen and answer, health first: the engine may still be loading. Returns once calls are accepted.
 
     Raises:
-        UserError: a port or socket that is taken, a certificate that cannot be used, a package that is missing.
+        UserError: a port or socket in use, a certificate that cannot be used, a package that is missing.
     """
     gate = Gate(keys, tracer, observer, options.max_rpcs, options.stall_timeout)
     server = grpc.aio.server(interceptors=[gate], options=channel_options(options))
@@ -99,9 +99,8 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         # of a burst beyond it all fail as UNAVAILABLE that a client asks for before it has heard of the bound (1,948
         # of 3,000 calls with 1,024, none with 4,096; measured).
         ("grpc.max_concurrent_streams", max(4096, 2 * options.max_rpcs)),
-        # Clients may ping ten times a second, also while a call is silent for minutes; who sends so many more in a row
-        # is flooding, and the connection ends. (The key that others set, min_recv_ping_interval_without_data_ms, is
-        # not one.)
+        # Clients may ping ten times a second, also while a call is silent for minutes. More than that is flooding and
+        # ends the connection. (gRPC has no key min_recv_ping_interval_without_data_ms, which others set.)
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 100),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -190,7 +190,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.GetServerInfoResponse:
-        """Tell what runs here; the model's sizes once it is loaded."""
+        """Describe the server; the model's sizes once it is loaded."""
         engine = self._serving.engine
         info = control_pb2.GetServerInfoResponse(
             version=__version__,
@@ -217,7 +217,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def GetLoad(
         self, request: control_pb2.GetLoadRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.GetLoadResponse:
-        """Tell how busy the engine is."""
+        """Say how busy the engine is."""
         load = self._serving.engine.get_load()
         return control_pb2.GetLoadResponse(
             running=load.running,
@@ -348,7 +348,7 @@ def first(metadata: Any, key: str) -> str | None:
 
 
 def _can_be_metadata(value: str) -> bool:
-    """Whether HTTP/2 headers can hold a value that nobody has checked yet."""
+    """Whether HTTP/2 headers can hold a value that was not checked yet."""
     return len(value) <= _MAX_METADATA_CHARS and value.isascii() and value.isprintable()
 
 

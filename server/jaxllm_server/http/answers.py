@@ -44,8 +44,8 @@ class Answer:
     reply: Reply
     head: Mapping[str, Any]  # fields that begin the answer and every event of it
     name: str  # of the request in the log
-    client: str  # who asks
-    prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is told: the calls are valid
+    client: str  # its name
+    prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is sent: the calls are valid
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send; what fails before the first byte is raised."""

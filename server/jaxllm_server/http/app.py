@@ -1,6 +1,6 @@
 """The HTTP front end: its routes, the reading of bodies, and one place where every failure becomes an answer.
 
-What bodies and answers mean is in `openai_*.py`, what generates in `http_answers`, who may come in in `http_guard`.
+What bodies and answers mean is in `openai/`, writing answers in `answers.py`, admission in `guard.py`.
 `/health`, `/live` and `/ready` look at the engine's state and never wait for it.
 """
 
@@ -157,7 +157,7 @@ class Endpoints:
         return _json(model_card(asked, serving.root, self._since, serving.engine.model.max_model_len))
 
     async def health(self, request: Request) -> ASGIApp:
-        """Say whether there is an engine: vLLM's clients wait for this one, so a model that loads is not there yet."""
+        """Say whether there is an engine. Fails while the model is being loaded: vLLM's clients wait for this one."""
         return Response(status_code=503 if self._serving.engine.state in (*_DEAD, "loading") else 200)
 
     async def live(self, request: Request) -> ASGIApp:
@@ -165,7 +165,7 @@ class Endpoints:
         return Response(status_code=503 if self._serving.engine.state in _DEAD else 200)
 
     async def ready(self, request: Request) -> ASGIApp:
-        """Say whether work is taken."""
+        """Say whether new requests are accepted."""
         state = self._serving.engine.state
         return _json({"state": state}, 200 if state == "serving" else 503)
 
@@ -220,13 +220,13 @@ class Endpoints:
         return Answer(self._serving, self._tracer, reply, head, own["name"], request.scope[CLIENT], prepare)
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """Read a request's JSON, no more of it than is taken."""
+        """Read a request's JSON, up to the bound of its size."""
         media, _, parameters = request.headers.get("content-type", "").partition(";")
         charset = parameters.replace(" ", "").lower()
         if media.strip().lower() != "application/json" or charset not in ("", 'charset="utf-8"', "charset=utf-8"):
             raise Refusal(415, "The body must be application/json in UTF-8.", "CONTENT_TYPE", closes=True)
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise Refusal(415, "Compressed bodies are not taken.", "CONTENT_ENCODING", closes=True)
+            raise Refusal(415, "Compressed bodies are not accepted.", "CONTENT_ENCODING", closes=True)
         client = request.scope[CLIENT]
         with self._bodies.place(client) as grow:
             body = await self._receive(request, grow)
@@ -311,7 +311,7 @@ class Front:
                 try:
                     seconds = time.monotonic() - began
                     self._observer.request_handled("http", own["route"], status or CLIENT_GONE, seconds)
-                except Exception:  # statistics are no reason to fail anybody
+                except Exception:  # statistics must not fail a request
                     _log.exception("the observer failed")
 
 

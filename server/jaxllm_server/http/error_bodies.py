@@ -1,4 +1,4 @@
-"""How a failure is told over HTTP: status, headers and a body in OpenAI's form.
+"""How a failure is reported over HTTP: status, headers and a body in OpenAI's form.
 
 What the engine and `Serving` raise has its row in `errors.py`; what only HTTP knows is a `Refusal`. What the server is
 to blame for goes to the log as well. Knows no server.
@@ -42,11 +42,11 @@ _UNSERVED: Mapping[str, str] = {
         ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
     ),
 }
-_RETRIED_BY_CLIENTS = (408, 409, 429)  # beside 5xx: OpenAI's client tries these again unless it is told not to
+_RETRIED_BY_CLIENTS = (408, 409, 429)  # beside 5xx: OpenAI's client tries these again by default
 
 
 class ClientGone(Exception):
-    """The client closed the connection before it had its answer; there is nobody to tell."""
+    """The client closed the connection before it had its answer."""
 
 
 class Refusal(Exception):
@@ -91,14 +91,14 @@ def nothing_at(path: str) -> Refusal:
 
 
 def status_of(error: BaseException) -> int:
-    """Return the status that an error is told with."""
+    """Return the HTTP status of an error."""
     if isinstance(error, Refusal):
         return error.status
     return error.status_code if isinstance(error, HTTPException) else row_of(error).http
 
 
 def answer_of(error: BaseException) -> tuple[int, Headers, bytes]:
-    """Return status, headers and body that tell a client of an error."""
+    """Return status, headers and body of an error's answer."""
     status = status_of(error)
     if isinstance(error, Refusal):
         body = error_body(str(error), error.kind, error.parameter, error.reason)
@@ -117,7 +117,7 @@ def answer_of(error: BaseException) -> tuple[int, Headers, bytes]:
 
 
 def log_failure(request_name: str, error: BaseException) -> None:
-    """Write down what the client is not told; a request that is wrong, or one too many, is no event of the server's."""
+    """Log what the client does not see; a wrong request, or one too many, is no event of the server's."""
     if status_of(error) < 500:
         return
     if status_of(error) == 503:

@@ -21,7 +21,7 @@ from jaxllm_server.shared.auth import Keys, only_header
 from jaxllm_server.shared.client_quota import client_of
 from jaxllm_server.shared.options import LOOPBACK, ServerOptions
 
-CLIENT = "jaxllm.client"  # in a request's scope: who sent it
+CLIENT = "jaxllm.client"  # in a request's scope: the client's name
 OPEN_PATHS = frozenset({b"/health", b"/live", b"/ready"})  # for probes, which have no key
 # And all that begins like them once it is decoded: to the router "/%6coad" and "/load\n" are "/load".
 _ADMIN_PATHS = ("/load", "/metrics")
@@ -65,7 +65,7 @@ class Guard:
             raise body_too_large(options.max_body_bytes)
         codings = headers.get(b"transfer-encoding", [b"chunked"])
         if len(codings) > 1 or codings[0].lower() != b"chunked":  # the parser reads "gzip, chunked" as chunks
-            raise Refusal(400, "No Transfer-Encoding but chunked is taken.", "TRANSFER_ENCODING", closes=True)
+            raise Refusal(400, "Only the Transfer-Encoding chunked is accepted.", "TRANSFER_ENCODING", closes=True)
         await self._app(scope, receive, send)
 
     def cors_headers(self, scope: Scope) -> Headers:
@@ -83,12 +83,12 @@ class Guard:
         ]
 
     def _check_origin(self, headers: dict[bytes, list[bytes]], host: str | None) -> None:
-        """Refuse what a web page of somebody else's sends: browsers name its origin (Ray CVE-2025-62593)."""
+        """Refuse what a web page of another origin sends: browsers name its origin (Ray CVE-2025-62593)."""
         for origin in headers.get(b"origin", []):
             # A page of this very host counts as ours only under names known to be ours, or rebinding DNS would do.
             is_own = host in self._hosts and _authority(origin) == headers[b"host"][0].lower()
             if not is_own and not self._is_allowed(origin):
-                message = "Requests from web pages of this origin are not taken; see --allowed-origins."
+                message = "Requests from web pages of this origin are not accepted; see --allowed-origins."
                 raise Refusal(403, message, "ORIGIN", "permission_denied")
 
     def _is_allowed(self, origin: bytes) -> bool:

@@ -1,7 +1,7 @@
 """HTTP/1.1 as uvicorn speaks it, with bounds that it has not: size and time of a head, bytes of a message, and the
 time in which a client has to read what is sent.
 
-`server_config` is all that uvicorn is told. The protocol also hands the connection's transport to the app, which
+`server_config` has all settings of uvicorn. The protocol also hands the connection's transport to the app, which
 closes it where an answer broke off. Knows no route.
 """
 
@@ -35,7 +35,7 @@ def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicor
         lifespan="off",
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # on loopback uvicorn would let a client say in a header who it is
+        proxy_headers=False,  # on loopback uvicorn would let a client set its address in a header
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=1,
@@ -49,7 +49,7 @@ def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicor
 
 
 def protocol_of(options: ServerOptions) -> type[SmallReads]:
-    """Return the class of what a server's event loop tells of a connection. It is for one loop."""
+    """Return the protocol class of a server's connections. It is for one event loop."""
 
     class Connection(BoundedProtocol):
         """A connection of this server."""
@@ -68,7 +68,7 @@ def protocol_of(options: ServerOptions) -> type[SmallReads]:
 
 
 class SmallReads(asyncio.BufferedProtocol):
-    """Gives a connection what comes in pieces of READ_BYTES: uvloop would read 250 KiB before anybody could stop it."""
+    """Gives a connection what comes in pieces of READ_BYTES: uvloop would read 250 KiB before it could be stopped."""
 
     connection_type: type[HttpToolsProtocol]
     buffer: memoryview  # of all connections: it is read at once into, and out of
@@ -150,7 +150,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 Refusal(431, f"The request's head is larger than {self.max_head_bytes} bytes.", "HEAD_TOO_LARGE")
             )
         elif self._num_body_bytes > self.max_body_bytes and self.cycle.response_complete:
-            self.transport.abort()  # nobody reads the rest; an app that still does refuses it
+            self.transport.abort()  # the rest is not read; an app that still reads it refuses it
         elif self._num_bytes > 2 * self.max_body_bytes + self.max_head_bytes:
             self._refuse(body_too_large(self.max_body_bytes))  # the app, if it is reading, sees a client that has gone
         elif self._is_in_head and (self.cycle is None or self.cycle.response_complete):
@@ -162,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[typeddict-item]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; what comes behind a body (a trailer) nobody reads."""
+        """Keep a header; trailers, behind a body, are not read."""
         if self._is_in_head:
             super().on_header(name, value)
 
@@ -177,7 +177,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Hand a piece of the body to the app, or count it where nobody reads it any more."""
+        """Hand a piece of the body to the app, or count it if it is no longer read."""
         self._num_body_bytes += len(body)
         super().on_body(body)
         if self._num_body_bytes > self.max_body_bytes:
@@ -197,7 +197,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._abort_later()
         elif not self._is_in_head and self.cycle.response_complete:
-            self._expect_head()  # behind a body that nobody reads: uvicorn's timer ends with its first byte
+            self._expect_head()  # behind a body that is not read: uvicorn's timer ends with its first byte
 
     def pause_writing(self) -> None:
         """Let the app wait until the client has read more, but not for ever."""

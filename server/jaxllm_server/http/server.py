@@ -17,7 +17,7 @@ import uvicorn
 
 _log = logging.getLogger("jaxllm.server.http")
 RETRY_SECONDS = 1.0  # until a listener tries again; asyncio's own servers and gRPC wait as long
-_MOST_AT_ONCE = 64  # connections that are taken before what else the loop has to do
+_MOST_AT_ONCE = 64  # connections that are accepted before the loop's other work
 
 
 class Listener:
@@ -61,7 +61,7 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return  # none is left, or its client has gone: if another waits, that is told again
+                return  # none is left, or its client has gone: if another waits, this is called again
             except OSError as error:
                 self._pause(error)
                 return
@@ -92,7 +92,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to whoever runs the server."""
+        """Leave signals to the caller."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -35,7 +35,7 @@ def counts_of(metrics: Metrics, now: float) -> Counts:
 
 
 def stats_line(before: Counts, after: Counts, load: Load) -> str | None:
-    """Tell what happened between two moments, and how busy the engine is now; None where nothing did and it is not.
+    """Describe what happened between two moments, and how busy the engine is now; None if nothing did and it is idle.
 
     The hit rate is that of the prompts which began in between, or of all before where none did.
     """

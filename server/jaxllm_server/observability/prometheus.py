@@ -1,7 +1,7 @@
-"""What Prometheus scrapes: vLLM's families under `jaxllm:`, and what jaxllm alone can tell.
+"""What Prometheus scrapes: vLLM's families under `jaxllm:`, and jaxllm's own.
 
 Names, buckets and labels are vLLM's (v1/metrics/loggers.py), so that its dashboards need another prefix only. Counters
-and gauges are read from the engine when somebody scrapes; histograms are fed by the events of `Observer`. Every label
+and gauges are read from the engine at each scrape; histograms are fed by the events of `Observer`. Every label
 comes from a closed set: what a client sends can never add a series. Nothing here waits for the engine. Belongs to the
 event loop; knows no route and no RPC but by name.
 """
@@ -113,7 +113,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
     ("prompt_tokens_cached", "Those of them found in the prefix cache.", lambda own: own.cached_tokens),
     ("generation_tokens", "Generated tokens.", lambda own: own.generated_tokens),
     ("steps", "Engine steps.", lambda own: own.steps),
-    ("computed_tokens", "Rows of programs that were somebody's tokens.", lambda own: own.computed_tokens),
+    ("computed_tokens", "Rows of programs that were tokens of requests.", lambda own: own.computed_tokens),
     ("padded_tokens", "Rows of programs, padding included.", lambda own: own.padded_tokens),
     ("recoveries", "Steps that failed and took the cache with them.", lambda own: own.recoveries),
     ("programs_compiled", "Programs compiled ahead of time.", lambda own: own.programs_compiled),
@@ -302,7 +302,7 @@ class PrometheusObserver(Collector):
         yield self._gauge("device_memory_bytes", "Memory of a device; of a CPU, this process'.", memory)
 
     def _handled_families(self) -> Iterator[Metric]:
-        """Tell what the front ends answered. Not by engine: most of it never reaches one."""
+        """Report what the front ends answered. Not by engine: most calls never reach one."""
         names = ["protocol", "route", "code"]
         counts = CounterMetricFamily("jaxllm:requests_handled", "Calls that the front ends answered.", labels=names)
         for labels, count in self._handled.items():

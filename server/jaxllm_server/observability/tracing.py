@@ -1,6 +1,6 @@
 """OpenTelemetry spans of requests, joined to the trace that a client's `traceparent` names.
 
-A front end starts a span for each call; whoever knows what became of the request describes it with `current_span`, and
+A front end starts a span for each call; the code that knows the request's outcome describes it with `current_span`, and
 the span takes vLLM's name and attributes (vllm/tracing.py: `llm_request`, `gen_ai.*`). The packages come with
 `jaxllm[otel]` and are imported only where an endpoint is given; otherwise every span is one that does nothing.
 """
@@ -189,7 +189,7 @@ def _tracer_to(exporter: SpanExporter) -> Tracer:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     resource = Resource({SERVICE_NAME: "jaxllm"}).merge(OTELResourceDetector().detect())
-    # At exit nobody waits for a collector that does not answer: `close` is called where there is time.
+    # At exit, do not wait for a collector that does not answer: `close` is called where there is time.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return _RecordingTracer(provider)

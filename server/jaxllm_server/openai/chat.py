@@ -88,7 +88,7 @@ class ChatReply:
             names["max_tokens"] = "max_completion_tokens"
         self.names: Mapping[str, str] = names
         if num_logprobs is None and fields.get("logprob_token_ids"):
-            num_logprobs = 0  # as in completions: they and the sampled tokens are told of
+            num_logprobs = 0  # as in completions: they and the sampled tokens are reported
         self.form = form_of(fields, options, num_logprobs)
         own_id = text(fields, "request_id")
         self.request_id = request_id if own_id is None else own_id
@@ -131,7 +131,7 @@ class ChatReply:
         return answer
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return what follows the head of each event that a chunk becomes: who speaks, then what is new."""
+        """Return what follows the head of each event that a chunk becomes: the role, then what is new."""
         self._usage = [chunk.usage]
         tails: list[dict[str, Any]] = []
         for place, part in enumerate(chunk.outputs):
@@ -210,7 +210,7 @@ def conversation_of(fields: Body) -> dict[str, Any]:
     """Return the fields of `Call` that make the prompt of a chat; tools and template variables are checked later."""
     if "chat_template" in fields:
         raise UserError(
-            "chat_template is not taken from requests: start the server with --chat-template.", "chat_template"
+            "chat_template is not accepted in requests: start the server with --chat-template.", "chat_template"
         )
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:

@@ -56,7 +56,7 @@ class CompletionReply:
             sampling["logprobs"] = fields["logprobs"]
         # "tokens" are the ids called that `echo` has turned into text.
         self.names: Mapping[str, str] = {"tokens": "prompt", "extra_args": "vllm_xargs"}
-        # With logprob_token_ids alone, they and the sampled tokens are told of.
+        # With logprob_token_ids alone, they and the sampled tokens are reported.
         self.form = form_of(fields, options, fields.get("logprobs", 0 if fields.get("logprob_token_ids") else None))
         self._echoes_logprobs = bool(flag(fields, "echo", False)) and self.form.num_logprobs is not None
         if self._echoes_logprobs:
@@ -68,7 +68,7 @@ class CompletionReply:
         self._scores_prompt = bool(self.echo_of) and type(asked) is int and asked == 0 and not least
         if self._scores_prompt:
             del sampling["max_tokens"]
-        self.prompt_texts: list[str] = []  # set by who can turn ids into text, before the first chunk is told
+        self.prompt_texts: list[str] = []  # set by `prepare`, before the first chunk is sent
         _check_together(fields, bool(self.echo_of))
         self._num_outputs = _num_outputs(fields, len(prompts), options)
         own_id = text(fields, "request_id")
@@ -88,7 +88,7 @@ class CompletionReply:
         ]
         self._usages: dict[int, Usage] = {}
         self._prompts: dict[int, PromptInfo] = {}  # by call; a choice may begin long after its call's first chunk
-        self._lengths: dict[int, int] = {}  # choice that has begun -> characters told so far, for text_offset
+        self._lengths: dict[int, int] = {}  # choice that has begun -> characters sent so far, for text_offset
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return choices and usage of the whole answer; one chunk for each call."""
@@ -151,7 +151,7 @@ class CompletionReply:
 
 
 def _prompts(prompt: Any, options: ServerOptions) -> list[str | list[int]]:
-    """Tell the four forms of a prompt apart; ids are checked by the engine, which knows its vocabulary."""
+    """Distinguish the four forms of a prompt; ids are checked by the engine, which knows its vocabulary."""
     if prompt is None:
         raise UserError("prompt is missing: give a string, a list of strings, or token ids.", "prompt")
     if isinstance(prompt, str):

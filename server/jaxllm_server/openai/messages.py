@@ -87,7 +87,7 @@ class Form:
 
 
 class Reply(Protocol):
-    """One request's calls, and how their chunks are told. It remembers how far it has told, and nothing else."""
+    """One request's calls, and how their chunks are written. It remembers how far it has written, and nothing else."""
 
     calls: Sequence[Call]
     form: Form

@@ -28,7 +28,7 @@ class Keys:
     def check(self, header: str | None, admin: bool = False) -> str | None:
         """Let a call pass or say why not; `header` is its Authorization, "Bearer KEY", None where there is none.
 
-        Returns a name for the key, which tells nothing of it ("key-0"); None where no key is needed.
+        Returns a name for the key that reveals nothing of it ("key-0"); None if no key is needed.
 
         Raises:
             AuthError: no key or an unknown one, where one is needed.
@@ -40,7 +40,7 @@ class Keys:
             raise AuthError("This server needs an API key: send the header 'Authorization: Bearer KEY'.", True)
         scheme, _, key = header.partition(" ")
         digest = _digest(key.strip(" "))
-        # Every key is compared, and digests have one length, so the time tells neither which nor how much matched
+        # Every key is compared, and digests have one length, so the time reveals neither which nor how much matched
         # (vLLM CVE-2025-59425).
         names = [name for name, known in self._known if hmac.compare_digest(digest, known)]
         if scheme.lower() != "bearer" or not names:

@@ -1,4 +1,4 @@
-"""What both protocols speak of: a `Call` is what a client asks for, `Chunk`s are what it is told.
+"""What both protocols share: a `Call` is what a client asks for, `Chunk`s are what it gets.
 
 Plain data, so that the mapping of messages stays pure. Knows no engine and no protocol.
 """
@@ -19,7 +19,7 @@ Finish = Literal["stop", "length", "repetition", "context", "time_limit", "abort
 class Call:
     """What a client asks for, as its protocol said it; unchecked."""
 
-    client: str = ""  # who asks, as `clients.client_of` names it
+    client: str = ""  # its name by `client_quota.client_of`
     model: str = ""  # "" is the served one
     prompt: str | Sequence[int] | None = None  # this or messages
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -32,8 +32,8 @@ class Call:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that the client gave
     default_max_tokens: int | None = None  # of the protocol, where neither client nor model say one
     stream: bool = False
-    request_id: str | None = None  # unique among living requests, of each client where keys tell them apart
-    client_id: str | None = None  # X-Request-Id, which anybody may send twice; it goes into logs and recordings
+    request_id: str | None = None  # unique among living requests, of each client if keys distinguish them
+    client_id: str | None = None  # X-Request-Id, which may come twice; it goes into logs and recordings
     priority: int = 0
     cache_salt: str | None = None
     adapter: str = ""

@@ -30,7 +30,7 @@ _RESERVED_KWARGS = frozenset(
 
 
 def check_messages(messages: Sequence[Any], max_model_len: int, max_tokens: int) -> None:
-    """Refuse more messages than `max_tokens`, since each takes a token at least, or than anybody should wait for.
+    """Refuse more messages than `max_tokens`, since each takes a token at least, or than can be rendered quickly.
 
     Raises:
         UserError: naming `messages`, or a ContextLengthError.
@@ -84,7 +84,7 @@ def check_tools(tools: Sequence[Any] | None, max_tools: int) -> None:
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Let only few, plain values reach a template, under names that are nobody else's.
+    """Let only few, plain values reach a template, under names that are not used otherwise.
 
     Raises:
         UserError: naming `chat_template_kwargs`.

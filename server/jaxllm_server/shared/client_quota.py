@@ -1,4 +1,4 @@
-"""Who asks: clients are told apart by their API key or, where there are no keys, by their address.
+"""Clients, distinguished by their API key or, without keys, by their address.
 
 Each may have so many sequences under way, and each that has a key has a prefix cache of its own. Of gRPC, connections
 are bounded as well. Knows no protocol.
@@ -15,7 +15,7 @@ from jaxllm.errors import OverloadedError
 
 
 def client_of(key: str | None, host: str | None) -> str:
-    """Name a client: by the name of its key, else by its address; "" for all who have neither, as on a Unix socket.
+    """Name a client: by the name of its key, else by its address; "" for clients without either, as on a Unix socket.
 
     This machine is one client, and so is each IPv6 network of /64, which is what a host is given to choose from.
     """

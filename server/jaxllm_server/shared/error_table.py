@@ -41,7 +41,7 @@ class AdminRequiredError(Exception):
 
 
 class Row(NamedTuple):
-    """How one class of failure is told."""
+    """How one class of failure is reported."""
 
     grpc: str  # name of a grpc.StatusCode
     reason: str  # of google.rpc.ErrorInfo; `code_of` makes the code of an OpenAI error of it
@@ -85,7 +85,7 @@ def code_of(reason: str) -> str:
 
 
 def row_of(error: BaseException) -> Row:
-    """Return how an error is told; one that nobody foresaw is the server's own failure."""
+    """Return how an error is reported; an unexpected one is the server's own failure."""
     if isinstance(error, AuthError):
         reason = "AUTH_MISSING" if error.is_missing else "AUTH_INVALID"
         return Row("UNAUTHENTICATED", reason, 401, "authentication_error")
@@ -93,7 +93,7 @@ def row_of(error: BaseException) -> Row:
 
 
 def message_of(error: BaseException) -> str:
-    """Return what a client may read: our own words; a fixed text where the words are somebody else's.
+    """Return what a client may read: our own words; a fixed text if the words are not ours.
 
     Foreign exception texts hold addresses and paths (vLLM CVE-2026-54236).
     """

@@ -1,4 +1,4 @@
-"""Everything `jaxllm serve` can be told about its front ends: one frozen dataclass, checked when it is made.
+"""The settings of the front ends: one frozen dataclass, checked when it is made.
 
 Names and defaults are vLLM's where the thing exists there; every bound of a request is a field here. What concerns the
 engine is `EngineConfig`. Knows no protocol library.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.setting import setting
 
 _BODIES_AT_ONCE = 16  # of the largest kind, 128 MiB
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -23,73 +24,105 @@ class ServerOptions:
     """Settings of one server. Sizes are bytes, times are seconds."""
 
     # Where it listens.
-    host: str = "127.0.0.1"  # of both front ends; 0.0.0.0 for every interface
-    port: int | None = 8000  # of HTTP; None: off
-    uds: str | None = None  # a Unix socket for HTTP instead of a port
-    grpc_port: int | None = 50051  # of gRPC; None: off
-    grpc_uds: str | None = None  # a Unix socket for gRPC instead of a port
+    host: str = setting("127.0.0.1", "address of both front ends; 0.0.0.0: every interface", "ADDRESS")
+    port: int | None = setting(8000, "of HTTP; none: off", "PORT")
+    uds: str | None = setting(None, "Unix socket for HTTP instead of a port", "PATH")
+    grpc_port: int | None = setting(50051, "of gRPC; none: off", "PORT")
+    grpc_uds: str | None = setting(None, "Unix socket for gRPC instead of a port", "PATH")
 
     # What it is called and how it speaks.
-    served_model_name: tuple[str, ...] = ()  # names clients may use; answers give the first; default: the model's
-    chat_template: str | None = None  # file that replaces the model's own template
-    default_chat_template_kwargs: str | None = None  # JSON object: variables of every chat template call
-    response_role: str = "assistant"
-    tool_call_parser: str | None = None  # how the model writes tool calls; None: tools are refused
-    reasoning_parser: str | None = None  # how the model writes its reasoning; None: it is content
-    return_tokens_as_token_ids: bool = False  # "token_id:N" in place of a token's text in log-probabilities
-    enable_prompt_tokens_details: bool = False  # tell how many prompt tokens were cached
-    enable_force_include_usage: bool = False  # a usage chunk in every HTTP stream
-    enable_request_id_headers: bool = True  # x-request-id in every HTTP response
+    served_model_name: tuple[str, ...] = setting(
+        (), "name that clients may use; may be repeated; answers give the first (default: the model's)"
+    )
+    chat_template: str | None = setting(None, "file that replaces the model's own template", "FILE")
+    default_chat_template_kwargs: str | None = setting(None, "JSON object: variables of every chat template", "JSON")
+    response_role: str = setting("assistant", "role of the answers to a chat")
+    tool_call_parser: str | None = setting(
+        None, "how the model writes tool calls: hermes or llama3_json; without it tools are refused"
+    )
+    reasoning_parser: str | None = setting(
+        None, "how the model writes its reasoning: qwen3 or deepseek_r1; without it, it is content"
+    )
+    return_tokens_as_token_ids: bool = setting(False, "write token_id:N for a token's text in log-probabilities")
+    enable_prompt_tokens_details: bool = setting(False, "report how many prompt tokens were cached")
+    enable_force_include_usage: bool = setting(False, "end every HTTP stream with its usage")
+    enable_request_id_headers: bool = setting(True, "send x-request-id with every HTTP response")
 
     # Who may come in.
-    api_key: tuple[str, ...] = ()  # any of these opens everything but health
-    admin_api_key: tuple[str, ...] = ()  # for what shows or ends the work of all; needed where there are several keys
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    ssl_ca_certs: str | None = None  # of the clients
-    ssl_client_auth: bool = False  # refuse clients without a certificate that ssl_ca_certs signed
-    share_prefix_cache: bool = False  # among API keys; without it each of several has a cache of its own
-    allowed_origins: tuple[str, ...] = ()  # of browsers; none: no CORS, and cross-origin requests are refused
-    allowed_hosts: tuple[str, ...] = ()  # Host headers taken on loopback beside its own names
-    root_path: str = ""  # prefix that a proxy in front strips
+    api_key: tuple[str, ...] = setting(
+        (),
+        "key that clients must send, over HTTP to every path but /health, /live and /ready, over gRPC to all but "
+        "health; may be repeated: any of them opens",
+        "KEY",
+    )
+    admin_api_key: tuple[str, ...] = setting(
+        (),
+        "key for what shows or ends the work of all: /metrics (Prometheus has to send it) and /load over HTTP, gRPC's "
+        "control service; may be repeated; without any, these open with an only --api-key, not with several",
+        "KEY",
+    )
+    ssl_keyfile: str | None = setting(None, "private key, for TLS on both front ends", "FILE")
+    ssl_certfile: str | None = setting(None, "certificate, for TLS on both front ends", "FILE")
+    ssl_ca_certs: str | None = setting(None, "certificates that sign those of clients", "FILE")
+    ssl_client_auth: bool = setting(False, "refuse clients without such a certificate")
+    share_prefix_cache: bool = setting(
+        False, "let API keys find each other's prompts in the cache; else each of several has its own"
+    )
+    allowed_origins: tuple[str, ...] = setting((), "origin of browsers that may call (CORS); may be repeated", "ORIGIN")
+    allowed_hosts: tuple[str, ...] = setting(
+        (), "Host header taken on loopback beside its own names; may be repeated", "HOST"
+    )
+    root_path: str = setting("", "prefix that a proxy in front strips", "PREFIX")
 
     # Bounds of one request.
-    max_body_bytes: int = 8 << 20
-    max_header_bytes: int = 16 << 10
-    max_headers: int = 64
-    max_json_depth: int = 64
-    max_prompts: int = 128  # in one completions call
-    max_n: int = 16
-    max_sequences: int = 128  # n times prompts
-    max_stops: int = 4
-    max_stop_chars: int = 64  # of one stop string
-    max_stop_token_ids: int = 128
-    max_tools: int = 128
-    max_request_id_chars: int = 128  # also of cache_salt
-    grpc_max_message_bytes: int = 8 << 20
+    max_body_bytes: int = setting(8 << 20, "of an HTTP request", "BYTES")
+    max_header_bytes: int = setting(16 << 10, "of all headers of an HTTP request", "BYTES")
+    max_headers: int = setting(64, "of an HTTP request")
+    max_json_depth: int = setting(64, "of an HTTP body")
+    max_prompts: int = setting(128, "in one completions call")
+    max_n: int = setting(16, "outputs per prompt")
+    max_sequences: int = setting(128, "outputs of one call: n times its prompts")
+    max_stops: int = setting(4, "stop strings of a request")
+    max_stop_chars: int = setting(64, "characters of a stop string")
+    max_stop_token_ids: int = setting(128, "stop token ids of a request")
+    max_tools: int = setting(128, "tools of a request")
+    max_request_id_chars: int = setting(128, "characters of a request id or cache salt")
+    grpc_max_message_bytes: int = setting(8 << 20, "of a gRPC request", "BYTES")
 
     # Bounds of all requests together.
-    max_queued_requests: int | None = None  # waiting for a slot; default: 4 for each of max_num_seqs
-    max_queued_tokens: int | None = None  # of their prompts; default: 16 times max_model_len, at least 65,536
-    max_sequences_per_client: int | None = None  # under way, of an API key or else an address; default: no bound
-    max_receiving_bytes: int | None = None  # of HTTP bodies, half of it a client's; default: 16 times max_body_bytes
-    max_rpcs: int = 1024  # calls at once, on each front end; seven eighths of them on one connection of gRPC
-    request_timeout: float = 600.0  # a request that is not through by then fails
-    stall_timeout: float = 30.0  # for a request to come whole; a stream not read for so long is closed; 0: never
+    max_queued_requests: int | None = setting(None, "that may wait for a slot (default: 4 for each slot)")
+    max_queued_tokens: int | None = setting(None, "of the prompts that wait (default: 16 contexts, at least 65,536)")
+    max_sequences_per_client: int | None = setting(
+        None, "outputs under way of one API key, or of one address where there are no keys"
+    )
+    max_receiving_bytes: int | None = setting(
+        None, "of HTTP bodies that are not read yet, all together; one client may have half of it", "BYTES"
+    )
+    max_rpcs: int = setting(1024, "calls at once, on each front end; more are refused until some have ended")
+    request_timeout: float = setting(600.0, "seconds after which a request fails; 0: never", "SECONDS")
+    stall_timeout: float = setting(
+        30.0,
+        "after which a request that has not come whole, or a stream that is not read, is ended; 0: never",
+        "SECONDS",
+    )
 
     # Its life.
-    shutdown_timeout: float = 30.0  # streams may finish for so long once a signal came
-    drain_delay: float = 0.0  # between "not ready" and refusing work, for load balancers to notice
-    hang_timeout: float = 8.0  # a step that takes longer makes the server "not ready"
-    log_stats_interval: float = 10.0  # 0: no such lines
-    enable_log_requests: bool = False
-    otlp_traces_endpoint: str | None = None  # where OpenTelemetry traces go, as http://localhost:4318/v1/traces
-    enable_channelz: bool = False  # gRPC's own debugging service
-    profile: str | None = None  # a folder for a trace of the first steps
-    profile_steps: int = 64  # of that trace
-    record: str | None = None  # a file for every call of the scheduler, for `jaxllm replay`
-    record_redacted: bool = False  # with pseudonyms in place of tokens
-    record_max_bytes: int = 256 << 20  # of the recording, which ends there
+    shutdown_timeout: float = setting(30.0, "seconds that streams may go on after SIGTERM or ^C", "SECONDS")
+    drain_delay: float = setting(0.0, 'seconds between "not ready" and refusing work', "SECONDS")
+    hang_timeout: float = setting(8.0, 'seconds of one step after which the server is "not ready"', "SECONDS")
+    log_stats_interval: float = setting(10.0, "seconds between two lines of statistics; 0: none", "SECONDS")
+    enable_log_requests: bool = setting(False, "write a line for each request")
+    otlp_traces_endpoint: str | None = setting(
+        None, "where OpenTelemetry traces go, as http://localhost:4318/v1/traces", "URL"
+    )
+    enable_channelz: bool = setting(False, "gRPC's own debugging service")
+    profile: str | None = setting(
+        None, "write a trace of the first steps into this folder, for ui.perfetto.dev; streams wait meanwhile", "DIR"
+    )
+    profile_steps: int = setting(64, "steps of that trace")
+    record: str | None = setting(None, "write every call of the scheduler into this file, for `jaxllm replay`", "FILE")
+    record_redacted: bool = setting(False, "write pseudonyms in place of tokens")
+    record_max_bytes: int = setting(256 << 20, "of the recording, at least 1M; it ends there", "BYTES")
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,4 +1,4 @@
-"""What both protocols share: a `Call` is checked, completed with the defaults, generated, and told in `Chunk`s.
+"""What both protocols share: a `Call` is checked, completed with the defaults, generated, and answered in `Chunk`s.
 
 Owns the bounds of a request, the served names, and the split of a model's text into reasoning, content and tool calls.
 Knows nothing of messages, status codes or connections.
@@ -202,9 +202,9 @@ class Serving:
             raise late(self.options.request_timeout) from error
 
     def _salt_of(self, call: Call) -> dict[str, str]:
-        """Return what keeps a call's blocks of the cache from others: its own salt, and who asks where keys differ.
+        """Return a call's salt of the prefix cache: its own, with the client's name if there are several keys.
 
-        The colon is in no salt that a caller can give, so nobody can name another's.
+        The colon is in no salt that a caller can give, so a caller cannot name another client's.
         """
         if self._has_tenants and not self.options.share_prefix_cache:
             return {"cache_salt": f"{call.client}:{call.cache_salt or ''}"}
@@ -261,7 +261,7 @@ class Serving:
             raise too_long(longest, len(ids), asked)
 
     def _check_splitting(self, call: Call, params: SamplingParams) -> None:
-        """Refuse tools where nobody could read the model's calls."""
+        """Refuse tools if there is no parser for the model's calls."""
         has_tools = _has_tools(call)
         if has_tools and self.options.tool_call_parser is None:
             raise FeatureDisabledError(
@@ -282,7 +282,7 @@ class Serving:
 
 
 class _Reader:
-    """Tells one request's outputs as chunks."""
+    """Turns one request's outputs into chunks."""
 
     def __init__(
         self,
@@ -464,7 +464,7 @@ def _make_call_id() -> str:
 
 
 def _model_name(model: str) -> str:
-    """Return what a model is called where nobody named it: a folder by its last part, the hub's by their id."""
+    """Return the default name of a model: a folder by its last part, the hub's by their id."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 

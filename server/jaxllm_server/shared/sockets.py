@@ -9,9 +9,9 @@ from jaxllm.errors import UserError
 
 
 def check_uds(path: str, flag: str) -> None:
-    """Make sure that nobody listens on a path, and remove the socket that a killed process has left there.
+    """Make sure that no process listens on a path, and remove the socket that a killed process has left there.
 
-    What else is wrong with it (a file of another kind, no folder, no right) is left to who binds it.
+    What else is wrong with it (a file of another kind, no folder, no right) is left to the caller.
 
     Raises:
         UserError: naming `flag`, where a server answers: to bind would mean to take its place.
@@ -29,4 +29,4 @@ def check_uds(path: str, flag: str) -> None:
             pass
         except OSError:
             return
-    raise UserError(f"{path} is taken: another server listens on it. Choose another path.", flag)
+    raise UserError(f"{path} is in use: another server listens on it. Choose another path.", flag)

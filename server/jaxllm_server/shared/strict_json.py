@@ -19,7 +19,7 @@ _HALF_A_PAIR = re.compile(
 )
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SQUARE = bytes.maketrans(b"{}", b"[]")
-# More are in no request that is taken: a conversation may have 131,072 values, a logit_bias as many keys as there are
+# No request that is accepted has more: a conversation may have 131,072 values, a logit_bias as many keys as there are
 # tokens. Python's parser makes lists and texts without letting other threads run: 8 MiB of "[]," took 0.5 s (measured).
 _MOST_LISTS = 1 << 17  # and objects
 _MOST_TEXTS = 1 << 19

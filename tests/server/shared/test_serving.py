@@ -15,8 +15,8 @@ from jaxllm_server.shared.serving import Serving
 
 
 def serving(model: str = "some/model", **options: Any) -> Serving:
-    tokenizer = SimpleNamespace(has_chat_template=False)
-    engine: Any = SimpleNamespace(config=SimpleNamespace(model=model), tokenizer=tokenizer, max_model_len=64)
+    info = SimpleNamespace(tokenizer=SimpleNamespace(has_chat_template=False), max_model_len=64)
+    engine: Any = SimpleNamespace(config=SimpleNamespace(model=model), model=info)
     return Serving(engine, ServerOptions(**options))
 
 

@@ -1,0 +1,142 @@
+"""The methods of both clients: for each, what is sent, what is read from the answer, and the documentation.
+
+`blocking` and `asynchronous` turn each into a method that makes the call; types and signatures are from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, Unpack
+
+from grpc_health.v1 import health_pb2
+
+from jaxllm.client import reading, requests
+from jaxllm.client.channel import Endpoint, read_health
+from jaxllm.client.options import ChatGenerateOptions, ChatOptions, ChatStreamOptions, GenerateOptions, StreamOptions
+from jaxllm.client.results import Completion, ModelInfo, ServerInfo
+from jaxllm.metrics import Load
+from jaxllm.v1 import control_pb2, inference_pb2
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Result]):
+    """A call that was not made yet."""
+
+    service: Literal["inference", "control", "health"]
+    method: str
+    request: Any
+    read: Callable[[Any], Result]
+    timeout: float | None  # seconds; None: the client's
+
+
+class Calls(Endpoint):
+    """What can be called."""
+
+    def generate(
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Call[Completion]:
+        """Generate from a text, or from token ids, and return everything."""
+        request = requests.generate_request(prompt, options)
+        return Call("inference", "Generate", request, reading.read_completion, timeout)
+
+    def stream(
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[StreamOptions]
+    ) -> Call[None]:
+        """Generate and iterate over what is new."""
+        return Call(
+            "inference",
+            "StreamGenerate",
+            requests.generate_request(prompt, options, is_stream=True),
+            reading.read_nothing,
+            timeout,
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ChatGenerateOptions],
+    ) -> Call[Completion]:
+        """Answer a conversation, given as OpenAI's `messages`; append the answer's `message` to go on."""
+        request = requests.chat_request(messages, options)
+        return Call("inference", "Generate", request, reading.read_completion, timeout)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ChatStreamOptions],
+    ) -> Call[None]:
+        """Answer a conversation and iterate over what is new."""
+        return Call(
+            "inference",
+            "StreamGenerate",
+            requests.chat_request(messages, options, is_stream=True),
+            reading.read_nothing,
+            timeout,
+        )
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Call[list[int]]:
+        """Return the token ids of a text, or of a conversation, as `generate` and `chat` would make them."""
+        request = requests.tokenize_request(prompt, model, add_special_tokens, options)
+        return Call("inference", "Tokenize", request, reading.read_token_ids, timeout)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> Call[str]:
+        """Return the text of token ids, special tokens shown."""
+        request = requests.detokenize_request(token_ids, model)
+        return Call("inference", "Detokenize", request, reading.read_text, timeout)
+
+    def models(self, *, timeout: float | None = None) -> Call[list[ModelInfo]]:
+        """List the models that are served, with the values of options that a call leaves open."""
+        request = inference_pb2.ListModelsRequest()
+        return Call("inference", "ListModels", request, reading.read_models, timeout)
+
+    def server_info(self, *, timeout: float | None = None) -> Call[ServerInfo]:
+        """Describe the server."""
+        request = control_pb2.GetServerInfoRequest()
+        return Call("control", "GetServerInfo", request, reading.read_server_info, timeout)
+
+    def load(self, *, timeout: float | None = None) -> Call[Load]:
+        """Say how busy the server is."""
+        request = control_pb2.GetLoadRequest()
+        return Call("control", "GetLoad", request, reading.read_load, timeout)
+
+    def abort(self, request_ids: str | Sequence[str], *, timeout: float | None = None) -> Call[None]:
+        """End requests by id, of any client; they return what there is. Unknown ids are no error."""
+        request = requests.abort_request(request_ids)
+        return Call("control", "Abort", request, reading.read_nothing, timeout)
+
+    def pause(
+        self, mode: str = "abort", *, clear_cache: bool | None = None, timeout: float | None = None
+    ) -> Call[None]:
+        """Stop generating; running requests end ("abort"), finish first ("wait") or stay for `resume` ("keep")."""
+        request = requests.pause_request(mode, clear_cache)
+        return Call("control", "PauseGeneration", request, reading.read_nothing, timeout)
+
+    def resume(self, *, timeout: float | None = None) -> Call[None]:
+        """Generate again."""
+        request = control_pb2.ResumeGenerationRequest()
+        return Call("control", "ResumeGeneration", request, reading.read_nothing, timeout)
+
+    def reset_prefix_cache(self, *, timeout: float | None = None) -> Call[bool]:
+        """Forget cached prefixes; False, and nothing is forgotten, while requests run."""
+        request = control_pb2.ResetPrefixCacheRequest()
+        return Call("control", "ResetPrefixCache", request, reading.read_was_reset, timeout)
+
+    def health(self, service: str = "", *, timeout: float | None = None) -> Call[str]:
+        """Return the health of the server, or of one of its services: "serving", "not_serving" or "unknown"."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        return Call("health", "Check", request, read_health, timeout)
