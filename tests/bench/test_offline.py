@@ -70,6 +70,7 @@ def test_every_job_gets_its_length_and_the_warm_up_leaves_nothing(llm: LLM, n: i
     assert served.samples.get("tpot_ms", []) == pytest.approx(by_hand if n == 1 else [])
 
 
+@pytest.mark.ci
 def test_through_the_asynchronous_engine_it_is_the_same_work() -> None:
     served = throughput.run_async(FEW_SLOTS, JOBS * 6, num_warmups=1)  # more than the slots and their queue hold
     assert served.output_tokens == 60 and len(served.samples["ttft_ms"]) == 18

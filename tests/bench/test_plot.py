@@ -40,6 +40,7 @@ def test_samples_are_those_of_the_requests_that_were_answered() -> None:
     }
 
 
+@pytest.mark.ci
 def test_a_page_is_an_svg_without_scripts_or_links(tmp_path: Path) -> None:
     path = tmp_path / "result.html"
     plot(SERVED, str(path))

@@ -162,7 +162,11 @@ def distinct(model: Path, copies: Mapping[str, int], **settings: Any) -> dict[st
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param(MODEL_DIR, id="embedded"), pytest.param(WINDOWS, id="windows", marks=pytest.mark.slow)]
+    "model",
+    [
+        pytest.param(MODEL_DIR, id="embedded", marks=pytest.mark.ci),
+        pytest.param(WINDOWS, id="windows", marks=pytest.mark.slow),
+    ],
 )
 def test_two_hundred_copies_under_random_load_have_the_same_bits(model: Path) -> None:
     copies = dict.fromkeys(PROBES, 3) | {"everything": 200}

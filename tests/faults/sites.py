@@ -54,7 +54,8 @@ NOT_OF_A_REQUEST = {
         "jaxllm.engine.interrupts": "uninterrupted",
         "jaxllm.engine.llm_engine": "LLMEngine.step LLMEngine._step LLMEngine.load LLMEngine._check_open "
         "LLMEngine.has_unfinished_requests LLMEngine.abort_requests LLMEngine.take_block_events",
-        "jaxllm.engine.output_processor": "OutputProcessor.take_in OutputProcessor.due OutputProcessor.abort",
+        "jaxllm.engine.output_processor": "OutputProcessor.take_in OutputProcessor.due OutputProcessor.abort "
+        "OutputProcessor.add",
         "jaxllm.engine.recovery": "FailedSteps.reset",
         "jaxllm.engine.inbox": "Inbox.take Inbox.settle",
     },

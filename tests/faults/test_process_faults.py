@@ -289,7 +289,9 @@ def test_a_full_disk_for_the_log_hurts_nobody_and_a_long_queue_is_drained() -> N
         assert time.monotonic() - began < 32.0
 
 
-@pytest.mark.parametrize("gibibytes", [0.5, pytest.param(1.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "gibibytes", [pytest.param(0.5, marks=pytest.mark.ci), pytest.param(1.5, marks=pytest.mark.slow)]
+)
 def test_a_start_without_memory_ends_at_once_with_a_code(gibibytes: float) -> None:
     limit = int(gibibytes * 2**30)
     program = (

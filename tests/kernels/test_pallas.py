@@ -18,6 +18,7 @@ from tests.kernels import test_attention
 from tests.kernels.test_attention import EACH, WRITES, Case, Pool
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", EACH)
 def test_decode(case):
     test_attention.test_decode_matches_the_naive_loop(case, "pallas")

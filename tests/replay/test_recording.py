@@ -108,7 +108,8 @@ def test_a_replay_makes_the_same_plans(tmp_path: Path, is_redacted: bool) -> Non
         assert plans_of(tmp_path / f"log{seed}") == driver.plans
 
 
-@pytest.mark.parametrize("ends", ["stop", pytest.param("abort", marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("ends", ["stop", "abort"])
 def test_a_cache_that_is_reset_with_a_step_in_flight_can_be_replayed(tmp_path: Path, ends: str) -> None:
     """A request has ended on the host, and the step after its last is still on its way."""
     recorder = FileRecorder(tmp_path / "log")
