@@ -58,7 +58,7 @@ def run() -> Iterator[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # what would have awaited it has failed
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.ci)], ids=["some", "all"])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.ci)], ids=["some", "all"])
 def test_a_fault_at_any_call_site_ends_one_request_at_most(
     run: Any, caplog: pytest.LogCaptureFixture, every: int
 ) -> None:

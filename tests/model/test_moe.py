@@ -56,7 +56,7 @@ def _expert_in_float64(mixture: Experts, arrays: dict[str, jax.Array], number: i
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("own", [{}, {"bias": True, "clamp": 2.0, "router_bias": True}], ids=["plain", "clamped"])
-@pytest.mark.parametrize("tokens", [1, pytest.param(2, marks=pytest.mark.ci), 70])
+@pytest.mark.parametrize("tokens", [*(pytest.param(count, marks=pytest.mark.ci) for count in (1, 2)), 70])
 def test_each_way_of_multiplying_matches_a_loop_over_tokens(tokens, own, way):
     spec, mixture = _spec(**own)
     arrays = _arrays(spec, mixture)

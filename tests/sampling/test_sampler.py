@@ -323,7 +323,6 @@ def naive_distribution(
     ("arguments", "held_back"),
     [
         ({"temperature": 1.0}, ()),
-        ({"temperature": 0.3}, ()),
         ({"temperature": 3.0}, ()),
         ({"top_k": 4}, ()),
         ({"top_p": 0.7}, ()),
