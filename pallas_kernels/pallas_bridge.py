@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pallas_triton
 from pallas_kernels.choice import Site
 
 # Parameters of this type choose the back end; the one that is taken without them changes between releases of JAX
-# (reference/kernels.md §1).
+# (seen in 0.10 to 0.12).
 _COMPILED = pallas_triton.CompilerParams(num_warps=4, num_stages=2)
 
 

@@ -1,7 +1,7 @@
 """Calls Triton kernels from traced JAX code, with public `jax.ffi` alone and whatever Triton from 3.6 on is installed.
 
 jax-triton 0.3 emits a custom call of the old kind, which XLA keeps out of CUDA graphs, and 0.4 wants Triton 3.7
-(reference/kernels.md §1); so the call is made here. A kernel is compiled to PTX when it is traced, for the capability
+so the call is made here. A kernel is compiled to PTX when it is traced, for the capability
 that is named and not for the GPU at hand, so that a machine without one can do it. Only the payload's classes are not
 public JAX: `jaxlib.gpu_triton`.
 

@@ -352,7 +352,7 @@ def test_a_model_limits_ids_and_logprobs():
 
 
 class Unread(list):
-    """A list that nobody may go through."""
+    """A list that must not be iterated over."""
 
     def __iter__(self):
         raise AssertionError("read")

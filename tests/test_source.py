@@ -41,7 +41,7 @@ UNSAFE_METHODS = frozenset(
 )
 # Where a command of our own, or git, is started; with a list of arguments, never through a shell.
 STARTS_PROCESSES = ("jaxllm/bench/",)
-# What is imported by a name that is made at run time: parts of ourselves, and what whoever starts the engine names.
+# What is imported by a name that is made at run time: our own modules, and what the engine's settings name.
 IMPORTS_BY_NAME = ("jaxllm/__init__.py", "jaxllm/sampling/logits_processors.py", "pallas_kernels/choice.py")
 
 
@@ -131,7 +131,7 @@ IMPORTED_AS = {
     "optax": ("optax",),
     "safetensors": ("safetensors",),
 }
-# Taken where somebody has installed it, and nowhere needed: a server's --grpc-channelz.
+# Used if it is installed, and never needed: a server's --grpc-channelz.
 OPTIONAL = {"grpc_channelz"}
 
 

@@ -53,7 +53,7 @@ def _sums(x: Array, weight: Array) -> Array:
     rows, is_wide = x.shape[0], x.dtype == jnp.float32
     if rows == 1 and not is_wide:
         # XLA:CPU turns a one-row product with 8 or 16-bit weights into a conversion of the whole weight, 6 to 12 times
-        # slower than the same product with two rows (reference/kernels.md §6).
+        # slower than the same product with two rows (measured).
         return lax.platform_dependent(x, weight, cpu=_first_of_two_rows, default=_product)
     if 2 <= rows <= _FEW_ROWS and is_wide:
         return lax.platform_dependent(x, weight, cpu=_turned, default=_product)

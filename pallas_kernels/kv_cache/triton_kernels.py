@@ -1,7 +1,7 @@
 """Writing the cache on NVIDIA GPUs, in Triton's language: rotary embedding and both stores in one kernel, and copies.
 
 One kernel instead of four to seven (split, two rotations, two scatters): a decode step of a small model takes as long
-as launching its kernels does (reference/kernels.md §4).
+as launching its kernels does (measured on 8.0 and 9.0).
 """
 
 # pyright: reportMissingImports=false

@@ -286,7 +286,7 @@ def test_the_commit_says_whether_the_code_was_changed(tmp_path: Path) -> None:
     assert environment.commit(tmp_path) is None
     git("init", "-q")
     (tmp_path / "__init__.py").write_text("one = 1\n")
-    assert environment.commit(tmp_path) is None, "a folder inside somebody else's checkout"
+    assert environment.commit(tmp_path) is None, "a folder inside another checkout"
     git("add", "-A")
     git("commit", "-qm", "one")
     assert environment.commit(tmp_path) == git("rev-parse", "--short=12", "HEAD")

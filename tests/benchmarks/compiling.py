@@ -1,4 +1,4 @@
-"""What compiling costs whoever waits and whoever is served: `python -m tests.benchmarks.compiling`.
+"""What compiling costs those who wait and those who are served: `python -m tests.benchmarks.compiling`.
 
 Ready: how long an engine takes to start with an empty cache, against the time to compile its covering programs and
 nothing else. Beside: how long a decode step takes while the other programs are compiled in the background, against when

@@ -22,7 +22,7 @@ JOBS = ("1 row", "16 rows", "a prompt")
 
 
 def make(model: str, **settings: Any) -> LLM:
-    """Start an engine whose steps are as large as they are where nobody asks."""
+    """Start an engine whose steps are of the default size."""
     folder = str(shapes.folder_of(model, "bfloat16"))
     llm = LLM(folder, dtype="float32", precompile="covering", **SIZES, **settings)
     if "deterministic" not in settings:

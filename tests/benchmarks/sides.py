@@ -30,7 +30,7 @@ GEOMETRY: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_seqs": 16,
     "num_kv_blocks": 256,
-    "max_num_batched_tokens": TOKENS[-1],  # nobody waits for single tokens here
+    "max_num_batched_tokens": TOKENS[-1],  # only the whole prompt matters here
     "enable_prefix_caching": False,
 }
 Generate = Callable[[int, int, int], float]  # of rows, tokens of a prompt, tokens to make: the seconds it took

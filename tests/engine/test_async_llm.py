@@ -1,4 +1,4 @@
-"""AsyncLLM: many readers of one engine; nothing is lost, nothing leaks, and nobody waits for what has died."""
+"""AsyncLLM: many readers of one engine; nothing is lost, nothing leaks, and no reader waits for a dead engine."""
 
 from __future__ import annotations
 
@@ -530,7 +530,7 @@ def test_a_pause_that_was_resumed_does_not_take_another_for_its_own(
         await fragile.pause("keep")
         await stream.aclose()
         await asyncio.wait_for(pausing, 10.0)
-        assert not resets, "whoever had resumed would find the cache gone"
+        assert not resets, "a caller that had resumed would find the cache gone"
         await fragile.resume()
         assert joined(await read(fragile, "Once", params()))
 

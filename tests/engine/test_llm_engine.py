@@ -441,7 +441,7 @@ def test_logits_that_are_not_finite_end_their_request_alone() -> None:
         assert scored.outputs[0].finish_reason == "error" and scored.prompt_logprobs is None
         assert poisoned.outputs[0].finish_reason == "error" and "finite" in str(poisoned.outputs[0].stop_reason)
         assert tokens([healthy]) == expected or 3 in expected[0]
-        # What the poisoned prompt wrote is not for anybody else, even once the fault has gone.
+        # What the poisoned prompt wrote must not be read by others, even once the fault has gone.
         runner._params = tuple(jax.tree.leaves(named))
         longer = [5, 3, *range(7, 40)]
         runner._params = tuple(jax.tree.leaves(named.replace(top=top)))

@@ -1,8 +1,8 @@
-"""More calls than a server can answer, at a steady pace that waits for nobody: how many are answered all the same?
+"""More calls than a server can answer, at a steady pace that waits for no answer: how many are answered all the same?
 
     python -m tests.faults.overload [seconds of each load]
 
-Prints a row for each load, one for a burst of 2,000 calls in a second, and a line that holds the two aims of row 35; it
+Prints a row for each load, one for a burst of 2,000 calls in a second, and a line that holds the two aims of the 35; it
 ends with 1 where one is missed. Every fiftieth prompt is long. The server is a process of its own; calls come from this
 one, half of them over each protocol, and a third process asks now and then how long a refusal and a look at the health
 take, so that this one's own queue is not measured.
@@ -35,7 +35,7 @@ SERVER = flags(SLOTS)
 PROMPT = [20, 30, 40, 50, 60, 70, 80, 90]
 LONG_PROMPT = PROMPT * 50
 BURST = 2000  # calls in a second
-LEAST_SHARE, MOST_REFUSAL_MS = 0.9, 20.0  # row 35: of the peak, at the last of the loads; median
+LEAST_SHARE, MOST_REFUSAL_MS = 0.9, 20.0  # of the peak, at the last of the loads; median
 TOKENS = 64  # of an answer
 TITLE = (
     "load  offered/s answered/s  of peak  refused  refusal ms p50/p99  health ms p50/p99  answer ms"

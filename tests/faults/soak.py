@@ -36,7 +36,7 @@ from tests.support.serving_process import QUICK, ServingProcess
 MOST_BYTES = 100.0  # of memory that a request may leave behind
 AT_ONCE = 32
 NUM_SAMPLES = 25
-ENDLESS = 480  # tokens of a request that somebody ends
+ENDLESS = 480  # tokens of a request that a client ends
 FINISH = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
@@ -52,7 +52,7 @@ class Books:
 
     ends: Counter[str] = field(default_factory=Counter)  # by the reason of the engine's metrics
     refused: int = 0  # wrong, and told so
-    prompt_tokens: int = 0  # of requests whose end somebody saw
+    prompt_tokens: int = 0  # of requests whose end a client saw
     completion_tokens: int = 0  # of the same
     begun_tokens: int = 0  # of the prompts of all that began …
     unsure_tokens: int = 0  # … and of those among them whose time was over before a token came: some never began

@@ -149,7 +149,7 @@ def hangs(server: ServingProcess) -> None:
 
 
 def is_stopped(server: ServingProcess) -> None:
-    """SIGSTOP: whoever waits, waits; after SIGCONT all goes on."""
+    """SIGSTOP: calls wait; after SIGCONT all goes on."""
 
     def stop() -> None:
         server.signal(signal.SIGSTOP)
@@ -253,7 +253,7 @@ def without_a_log(*arguments: str) -> Any:
 
 @pytest.mark.ci
 def test_a_full_disk_for_the_log_hurts_nobody_and_a_long_queue_is_drained() -> None:
-    """Row 46 as well: 50 streams run and 100 wait when the signal comes; none is cut off."""
+    """50 streams run and 100 wait when the signal comes; none is cut off."""
 
     async def drain(process: Any, http: str) -> tuple[list[str], float]:
         async def one(number: int) -> str:

@@ -1,4 +1,4 @@
-"""An exception in any function that is called for a request, each in turn: one request fails, nobody else notices."""
+"""An exception in any function that is called for a request, each in turn: one request fails, others do not."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def fail_at(
     """Fail one of a site's calls, and look at what became of the requests; return those that failed."""
     for wait in (count // 2, 0, 0):
         with injector.armed(site, wait) as has_fired:
-            async with asyncio.timeout(20.0):  # nobody waits for ever
+            async with asyncio.timeout(20.0):  # no call waits for ever
                 answers = await ask(clients)
             if has_fired():
                 break

@@ -101,7 +101,7 @@ def test_twenty_failed_steps_cost_no_token_and_nobody_his_place(
         reset()
         state = engine.scheduler.state
         assert state.pool.num_available == state.pool.num_blocks and not state.num_running
-        assert len(state.waiting) == waiting + running, "nobody is lost"
+        assert len(state.waiting) == waiting + running, "no request is lost"
         assert not any(PoolEditor(state.pool).look_up(entry.digests) for entry in state.waiting), "a stale hit"
 
     monkeypatch.setattr(engine.scheduler, "reset", checked_reset)

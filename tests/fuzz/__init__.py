@@ -1,4 +1,4 @@
-"""Hostile input: what anybody outside may send or leave in a model's folder, and what must become of it.
+"""Hostile input: what strangers may send or leave in a model's folder, and what must become of it.
 
 `targets.py` names every way in, as a function of bytes. Hypothesis and seeded mutations drive them in the default
 tests; `make fuzz` drives the same functions with atheris, which looks for bytes that reach new code (`__main__.py`).

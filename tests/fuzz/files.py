@@ -1,4 +1,4 @@
-"""What somebody may leave in a model's folder: each target reads one hostile file the way a start of the engine does.
+"""What may lie in a model's folder: each target reads one hostile file the way a start of the engine does.
 
 Whatever the file holds, it is read or refused with a `UserError` of one line; nothing of a size that the file only
 claims is allocated.

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:temperature is less than")
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_seeds_are_taken(name: str) -> None:
-    """Else the changes would be to what nobody reads."""
+    """Else the changes would be to input that is not read."""
     target = TARGETS[name]
     assert all([target.check(seed) for seed in target.seeds()]) or name in MAY_REFUSE_SEEDS
 

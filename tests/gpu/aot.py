@@ -1,7 +1,7 @@
 """Compiles the engine's steps for an NVIDIA H200 on a machine that has none, and reads what XLA made of them.
 
 XLA's GPU compiler needs a description of the device (h200_target.txtpb), the CUDA plugin's wheels and an assembler, and
-no driver (reference/kernels.md §2). Nothing runs, and nothing is tuned: products are the compiler's own first choice,
+no driver. Nothing runs, and nothing is tuned: products are the compiler's own first choice,
 so what is asserted of a program is its structure.
 """
 

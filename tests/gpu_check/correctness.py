@@ -1,6 +1,6 @@
 """Every implementation of every operation, in every type, beside the reference in float32 on the same rounded inputs.
 
-What nobody stored is NaN, so whatever reads another place shows it. Vectors of one head are compared by the length of
+What was not stored is NaN, so reading another place shows. Vectors of one head are compared by the length of
 their difference: an error in a single row must not drown among thousands that are right.
 """
 

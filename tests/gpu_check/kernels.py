@@ -30,7 +30,7 @@ ROWS, CONTEXTS = (1, 16, 64, 256), (1024, 8192, 32768)
 PROMPTS = ((1, 1024), (1, 8192), (1, 32768), (16, 1024))
 CACHES = ("int8", "float8_e4m3fn")
 TOKENS = (1, 16, 64, 256, 8192)
-SLOW_TOKENS = 65536  # in the cache, up to which implementations are timed that nobody would choose
+SLOW_TOKENS = 65536  # in the cache, up to which implementations are timed that are never the default
 SLOW_PROMPT = 1024
 DECODE_AIM, DECODE_FROM, PREFILL_AIM = 0.80, 32768, 0.60
 
@@ -117,7 +117,7 @@ def _all(
 
 
 def _floor(case: Case, ceilings: dict[str, float]) -> tuple[float, str]:
-    """Return the seconds below which nobody gets, and what sets them."""
+    """Return the least possible seconds, and what sets them."""
     floors = {
         "bandwidth": case.num_bytes / ceilings["read_bytes_per_second"],
         "matrix rate": case.flops / ceilings["flops_per_second"],

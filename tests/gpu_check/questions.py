@@ -1,4 +1,4 @@
-"""The questions that reference/kernels.md §7 leaves to the first GPU: a small measurement and one line each."""
+"""The questions that only a GPU can answer: a small measurement and one line each."""
 
 from __future__ import annotations
 

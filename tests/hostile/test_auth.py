@@ -1,6 +1,6 @@
 """Who has no key gets nowhere: every route and method with every kind of wrong key, and paths in disguise.
 
-Rows 23 and 24 of the acceptance table, and S22: the routes that there are, are these.
+The routes are these.
 """
 
 from __future__ import annotations

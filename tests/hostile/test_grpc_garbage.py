@@ -1,4 +1,4 @@
-"""gRPC messages that are none, and HTTP/2 frames that no library sends. Rows 12 and 13 of the acceptance table.
+"""gRPC messages that are none, and HTTP/2 frames that no library sends.
 
 Each call gets a status of the map and words of our own; an attacker's connection costs less than a core, and others'
 calls are answered meanwhile.

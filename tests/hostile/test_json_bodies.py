@@ -1,4 +1,4 @@
-"""Bodies that are no JSON, in hundreds of forms: each is 400 at once, and nothing is kept of them. Rows 1 and 6."""
+"""Bodies that are no JSON, in hundreds of forms: each is 400 at once, and nothing is kept of them."""
 
 from __future__ import annotations
 

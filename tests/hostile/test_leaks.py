@@ -1,6 +1,6 @@
 """What errors tell clients, and what clients can write into the log: nothing of the server's inside, one line each.
 
-Row 27 of the acceptance table; the errors of a server that breaks are in test_error_map_phases.
+Errors of a server that breaks are in test_error_map_phases.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prompts of every odd length and text, as a table of what each is answered with; and one that fits no context.
 
-Rows 7, 8, 14 and 15 of the acceptance table. The context has 512 tokens; what fits it and not the pool is in
+The context has 512 tokens; what fits it and not the pool is in
 test_error_map_phases.
 """
 
@@ -166,7 +166,7 @@ def test_no_content_spells_a_role(server: ServingProcess) -> None:
 
 
 def test_a_prompt_that_fits_no_context_disturbs_nobody(server: ServingProcess) -> None:
-    """It is refused at once, whoever is being served."""
+    """It is refused at once, whatever else is being served."""
 
     def p99s() -> tuple[float, float]:
         alone, beside = Waits([], []), Waits([], [])

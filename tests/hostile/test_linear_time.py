@@ -1,4 +1,4 @@
-"""Scanners of text that somebody else wrote take time in proportion to it, however it is cut. Row 22.
+"""Scanners of strangers' text take time in proportion to it, however it is cut.
 
 Tool calls and reasoning have the same check beside their other tests.
 """

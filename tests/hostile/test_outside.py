@@ -1,7 +1,4 @@
-"""What a server does to the world outside: where it listens, whom it calls, what its metrics grow by.
-
-Rows 26, 28 and 29 of the acceptance table.
-"""
+"""What a server does to the world outside: where it listens, whom it calls, what its metrics grow by."""
 
 from __future__ import annotations
 

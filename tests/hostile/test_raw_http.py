@@ -1,7 +1,7 @@
 """Bytes that are no honest HTTP: lengths that lie, two lengths, encodings in disguise, heads without end.
 
 None is answered but by an error, nothing behind it is taken for a request of its own (smuggling), and the server holds
-no more of it than its limits. Rows 9, 10 and 24 of the acceptance table.
+no more of it than its limits.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ GIGABYTE = 1 << 30
 )
 @pytest.mark.parametrize("size", [65536, 16, 1])
 def test_a_gigabyte_in_chunks_is_cut_off_at_the_limit(fake: ServingProcess, path: str, size: int) -> None:
-    """Whether or not anybody wants the body."""
+    """Whether or not the body is wanted."""
     pid = fake.process.pid
     before, busy, read = resident_bytes(pid), processor_seconds(pid), bytes_read(pid)
     piece = (b"%x\r\n" % size + b" " * size + b"\r\n") * (65536 // size)

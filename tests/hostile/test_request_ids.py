@@ -1,6 +1,6 @@
 """A hundred calls that bear one id, at once: what a client calls its request is not what the server calls it.
 
-Row 34 of the acceptance table, with what the documentation of both protocols says about ids.
+With what the documentation of both protocols says about ids.
 """
 
 from __future__ import annotations

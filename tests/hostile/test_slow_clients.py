@@ -1,6 +1,6 @@
 """Clients that send a byte now and then, and clients that stop reading: they are let go, and others notice nothing.
 
-Rows 11 and 32 of the acceptance table. Against the front ends alone, so that what is measured is theirs.
+Against the front ends alone, so that what is measured is theirs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model's folder from a stranger: what would run code is refused or never looked at, and nothing outside is read.
 
-Row 17 of what is promised: pickles, `.py` files, `auto_map`, links that leave the folder, `../` in an index. A canary
+Promised: pickles, `.py` files, `auto_map`, links that leave the folder, `../` in an index. A canary
 says whether any of it ran.
 """
 

@@ -137,7 +137,7 @@ def test_every_moment_is_counted_once() -> None:
     steps = [
         *(event("step", 0, 80, 1), event("plan", 0, 10, 1), event("dispatch", 10, 15, 1), event("wait", 20, 70, 1)),
         *(event("step", 100, 200, 1), event("plan", 100, 130, 1), event("wait", 130, 190, 1)),
-        event("plan", 0, 200, 9),  # somebody else's thread
+        event("plan", 0, 200, 9),  # another thread
         *(event("up", 12, 40, 2, "up"), event("qk.2", 30, 40, 3, "qk.2")),  # two at once from 30 to 40
         *(event("top", 110, 150, 2, "top"), event("inner", 120, 130, 2, "copy.7")),  # one within the other
     ]

@@ -238,7 +238,7 @@ class Machine(RuleBasedStateMachine):
             check_accounts(self.state, self.limits)
             alive = [entry.request.sequence_id for entry in self.state.waiting]
             alive += [record.request.sequence_id for record in self.state.running if record is not None]
-            assert sorted(alive) == sorted(set(self.requests) - set(self.ended)), "nobody is lost or kept"
+            assert sorted(alive) == sorted(set(self.requests) - set(self.ended)), "no request is lost or kept"
 
     def teardown(self) -> None:
         if not hasattr(self, "state"):

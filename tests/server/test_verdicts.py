@@ -1,7 +1,7 @@
 """One validator, one resolver of defaults: Python, gRPC and HTTP judge every value alike, whatever they have to carry.
 
 A verdict is "accepted", or the name of the parameter that was refused. What a protocol cannot even write (NaN in JSON,
-2^64 or a text in a protobuf integer) is refused by whoever would have written it. One engine, one server, real clients.
+2^64 or a text in a protobuf integer) is refused by the client library. One engine, one server, real clients.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Site(Clients):
         self.loop.close()
 
     def over_python(self, fields: Mapping[str, Any]) -> Verdict:
-        """Judge as whoever embeds the engine is judged."""
+        """Judge as for a program that embeds the engine."""
         own = dict(fields)
         prompt, priority = own.pop("prompt"), own.pop("priority", 0)
         limit = own.pop("time_limit", None)

@@ -6,5 +6,5 @@ reads of the cache; `reference.py` is the scheduler once more, naively; `trace.p
 `stand_ins.py`; `checks.py` has the invariants I1 to I14; `shrink.py` makes a failing trace short; `mutants.py` are bugs
 that the simulation must find.
 
-`python -m tests.simulation --help` runs it; an invariant's number is that of the issue's reference, reliability.md §2a.
+`python -m tests.simulation --help` runs it; an invariant's number is that of checks.py; reliability.md §2a.
 """

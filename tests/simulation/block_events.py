@@ -17,7 +17,7 @@ from tests.simulation.device import Violation
 class Follower:
     """Knows what the cache holds, by what is told of it, and checks that.
 
-    `ids` are those of all requests so far, after which caches that are nobody else's are called; what is wrong goes to
+    `ids` are those of all requests so far, after which private caches are called; what is wrong goes to
     `failures`.
     """
 

@@ -16,7 +16,7 @@ ROUNDING = 1e-6  # seconds by which a timer may be late
 
 
 def check_turn(world: World, began: float) -> None:
-    """What is told is what is, and nobody waits for what is due. `began` is when the turn did."""
+    """What is reported is true, and no client waits for what is due. `began` is when the turn did."""
     if world.is_dead:
         return
     reference, metrics = world.reference, world.engine.metrics
@@ -95,7 +95,7 @@ def check_idle(world: World) -> None:
     world.reference.compare()
     state, engine = world.engine.scheduler.state, world.engine
     if state.pool.num_available != state.pool.num_blocks or state.num_running or state.waiting:
-        raise Violation("I1: blocks are held by nobody")
+        raise Violation("I1: blocks are held by no request")
     if engine.outputs.groups or engine.outputs.sequences or engine.scheduler.requests:
         raise Violation("I13: requests are kept after their end")
     if world.llm._inbox.counts() != (0, 0) or len(world.llm._streams):
@@ -103,7 +103,7 @@ def check_idle(world: World) -> None:
     if world.llm._num_preparing:
         raise Violation("I13: a place in the queue is kept for a prompt that is not being made")
     if world.draining is None and world.loop.next_timer() is not None:
-        raise Violation("I13: a timer is kept for nobody")
+        raise Violation("I13: a timer is kept for no request")
     if engine.metrics.finished != dict(world.reasons):
         raise Violation(f"I11: {engine.metrics.finished} ended, where {dict(world.reasons)} were told")
 

@@ -205,7 +205,7 @@ class Client:
         elif reason in ("abort", "time_limit"):
             may = self.may_be_aborted if reason == "abort" else self.time_limit is not None
             if not may:
-                raise Violation(f"I7: {self.name} ended with {reason} although nobody asked for it")
+                raise Violation(f"I7: {self.name} ended with {reason} although it was not asked for")
             is_early = reason == "time_limit" and self.world.now < self.arrival + (self.time_limit or 0.0) - 1e-6
             if is_early and not self.world.fired["clock_back"]:
                 raise Violation(f"{self.name} was ended before its time")
@@ -222,7 +222,7 @@ class Client:
     def _check_logprobs(self, part: Any, truth: Truth, count: int, is_delta: bool, num_known: int) -> None:
         wanted = self.params.logprobs
         if (part.logprobs is None) != (wanted is None):
-            raise Violation(f"{self.name}: log-probabilities that nobody asked for, or none")
+            raise Violation(f"{self.name}: log-probabilities that were not asked for, or none")
         if wanted is None:
             return
         first = num_known if is_delta else 0

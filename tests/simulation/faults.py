@@ -48,7 +48,7 @@ class StepFaults:
             world.is_hung = False
         limit = world.armed.get("out_of_memory")
         if limit is not None and shape.tokens >= limit:
-            # Once, or until somebody has made room, or as long as anybody may be given up.
+            # Once, or until a request has made room, or as long as requests may be given up.
             times = world.armed.get("exhausted", 0) + 1
             world.armed["exhausted"] = times
             if times == {1: 1, 4: MAX_FAILURES, 16: MAX_EXHAUSTED * MAX_FAILURES}[limit]:

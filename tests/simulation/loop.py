@@ -16,7 +16,7 @@ class Loop(asyncio.AbstractEventLoop):
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.time = clock  # type: ignore[method-assign]
-        self.failures: list[BaseException] = []  # of callbacks and of tasks that nobody awaited
+        self.failures: list[BaseException] = []  # of callbacks and of tasks that were not awaited
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0

@@ -85,9 +85,9 @@ HISTORY = [
     ),
     Mutant(
         "a recycled row keeps the old mask",
-        "engine.input_batch.Seats.give",
-        "self.rows[slot] = sample.row",
-        "self.rows[slot, :15] = sample.row[:15]",
+        "engine.input_batch.InputBatch.place",
+        "self.rows[slot] = sequence.row",
+        "self.rows[slot, :15] = sequence.row[:15]",
     ),
     Mutant(
         "the deadline of a waiting client is dropped",

@@ -361,7 +361,7 @@ class Reference:
         if pool.references.tolist() != self.references:
             raise Violation("I2: a block is not named as often as tables name it")
         if sorted(pool.free.tolist()) != sorted(self.free):
-            raise Violation("I1: the free blocks are not those that nobody names")
+            raise Violation("I1: the free blocks are not those that no request uses")
         if pool.num_cached != len(self.cached) or block_pool.cached_blocks(pool) != list(self.cached):
             raise Violation("I1: the cached blocks are not in order of their release")
         live = sum(1 for _ in self.cached)

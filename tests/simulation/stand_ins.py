@@ -30,7 +30,7 @@ def no_span(*_: object, **__: object) -> nullcontext[None]:
 
 
 class Condition:
-    """Stands for the inbox's: nobody waits, since the world turns the engine only when there is something to do."""
+    """Stands for the inbox's: it never waits, since the world runs the engine only when there is something to do."""
 
     is_notified = False
 

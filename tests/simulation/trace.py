@@ -228,7 +228,7 @@ class _Maker:
         if params["temperature"] and chance.random() < 0.35:
             params["n"] = chance.choice((2, 3))
         if chance.random() < 0.3:
-            params["seeded"] = True  # the world gives it a seed that nobody else has
+            params["seeded"] = True  # the world gives it a seed of its own
         if chance.random() < 0.35:
             words = ["ab", "aba", "bbb", "é", "aab", "abab", "baab", "aaaa", "éa", "b a"]
             nested = ["ab", "aab"] if chance.random() < 0.3 else []  # which end at the same character

@@ -271,7 +271,7 @@ class World:
         self.reasons["error"] += client.params.n
 
     def note_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Count how samples ended, before anybody is told."""
+        """Count how samples ended, before any reader is told."""
         for output in outputs:
             key = output.internal_id
             if key in self.finished_keys:

@@ -25,6 +25,6 @@ def make_certificates(folder: Path) -> None:
 
 
 def credentials(folder: Path, name: str | None) -> grpc.ChannelCredentials:
-    """Trust the server's authority, and be NAME; None: nobody."""
+    """Trust the server's authority, and be NAME; None: no name."""
     pair = () if name is None else ((folder / f"{name}.key").read_bytes(), (folder / f"{name}.pem").read_bytes())
     return grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes(), *pair)

@@ -46,7 +46,7 @@ class FakeOpenAI:
             routes += [Route("/detokenize", self._detokenize, methods=["POST"])]
         self._key = key  # of what is not a request
         self.metrics = 'vllm:num_requests_running{engine="0"} 3.0\nvllm:generation_tokens_total{engine="0"} 70.0\n'
-        config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="critical", lifespan="off")
+        config = uvicorn.Config(Starlette(routes=routes), port=0, log_config=None, log_level="critical", lifespan="off")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
@@ -67,7 +67,7 @@ class FakeOpenAI:
         return self._locked(request, PlainTextResponse(self.metrics))
 
     def _locked(self, request: Request, response: Response) -> Response:
-        """Give the response to whoever has the key, if there is one."""
+        """Give the response to calls with the key, if there is one."""
         is_open = self._key is None or request.headers.get("authorization") == f"Bearer {self._key}"
         return response if is_open else JSONResponse({"error": {"message": "no key"}}, status_code=401)
 

@@ -40,7 +40,7 @@ class ServingProcess:
             if ready:
                 self.wait_for(r"(ready) after", 120.0)
         except BaseException:
-            self.stop()  # nobody else could: there is no `with` block yet
+            self.stop()  # there is no `with` block yet that would
             raise
 
     def _read(self) -> None:

@@ -143,9 +143,9 @@ def test_a_unix_socket(run: Any, tmp_path: Path) -> None:
 def test_only_a_socket_that_nobody_answers_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "s"
     check_uds(str(path), "uds")  # nothing there
-    path.write_text("a file of somebody's")
+    path.write_text("another user's file")
     check_uds(str(path), "uds")  # to bind there fails by itself
-    assert path.read_text() == "a file of somebody's"
+    assert path.read_text() == "another user's file"
     path.unlink()
     with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as clients:
         listener.bind(str(path))

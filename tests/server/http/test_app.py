@@ -418,7 +418,7 @@ def test_requests_at_once_are_bounded():
                 wait_for(lambda: not is_free())
                 assert observer.handled[-1] == ("http", "/tokenize", 429)
                 assert [http.get(path).status_code for path in ("/health", "/v1/models")] == [200, 200]
-                # Who has no key is told so, and takes nobody's place.
+                # A call without a key is refused, and takes no other call's place.
                 assert httpx.post(f"{base}/tokenize", json={"prompt": "Hi"}).status_code == 401
             wait_for(is_free)  # both clients have gone
             serving.delay, serving.failure = 0.0, RequestFailedError("x")

@@ -23,7 +23,7 @@ from jaxllm_server.observability.prometheus import GRPC_ROUTES, HTTP_ROUTES, Pro
 _TOKENS = "1 2 5 10 20 50 100 200 500 1000"  # 1-2-5 up to max_model_len, 1500 here
 _REQUEST = ".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680"
 _BETWEEN = ".01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40 80"
-# vllm_surface.md §4, written out again.
+# As vLLM documents them, written out again.
 _HISTOGRAMS = {
     "request_prompt_tokens": _TOKENS,
     "request_generation_tokens": _TOKENS,

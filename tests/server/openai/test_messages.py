@@ -212,7 +212,7 @@ def test_echo_with_logprobs_asks_for_those_of_the_prompt(count):
         "tokens": ["a", "b", "c"],
         "top_logprobs": [None, {"b": -1.0}, {"c": -2.0}],
     }
-    assert "prompt_logprobs" not in choice, "nobody has asked for them by that name"
+    assert "prompt_logprobs" not in choice, "they were not asked for by that name"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -497,7 +497,7 @@ def test_template_variables_that_no_request_may_bring(kwargs):
 
 
 class Unread(list):
-    """A list that nobody may go through."""
+    """A list that must not be iterated over."""
 
     def __iter__(self):
         raise AssertionError("read")
