@@ -83,7 +83,7 @@ def test_a_share_is_held_as_long_as_the_work_and_no_client_is_remembered() -> No
         with pytest.raises(errors.OverloadedError):
             shares.check("b", 4)
     shares.check("c")
-    assert shares._held == {}
+    assert shares.bound.held == {}
     with Shares(None).place("a", 10**6):
         pass
 
@@ -99,7 +99,7 @@ def test_places_are_all_connections_together_and_those_of_a_unix_socket_have_one
         for peer in ("ipv4:1:2", "unix:"):
             with pytest.raises(errors.OverloadedError, match="answering 4 calls already"):
                 held.enter_context(places.place(peer))
-    assert (places._num, places._held) == (0, {})
+    assert (places.bound.total, places.bound.held) == (0, {})
     with ExitStack() as held:
         for _ in range(3):
             held.enter_context(places.place("unix:"))

@@ -33,7 +33,7 @@ from jaxllm_server.http.error_bodies import (
     nothing_at,
     status_of,
 )
-from jaxllm_server.http.guard import CLIENT, Bodies, Gate, Guard, is_request_id, request_id_of
+from jaxllm_server.http.guard import CLIENT, Bodies, Guard, is_request_id, request_id_of
 from jaxllm_server.http.protocol import transport_of
 from jaxllm_server.http.sse import dumps
 from jaxllm_server.observability.tracing import Tracer
@@ -43,6 +43,7 @@ from jaxllm_server.openai.messages import Reply, model_card, model_list
 from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
 from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.auth import Keys
+from jaxllm_server.shared.client_quota import Places
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Endpoints:
         self._options = options
         self._observer = observer
         self._tracer = tracer
-        self._gate = Gate(options.max_rpcs)
+        self._places = Places("requests", options.max_rpcs)
         self._bodies = Bodies(options.most_receiving_bytes, options.max_body_bytes)
         self._since = int(time.time())
         self._fingerprint = f"jaxllm-{__version__}"
@@ -189,7 +190,7 @@ class Endpoints:
 
         async def run(request: Request) -> ASGIApp:
             async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-                with self._gate.place():
+                with self._places.place():
                     response = await endpoint(request)
                     await response(scope, receive, send)
 

@@ -7,7 +7,6 @@ decides on the raw path, on which no decoding, host name or case can play tricks
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxllm.errors import OverloadedError
 from jaxllm_server.http.error_bodies import Headers, Refusal, body_too_large
 from jaxllm_server.shared.auth import Keys, only_header
-from jaxllm_server.shared.client_quota import client_of
+from jaxllm_server.shared.client_quota import Bound, client_of
 from jaxllm_server.shared.options import LOOPBACK, ServerOptions
 
 CLIENT = "jaxllm.client"  # in a request's scope: the client's name
@@ -96,25 +95,6 @@ class Guard:
         return "*" in allowed or origin.decode("latin-1") in allowed
 
 
-class Gate:
-    """Lets so many requests in at once; what their bodies hold is memory, and it is not in the engine's queue yet."""
-
-    def __init__(self, max_requests: int) -> None:
-        self._max_requests = max_requests
-        self._num_requests = 0
-
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """Hold a place while the body runs; an OverloadedError where there is none."""
-        if self._num_requests >= self._max_requests:
-            raise OverloadedError(f"The server is answering {self._max_requests} requests already.", retry_after=1.0)
-        self._num_requests += 1
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
-
-
 _FREE_BYTES = 64 << 10  # of a body that are not counted: as many bodies as there may be requests hold 64 MiB of them
 
 
@@ -125,17 +105,14 @@ class Bodies:
     """
 
     def __init__(self, most: int, max_body_bytes: int) -> None:
-        self._most = most
-        self._share = max(most // 2, max_body_bytes)
-        self._total = 0
-        self._held: Counter[str] = Counter()  # of it, by client
+        self._bound = Bound(most, max(most // 2, max_body_bytes))
 
     @contextmanager
     def place(self, client: str) -> Iterator[Callable[[int], None]]:
         """Count one body while the block runs; call what it yields with the length of each piece.
 
         Raises:
-            OverloadedError: by that call, where there is no room for the piece.
+            OverloadedError: by that call, if there is no room for the piece.
         """
         received = held = 0
 
@@ -145,19 +122,15 @@ class Bodies:
             num_bytes = max(0, received - _FREE_BYTES) - held
             if num_bytes == 0:
                 return
-            if self._held[client] + num_bytes > self._share or self._total + num_bytes > self._most:
+            if not self._bound.has_room(client, num_bytes):
                 raise OverloadedError("The server is receiving too many large bodies.", retry_after=1.0)
-            self._held[client] += num_bytes
-            self._total += num_bytes
+            self._bound.add(client, num_bytes)
             held += num_bytes
 
         try:
             yield grow
         finally:
-            self._total -= held
-            self._held[client] -= held
-            if not self._held[client]:
-                del self._held[client]  # or every address that ever called would be remembered
+            self._bound.add(client, -held)
 
 
 def request_id_of(scope: Scope, options: ServerOptions) -> str | None:

@@ -7,9 +7,10 @@ are bounded as well. Knows no protocol.
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from jaxllm.errors import OverloadedError
 
@@ -38,56 +39,68 @@ def host_of_peer(peer: str) -> str | None:
     return rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "") if family in ("ipv4", "ipv6") else None
 
 
+class Bound:
+    """Counts what is under way, in all and by holder (a client or a connection), beside the bounds of both."""
+
+    def __init__(self, most: float = math.inf, share: float = math.inf) -> None:
+        self.most = most
+        self.share = share  # of one holder
+        self.total = 0
+        self.held: Counter[str] = Counter()
+
+    def has_room(self, holder: str, count: int) -> bool:
+        """Whether so many more would be within both bounds."""
+        return self.total + count <= self.most and self.held[holder] + count <= self.share
+
+    def add(self, holder: str, count: int) -> None:
+        """Count more, or with a negative number less."""
+        self.total += count
+        self.held[holder] += count
+        if not self.held[holder]:
+            del self.held[holder]  # or every address that ever called would be remembered
+
+    @contextmanager
+    def counted(self, holder: str, count: int) -> Iterator[None]:
+        """Count while the body runs."""
+        self.add(holder, count)
+        try:
+            yield
+        finally:
+            self.add(holder, -count)
+
+
 class Shares:
-    """How many sequences each client has under way, on both front ends together, and that it is not too many."""
+    """Bounds the sequences that each client has under way, on both front ends together."""
 
     def __init__(self, most: int | None) -> None:
-        self._most = most  # None: as many as there is room for
-        self._held: Counter[str] = Counter()
+        self.bound = Bound(share=math.inf if most is None else most)
 
     def check(self, client: str, num_sequences: int = 1) -> None:
         """Refuse what would be more than a client's share; OverloadedError."""
-        held = self._held[client]  # a Counter: to look at a name does not add it
-        if self._most is not None and held + num_sequences > self._most:
-            raise OverloadedError(f"This client has {held} of {self._most} sequences under way.", retry_after=1.0)
+        bound = self.bound
+        if not bound.has_room(client, num_sequences):
+            message = f"This client has {bound.held[client]} of {bound.share} sequences under way."
+            raise OverloadedError(message, retry_after=1.0)
 
-    @contextmanager
-    def place(self, client: str, num_sequences: int) -> Iterator[None]:
+    def place(self, client: str, num_sequences: int) -> AbstractContextManager[None]:
         """Count a call's sequences as its client's while the body runs."""
         self.check(client, num_sequences)
-        self._held[client] += num_sequences
-        try:
-            yield
-        finally:
-            self._held[client] -= num_sequences
-            if not self._held[client]:
-                del self._held[client]  # or every address that ever called would be remembered
+        return self.bound.counted(client, num_sequences)
 
 
 class Places:
-    """How many calls are under way, on all connections of gRPC together and on each, and that it is not too many."""
+    """Bounds the calls that are under way, on all connections together and on each."""
 
-    def __init__(self, name: str, most: int, share: int) -> None:
+    def __init__(self, name: str, most: int, share: float = math.inf) -> None:
         self._name = name  # of such calls, for the error
-        self._most = most
-        self._share = share  # of one connection
-        self._num = 0
-        self._held: Counter[str] = Counter()
+        self.bound = Bound(most, share)
 
-    @contextmanager
-    def place(self, peer: str) -> Iterator[None]:
-        """Hold a place for a connection's call while the body runs; OverloadedError where there is none."""
-        if self._num >= self._most:
-            raise OverloadedError(f"The server is answering {self._most} {self._name} already.", retry_after=1.0)
+    def place(self, peer: str = "") -> AbstractContextManager[None]:
+        """Count a connection's call while the body runs; OverloadedError if there is no room."""
+        bound = self.bound
+        if bound.total >= bound.most:
+            raise OverloadedError(f"The server is answering {bound.most} {self._name} already.", retry_after=1.0)
         is_shared = peer.startswith("unix:")  # all clients of a Unix socket have one name
-        if self._held[peer] >= self._share and not is_shared:
-            raise OverloadedError(f"This connection has {self._share} {self._name} already.", retry_after=1.0)
-        self._num += 1
-        self._held[peer] += 1
-        try:
-            yield
-        finally:
-            self._num -= 1
-            self._held[peer] -= 1
-            if not self._held[peer]:
-                del self._held[peer]
+        if bound.held[peer] >= bound.share and not is_shared:
+            raise OverloadedError(f"This connection has {bound.share} {self._name} already.", retry_after=1.0)
+        return bound.counted(peer, 1)
