@@ -38,12 +38,12 @@ def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") 
 
 def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
     """Make a dataclass of the flags that were given for it and of `others`; Usage where a value is refused."""
-    with told_by_flags(cls, has_sampling=options.get("command") in WITH_SAMPLING):
+    with errors_by_flags(cls, has_sampling=options.get("command") in WITH_SAMPLING):
         return cls(**{**others, **given(options, cls)})
 
 
 @contextmanager
-def told_by_flags(cls: type, has_sampling: bool = False) -> Iterator[None]:
+def errors_by_flags(cls: type, has_sampling: bool = False) -> Iterator[None]:
     """Turn a UserError into Usage that speaks of flags where it speaks of the fields of `cls`."""
     try:
         yield

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, engine_config, told_by_flags
+from jaxllm.commands.arguments import Subparsers, add_model, engine_config, errors_by_flags
 from jaxllm.commands.flags import add_engine_flags
 from jaxllm.config import EngineConfig
 
@@ -35,7 +35,7 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.runner.aot_compile import compile_ahead
 
     folder = Path(options["out"]).expanduser()
-    with told_by_flags(EngineConfig):
+    with errors_by_flags(EngineConfig):
         count = compile_ahead(config, folder, progress=sys.stderr.isatty())
     print(f"{count} programs in {folder}; start with --compilation-cache-dir {folder}")
     return 0

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config, told_by_flags
+from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config, errors_by_flags
 from jaxllm.commands.flags import COMMON, add_common_flags, add_engine_flags, add_server_flags
 from jaxllm.config import EngineConfig
 from jaxllm_server.shared.options import ServerOptions
@@ -59,7 +59,7 @@ def run(options: dict[str, Any]) -> int:
     _check(config)
     from jaxllm_server import launch
 
-    with told_by_flags(ServerOptions):
+    with errors_by_flags(ServerOptions):
         made = launch.new_server(config, server, progress=sys.stderr.isatty())
     return launch.serve(made)
 
@@ -72,7 +72,7 @@ def _check(config: EngineConfig) -> None:
     from jaxllm.model import sharding, weights
     from jaxllm.runner.model_setup import free_bytes, plan_memory, prepare
 
-    with told_by_flags(EngineConfig):
+    with errors_by_flags(EngineConfig):
         setup = prepare(config, needs_weights=False)
         mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
         weights.check_shards(setup.spec, config.tensor_parallel_size)
