@@ -1,4 +1,4 @@
-"""README, ARCHITECTURE and docs/: their code blocks run, their links resolve, and the files that they name exist."""
+"""The documents: code blocks of README and docs/ run, links resolve, the files and commands that they name exist."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -16,84 +18,115 @@ import pytest
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.ci
-DOCUMENTS = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-BLOCK = re.compile(r"(?P<skip><!-- not run: [^>]+-->\n)?```(?P<kind>sh|python)\n(?P<code>.*?)```", re.DOTALL)
-SERVE = re.compile(r"^jaxllm serve *(#.*)?$", re.MULTILINE)
-ROOMS = ("jaxllm", "server/jaxllm_server", "tests", "pallas_kernels")  # that names in documents begin in
+WITH_CODE = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+ALL = (
+    *(*WITH_CODE, "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "DECISIONS.md"),
+    *("pallas_kernels/README.md", "jaxllm/embedded/model/README.md"),
+)
+# A block that cannot run here has a comment before it that says why.
+BLOCK = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```(?P<kind>sh|python|yaml)\n(?P<code>.*?)```", re.DOTALL
+)
+NEEDS_SERVER = re.compile(r"localhost:(8000|50051)|jaxllm bench serve")
+STARTS_SERVER = re.compile(r"^jaxllm serve\b[^\n]*", re.MULTILINE)
+ROOMS = (ROOT, *(ROOT / name for name in ("jaxllm", "server/jaxllm_server", "tests", "pallas_kernels")))
+FORMER = {"tests/faults/sites.py"}  # what DECISIONS says is gone
 SECONDS = 1200  # benchmarks compile all programs
 
 
-def blocks() -> list[tuple[str, str, str]]:
-    return [
-        (document, found["kind"], found["code"])
-        for document in DOCUMENTS
-        for found in BLOCK.finditer((ROOT / document).read_text())
-        if not found["skip"] and "pip install" not in found["code"].split("#")[0] and "from openai" not in found["code"]
-    ]
+class Block(NamedTuple):
+    """A piece of code in a document."""
+
+    reason: str | None  # why it is not run
+    kind: str
+    code: str
+
+
+def blocks(document: str) -> list[Block]:
+    return [Block(*found.group("reason", "kind", "code")) for found in BLOCK.finditer((ROOT / document).read_text())]
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT / 'server'}"}
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[None]:
+    """Serve the embedded model at the ports that the documents name; SIGTERM must end it with code 0."""
+    server = subprocess.Popen(["jaxllm", "serve"], cwd=folder, env=environment())
+    try:
+        for _ in range(600):
+            assert server.poll() is None
+            with suppress(httpx.HTTPError):
+                if httpx.get("http://localhost:8000/ready", timeout=5).status_code == 200:
+                    break
+            time.sleep(0.2)
+        else:
+            raise AssertionError("the server did not become ready")
+        yield
+    finally:
+        server.terminate()
+        assert server.wait(60) == 0
+
+
+def run(block: Block, folder: Path) -> None:
+    code = re.sub(r"^pip install .*$", "", block.code, flags=re.MULTILINE)  # it is installed
+    if STARTS_SERVER.fullmatch(code.strip()):
+        return  # `served` does it
+    command = [sys.executable, "-c", code] if block.kind == "python" else ["bash", "-euc", code]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), timeout=SECONDS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == 0, f"{block.code}\n{done.stdout.decode()}"
 
 
 @pytest.mark.parametrize(
-    "document", [pytest.param(name, marks=pytest.mark.slow) if "measuring" in name else name for name in DOCUMENTS]
+    "document", [pytest.param(name, marks=pytest.mark.slow) if "measuring" in name else name for name in WITH_CODE]
 )
 def test_every_block_runs(document: str, tmp_path: Path) -> None:
-    """In order, in an empty folder. A block that is `jaxllm serve` alone is a server for those behind it."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT / 'server'}"}
-    server: subprocess.Popen[bytes] | None = None
-    try:
-        for _, kind, code in (block for block in blocks() if block[0] == document):
-            if SERVE.search(code) and "&" not in code:
-                server = subprocess.Popen(["jaxllm", "serve"], cwd=tmp_path, env=environment)
-                wait_until_ready(server)
-                continue
-            needs_server = re.search(r"localhost:(8000|50051)|jaxllm bench serve", code) and "jaxllm serve" not in code
-            if needs_server and server is None:
-                server = subprocess.Popen(["jaxllm", "serve"], cwd=tmp_path, env=environment)
-                wait_until_ready(server)
-            elif "jaxllm serve" in code and server is not None:
-                stop(server)
-                server = None
-            command = [sys.executable, "-c", code] if kind == "python" else ["bash", "-euc", code]
-            done = subprocess.run(
-                command,
-                cwd=tmp_path,
-                env=environment,
-                timeout=SECONDS,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            assert done.returncode == 0, f"{code}\n{done.stdout.decode()}"
-    finally:
-        if server is not None:
-            stop(server)
+    """In order, in an empty folder; those that need a server after those that do not."""
+    runnable = [block for block in blocks(document) if block.reason is None]
+    with_server = [block for block in runnable if NEEDS_SERVER.search(block.code) and "jaxllm serve" not in block.code]
+    for block in runnable:
+        if block not in with_server:
+            run(block, tmp_path)
+    if with_server:
+        with served(tmp_path):
+            for block in with_server:
+                run(block, tmp_path)
 
 
-def stop(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    assert server.wait(60) == 0
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [(document, block.reason) for document in WITH_CODE for block in blocks(document) if block.reason is not None],
+)
+def test_blocks_that_are_not_run(document: str, reason: str) -> None:
+    pytest.skip(f"a block of {document} {reason}")
 
 
-def wait_until_ready(server: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        assert server.poll() is None
-        with suppress(httpx.HTTPError):
-            if httpx.get("http://localhost:8000/ready", timeout=5).status_code == 200:
-                return
-        time.sleep(0.2)
-    raise AssertionError("the server did not become ready")
-
-
-@pytest.mark.parametrize("document", [*DOCUMENTS, "ARCHITECTURE.md", "CONTRIBUTING.md", "pallas_kernels/README.md"])
-def test_links_and_paths_exist(document: str) -> None:
-    text = (ROOT / document).read_text()
-    folder = (ROOT / document).parent
+@pytest.mark.parametrize("document", ALL)
+def test_what_a_document_names_exists(document: str) -> None:
+    """Links, paths in backquotes, modules behind `python -m`, targets behind `make`."""
+    text, folder = (ROOT / document).read_text(), (ROOT / document).parent
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     missing = [link for link in links if not (folder / link).exists()]
-    roots = (ROOT, *(ROOT / name for name in ROOMS), folder)
-    for name in re.findall(r"`((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|md|proto|toml|txtpb|json))?)`", text):
-        if not any((root / name).exists() for root in roots):
+    roots = (*ROOMS, folder)
+    for name in re.findall(r"`([\w.*-]+(?:/[\w.*-]*)+)`", text):
+        known = [root for root in roots if (root / name.partition("/")[0]).is_dir()]
+        if (
+            known
+            and name not in FORMER
+            and not any([*root.glob(name.rstrip("/")), *root.glob(f"{name}.py")] for root in known)
+        ):
             missing.append(name)
-    for name in re.findall(r"`((?:[a-z_]+/)?test_[a-z_]+)`", text):
-        if not list((ROOT / "tests").glob(f"**/{name}.py")):
+    for name in re.findall(r"`([\w-]+\.(?:py|md|proto))`", text):
+        if not any(ROOT.glob(f"[!.]*/**/{name}")) and not (ROOT / name).exists():
             missing.append(name)
+    for name in re.findall(r"python -m ((?:tests|training|jaxllm|pallas_kernels)[\w.]*)", text):
+        path = ROOT / name.replace(".", "/")
+        if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
+            missing.append(f"python -m {name}")
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    missing += [f"make {name}" for name in re.findall(r"`make ([a-z][\w-]*)", text) if name not in targets]
     assert not missing
