@@ -75,8 +75,13 @@ class OutputProcessor:
         changed: dict[str, SequenceGroup] = {}
         for score in result.scores:
             own = self.sequences.get(score.of.sequence_id)
-            if own is not None and score.of.position < len(own.group.prompt_token_ids):
-                self._add_score(own.group, score, changed)
+            if own is None or score.of.position >= len(own.group.prompt_token_ids):
+                continue
+            try:
+                self._add_score(own.group, score)
+            except Exception:  # in this request's text: the others of the step are unaffected
+                changed[own.group.internal_id] = own.group
+                self.fail(own.group)
         for sequence_id, token, row in zip(
             events.ids.tolist(), events.tokens.tolist(), events.rows.tolist(), strict=True
         ):
@@ -115,14 +120,10 @@ class OutputProcessor:
                 outputs.append(output)
         return outputs
 
-    def _add_score(self, group: SequenceGroup, score: Score, changed: dict[str, SequenceGroup]) -> None:
+    def _add_score(self, group: SequenceGroup, score: Score) -> None:
         """Take in the log-probability of a token of a prompt."""
-        try:
-            if np.isfinite(score.logprob):
-                group.add_prompt_logprobs(self._tokenizer, score)
-        except Exception:
-            changed[group.internal_id] = group
-            self.fail(group)
+        if np.isfinite(score.logprob):
+            group.add_prompt_logprobs(self._tokenizer, score)
 
     def _append(self, own: sequence.Sequence, token: int, row: int, result: Result, events: Events, now: float) -> None:
         """Append a sampled token, which may end the sequence."""
