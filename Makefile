@@ -69,7 +69,7 @@ format: $(VENV)/.dev
 
 parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
 	$(PARITY_VENV)/bin/python -m pytest tests/parity -m parity -n 2
-	$(PARITY_VENV)/bin/python -m pytest tests/test_stubs.py tests/test_grpc_messages.py tests/test_grpc_transport.py tests/client
+	$(PARITY_VENV)/bin/python -m pytest tests/server/grpc/test_stubs.py tests/server/grpc/test_messages.py tests/server/grpc/test_transport.py tests/client
 
 gpu-aot: $(GPU_VENV)/.gpu  ## compile kernels and steps for an H200 where there is none (ALL=1: A100 and B200 too), and run kernels interpreted
 	GPU_AOT=1 TRITON_INTERPRET=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_interpreted*.py -n 2 -W ignore
@@ -84,7 +84,7 @@ proto: $(VENV)/.dev  ## check the gRPC API's files and make its stubs, jaxllm/v1
 	$(VENV)/bin/python proto/generate.py
 
 interop: $(VENV)/.dev tests/interop/node_modules  ## a client in another language (needs node and npm)
-	$(VENV)/bin/python -m pytest tests/test_serve.py -k node
+	$(VENV)/bin/python -m pytest tests/server/test_serve.py -k node
 
 bench: $(VENV)/.dev  ## the figures that are promised, measured here; docs/benchmarks.md has more rounds of each
 	$(VENV)/bin/python -m tests.benchmarks

@@ -22,10 +22,10 @@ OPTIMIZED = {**os.environ, "PYTHONOPTIMIZE": "1", "FUZZ_FEW": "20"}
 SELECTED = (
     "tests/fuzz/test_targets.py",
     "tests/fuzz/test_table.py",
-    "tests/test_model_folder.py",
-    "tests/test_async_engine.py::test_a_request_that_fails_fails_alone",
-    "tests/test_async_engine.py::test_a_request_that_cannot_be_taken_in_fails_alone",
-    "tests/test_async_engine.py::test_one_of_several_samples_that_fails_fails_the_request",
+    "tests/model/test_files.py",
+    "tests/engine/test_async_llm.py::test_a_request_that_fails_fails_alone",
+    "tests/engine/test_async_llm.py::test_a_request_that_cannot_be_taken_in_fails_alone",
+    "tests/engine/test_async_llm.py::test_one_of_several_samples_that_fails_fails_the_request",
 )
 LEFT_OUT = "not own_code and not its_box"  # seconds, in which nothing of ours asserts
 PROCESSORS = [f"--logits-processors=tests.server.test_verdicts:{name}" for name in ("no_change", "no_change_either")]

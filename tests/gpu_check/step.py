@@ -1,7 +1,7 @@
 """A decode step of real shapes with random weights beside its floor: the bytes it must read over the read bandwidth.
 
 The steps are packed by hand, so that a context of 8,192 tokens costs no prompt; their keys and values are noise. How
-long the device waits for the host between two steps of the engine is measured as tests/bench/overlap.py does.
+long the device waits for the host between two steps of the engine is measured as tests/benchmarks/overlap.py does.
 """
 
 from __future__ import annotations

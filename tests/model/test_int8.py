@@ -235,8 +235,18 @@ def test_no_step_converts_a_weight(rows):
     extras = Extras(spec.vocab_size)
     state = device_state.abstract(spec, geometry, 16, extras, mesh, jnp.dtype(jnp.float32))
     (shape,) = (shape for shape in batch.decode_shapes(16) if shape.rows == rows)
-    kernels = {operation: Choice("xla") for operation in OPERATIONS}
-    run = step.build(spec, geometry, shape, Variant.GREEDY, 0, extras, (), mesh, params, state, kernels)
+    model = step.StepModel(
+        spec=spec,
+        geometry=geometry,
+        num_logprobs=0,
+        extras=extras,
+        processors=(),
+        mesh=mesh,
+        params=params,
+        state=state,
+        kernels={operation: Choice("xla") for operation in OPERATIONS},
+    )
+    run = step.build(model, shape, Variant.GREEDY)
     buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=sharding.replicated(mesh))
     leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))
     program = jax.jit(run, donate_argnums=1).lower(*leaves, buffer).compile()

@@ -1,6 +1,6 @@
 """config.json files as transformers and the hub have them: each is read, and no key in one is passed over.
 
-`tests/test_families.py` and its neighbours say what the values mean; here it matters that there is no other key.
+`tests/model/test_families.py` and its neighbours say what the values mean; here it matters that there is no other key.
 """
 
 from __future__ import annotations

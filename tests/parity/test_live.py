@@ -1,4 +1,4 @@
-"""The comparison of tests/test_parity.py made afresh: new random models, computed by transformers here and now.
+"""The comparison of tests/model/test_parity.py made afresh: new random models, computed by transformers here and now.
 
 Needs torch (`pip install -e ".[parity]"`); `make parity` runs it. It also makes the committed golden files again, so
 that they cannot drift from what transformers computes.
