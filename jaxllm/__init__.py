@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxllm.errors import EngineError, UserError
     from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+    from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -38,6 +39,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UserError",
     "__version__",
 ]

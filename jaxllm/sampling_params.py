@@ -7,17 +7,19 @@ import it in milliseconds. Knows no tokenizer, no model (`validate_for_model` is
 from __future__ import annotations
 
 import difflib
-import math
 import numbers
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from enum import IntEnum
 from typing import Any, Self
 
+from jaxllm import checks
+from jaxllm.checks import INT32_MAX
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.setting import setting
+from jaxllm.structured_outputs_params import StructuredOutputsParams, read_structured_outputs
 
 MAX_MASKED_STOP_IDS = 32  # stop ids that one request can hold back with min_tokens: columns of the sampling state
 MAX_BIASED_TOKENS = 300  # entries of logit_bias, OpenAI's own bound: columns of the sampling state
@@ -27,12 +29,10 @@ MAX_PROCESSOR_ARGUMENTS = 8  # numbers for a logits processor: columns as well
 MAX_PROCESSORS = 31  # of an engine: bits of an int32 that is never negative
 MAX_IDS = 2**20  # of a list of token ids, repetitions counted: several times the largest vocabularies, 0.1 s to read
 MAX_PATTERN_SIZE = 1024  # tokens of a pattern that repetition_detection looks for
-INT32_MAX = 2**31 - 1
 _GREEDY_BELOW = 1e-5  # temperatures under it mean greedy, as in vLLM
 _LEAST_TEMPERATURE = 0.01  # of a request that is not greedy: logits divided by less overflow
 _MOST_SEQUENCES = 16384  # vLLM's default bound of n
 _MOST_NAMED = 8  # keys that an error names
-_MOST_SHOWN = 100  # characters of a value that an error repeats
 
 
 class RequestOutputKind(IntEnum):
@@ -57,7 +57,7 @@ class RepetitionDetectionParams:
 
     def __post_init__(self) -> None:
         for own in fields(self):
-            object.__setattr__(self, own.name, _integer("repetition_detection", getattr(self, own.name)))
+            object.__setattr__(self, own.name, checks.integer("repetition_detection", getattr(self, own.name)))
         if not 0 <= self.min_pattern_size <= self.max_pattern_size:
             raise UserError(
                 "max_pattern_size, min_pattern_size must be >=0, with min_pattern_size <= max_pattern_size",
@@ -126,6 +126,7 @@ class SamplingParams:
     # Names of the engine's logits processors, each with its numbers; a lone number is one. Left out of the hash.
     extra_args: Mapping[str, Sequence[float] | float] | None = field(default=None, hash=False)
     repetition_detection: RepetitionDetectionParams | None = None  # ends an output that repeats itself; or a mapping
+    structured_outputs: StructuredOutputsParams | None = None  # what the output must look like; or a mapping
     truncate_prompt_tokens: int | None = setting(
         None, "keep this many tokens of the prompt's end; -1: as many as the model holds"
     )
@@ -140,7 +141,6 @@ class SamplingParams:
     prompt_logprob_start: InitVar[int | None] = None
     flat_logprobs: InitVar[bool] = False
     spaces_between_special_tokens: InitVar[bool] = True
-    structured_outputs: InitVar[object] = None
     thinking_token_budget: InitVar[int | None] = None
     routed_experts_prompt_start: InitVar[int] = 0
     trace_decode_token_ids: InitVar[Sequence[int] | None] = None
@@ -153,7 +153,7 @@ class SamplingParams:
             if name not in cls.__dataclass_fields__:
                 near = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise UserError(f"{_shown(name)} is not a sampling parameter of jaxllm.{hint}", name)
+                raise UserError(f"{checks.shown(name)} is not a sampling parameter of jaxllm.{hint}", name)
         return super().__new__(cls)
 
     def __post_init__(self, *unbuilt: object) -> None:
@@ -209,14 +209,14 @@ def validate_for_model(
     for asked in params.extra_args or ():
         if asked not in processors:
             has = f"it has {', '.join(processors)}" if processors else "it was started without any"
-            message = f"extra_args: {_shown(asked)} is no logits processor of this engine; {has}."
+            message = f"extra_args: {checks.shown(asked)} is no logits processor of this engine; {has}."
             raise UserError(message, "extra_args", asked)
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
         ids = getattr(params, name) or ()
         outside = [token for token in ids if not 0 <= token < vocab_size]
         if outside:
             raise UserError(
-                f"token_id(s) {_shown(outside)} in {name} contain out-of-vocab token ids. "
+                f"token_id(s) {checks.shown(outside)} in {name} contain out-of-vocab token ids. "
                 f"Vocabulary size: {vocab_size}",
                 name,
                 outside,
@@ -245,93 +245,29 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
         raise UserError(f"generation_config.json: {error}", error.parameter, error.value) from error
 
 
-def _shown(value: object) -> str:
-    """Write `value` as `repr` does, on one line of at most 100 characters, whatever it is and however long."""
-    text = ""
-    try:
-        for piece in _pieces(value):
-            text += piece
-            if len(text) > 2 * _MOST_SHOWN:
-                break
-    except ValueError:  # CPython prints no integer of more than 4,300 digits, alone or in a list
-        return f"{type(value).__name__} too long to print"
-    text = " ".join(text.split())
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
-
-
-def _pieces(value: object) -> Iterator[str]:
-    """Write a value piece by piece, so that a reader can stop early: all of half a million texts takes 0.14 s."""
-    if isinstance(value, str | bytes):
-        yield repr(value[: 2 * _MOST_SHOWN])
-    elif type(value) is list or type(value) is dict:
-        yield "[" if type(value) is list else "{"
-        for number, item in enumerate(value):
-            yield ", " if number else ""
-            yield from _pieces(item)
-            if type(value) is dict:
-                yield ": "
-                yield from _pieces(value[item])
-        yield "]" if type(value) is list else "}"
-    else:
-        yield repr(value)
-
-
-def _integer(name: str, value: object, low: int = -INT32_MAX - 1, high: int = INT32_MAX) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):  # numpy's integers are Integral too
-        raise UserError(f"{name} must be an integer, got {_shown(value)}.", name, value)
-    number = int(value)
-    if not low <= number <= high:
-        raise UserError(f"{name} must be an integer from {low} to {high}, got {_shown(number)}.", name, value)
-    return number
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise UserError(f"{name} must be a number, got {_shown(value)}.", name, value)
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond the largest float
-        number = math.inf
-    if not math.isfinite(number):
-        raise UserError(f"{name} must be a finite number, got {number}.", name, value)
-    return number
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise UserError(f"{name} must be True or False, got {_shown(value)}.", name, value)
-    return value
-
-
-def _sequence(name: str, value: object, of: str, most: int | None) -> tuple[object, ...]:
-    if not isinstance(value, list | tuple):
-        raise UserError(f"{name} must be a list of {of}, got {_shown(value)}.", name, value)
-    if most is not None and len(value) > most:  # before anything looks at each
-        raise UserError(f"{name} must hold at most {most} {of}, got {len(value)}.", name, len(value))
-    return tuple(value)
-
-
 def _normalized(given: dict[str, Any]) -> dict[str, Any]:
     """Bring every value to its one type and form, or refuse it; ranges are left to `_check_ranges`."""
     values = dict(given)
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p"):
-        values[name] = _number(name, given[name])
+        values[name] = checks.number(name, given[name])
     for name in ("n", "top_k", "min_tokens"):
-        values[name] = _integer(name, given[name])
+        values[name] = checks.integer(name, given[name])
     for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
-        values[name] = _flag(name, given[name])
+        values[name] = checks.flag(name, given[name])
     for name in ("max_tokens", "truncate_prompt_tokens", "stream_interval"):
         if given[name] is not None:
-            values[name] = _integer(name, given[name])
+            values[name] = checks.integer(name, given[name])
     values["output_kind"] = _output_kind(given["output_kind"])
     values["logit_bias"] = None if given["logit_bias"] is None else _logit_bias(given["logit_bias"]) or None
     for name in ("logprobs", "prompt_logprobs"):
         if given[name] is not None:
-            values[name] = 1 if given[name] is True else _integer(name, given[name])
+            values[name] = 1 if given[name] is True else checks.integer(name, given[name])
     if given["skip_reading_prefix_cache"] is not None:
-        values["skip_reading_prefix_cache"] = _flag("skip_reading_prefix_cache", given["skip_reading_prefix_cache"])
+        values["skip_reading_prefix_cache"] = checks.flag(
+            "skip_reading_prefix_cache", given["skip_reading_prefix_cache"]
+        )
     if given["seed"] is not None:
-        seed = _integer("seed", given["seed"], -(2**63), 2**63 - 1)
+        seed = checks.integer("seed", given["seed"], -(2**63), 2**63 - 1)
         values["seed"] = None if seed == -1 else seed
     if values["top_k"] == -1:
         values["top_k"] = 0
@@ -343,14 +279,15 @@ def _normalized(given: dict[str, Any]) -> dict[str, Any]:
         values[name] = None if given[name] is None else _ids(name, given[name], most)
     values["extra_args"] = None if given["extra_args"] is None else _extra_args(given["extra_args"]) or None
     values["repetition_detection"] = _repetition_detection(given["repetition_detection"])
+    values["structured_outputs"] = read_structured_outputs(given["structured_outputs"])
     return values
 
 
 def _texts(name: str, value: object, most: int | None = None) -> tuple[str, ...]:
     """Check a list of texts; None is an empty one."""
-    texts = () if value is None else _sequence(name, value, "strings", most)
+    texts = () if value is None else checks.sequence(name, value, "strings", most)
     if any(not isinstance(text, str) for text in texts):
-        raise UserError(f"{name} must contain only strings, got {_shown(list(texts))}.", name, value)
+        raise UserError(f"{name} must contain only strings, got {checks.shown(list(texts))}.", name, value)
     try:
         "".join(map(str, texts)).encode()
     except UnicodeEncodeError as error:
@@ -360,20 +297,20 @@ def _texts(name: str, value: object, most: int | None = None) -> tuple[str, ...]
 
 def _ids(name: str, value: object, most: int = MAX_IDS) -> tuple[int, ...]:
     """Check a list of token ids and keep each once, in the order given; None is an empty one."""
-    ids = () if value is None else _sequence(name, value, "integers", most)
+    ids = () if value is None else checks.sequence(name, value, "integers", most)
     kinds = set(map(type, ids))  # what an abstract class says of each id takes 2 µs of it, and the ids are many
     if any(kind is bool or not issubclass(kind, numbers.Integral) for kind in kinds):
-        raise UserError(f"{name} must contain only integers, got {_shown(list(ids))}.", name, value)
+        raise UserError(f"{name} must contain only integers, got {checks.shown(list(ids))}.", name, value)
     unique: dict[int, None] = dict.fromkeys(ids if kinds <= {int} else map(int, ids))  # pyright: ignore
     if unique and not -INT32_MAX - 1 <= min(unique) <= max(unique) <= INT32_MAX:
         for token in unique:
-            _integer(name, token)
+            checks.integer(name, token)
     return tuple(unique)
 
 
 def _extra_args(value: object) -> dict[str, tuple[float, ...]]:
     if not isinstance(value, Mapping):
-        message = f"extra_args must map names of logits processors to numbers, got {_shown(value)}."
+        message = f"extra_args must map names of logits processors to numbers, got {checks.shown(value)}."
         raise UserError(message, "extra_args", value)
     if len(value) > MAX_PROCESSORS:
         message = f"extra_args must name at most {MAX_PROCESSORS} logits processors, got {len(value)}."
@@ -381,14 +318,14 @@ def _extra_args(value: object) -> dict[str, tuple[float, ...]]:
     arguments: dict[str, tuple[float, ...]] = {}
     for name, given in value.items():
         if not isinstance(name, str):
-            raise UserError(f"extra_args must have names for keys, got {_shown(name)}.", "extra_args", name)
+            raise UserError(f"extra_args must have names for keys, got {checks.shown(name)}.", "extra_args", name)
         given = given if isinstance(given, list | tuple) else (given,)
         if len(given) > MAX_PROCESSOR_ARGUMENTS:
             message = (
                 f"extra_args may give a logits processor at most {MAX_PROCESSOR_ARGUMENTS} numbers, got {len(given)}."
             )
             raise UserError(message, "extra_args", len(given))
-        arguments[name] = tuple(_number("extra_args", number) for number in given)
+        arguments[name] = tuple(checks.number("extra_args", number) for number in given)
     return arguments
 
 
@@ -398,21 +335,21 @@ def _repetition_detection(value: object) -> RepetitionDetectionParams | None:
         known = [own.name for own in fields(RepetitionDetectionParams)]
         for name in value:
             if name not in known:
-                message = f"repetition_detection has no {_shown(name)}; it has {', '.join(known)}."
+                message = f"repetition_detection has no {checks.shown(name)}; it has {', '.join(known)}."
                 raise UserError(message, "repetition_detection", value)
         value = RepetitionDetectionParams(**value)
     if value is not None and not isinstance(value, RepetitionDetectionParams):
-        message = f"repetition_detection must be a RepetitionDetectionParams, got {_shown(value)}."
+        message = f"repetition_detection must be a RepetitionDetectionParams, got {checks.shown(value)}."
         raise UserError(message, "repetition_detection", value)
     return value if value is not None and value.max_pattern_size > 0 else None
 
 
 def _output_kind(value: object) -> RequestOutputKind:
     try:
-        return RequestOutputKind(_integer("output_kind", value))
+        return RequestOutputKind(checks.integer("output_kind", value))
     except ValueError as error:
         raise UserError(
-            f"output_kind must be one of RequestOutputKind, got {_shown(value)}.", "output_kind", value
+            f"output_kind must be one of RequestOutputKind, got {checks.shown(value)}.", "output_kind", value
         ) from error
 
 
@@ -426,13 +363,13 @@ def _check_biased(bias: Mapping[object, object]) -> None:
     ]
     if wrong:
         more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-        shown = ", ".join(map(_shown, wrong[:_MOST_NAMED]))
+        shown = ", ".join(map(checks.shown, wrong[:_MOST_NAMED]))
         raise UserError(f"logit_bias must name tokens by their ids, got {shown}{more}.", "logit_bias", wrong[0])
 
 
 def _logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise UserError(f"logit_bias must map token ids to numbers, got {_shown(value)}.", "logit_bias", value)
+        raise UserError(f"logit_bias must map token ids to numbers, got {checks.shown(value)}.", "logit_bias", value)
     if len(value) > MAX_BIASED_TOKENS:
         raise UserError(
             f"logit_bias must name at most {MAX_BIASED_TOKENS} tokens, got {len(value)}.", "logit_bias", len(value)
@@ -440,11 +377,11 @@ def _logit_bias(value: object) -> dict[int, float]:
     _check_biased(value)
     bias: dict[int, float] = {}
     for token, number in value.items():
-        token = _integer("logit_bias", int(token) if isinstance(token, str) else token)
+        token = checks.integer("logit_bias", int(token) if isinstance(token, str) else token)
         if token in bias:
             raise UserError(f"logit_bias must name a token once, got {token} twice.", "logit_bias", token)
         # Clamped as vLLM does (SamplingParams.from_optional): OpenAI's range, in which 100 means "always".
-        bias[token] = min(100.0, max(-100.0, _number("logit_bias", number)))
+        bias[token] = min(100.0, max(-100.0, checks.number("logit_bias", number)))
     return bias
 
 

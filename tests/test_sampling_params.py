@@ -65,6 +65,7 @@ def test_defaults_are_those_of_vllm():
         "bad_words": (),
         "extra_args": None,
         "repetition_detection": None,
+        "structured_outputs": None,
         "truncate_prompt_tokens": None,
         "skip_reading_prefix_cache": None,
         "output_kind": RequestOutputKind.CUMULATIVE,
@@ -184,7 +185,6 @@ def test_stop_ids_fit_the_device(value: list):
 UNBUILT = {
     "prompt_logprob_token_ids": [1],
     "prompt_logprob_start": 0,
-    "structured_outputs": {"json": {}},
     "thinking_token_budget": 10,
     "routed_experts_prompt_start": 3,
     "trace_decode_token_ids": [1],

@@ -1,0 +1,142 @@
+"""What an output must look like: `StructuredOutputsParams`, a part of `SamplingParams`.
+
+Names, defaults and messages are vLLM's. Standard library only. Whether a grammar can be followed is not known here:
+`jaxllm.structured_output` compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxllm import checks
+from jaxllm.errors import UnsupportedError, UserError
+
+MAX_CHARS = 2**18  # of a schema, an expression or a grammar
+MAX_DEPTH = 64  # of a schema: objects and lists inside of each other
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_NAME = "structured_outputs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """One constraint that an output obeys, and how its JSON may be written; checked when made.
+
+    Raises:
+        UserError: for a wrong type, something too large, or not exactly one constraint.
+        UnsupportedError: for structural_tag.
+    """
+
+    json: Any = None  # a JSON schema: a mapping, its text, or a pydantic class. Stored as text
+    regex: str | None = None  # that the whole output matches
+    choice: tuple[str, ...] | None = None  # the output is one of these texts
+    grammar: str | None = None  # in Lark's notation or in EBNF as llama.cpp writes it, whose first rule is the output
+    json_object: bool | None = None  # any JSON object
+    disable_any_whitespace: bool = False  # compact JSON; llguidance writes it in the fewest tokens
+    disable_additional_properties: bool = False  # an object has only the properties that its schema names
+    whitespace_pattern: str | None = None  # an expression for the whitespace between JSON's parts; None: 1 to 8
+    structural_tag: str | None = None  # not built
+    # The constraint holds for what follows this text; None: for the whole output. As "</think>".
+    begin_after: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.structural_tag is not None:
+            raise UnsupportedError("structural_tag is not supported by jaxllm yet.", _NAME)
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            checks.flag(name, getattr(self, name))
+        if self.json_object is not None and not checks.flag("json_object", self.json_object):
+            object.__setattr__(self, "json_object", None)
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choice(self.choice))
+        given = [kind for kind in KINDS if getattr(self, kind) is not None]
+        if len(given) > 1:
+            raise UserError(
+                "You can only use one kind of structured outputs constraint but multiple are specified: "
+                f"{', '.join(given)}.",
+                _NAME,
+            )
+        if not given:
+            raise UserError("You must use one kind of structured outputs constraint but none are specified.", _NAME)
+        for name in ("json", "regex", "grammar", "whitespace_pattern", "begin_after"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name))
+
+    @property
+    def kind(self) -> str:
+        """The name of the constraint, one of KINDS."""
+        return next(kind for kind in KINDS if getattr(self, kind) is not None)
+
+
+def read_structured_outputs(value: object) -> StructuredOutputsParams | None:
+    """Read what may be a mapping, as in JSON."""
+    if isinstance(value, Mapping):
+        known = [own.name for own in fields(StructuredOutputsParams)]
+        for name in value:
+            if name not in known:
+                raise UserError(
+                    f"structured_outputs has no {checks.shown(name)}; it has {', '.join(known)}.", _NAME, value
+                )
+        return StructuredOutputsParams(**value)
+    if value is not None and not isinstance(value, StructuredOutputsParams):
+        message = f"structured_outputs must be a StructuredOutputsParams, got {checks.shown(value)}."
+        raise UserError(message, _NAME, value)
+    return value
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{name} must be a text that is not empty, got {checks.shown(value)}.", _NAME, value)
+    if len(value) > MAX_CHARS:
+        raise UserError(f"{name} may have at most {MAX_CHARS} characters, got {len(value)}.", _NAME)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} must be text; half of a surrogate pair is none.", _NAME) from error
+
+
+def _schema_text(schema: object) -> str:
+    """Write a schema as JSON; refuse what is none, or nested too deeply."""
+    make_schema = getattr(schema, "model_json_schema", None) or getattr(schema, "json_schema", None)
+    if callable(make_schema):  # a pydantic class, or a TypeAdapter
+        schema = make_schema()
+    try:
+        if isinstance(schema, str):
+            _check_text("json", schema)
+            schema = json.loads(schema)
+        if not isinstance(schema, Mapping | bool):
+            raise UserError(f"json must be a JSON schema, got {checks.shown(schema)}.", _NAME)
+        if _depth(schema) > MAX_DEPTH:
+            raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME)
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(f"json must be a JSON schema: {error}", _NAME) from error
+    except RecursionError as error:
+        raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME) from error
+
+
+def _depth(value: object) -> int:
+    """Return how deeply objects and lists are nested, as far as one level beyond what is allowed."""
+    level, depth = [value], 0
+    while depth <= MAX_DEPTH:
+        parents = [each for each in level if isinstance(each, Mapping | list | tuple)]
+        if not parents:
+            break
+        depth += 1
+        level = [child for each in parents for child in (each.values() if isinstance(each, Mapping) else each)]
+    return depth
+
+
+def _choice(value: object) -> tuple[str, ...]:
+    texts = checks.sequence("choice", value, "strings", None)
+    if not texts or any(not isinstance(text, str) or not text for text in texts):
+        raise UserError("choice must hold texts that are not empty.", _NAME, value)
+    joined = "".join(map(str, texts))
+    if joined:
+        _check_text("choice", joined)
+    return tuple(dict.fromkeys(map(str, texts)))
