@@ -141,9 +141,7 @@ class FileRecorder:
         known = np.full(tokens.shape, _PSEUDONYM, np.int32)
         rows = known.reshape(len(known), -1)
         given = iter(events.tokens.tolist())
-        for row, sequence, count in zip(
-            events.rows.tolist(), events.ids.tolist(), events.counts.tolist(), strict=True
-        ):
+        for row, sequence, count in zip(events.rows.tolist(), events.ids.tolist(), events.counts.tolist(), strict=True):
             is_stopped = events.finished.get(sequence) == "stop"
             for place in range(count):
                 token = next(given)

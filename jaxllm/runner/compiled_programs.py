@@ -91,7 +91,7 @@ class Programs:
         if variants:
             ways += [halves(shape, variant) for shape in coarse for variant in VARIANTS[1:]]
         else:
-            ways += largest
+            ways += [halves(shape, widest) for shape in [*ragged, *decode]]
         everything = dict.fromkeys(key for way in ways for key in way)
         self.rest = sorted((key for key in everything if key not in self.covering), key=_urgency)
         # Each with the index of its variant: looking it up took half of the time of `choose`.

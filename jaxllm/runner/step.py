@@ -111,9 +111,7 @@ def build(
     )
 
 
-def build_forward(
-    model: StepModel, shape: Shape
-) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
+def build_forward(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
     """Return the first half of a step: (weights, state, buffer) -> (state, logits), f32[R, V] over the shards."""
     params, state = model.params, model.state
     params_tree, state_tree = jax.tree.structure(params), jax.tree.structure(state)
@@ -299,9 +297,7 @@ def _forward(
     if keeps_hidden:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
     logits = decoder.head(spec, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
-    following = DeviceState(
-        kv=tuple(kv), tables=tables, tokens=known, sampling=rows, extras=state.extras, hidden=kept
-    )
+    following = DeviceState(kv=tuple(kv), tables=tables, tokens=known, sampling=rows, extras=state.extras, hidden=kept)
     return following, logits, samples
 
 

@@ -424,9 +424,7 @@ def without_bad_words(
     return logits.at[row, column].set(-jnp.inf, mode="drop")
 
 
-def restricted(
-    logits: jax.Array, is_restricted: jax.Array, allowed: jax.Array, vocabulary: Vocabulary
-) -> jax.Array:
+def restricted(logits: jax.Array, is_restricted: jax.Array, allowed: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """Ban all tokens but those allowed, in rows that are restricted, i32[R]; f32[R, Vx].
 
     `allowed` is i32[R, V / 32], a bit for each id.

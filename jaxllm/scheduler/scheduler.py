@@ -178,9 +178,7 @@ def commit(
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
         _vacate(editor, limits, failed_slots, may_publish=False)
         _vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())
-    return editor.done(), Events(
-        rows=rows, ids=ids, counts=num_new, tokens=sampled, finished=finished, failed=failed
-    )
+    return editor.done(), Events(rows=rows, ids=ids, counts=num_new, tokens=sampled, finished=finished, failed=failed)
 
 
 def is_live(state: State, step: Plan) -> np.ndarray:

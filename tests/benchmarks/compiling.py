@@ -28,7 +28,9 @@ from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.metrics import Metrics
 from jaxllm.runner import Runner
+from jaxllm.runner.compiled_programs import halves
 from jaxllm.runner.model_setup import prepare
+from jaxllm.sampling.sampler import Variant
 config = EngineConfig(model=str(MODEL_DIR), precompile="covering", compilation_cache_dir=sys.argv[1])
 setup = prepare(config)
 Runner._compile_small = Runner.renew = lambda self: None
@@ -70,12 +72,13 @@ def measure_steps(rounds: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(precompile="covering", compilation_cache_dir=folder)
         engine, programs = llm.engine, llm.engine.runner.programs
-        ragged, decode = programs.covering
+        shapes = [key.shape for key in programs.covering if key.part == "forward"]
+        ragged, decode = (halves(shape, Variant.FULL) for shape in shapes)
         choose = programs.choose  # also tells that a step is run
 
         def always_covering(*arguments: object) -> object:
-            key = choose(*arguments)  # pyright: ignore[reportArgumentType]
-            return decode if key.shape.is_decode else ragged
+            way = choose(*arguments)  # pyright: ignore[reportArgumentType]
+            return decode if way[0].shape.is_decode else ragged
 
         programs.choose = always_covering  # pyright: ignore[reportAttributeAccessIssue]
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
@@ -97,7 +100,7 @@ def measure_steps(rounds: int) -> float:
                         count += 1
                 before, start = engine.metrics.padded_tokens, time.perf_counter()
                 engine.step()
-                if engine.metrics.padded_tokens - before == decode.shape.tokens:
+                if engine.metrics.padded_tokens - before == decode[0].shape.tokens:
                     times.append(time.perf_counter() - start)
             return times
 

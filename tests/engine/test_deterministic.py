@@ -23,7 +23,7 @@ from jaxllm import LLM, Logprob, RequestOutput, RequestOutputKind, SamplingParam
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.runner import batch, model_runner, model_setup
-from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
+from jaxllm.runner.compiled_programs import VARIANTS, Programs, halves
 from jaxllm.scheduler.state import Plan
 from tests.support.paths import GOLDEN
 
@@ -240,7 +240,7 @@ def test_steps_of_two_sizes_have_other_bits(model: Path, monkeypatch: pytest.Mon
         def __init__(self, decode: Any, ragged: Any, *given: Any) -> None:
             small = replace(ragged[0], tokens=4, rows=4, entries=8)
             super().__init__(decode, [small, *ragged], *given)
-            self.covering = [Key(shape, VARIANTS[-1]) for shape in (small, *ragged)]
+            self.covering = [key for shape in (small, *ragged) for key in halves(shape, VARIANTS[-1])]
 
     monkeypatch.setattr(model_runner, "Programs", OfTwo)
     assert max(distinct(model, dict.fromkeys(PROBES, 40)).values()) > 1

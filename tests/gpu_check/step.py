@@ -130,9 +130,10 @@ def _seconds(engine: LLMEngine, rows: int, context: int, steps: int) -> float:
         starts=ones * (context - 1),
         lengths=ones,
         samples=ones.astype(bool),
+        turns=ones,
         table=np.zeros((0, 3), np.int32),
     )
-    key = runner.programs.choose(plan, Variant.GREEDY)
+    key = runner.programs.choose(plan, Variant.GREEDY)[0]
     assert key == Key(key.shape, Variant.GREEDY) and key.shape.rows <= max(rows, 2), f"{key} serves {rows} rows"
     packed = Packed(plan, key, batch.pack(plan, key.shape, runner.geometry.num_slots))
     replay(engine, [packed] * 2)

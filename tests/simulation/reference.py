@@ -60,7 +60,9 @@ class Reference:
     def __init__(self, limits: Limits, claim: Callable[[Sequence[Request]], list[Entry]]) -> None:
         self.limits = limits
         self.core: RecordedScheduler | None = None  # that it is compared with
-        self.plans: dict[int, list[tuple[Entry, int, bool, int]]] = {}  # rows by number: entry, turn, samples, admission
+        self.plans: dict[
+            int, list[tuple[Entry, int, bool, int]]
+        ] = {}  # rows by number: entry, turn, samples, admission
         self.by_id: dict[int, Entry] = {}
         self.waiting: list[Entry] = []
         self.running: dict[int, Entry] = {}  # by slot
