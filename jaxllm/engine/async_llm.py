@@ -428,7 +428,7 @@ class AsyncLLM:
         """Check a request; a long text is tokenized, and a grammar compiled, off the event loop."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
         is_long = isinstance(text, str) and len(text) > LONG_TEXT
-        if is_long or isinstance(params, SamplingParams) and params.structured_outputs is not None:
+        if is_long or (isinstance(params, SamplingParams) and params.structured_outputs is not None):
             return await self.off_loop(self.engine.accept, request_id, prompt, params, priority, client=owner or None)
         return self.engine.accept(request_id, prompt, params, priority)
 

@@ -83,7 +83,7 @@ class Programs:
         widest = VARIANTS[-1]
         largest = [halves(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
         self.covering = list(dict.fromkeys(key for way in largest for key in way))
-        # Rare programs get a coarser table, where one has at most twice the plan's size: the widest sampling, and halves.
+        # What is rare, the widest sampling and halves, gets a coarser table: at most twice the plan's size.
         coarse = [*batch.coarser(ragged), *batch.coarser(decode)]
         ways: list[Way] = []
         for variant in variants:
@@ -149,7 +149,7 @@ class Programs:
         is_wanted = True
         least = VARIANTS.index(variant)
         for width, way in self._by_cost[not size.tiles]:
-            if width < least or len(way) == 1 and is_held or not batch.fits(size, way[0].shape):
+            if width < least or (len(way) == 1 and is_held) or not batch.fits(size, way[0].shape):
                 continue
             missing = [key for key in way if key not in self._ready]
             if not missing:

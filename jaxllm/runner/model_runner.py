@@ -26,7 +26,7 @@ from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder, sharding, weights
 from jaxllm.runner import aot_manifest, batch, device_state, memory_plan, scoring, step
 from jaxllm.runner.compilation_cache import use_compilation_cache
-from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
+from jaxllm.runner.compiled_programs import Key, Programs
 from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TOKENS_AT, Geometry
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.runner.model_setup import Setup, describe_memory, describe_programs, extras_of, free_bytes, plan_memory

@@ -282,8 +282,8 @@ def sample(
         kernel: static; chooses instead of what follows the stop ids, for all variants alike, so that a request gets the
             same tokens in each; last bits may make them others than those of several shards. None and "xla" are the
             reductions of vocabulary.py, and all that several shards can do.
-        mask: which tokens may come, i32[R, V / 32] with a bit for each id, and the rows that it holds for, i32[R]. After
-            everything else that bans tokens: a row of zeros is not finite.
+        mask: which tokens may come, i32[R, V / 32] with a bit for each id, and the rows that it holds for, i32[R]. It
+            comes after everything else that bans tokens: a row of zeros is not finite.
     """
     is_finite = vocabulary.is_finite(logits)
     logits = vocabulary.without_padding(logits)

@@ -17,6 +17,8 @@ import tempfile
 import time
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.runner.compiled_programs import halves
+from jaxllm.sampling.sampler import Variant
 from tests.benchmarks.aims import require
 
 PROMISED_READY, PROMISED_STEP = 1.5, 1.2  # times
@@ -28,9 +30,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.metrics import Metrics
 from jaxllm.runner import Runner
-from jaxllm.runner.compiled_programs import halves
 from jaxllm.runner.model_setup import prepare
-from jaxllm.sampling.sampler import Variant
 config = EngineConfig(model=str(MODEL_DIR), precompile="covering", compilation_cache_dir=sys.argv[1])
 setup = prepare(config)
 Runner._compile_small = Runner.renew = lambda self: None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import subprocess
 import sys
@@ -118,7 +119,10 @@ def test_a_call_takes_the_fast_path(llm: LLM) -> None:
 @pytest.mark.ci
 def test_every_program_keeps_the_cache_in_place(llm: LLM) -> None:
     runner = llm.engine.runner
-    state_bytes, token_bytes = device_state.nbytes(runner._state_shapes), runner._state_shapes.tokens.nbytes
+    state_bytes, token_bytes = (
+        device_state.nbytes(runner._state_shapes),
+        4 * math.prod(runner._state_shapes.tokens.shape),
+    )
     kv = runner._state_shapes.kv[0][0].shape
     assert len(set(kv)) == 4, "the cache's shape is like no other array's"
     shape = ",".join(map(str, kv))
