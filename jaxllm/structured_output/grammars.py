@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
@@ -26,8 +27,8 @@ from jaxllm.structured_output.vocabulary import Vocabulary
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.text.tokenizer import Tokenizer
 
-MAX_KEPT = 256  # grammars
-MAX_KEPT_CHARS = 2**21  # of their sources, all together
+MAX_KEPT = 64  # grammars: one of few characters can take 10 MB
+MAX_KEPT_CHARS = 2**20  # of their sources, all together
 # A model that prefers whitespace to an end would write it for ever.
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
@@ -194,9 +195,11 @@ def _source(asked: StructuredOutputsParams) -> str:
     return json.dumps({"grammars": [{"json_schema": _with_options(schema, asked)}]})
 
 
-def _with_options(schema: dict, asked: StructuredOutputsParams) -> dict:
+def _with_options(schema: dict[str, Any], asked: StructuredOutputsParams) -> dict[str, Any]:
     """Return a schema with what its JSON may look like, where llguidance reads it: in the schema itself."""
-    options = {"item_separator": ",", "key_separator": ":", "lenient": False, "coerce_one_of": False}
+    options: dict[str, Any] = {"item_separator": ",", "key_separator": ":", "lenient": False, "coerce_one_of": False}
+    # Without "u": a name that a schema describes could be written with \u escapes as one that it does not describe.
+    options["json_allowed_escapes"] = 'nrbtf\\"'
     if asked.disable_any_whitespace:
         options["whitespace_flexible"] = False
     else:
