@@ -37,11 +37,14 @@ _STACK = 2**26  # bytes, for compiling, which recurses: 4,096 levels of 2 kB, an
 _NUM_TRIED = 3  # steps: JSON's bracket, what follows it, and one more
 _stack_lock = threading.Lock()  # the size of a thread's stack is the process's to set
 
-# On one core here: 0.3 s to compile the largest that pass, 10 ms for a mask that comes to its limit.
+# Measured on one core of two, llguidance 1.9.1. Of 128,000 tokens: the first use 1.9 s and 86 MB; a schema of three
+# properties compiles in 8 ms, a mask takes 13 µs at the median and 0.2 ms at p99, 2 to 6 ms for \w and choices. Of
+# 1,536 tokens: 2 ms, 9 µs, 80 µs. 10,000 different schemas leave the process at 100 MB. What is largest and passes
+# compiles in 0.2 to 0.5 s; a mask at its limit takes 10 ms, of an ambiguous grammar some 100.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,  # a list of 25,000 short texts takes 300,000
     step_lexer_fuel=100_000,
-    step_max_items=20_000,
+    step_max_items=10_000,
     max_lexer_states=50_000,
     max_grammar_size=100_000,
     verbose_errors=False,
