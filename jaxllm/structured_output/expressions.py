@@ -13,14 +13,14 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Iterable, Sequence
-from importlib import import_module
 from typing import Any
 
 from jaxllm.errors import UserError
 
-MAX_CHARS = 2**14  # Python's parser holds the GIL: 10 ms on a slow core for so many
+# Quadratic in a step: what must come next is tokenized anew. 0.4 s to compile so many, as "a?a?a?...".
+MAX_CHARS = 2**13
 
-_parser: Any = import_module("re._parser")  # the module that `re` is made of; its names are Python's since 3.11
+_parser: Any = vars(re)["_parser"]  # that `re` is made of since Python 3.11; type stubs do not list it
 
 _AGE = ".".join(unicodedata.unidata_version.split(".")[:2])  # llguidance may know newer characters than Python
 _WORD = rf"[[\p{{L}}\p{{N}}_]&&\p{{age:{_AGE}}}]"  # Python's \w; Rust's has accents that stand alone besides
@@ -88,6 +88,9 @@ class _Writer:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of "[[": what it means today is what is written
                 parsed = _parser.parse(pattern)
+            least = parsed.getwidth()[0]
+            if least > MAX_CHARS:
+                raise self._refusal(f"matches no text of fewer than {least} characters; it must one of {MAX_CHARS}")
             return self._sequence(parsed, parsed.state.flags, True, True)
         except re.error as error:
             raise self._refusal(f"is no regular expression: {error}") from error
