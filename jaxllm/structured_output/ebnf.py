@@ -15,7 +15,10 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from jaxllm.checks import shown
 from jaxllm.errors import UserError
 
-MAX_NESTED = 100  # parentheses and brackets: the compiler recurses into them, and its stack ends the process
+# That compiling may descend, 2 kB of stack each, if all rules are one inside the other; the end of the stack is the
+# end of the process.
+MAX_LEVELS = 2**10
+MAX_TEXT = 2**13  # characters of a literal: what must come next is tokenized anew in each step
 MAX_GBNF_RULES = 500  # gbnf_to_lark walks all of them for each one
 
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*([A-Za-z0-9][\w-]*)[ \t]*::=")
@@ -27,7 +30,9 @@ _SET_OPERATIONS = ("&&", "--", "~~")  # of Rust's classes; in GBNF plain charact
 _LARK = re.compile(
     r'(?P<text>(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/)'
     r"|(?P<special><[^<>\s]+>)|(?P<keyword>%(?:json|llguidance|regex))\b|(?P<attribute>[a-z_]+)\s*=|(?P<bracket>[(){}\[\]])"
+    r"|(?P<colon>:)"
 )
+_REPEATS = re.compile(r"\{\s*0*(\d{1,9})")
 _ATTRIBUTES = ("lazy", "suffix", "capture", "")
 _OPTIONS = ("no_forcing", "allow_initial_skip", "ignore_once")
 
@@ -56,7 +61,7 @@ def _converted(gbnf: str, first_rule: str) -> str:
     if len(names) > len(set(names)):
         raise _refusal(f"defines {next(name for name in names if names.count(name) > 1)} twice")
     text = _GBNF_PARTS.sub(_spelled, gbnf)
-    _check_nesting(_GBNF_PARTS.sub("", text))
+    _check_levels(_GBNF_PARTS.sub("", text), len(names))
     if "root" not in names:
         text = f"root ::= {first_rule}\n{text}"
     try:
@@ -94,7 +99,7 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any]) -> str:
     """Write the schemas in a grammar, and refuse what asks for more than a text."""
     written: list[str] = []
     outside: list[str] = []
-    position = 0
+    position = num_rules = 0
     while (found := _LARK.search(lark, position)) is not None:
         written.append(lark[position : found.end()])
         position = found.end()
@@ -102,8 +107,13 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any]) -> str:
             raise _refusal(f"asks for the token {shown(found[0])}; only texts can be asked for")
         if found["attribute"] and found["attribute"] not in _ATTRIBUTES:
             raise _refusal(f"has the attribute {shown(found['attribute'])}, which cannot be followed")
+        if found["text"] and len(found[0]) > MAX_TEXT and found[0][0] == '"':
+            raise _refusal(f"has a text of {len(found[0])} characters; it may have {MAX_TEXT}")
+        if found["text"] and found[0][0] == "/" and any(int(each) > MAX_TEXT for each in _REPEATS.findall(found[0])):
+            raise _refusal(f"has an expression that repeats a part more than {MAX_TEXT} times")
         if found["bracket"]:
             outside.append(found[0])
+        num_rules += found["colon"] is not None
         if found["keyword"]:
             value, position = _json_at(lark, position)
             if found["keyword"] == "%json":
@@ -111,7 +121,7 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any]) -> str:
             if found["keyword"] == "%llguidance" and not set(value) <= set(_OPTIONS):
                 raise _refusal(f"has the option {shown(min(set(value) - set(_OPTIONS)))}, which cannot be followed")
             written.append(f" {json.dumps(value)}")
-    _check_nesting("".join(outside))
+    _check_levels("".join(outside), num_rules)
     return "".join(written) + lark[position:]
 
 
@@ -126,9 +136,10 @@ def _json_at(text: str, position: int) -> tuple[Any, int]:
     return value, end
 
 
-def _check_nesting(text: str) -> None:
-    depth = 0
+def _check_levels(text: str, num_rules: int) -> None:
+    depth = most = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
-        if depth > MAX_NESTED:
-            raise _refusal(f"is nested more than {MAX_NESTED} levels deep")
+        most = max(most, depth)
+    if num_rules * (1 + most) > MAX_LEVELS:
+        raise _refusal(f"has {num_rules} rules with parentheses {most} deep; together that may be {MAX_LEVELS}")

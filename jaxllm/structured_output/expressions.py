@@ -18,7 +18,8 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-MAX_CHARS = 2**14  # Python's parser holds the GIL: 10 ms on a slow core for so many
+# Quadratic in a step: what must come next is tokenized anew. 0.4 s to compile so many, as "a?a?a?...".
+MAX_CHARS = 2**13
 
 _parser: Any = import_module("re._parser")  # the module that `re` is made of; its names are Python's since 3.11
 
@@ -88,6 +89,9 @@ class _Writer:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of "[[": what it means today is what is written
                 parsed = _parser.parse(pattern)
+            least = parsed.getwidth()[0]
+            if least > MAX_CHARS:
+                raise self._refusal(f"matches no text of fewer than {least} characters; it must one of {MAX_CHARS}")
             return self._sequence(parsed, parsed.state.flags, True, True)
         except re.error as error:
             raise self._refusal(f"is no regular expression: {error}") from error

@@ -21,7 +21,7 @@ from jaxllm.errors import UserError
 from jaxllm.structured_output.constraint import Constraint, one_line
 from jaxllm.structured_output.ebnf import to_lark
 from jaxllm.structured_output.expressions import translate, translate_whitespace
-from jaxllm.structured_output.schemas import prepare
+from jaxllm.structured_output.schemas import check_size, prepare
 from jaxllm.structured_output.vocabulary import Vocabulary
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.text.tokenizer import Tokenizer
@@ -31,7 +31,20 @@ MAX_KEPT_CHARS = 2**21  # of their sources, all together
 # A model that prefers whitespace to an end would write it for ever.
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
-_LIMITS = LLParserLimits(verbose_errors=False)
+_MOST_TEXT = 2**13  # characters of one choice: what must come next is tokenized anew in each step
+_STACK = 2**26  # bytes, for compiling, which recurses: 4,096 levels of 2 kB, and as much again for what is not known
+_NUM_TRIED = 3  # steps: JSON's bracket, what follows it, and one more
+_stack_lock = threading.Lock()  # the size of a thread's stack is the process's to set
+
+# On one core here: 0.3 s to compile the largest that pass, 10 ms for a mask that comes to its limit.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=500_000,  # a list of 25,000 short texts takes 300,000
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
 
 
 class Grammar:
@@ -73,9 +86,7 @@ class Grammars:
             if matcher is not None:
                 self._kept.move_to_end(key)
         if matcher is None:
-            matcher = LLMatcher(vocabulary.for_llguidance, _source(asked), log_level=0, limits=_LIMITS)
-            if matcher.is_error():
-                raise UserError(f"{asked.kind} cannot be compiled: {one_line(matcher.get_error())}", _PARAMETER)
+            matcher = _compiled(vocabulary, _source(asked), asked.kind)
             self._keep(key, matcher)
         return Grammar(matcher, asked.begin_after, vocabulary)
 
@@ -127,6 +138,37 @@ class Grammars:
 _PARAMETER = "structured_outputs"
 
 
+def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
+    """Compile a grammar and try its first steps: some that are too large for any step compile.
+
+    On a thread with a stack of known size: others have as little as the system gives.
+    """
+    made: list[LLMatcher] = []
+
+    def work() -> None:
+        made.append(LLMatcher(vocabulary.for_llguidance, source, log_level=0, limits=_LIMITS))
+        if not made[0].is_error():
+            made.append(made[0].deep_copy())
+            for _ in range(_NUM_TRIED):
+                mask = np.frombuffer(made[1].compute_bitmask(), np.uint8)
+                allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+                made[1].try_consume_tokens([token for token in allowed[:1].tolist() if not made[1].is_error()])
+
+    thread = threading.Thread(target=work, name="jaxllm-grammar", daemon=True)
+    with _stack_lock:
+        before = threading.stack_size(_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    failed = next((matcher for matcher in made if matcher.is_error()), None)
+    if failed is not None:
+        said = one_line(failed.get_error()).replace("NoExtensionBias", "nothing can be its first token")
+        raise UserError(f"{kind} cannot be compiled: {said}", _PARAMETER)
+    return made[0]
+
+
 def _num_chars(asked: StructuredOutputsParams) -> int:
     value = getattr(asked, asked.kind)
     return len(value) if isinstance(value, str) else sum(map(len, value)) if isinstance(value, tuple) else 0
@@ -137,6 +179,10 @@ def _source(asked: StructuredOutputsParams) -> str:
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(translate(asked.regex))
     if asked.choice is not None:
+        longest = max(map(len, asked.choice))
+        if longest > _MOST_TEXT:
+            message = f"choice has a text of {longest} characters; it may have {_MOST_TEXT}."
+            raise UserError(message, _PARAMETER)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(_literal, asked.choice))}\n")
     if asked.grammar is not None:
         return LLMatcher.grammar_from_lark(to_lark(asked.grammar, lambda schema: _with_options(schema, asked)))
@@ -156,6 +202,7 @@ def _with_options(schema: dict, asked: StructuredOutputsParams) -> dict:
     else:
         pattern = asked.whitespace_pattern
         options["whitespace_pattern"] = _WHITESPACE if pattern is None else translate_whitespace(pattern)
+    check_size(schema)
     return {**prepare(schema, asked.disable_additional_properties), "x-guidance": options}
 
 

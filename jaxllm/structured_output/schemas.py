@@ -1,14 +1,31 @@
 """JSON schemas before they are compiled: what is refused whatever llguidance says of it, and objects closed.
 
+The bounds are on what takes llguidance time or stack without drawing on its limits (LLParserLimits); measured on one
+core of the machine that this was written on.
+
 Pure: values in, values out.
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 from jaxllm import checks
 from jaxllm.errors import UserError
+
+MAX_PROPERTIES = 2000  # quadratic, 0.9 s for so many
+MAX_INTERSECTED = (
+    16  # patterns: whether any text has all of them takes 0.14 s for so many, and twice that for each more
+)
+MAX_LEAST = 2**13  # items or characters that there must be, for the same reason as MAX_TEXT
+MAX_PATTERN_PROPERTIES = 64  # each is compared with each: 0.1 s for 100, 19 s for 400
+MAX_DIVISOR = 10_000  # the least common multiple of all `multipleOf`: an automaton has so many states, 0.04 s
+MAX_TEXT = 2**13  # characters of one text: what must come next is tokenized anew in each step
+MAX_LEVELS = 2**12  # that compiling may descend, 2 kB of stack each: all references' targets one inside the other
 
 _DATA = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired", "type"})
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
@@ -48,3 +65,80 @@ def _value(name: str, value: Any, close_objects: bool) -> Any:
     if name in _BY_NAME and isinstance(value, dict):
         return {key: prepare(each, close_objects) for key, each in value.items()}
     return prepare(value, close_objects)
+
+
+def check_size(schema: Any) -> None:
+    """Refuse what llguidance would take long for, or descend into too deeply.
+
+    Raises:
+        UserError: it names the keyword.
+    """
+    objects = list(_objects(schema))
+    targets = {str(each[name]) for each in objects for name in _REFERENCES if name in each}
+    levels = (1 + len(targets)) * _depth(schema)
+    if levels > MAX_LEVELS:
+        raise _too_much(f"{len(targets)} different $ref in a schema of {_depth(schema)} levels", MAX_LEVELS, "in all")
+    num_properties = sum(len(each["properties"]) for each in objects if isinstance(each.get("properties"), dict))
+    if num_properties > MAX_PROPERTIES:
+        raise _too_much(f"{num_properties} properties", MAX_PROPERTIES, "in all")
+    num_patterns = len({str(each["pattern"]) for each in objects if "pattern" in each})
+    num_conjuncts = sum(_num_conjuncts(each) for each in objects)
+    if min(num_patterns, num_conjuncts) > MAX_INTERSECTED:
+        raise _too_much(
+            f"{num_patterns} patterns and {num_conjuncts} parts of allOf", MAX_INTERSECTED, "of one or other"
+        )
+    divisor = 1
+    for each in objects:
+        if isinstance(each.get("patternProperties"), dict) and len(each["patternProperties"]) > MAX_PATTERN_PROPERTIES:
+            raise _too_much(
+                f"{len(each['patternProperties'])} patternProperties", MAX_PATTERN_PROPERTIES, "in one object"
+            )
+        for name in ("minLength", "minItems"):
+            if isinstance(each.get(name), int | float) and each[name] > MAX_LEAST:
+                raise _too_much(f"{name} {each[name]}", MAX_LEAST, "at most")
+        divisor = math.lcm(divisor, _digits(each.get("multipleOf")))
+        if divisor > MAX_DIVISOR:
+            raise _too_much(f"multipleOf whose least common multiple is {divisor}", MAX_DIVISOR, "without its zeros")
+
+
+def _num_conjuncts(schema: dict[str, Any]) -> int:
+    """Count what a schema joins: the parts of allOf, and what a reference or an alternative has beside it."""
+    parts = schema.get("allOf")
+    beside = "pattern" in schema and any(name in schema for name in (*_REFERENCES, "anyOf", "oneOf"))
+    return beside + (len(parts) if isinstance(parts, list) else 0)
+
+
+def _too_much(what: str, most: int, where: str) -> UserError:
+    return UserError(f"json has {what}; it may be {most} {where}.", "structured_outputs")
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Give all objects of a JSON value, and refuse texts that are too long."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            yield each
+            waiting += [*each, *each.values()]
+        elif isinstance(each, list):
+            waiting += each
+        elif isinstance(each, str) and len(each) > MAX_TEXT:
+            raise _too_much(f"a text of {len(each)} characters", MAX_TEXT, "at most")
+
+
+def _depth(value: Any) -> int:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, children), default=0)
+
+
+def _digits(multiple: Any) -> int:
+    """Give the digits of a divisor as an integer: 25 for 2.5 and for 25,000."""
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple or math.isinf(multiple):
+        return 1
+    exact = Fraction(json.dumps(abs(multiple)))
+    while exact.denominator > 1:
+        exact *= 10
+    digits = exact.numerator
+    while digits % 10 == 0:
+        digits //= 10
+    return digits
