@@ -52,6 +52,11 @@ def prepare(schema: Any, close_objects: bool) -> Any:
         if name in schema and not str(schema[name]).startswith("#"):
             message = f"json has a {name} to {checks.shown(schema[name])}; only this document's own (#...) are read."
             raise UserError(message, "structured_outputs")
+    required = schema.get("required")
+    if _is_more(schema.get("minProperties"), 1 + (len(required) if isinstance(required, list) else 0)):
+        # llguidance lets an object have a name twice among those that only a pattern or nothing describes.
+        message = "json has a minProperties of more than one property besides the required ones; name them in required."
+        raise UserError(message, "structured_outputs")
     prepared = {name: _value(name, value, close_objects) for name, value in schema.items()}
     # As vLLM does it: an object without any named properties stays open.
     if close_objects and any(name in schema for name in _OBJECT) and not any(name in schema for name in _CLOSING):
@@ -94,7 +99,7 @@ def check_size(schema: Any) -> None:
                 f"{len(each['patternProperties'])} patternProperties", MAX_PATTERN_PROPERTIES, "in one object"
             )
         for name in ("minLength", "minItems"):
-            if isinstance(each.get(name), int | float) and each[name] > MAX_LEAST:
+            if _is_more(each.get(name), MAX_LEAST):
                 raise _too_much(f"{name} {each[name]}", MAX_LEAST, "at most")
         divisor = math.lcm(divisor, _digits(each.get("multipleOf")))
         if divisor > MAX_DIVISOR:
@@ -110,6 +115,10 @@ def _num_conjuncts(schema: dict[str, Any]) -> int:
 
 def _too_much(what: str, most: int, where: str) -> UserError:
     return UserError(f"json has {what}; it may be {most} {where}.", "structured_outputs")
+
+
+def _is_more(value: Any, most: int) -> bool:
+    return isinstance(value, int | float) and value > most
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

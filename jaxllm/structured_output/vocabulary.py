@@ -17,6 +17,7 @@ from jaxllm.errors import UserError
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer
 
 _ANCHOR = "\n"  # before a text, so that a tokenizer puts no space before the text itself
+_PRINTABLE = [bytes([code]) for code in range(0x20, 0x7F)]
 
 
 class Vocabulary:
@@ -38,6 +39,14 @@ class Vocabulary:
         # negated one. llguidance allows those that end an output by their id.
         silent = tokenizer.special_ids.union(eos)
         texts = [b"" if token in silent else self.bytes_of(token) for token in range(vocab_size)]
+        written = set(texts)
+        missing = next((each for each in _PRINTABLE if each not in written), None)
+        if missing is not None:  # a dead end in the middle of most grammars
+            raise UserError(
+                f"structured_outputs needs a tokenizer that can write any text, and this one has no {missing.decode()!r} "
+                "that stands alone.",
+                "structured_outputs",
+            )
         self.for_llguidance = LLTokenizer(_Wrapper(self, texts, eos[0]), eos_token=eos)  # type: ignore[arg-type]
         self.every = _mask(np.ones(vocab_size, bool))
         self.allowed = _mask(np.array([bool(text) for text in texts]) | np.isin(np.arange(vocab_size), eos))

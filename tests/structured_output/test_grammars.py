@@ -1,0 +1,411 @@
+"""Constraints: what compiles, what is refused and how, masks, forced tokens, errors."""
+
+import json
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxllm import embedded
+from jaxllm.errors import UserError
+from jaxllm.structured_output import grammars as grammars_module
+from jaxllm.structured_output.constraint import Constraint
+from jaxllm.structured_output.expressions import translate
+from jaxllm.structured_output.grammars import Grammars
+from jaxllm.structured_output.schemas import prepare
+from jaxllm.structured_outputs_params import StructuredOutputsParams as Params
+from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from tests.structured_output.draws import Drawing, bits
+from tests.support.paths import STORIES
+from tests.support.tokenizer_kinds import KINDS, build
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(embedded.MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def drawing(tokenizer: Tokenizer) -> Drawing:
+    assert tokenizer.eos_token_id is not None
+    return Drawing(tokenizer, tokenizer.eos_token_id)
+
+
+def _row(grammars: Grammars, constraint: Constraint, vocab_size: int) -> list[int]:
+    masks = np.full((3, -(-vocab_size // 32)), 0x55555555, np.int32)
+    grammars.fill([(constraint, 1)], masks)
+    assert (masks[[0, 2]] == 0x55555555).all()
+    return bits(masks[1]).tolist()
+
+
+def _write(drawing: Drawing, constraint: Constraint, text: str) -> list[int]:
+    """Consume a text, each token of which the mask must allow; give what may follow."""
+    for token in drawing.tokenizer.encode(text, add_special_tokens=False):
+        assert token in _row(drawing.grammars, constraint, drawing.vocab_size)
+        constraint.consume(token)
+        assert constraint.error is None
+    return _row(drawing.grammars, constraint, drawing.vocab_size)
+
+
+def _spell(drawing: Drawing, constraint: Constraint, text: str) -> list[int]:
+    """Consume a text in the longest tokens that the mask allows; give what may follow."""
+    rest = text.encode()
+    while True:
+        row = _row(drawing.grammars, constraint, drawing.vocab_size)
+        if not rest:
+            return row
+        fitting = [token for token in row if token != drawing.eos and rest.startswith(drawing.tokenizer.piece(token))]
+        token = max(fitting, key=lambda token: len(drawing.tokenizer.piece(token)))
+        rest = rest.removeprefix(drawing.tokenizer.piece(token))
+        constraint.consume(token)
+
+
+def _refusal(grammars: Grammars, **asked: object) -> str:
+    with pytest.raises(UserError) as caught:
+        grammars.compile(Params(**asked))  # type: ignore[arg-type]
+    assert caught.value.parameter == "structured_outputs"
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 400
+    return message
+
+
+def test_the_end_is_allowed_where_the_grammar_is_satisfied_and_alone_where_nothing_may_follow(tokenizer):
+    eos = [2, tokenizer.vocab_size + 3]
+    grammars = Grammars(tokenizer, tokenizer.vocab_size + 70, [*eos, 10**6])
+    constraint = grammars.compile(Params(regex="a{1,2}")).begin()
+    (a,) = tokenizer.encode("a", add_special_tokens=False)
+    size = tokenizer.vocab_size + 70
+    assert not set(eos) & set(_row(grammars, constraint, size))
+    constraint.consume(a)
+    assert set(_row(grammars, constraint, size)) == {a, *eos}
+    constraint.consume(a)
+    assert _row(grammars, constraint, size) == eos
+    constraint.consume(eos[1])
+    assert constraint.error is None and _row(grammars, constraint, size) == eos
+    constraint.consume(a)
+    assert constraint.error and _row(grammars, constraint, size) == []
+
+
+@pytest.mark.parametrize("token", [0, 1, 500, 10**9, -1, 2**40])
+def test_a_token_that_does_not_fit_is_an_error_whose_row_is_zero(drawing, token):
+    constraint = drawing.grammars.compile(Params(regex="[0-9]x")).begin()
+    constraint.consume(token)
+    assert constraint.error and "\n" not in constraint.error and "<" not in constraint.error
+    assert _row(drawing.grammars, constraint, drawing.vocab_size) == []
+    constraint.consume(drawing.eos)
+    assert constraint.forced() == [] and constraint.error
+
+
+def test_the_end_before_the_end_is_an_error(drawing):
+    constraint = drawing.grammars.compile(Params(choice=("yes",))).begin()
+    constraint.consume(drawing.eos)
+    assert constraint.error
+
+
+def test_several_rows_are_those_of_each_alone(drawing):
+    asked = [Params(regex="[ab]+"), Params(json=PERSON), Params(choice=("x", "yz")), Params(regex="c", begin_after="!")]
+    constraints = [drawing.grammars.compile(each).begin() for each in asked]
+    failed = drawing.grammars.compile(asked[0]).begin()
+    failed.consume(0)
+    masks = np.zeros((7, -(-drawing.vocab_size // 32)), np.int32)
+    masks[1] = -1
+    drawing.grammars.fill([(failed, 1), *zip(constraints, [5, 0, 3, 4], strict=True)], masks)
+    for row, constraint in zip([5, 0, 3, 4], constraints, strict=True):
+        assert bits(masks[row]).tolist() == _row(drawing.grammars, constraint, drawing.vocab_size)
+    assert not masks[[1, 2, 6]].any()
+    drawing.grammars.fill([], masks)
+
+
+def test_forced_tokens_are_the_text_that_must_come_and_not_its_end(drawing):
+    constraint = drawing.grammars.compile(Params(json=PERSON, disable_any_whitespace=True)).begin()
+    forced = constraint.forced()
+    assert drawing.tokenizer.decode(forced) in '{"name":"' and len(forced) > 1
+    assert constraint.forced() == forced
+    for token in forced:
+        assert _row(drawing.grammars, constraint, drawing.vocab_size) == [token]
+        constraint.consume(token)
+    whole = drawing.grammars.compile(Params(choice=("Hello there",))).begin()
+    for token in drawing.tokenizer.encode("Hello there", add_special_tokens=False):
+        whole.consume(token)
+    assert whole.forced() == [] and whole.error is None
+
+
+def test_outputs_of_one_grammar_do_not_disturb_each_other(drawing):
+    grammar = drawing.grammars.compile(Params(regex="ab|cd"))
+    one, other = grammar.begin(), grammar.begin()
+    _write(drawing, one, "a")
+    assert _write(drawing, other, "cd") == [drawing.eos]
+    assert _write(drawing, one, "b") == [drawing.eos]
+
+
+@pytest.mark.parametrize("text", ["So</think>", "<</think></think>", "a</th</think>\n", "é</think>"])
+def test_a_constraint_begins_after_its_marker_however_the_tokens_cut_it(drawing, text):
+    constraint = drawing.grammars.compile(Params(regex="z", begin_after="</think>")).begin()
+    seen = b""
+    for byte in text.encode():
+        token = next(each for each in drawing.tokenizer.ids if drawing.tokenizer.piece(each) == bytes([byte]))
+        assert constraint.is_active == (b"</think>" in seen)
+        if constraint.is_active:
+            return
+        assert len(_row(drawing.grammars, constraint, drawing.vocab_size)) == drawing.vocab_size
+        assert constraint.forced() == []
+        constraint.consume(token)
+        seen += bytes([byte])
+    assert constraint.is_active
+    assert drawing.tokenizer.decode(_row(drawing.grammars, constraint, drawing.vocab_size)) == "z"
+
+
+def test_a_special_token_can_be_the_marker_and_what_follows_it_is_constrained(drawing):
+    name = drawing.tokenizer.token(drawing.eos)
+    constraint = drawing.grammars.compile(Params(regex="z", begin_after=name)).begin()
+    constraint.consume(drawing.eos)
+    assert constraint.is_active and drawing.eos not in _row(drawing.grammars, constraint, drawing.vocab_size)
+
+
+@pytest.mark.parametrize("asked", [{"json": {"type": "string"}}, {"regex": "(?s).*"}, {"grammar": "start: A\nA: ~/x/"}])
+def test_no_special_token_stands_for_text(drawing, asked):
+    constraint = drawing.grammars.compile(Params(**asked)).begin()
+    if "json" in asked:
+        _write(drawing, constraint, '"')
+    special = drawing.tokenizer.special_ids - {drawing.eos}
+    assert special and not special & set(_row(drawing.grammars, constraint, drawing.vocab_size))
+    for character in drawing.tokenizer.token(min(special)):  # spelled in characters it is a text as any
+        _write(drawing, constraint, character)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_those_of_the_detokenizer_for_every_kind_of_tokenizer(kind):
+    tokenizer = Tokenizer(build(kind), {}, {}, kind)
+    eos = min(tokenizer.special_ids)
+    drawing = Drawing(tokenizer, eos)
+    if kind in ("wordpiece", "metaspace", "no_decoder"):
+        assert "stands alone" in _refusal(drawing.grammars, regex="a")
+        return
+    drawing.prompt = [token for token in tokenizer.ids if tokenizer.token_text(token) == "a"][:1]
+    drawing.weights[:] = 1
+    for regex in (r"(the | the|a|\n){4}", r"[^a-z]{5}", "(<tool>|<|[|]end[|]>|é| ){3}"):
+        grammar = drawing.compile(regex=regex)
+        for seed in range(20):
+            text = drawing.text(grammar, seed)
+            assert text is not None and re.fullmatch(regex, text), (regex, text)
+
+
+def test_a_text_that_a_tokenizer_begins_with_a_space_is_forced_without_it():
+    tokenizer = load_tokenizer(STORIES)
+    assert tokenizer.decode(tokenizer.encode("Once", add_special_tokens=False)) == "Once"
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [2])
+    for text in ("Once upon a time", '{"a": [1]}', "é日\n"):
+        constraint = grammars.compile(Params(choice=(text,))).begin()
+        written = b""
+        while (row := _row(grammars, constraint, tokenizer.vocab_size)) != [2]:
+            piece = tokenizer.piece(row[0])
+            written += piece if isinstance(piece, bytes) else piece[1].encode()
+            constraint.consume(row[0])
+        assert written.decode() == text
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance"),
+        ({"anyOf": [{"items": {"x-guidance": {}}}]}, "x-guidance"),
+        ({"$ref": "http://example.com/a.json"}, "http://example.com/a.json"),
+        ({"properties": {"a": {"$ref": "other.json#/a"}}}, "other.json"),
+        ({"uniqueItems": True}, "uniqueItems"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "string", "format": "moon"}, "moon"),
+        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "minimum"),
+        (False, "false"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+        ({"minProperties": 2, "additionalProperties": {"type": "integer"}}, "minProperties"),
+        ({"$ref": "#"}, "first token"),
+        ({"type": "strin\x1b[31m"}, "strin"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused_by_name(drawing, schema, named):
+    assert named in _refusal(drawing.grammars, json=json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("regex", "named"),
+    [
+        ("(?=a)a", "lookahead"), ("a(?<!b)", "negative"), (r"(a)\1", "backreference"), ("(a)?(?(1)b|c)", "conditional"),
+        ("(?>a*)b", "atomic"), ("a*+b", "possessive"), (r"a\b", "boundary"), ("a^b", "^"), ("a$b", "$"), ("(", "no reg"),
+        ("[^a]", None), ("(?i)[^a]", "ignores case"), ("a{9000}", "fewer"), ("(" * 3000 + ")" * 3000, "deeply"),
+        (r"\ud800", "surrogate"), ("a" * 9000, "characters"), ("(a{1000}){1000}", "fewer"),
+    ],
+)  # fmt: skip
+def test_an_expression_that_cannot_be_followed_is_refused_by_name(drawing, regex, named):
+    if named is None:
+        drawing.grammars.compile(Params(regex=regex))
+    else:
+        assert named in _refusal(drawing.grammars, regex=regex)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "named"),
+    [
+        ("start: <|im_end|>", "im_end"), ("start: <[0-99]>", "[0-99]"), ('start[max_tokens=3]: "a"', "max_tokens"),
+        ('start[temperature=0.5]: "a"', "temperature"), ('start[stop="x"]: /a*/', "stop"), ("start: b", "b"),
+        ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "allow_invalid_utf8"), ('root ::= "a', "GBNF"),
+        ('start: %json {"x-guidance": {"lenient": true}}', "x-guidance"), ("start: %json {", "JSON"),
+        ("root ::= [a&&b]", "&&"), ("root ::= x", "x"), ('root ::= "a"\nroot ::= "b"', "twice"), ("nothing", "Expected token"),
+        ("root ::= root", "first token"), ('root ::= "\\ud800"', "no character"), ("start: /a{99999}/", "repeats"),
+        ("start: " + "(" * 10**5 + '"a"' + ")" * 10**5, "deep"), ('start: "' + "a" * 9000 + '"', "9002"),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_cannot_be_followed_is_refused_by_name(drawing, grammar, named):
+    assert named in _refusal(drawing.grammars, grammar=grammar)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('start: "a" B\nB: /[0-9]+/', "a12"),
+        ('root ::= "a" [0-9]+ # digits', "a12"),
+        ('answer ::= yes | "no"\nyes ::= "\\u0041\\x42\\n"', "AB\n"),
+        ('root ::= [\\u00e0-\\u00ef] "\\"" [^"]', 'é"x'),
+        ('start: %json {"const": {"a": [1]}} "!"', '{"a": [1]}!'),
+        ('start: "<|im_end|>" // not <|this|>', "<|im_end|>"),
+    ],
+)
+def test_both_notations_of_a_grammar(drawing, grammar, text):
+    constraint = drawing.grammars.compile(Params(grammar=grammar)).begin()
+    assert drawing.eos in _spell(drawing, constraint, text)
+
+
+def test_choices_of_any_characters(drawing):
+    texts = ("a", "ab", 'q"\\/\n\r\t\x00\x7f\x1b', "é日\U0001f389\u2028", "'i", '"i', "</s>", "#//", "%json {}")
+    grammar = drawing.grammars.compile(Params(choice=texts))
+    for text in texts:
+        assert drawing.eos in _spell(drawing, grammar.begin(), text)
+    assert {drawing.text(grammar, seed) for seed in range(40)} <= set(texts)
+    many = drawing.grammars.compile(Params(choice=tuple(f"choice {number}" for number in range(5000))))
+    assert drawing.text(many, 0)
+
+
+def test_whitespace_of_json(drawing):
+    def outputs(**asked):
+        grammar = drawing.compile(json=PERSON, **asked)
+        return [each for each in (drawing.text(grammar, seed) for seed in range(20)) if each]
+
+    assert any(" " in each for each in outputs())
+    compact = outputs(disable_any_whitespace=True)
+    assert all(each == json.dumps(json.loads(each), separators=(",", ":"), ensure_ascii=False) for each in compact)
+    spaced = [each.replace(" ", "") for each in outputs(whitespace_pattern=r"\s?")]
+    assert spaced and all("  " not in each for each in outputs(whitespace_pattern="[ ]?"))
+    for pattern in ("x", ".", r"\S", r"[\t-\r]", "[^a]"):
+        assert "whitespace_pattern" in _refusal(drawing.grammars, json=PERSON, whitespace_pattern=pattern)
+    assert outputs(whitespace_pattern=r"[ \n\t]{0,3}")
+
+
+def test_objects_are_closed_where_a_schema_is_and_not_where_data_is():
+    inner = {"properties": {"b": {}}}
+    schema = {
+        "properties": {"properties": inner, "open": {"properties": {}, "additionalProperties": {}}},
+        "enum": [inner], "const": inner, "anyOf": [inner], "$defs": {"const": inner}, "components": {"schemas": {"x": inner}},
+        "items": {"type": "object"}, "unevaluated": {"patternProperties": {"a": True}, "unevaluatedProperties": True},
+    }  # fmt: skip
+    closed = {**inner, "additionalProperties": False}
+    assert prepare(schema, True) == {
+        **schema, "additionalProperties": False, "anyOf": [closed], "$defs": {"const": closed},
+        "components": {"schemas": {"x": closed}},
+        "properties": {"properties": closed, "open": schema["properties"]["open"]},
+    }  # fmt: skip
+    assert prepare(schema, False) == schema
+
+
+def test_disable_additional_properties(drawing):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    grammar = drawing.compile(json=schema, disable_additional_properties=True)
+    for seed in range(20):
+        assert set(json.loads(drawing.text(grammar, seed) or "{}")) <= {"a"}
+
+
+def test_what_asserts_the_ends_of_an_expression_goes_without_saying():
+    assert translate("^a$") == translate("a") == translate(r"\Aa\Z") == translate("(?m)^a$") == r"[\x{61}]"
+    assert translate("(?:^ax|^bx)$") == translate("(?:ax|bx)")
+
+
+def test_what_a_model_lacks_is_said(tokenizer):
+    assert "skip_tokenizer_init" in _refusal(Grammars(NoTokenizer("x"), 100, [2]), regex="a")
+    assert "ends an output" in _refusal(Grammars(tokenizer, 1536, [10**6]), regex="a")
+
+
+HOSTILE = {
+    "nested quantifiers": {"regex": "((a{1,100}){1,100}){1,100}"},
+    "a long automaton": {"regex": "[ab]*a[ab]{500}"},
+    "optional characters": {"regex": "a?" * 4000},
+    "a list": {"json": {"enum": [f"{number:x}" for number in range(25_000)]}},
+    "choices": {"choice": tuple(f"{number:x}" for number in range(40_000))},
+    "a product": {"json": {"allOf": [{"anyOf": [{"pattern": f"a{i}.*{j}"} for j in range(9)]} for i in range(9)]}},
+    "intersections": {"json": {"allOf": [{"type": "string", "pattern": f"a.*{i}.*b"} for i in range(30)]}},
+    "properties": {"json": {"properties": {f"p{i}": {} for i in range(2000)}}},
+    "patterns of names": {"json": {"patternProperties": {f"^x{i}_[a-z]+$": {} for i in range(1000)}}},
+    "divisors": {"json": {"anyOf": [{"type": "integer", "multipleOf": 777 + i} for i in range(9)]}},
+    "a chain of references": {"json": {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(7000)}}},
+    "a chain of rules": {"grammar": "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "a"' for i in range(9000)) + '\nr9000: "b"'},
+    "a chain of terminals": {"grammar": "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(99)) + '\nR99: "b"'},
+    "GBNF's rules": {"grammar": "\n".join(f"r{i} ::= r{i + 1}" for i in range(9000)) + '\nr9000 ::= "b"'},
+    "rules that double": {"grammar": "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(60)) + '\nr60 ::= "b" | ""'},
+    "ambiguity": {"grammar": 'root ::= root root | root root root | "a" | ""'},
+    "schemas": {"grammar": "start: " + " | ".join('%json {"type": "object"}' for _ in range(9000))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_constraint_takes_bounded_time(drawing, name):
+    began = time.perf_counter()
+    grammar = drawing.compile(**HOSTILE[name])
+    compiled = time.perf_counter() - began
+    assert compiled < 5  # measured: 0.7 at most
+    if grammar is not None:
+        drawing.text(grammar, 0, most=20)
+        assert time.perf_counter() - began < 10
+
+
+def test_grammars_are_kept_within_bounds_and_shared_by_what_begins_after_something(tokenizer, monkeypatch):
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, [2])
+    compiled = []
+    real = grammars_module._compiled
+    monkeypatch.setattr(grammars_module, "_compiled", lambda *given: compiled.append(given) or real(*given))
+    for marker in (None, "</a>", None):
+        grammars.compile(Params(regex="a", begin_after=marker))
+    assert len(compiled) == 1
+    monkeypatch.setattr(grammars_module, "MAX_KEPT", 3)
+    for number in range(10):
+        grammars.compile(Params(regex=f"b{number}"))
+    assert len(grammars._kept) == 3 and grammars._kept_chars == 6
+    monkeypatch.setattr(grammars_module, "MAX_KEPT_CHARS", 100)
+    grammars.compile(Params(choice=("c" * 99,)))
+    grammars.compile(Params(choice=("d" * 101,)))
+    assert grammars._kept_chars <= 100
+
+
+def test_threads_compile_the_same_at_once(tokenizer):
+    grammars, errors = Grammars(tokenizer, tokenizer.vocab_size, [2]), []
+
+    def work() -> None:
+        try:
+            for number in range(20):
+                constraint = grammars.compile(Params(json={"maxLength": number})).begin()
+                assert constraint.error is None
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
