@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -248,10 +247,3 @@ def test_a_grammar_is_compiled_beside_the_event_loop_and_what_is_cancelled_meanw
             assert (await _last(engine, sampled({"choice": ["yes"]}))).outputs[0].text == "yes"
 
     asyncio.run(asyncio.wait_for(check(), 120))
-
-
-def test_json_that_a_server_gives_is_read(llm: LLM) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    for asked in ({"json": json.dumps(schema)}, {"json": schema}):
-        (output,) = generate(llm, sampled(asked))
-        assert json.loads(output.outputs[0].text) == {"a": 1}
