@@ -33,6 +33,7 @@ _LARK = re.compile(
     r"|(?P<colon>:)"
 )
 _REPEATS = re.compile(r"\{\s*0*(\d{1,9})")
+_SPACE = re.compile(r"\s*")
 _ATTRIBUTES = ("lazy", "suffix", "capture", "")
 _OPTIONS = ("no_forcing", "allow_initial_skip", "ignore_once")
 
@@ -126,9 +127,8 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any]) -> str:
 
 
 def _json_at(text: str, position: int) -> tuple[Any, int]:
-    start = position + len(text[position:]) - len(text[position:].lstrip())
     try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
+        value, end = json.JSONDecoder().raw_decode(text, _SPACE.match(text, position).end())  # type: ignore[union-attr]
     except ValueError as error:
         raise _refusal(f"has JSON that cannot be read: {error}") from error
     if not isinstance(value, dict):

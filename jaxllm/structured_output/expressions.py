@@ -13,7 +13,6 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Iterable, Sequence
-from importlib import import_module
 from typing import Any
 
 from jaxllm.errors import UserError
@@ -21,7 +20,7 @@ from jaxllm.errors import UserError
 # Quadratic in a step: what must come next is tokenized anew. 0.4 s to compile so many, as "a?a?a?...".
 MAX_CHARS = 2**13
 
-_parser: Any = import_module("re._parser")  # the module that `re` is made of; its names are Python's since 3.11
+_parser: Any = vars(re)["_parser"]  # that `re` is made of since Python 3.11; type stubs do not list it
 
 _AGE = ".".join(unicodedata.unidata_version.split(".")[:2])  # llguidance may know newer characters than Python
 _WORD = rf"[[\p{{L}}\p{{N}}_]&&\p{{age:{_AGE}}}]"  # Python's \w; Rust's has accents that stand alone besides

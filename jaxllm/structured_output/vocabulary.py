@@ -43,8 +43,8 @@ class Vocabulary:
         missing = next((each for each in _PRINTABLE if each not in written), None)
         if missing is not None:  # a dead end in the middle of most grammars
             raise UserError(
-                f"structured_outputs needs a tokenizer that can write any text, and this one has no {missing.decode()!r} "
-                "that stands alone.",
+                "structured_outputs needs a tokenizer that can write any text, and this one has no "
+                f"{missing.decode()!r} that stands alone.",
                 "structured_outputs",
             )
         self.for_llguidance = LLTokenizer(_Wrapper(self, texts, eos[0]), eos_token=eos)  # type: ignore[arg-type]

@@ -239,8 +239,10 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_name(drawing, schema, na
 @pytest.mark.parametrize(
     ("regex", "named"),
     [
-        ("(?=a)a", "lookahead"), ("a(?<!b)", "negative"), (r"(a)\1", "backreference"), ("(a)?(?(1)b|c)", "conditional"),
-        ("(?>a*)b", "atomic"), ("a*+b", "possessive"), (r"a\b", "boundary"), ("a^b", "^"), ("a$b", "$"), ("(", "no reg"),
+        ("(?=a)a", "lookahead"), ("a(?<!b)", "negative"), (r"(a)\1", "backreference"), 
+        ("(a)?(?(1)b|c)", "conditional"),
+        ("(?>a*)b", "atomic"), ("a*+b", "possessive"), (r"a\b", "boundary"), ("a^b", "^"), ("a$b", "$"),
+        ("(", "no reg"),
         ("[^a]", None), ("(?i)[^a]", "ignores case"), ("a{9000}", "fewer"), ("(" * 3000 + ")" * 3000, "deeply"),
         (r"\ud800", "surrogate"), ("a" * 9000, "characters"), ("(a{1000}){1000}", "fewer"),
     ],
@@ -259,7 +261,8 @@ def test_an_expression_that_cannot_be_followed_is_refused_by_name(drawing, regex
         ('start[temperature=0.5]: "a"', "temperature"), ('start[stop="x"]: /a*/', "stop"), ("start: b", "b"),
         ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "allow_invalid_utf8"), ('root ::= "a', "GBNF"),
         ('start: %json {"x-guidance": {"lenient": true}}', "x-guidance"), ("start: %json {", "JSON"),
-        ("root ::= [a&&b]", "&&"), ("root ::= x", "x"), ('root ::= "a"\nroot ::= "b"', "twice"), ("nothing", "Expected token"),
+        ("root ::= [a&&b]", "&&"), ("root ::= x", "x"), ('root ::= "a"\nroot ::= "b"', "twice"),
+        ("nothing", "Expected token"),
         ("root ::= root", "first token"), ('root ::= "\\ud800"', "no character"), ("start: /a{99999}/", "repeats"),
         ("start: " + "(" * 10**5 + '"a"' + ")" * 10**5, "deep"), ('start: "' + "a" * 9000 + '"', "9002"),
     ],
@@ -313,7 +316,8 @@ def test_objects_are_closed_where_a_schema_is_and_not_where_data_is():
     inner = {"properties": {"b": {}}}
     schema = {
         "properties": {"properties": inner, "open": {"properties": {}, "additionalProperties": {}}},
-        "enum": [inner], "const": inner, "anyOf": [inner], "$defs": {"const": inner}, "components": {"schemas": {"x": inner}},
+        "enum": [inner], "const": inner, "anyOf": [inner],
+        "$defs": {"const": inner}, "components": {"schemas": {"x": inner}},
         "items": {"type": "object"}, "unevaluated": {"patternProperties": {"a": True}, "unevaluatedProperties": True},
     }  # fmt: skip
     closed = {**inner, "additionalProperties": False}
@@ -323,6 +327,15 @@ def test_objects_are_closed_where_a_schema_is_and_not_where_data_is():
         "properties": {"properties": closed, "open": schema["properties"]["open"]},
     }  # fmt: skip
     assert prepare(schema, False) == schema
+
+
+def test_a_name_cannot_be_written_as_another_with_escapes(drawing):
+    schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}, "type": "object"}
+    for text in ('{"\\u', '{"b": "\\u'):
+        constraint = drawing.grammars.compile(Params(json=schema)).begin()
+        _spell(drawing, constraint, text[:-1])
+        row = _row(drawing.grammars, constraint, drawing.vocab_size)
+        assert not any(drawing.tokenizer.token_text(token).startswith("u") for token in row)
 
 
 def test_disable_additional_properties(drawing):
@@ -342,6 +355,18 @@ def test_what_a_model_lacks_is_said(tokenizer):
     assert "ends an output" in _refusal(Grammars(tokenizer, 1536, [10**6]), regex="a")
 
 
+def _references(count: int) -> dict:
+    return {"$ref": "#/$defs/0", "$defs": {str(each): {"$ref": f"#/$defs/{each + 1}"} for each in range(count)}}
+
+
+def _rules(count: int, rule: str) -> str:
+    """Write rules of which each refers to the next."""
+    name, sign = rule[0], rule.split()[0].removeprefix("r{0}").removeprefix("R{0}")
+    rules = [rule.format(each, each + 1) for each in range(count)]
+    last = f'{name}{count}{sign} "b"' if sign else f'{name}{count} ::= "b"'
+    return "\n".join([f"start: {name}0"] * bool(sign) + [*rules, last])
+
+
 HOSTILE = {
     "nested quantifiers": {"regex": "((a{1,100}){1,100}){1,100}"},
     "a long automaton": {"regex": "[ab]*a[ab]{500}"},
@@ -353,11 +378,11 @@ HOSTILE = {
     "properties": {"json": {"properties": {f"p{i}": {} for i in range(2000)}}},
     "patterns of names": {"json": {"patternProperties": {f"^x{i}_[a-z]+$": {} for i in range(1000)}}},
     "divisors": {"json": {"anyOf": [{"type": "integer", "multipleOf": 777 + i} for i in range(9)]}},
-    "a chain of references": {"json": {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(7000)}}},
-    "a chain of rules": {"grammar": "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "a"' for i in range(9000)) + '\nr9000: "b"'},
-    "a chain of terminals": {"grammar": "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(99)) + '\nR99: "b"'},
-    "GBNF's rules": {"grammar": "\n".join(f"r{i} ::= r{i + 1}" for i in range(9000)) + '\nr9000 ::= "b"'},
-    "rules that double": {"grammar": "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(60)) + '\nr60 ::= "b" | ""'},
+    "a chain of references": {"json": _references(7000)},
+    "a chain of rules": {"grammar": _rules(9000, 'r{0}: r{1} "a"')},
+    "a chain of terminals": {"grammar": _rules(99, "R{0}: R{1} R{1}")},
+    "GBNF's rules": {"grammar": _rules(9000, "r{0} ::= r{1}")},
+    "rules that double": {"grammar": _rules(60, "r{0} ::= r{1} r{1}")},
     "ambiguity": {"grammar": 'root ::= root root | root root root | "a" | ""'},
     "schemas": {"grammar": "start: " + " | ".join('%json {"type": "object"}' for _ in range(9000))},
 }  # fmt: skip

@@ -132,8 +132,11 @@ def test_outputs_satisfy_all_schemas(drawing):
 
 def _expression(rng: random.Random, depth: int = 0) -> str:
     """Make an expression as Python reads it."""
-    atoms = ["a", "b", "é", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", ".", "[a-c]", "[^a-c]", r"[\w-]", r"[^\s\d]", r"\.", r"\n",
-             "[^\\W_]", r"[^\D5]", "/", "#", '"', "(?i:k)", "(?i:[a-c])", "(?a:\\w)", r"(?a:[^\s])", "(?s:.)", r"\x41", r"[\]\^]"]  # fmt: skip
+    atoms = [
+        *("a", "b", "é", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", ".", "[a-c]", "[^a-c]", r"[\w-]", r"[^\s\d]", r"\."),
+        *(r"\n", r"[^\W_]", r"[^\D5]", "/", "#", '"', "(?i:k)", "(?i:[a-c])", r"(?a:\w)", r"(?a:[^\s])", "(?s:.)"),
+        *(r"\x41", r"[\]\^]", r"[^\S\n]"),
+    ]
     kind = rng.choice(["atom", "atom", "row", "or", "repeat", "group"]) if depth < 4 else "atom"
     inner = [_expression(rng, depth + 1) for _ in range(rng.randrange(1, 4))] if kind != "atom" else []
     match kind:
@@ -172,7 +175,7 @@ def test_outputs_match_more_expressions(drawing):
     _judge_expressions(drawing, range(60, 360), 40)
 
 
-Node = tuple  # ("text", str) | ("class", str) | ("rule", int) | ("row", ...) | ("or", ...) | ("opt" | "star" | "plus", Node)
+Node = tuple  # a kind and its parts: a text, a class, the number of a rule, or other nodes
 
 
 def _grammar(rng: random.Random) -> list[Node]:
