@@ -22,6 +22,7 @@ def test_outputs_of_a_model_satisfy_the_schemas_of_the_suite(own: dict[str, bool
     groups = [group for file in sorted(SUITE.glob("*.json")) for group in json.loads(file.read_text())]
     schemas = [group["schema"] for group in groups if group["description"] not in UNJUDGED]
     prompts, params, compiled = [], [], []
+    invalid: list[tuple[object, str, str | int | None]] = []
     num_ended = num_other = 0
     with LLM(**MANY_SLOTS) as llm:
         for number, schema in enumerate(schemas):
@@ -38,12 +39,15 @@ def test_outputs_of_a_model_satisfy_the_schemas_of_the_suite(own: dict[str, bool
         for schema, output in zip(compiled, llm.generate(prompts, params, use_tqdm=False), strict=True):
             judge = jsonschema.Draft202012Validator(schema)
             for told in output.outputs:
-                assert told.finish_reason in ("stop", "length"), (schema, told.stop_reason)
                 if told.finish_reason == "stop":
                     num_ended += 1
-                    assert judge.is_valid(json.loads(told.text)), (schema, told.text)
+                    if not judge.is_valid(json.loads(told.text)):
+                        invalid.append((schema, told.text, None))
                 else:
                     num_other += 1
+                    if told.finish_reason != "length":
+                        invalid.append((schema, told.text, told.stop_reason))
         assert llm.engine.metrics.compilations_after_ready == 0
     print(f"{len(compiled)} of {len(schemas)} schemas compile; {num_ended} outputs ended, {num_other} were cut")
-    assert len(compiled) > len(schemas) / 2 and num_ended > num_other / 4
+    assert not invalid, invalid
+    assert len(compiled) > len(schemas) / 3 and num_ended > num_other
