@@ -23,7 +23,7 @@ COMMON = (
 )
 IDLE = "without_effect"  # the key under which parsed options list the given flags that change nothing
 _NO_FLAGS = {"detokenize", "output_kind", "stream_interval"}  # of a program that reads outputs
-_NO_FLAGS |= {"logit_bias", "extra_args", "repetition_detection"}  # tables
+_NO_FLAGS |= {"logit_bias", "extra_args", "repetition_detection", "structured_outputs"}  # tables
 _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
 _SHORT |= {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 _UNITS = {"": 1, **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgt")}}
