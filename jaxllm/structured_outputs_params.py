@@ -109,8 +109,7 @@ def _schema_text(schema: object) -> str:
             schema = json.loads(schema)
         if not isinstance(schema, Mapping | bool):
             raise UserError(f"json must be a JSON schema, got {checks.shown(schema)}.", _NAME)
-        if _depth(schema) > MAX_DEPTH:
-            raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME)
+        check_size(schema)
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except UserError:
         raise
@@ -120,20 +119,26 @@ def _schema_text(schema: object) -> str:
         raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME) from error
 
 
-def _depth(value: object) -> int:
-    """Return how deeply objects and lists are nested, as far as one level beyond what is allowed."""
-    level, depth = [value], 0
-    while depth <= MAX_DEPTH:
+def check_size(schema: object) -> None:
+    """Refuse what is nested too deeply, or has more values than its text may have characters; none is then looked at.
+
+    Raises:
+        UserError: naming `structured_outputs`.
+    """
+    level, left = [schema], MAX_CHARS
+    for _ in range(MAX_DEPTH + 1):
         parents = [each for each in level if isinstance(each, Mapping | list | tuple)]
         if not parents:
-            break
-        depth += 1
+            return
+        left -= sum(map(len, parents))
+        if left < 0:
+            raise UserError(f"json may have at most {MAX_CHARS} characters.", _NAME)
         level = [child for each in parents for child in (each.values() if isinstance(each, Mapping) else each)]
-    return depth
+    raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME)
 
 
 def _choice(value: object) -> tuple[str, ...]:
-    texts = checks.sequence("choice", value, "strings", None)
+    texts = checks.sequence("choice", value, "strings", MAX_CHARS)
     if not texts or any(not isinstance(text, str) or not text for text in texts):
         raise UserError("choice must hold texts that are not empty.", _NAME, value)
     joined = "".join(map(str, texts))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.structured_outputs_params import check_size
 from jaxllm_server.shared.calls import Call, NamedTool, is_forced
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -23,12 +24,15 @@ def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]
     """Return a call's sampling with the constraint that its `tool_choice` is; its tools were checked.
 
     Raises:
-        UserError: naming `tool_choice`, for a tool that there is not, or beside another constraint.
+        UserError: naming `tool_choice`, for a tool that there is not, or beside another constraint; naming `tools`,
+            where they are too large.
     """
     if sampling.get("structured_outputs") is not None:
         message = "structured_outputs and a tool_choice that forces a call exclude each other: give one of them."
         raise UserError(message, "tool_choice")
     tools = {tool["function"]["name"]: tool["function"].get("parameters") for tool in reversed(call.tools or ())}
+    with blaming_tools(call):
+        check_size([*tools.values()])  # before each is copied
     if isinstance(call.tool_choice, NamedTool):
         if call.tool_choice.name not in tools:
             shown = call.tool_choice.name[:64]

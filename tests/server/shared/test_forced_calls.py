@@ -25,6 +25,13 @@ NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 MESSAGES = [{"role": "user", "content": "a"}]
 
 
+class Unread(list):
+    """A list that must not be iterated over."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("read")
+
+
 def tool(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
@@ -153,6 +160,7 @@ def test_a_call_gets_the_constraint_of_its_choice() -> None:
         (Call(tools=[{}], tool_choice="required"), "tools"),
         (Call(tools=[tool("a")] * 129, tool_choice="required"), "tools"),
         (Call(tools=[tool("add", parameters={"a": "x" * 2**18})], tool_choice=NamedTool("add")), "tools"),
+        (Call(tools=[tool("add", parameters={"a": Unread([0] * 2**19)})], tool_choice="required"), "tools"),
     ],
 )
 def test_what_cannot_be_forced_is_refused_by_name(call: Call, parameter: str) -> None:
