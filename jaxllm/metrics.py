@@ -26,6 +26,7 @@ class Metrics:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     chunk_tokens: int = 0  # of prompts, computed in steps that have ended; those found in the cache are not
     generated_tokens: int = 0
+    forced_tokens: int = 0  # of them, those that a grammar forced, which were not sampled
     preemptions: int = 0
     recoveries: int = 0  # steps that failed and took the cache with them
     finished: dict[str, int] = field(default_factory=dict)  # sequences by finish reason

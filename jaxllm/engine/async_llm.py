@@ -209,7 +209,7 @@ class AsyncLLM:
         if self._streams.has(request_id, owner):
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
         with self.preparing(1):
-            accepted = await self._accept(request_id, prompt, sampling_params, priority)
+            accepted = await self._accept(request_id, prompt, sampling_params, priority, owner)
         if self._streams.has(request_id, owner):
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
         self._check_serving()
@@ -422,12 +422,15 @@ class AsyncLLM:
         if error is not None:
             raise error
 
-    async def _accept(self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int) -> Accepted:
-        """Check a request; a long text is tokenized off the event loop."""
+    async def _accept(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int, owner: str
+    ) -> Accepted:
+        """Check a request; a long text is tokenized, and a grammar compiled, off the event loop."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
-        if not isinstance(text, str) or len(text) <= LONG_TEXT:
-            return self.engine.accept(request_id, prompt, params, priority)
-        return await self.off_loop(self.engine.accept, request_id, prompt, params, priority)
+        is_long = isinstance(text, str) and len(text) > LONG_TEXT
+        if is_long or isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            return await self.off_loop(self.engine.accept, request_id, prompt, params, priority, client=owner or None)
+        return self.engine.accept(request_id, prompt, params, priority)
 
     def _close(self, stream: Stream) -> None:
         """Forget a stream; a request that has not ended is aborted. Never waits: it runs while a task is cancelled."""

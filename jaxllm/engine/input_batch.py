@@ -49,6 +49,7 @@ class InputBatch:
         self._sequences: list[Sequence | None] = [None] * num_slots
         self._variants = np.zeros(num_slots, np.int8)  # index into VARIANTS
         self._is_scored = np.zeros(num_slots, np.bool_)  # whether `scored` may list it
+        self.is_constrained = np.zeros(num_slots, np.bool_)  # whether it obeys a grammar
 
     def place(self, slot: int, sequence: Sequence) -> None:
         """Put a sequence into a slot."""
@@ -58,6 +59,7 @@ class InputBatch:
         self._variants[slot] = VARIANTS.index(sequence.variant)
         wants_prompt = sequence.index == 0 and sequence.group.num_prompt_logprobs is not None
         self._is_scored[slot] = wants_prompt or self._is_whole(sequence.params.logprobs)
+        self.is_constrained[slot] = sequence.constraint is not None
         self.rows[slot] = sequence.row
 
     def owner(self, slot: int) -> Sequence:

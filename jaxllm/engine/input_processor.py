@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from jaxllm.sampling import sampler
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, validate_for_model
 from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.state import Limits, Request
+from jaxllm.structured_output.grammars import Grammar, Grammars
 from jaxllm.text import detokenizer
 from jaxllm.text.repetition_detector import RepetitionDetector
 from jaxllm.text.stop_strings import StopMatcher
@@ -44,6 +45,7 @@ class Accepted:
     priority: int
     salt: bytes
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences
+    grammar: Grammar | None = None
     name: str  # for logs and recordings
 
     def limit(self, max_model_len: int) -> int:
@@ -56,8 +58,11 @@ class Accepted:
 class InputProcessor:
     """Turns requests into sequences for one engine. All but `accept` belong to the engine's thread."""
 
-    def __init__(self, config: EngineConfig, model: ModelInfo, limits: Limits, extras: sampler.Extras) -> None:
+    def __init__(
+        self, config: EngineConfig, model: ModelInfo, limits: Limits, extras: sampler.Extras, grammars: Grammars
+    ) -> None:
         self._config = config
+        self._grammars = grammars
         self._model = model
         self._limits = limits
         self._extras = extras
@@ -98,10 +103,24 @@ class InputProcessor:
             priority=int(priority),
             salt=salt,
             bad_words=bad_words,
+            grammar=self._grammar(params),
             name=request_id,
         )
         scheduler.check_fits(self._limits, len(ids), accepted.limit(model.max_model_len))
         return accepted
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """Compile what an output must look like, if anything is asked."""
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        if self._config.skip_tokenizer_init:
+            message = "structured_outputs needs the tokenizer, and skip_tokenizer_init left it out."
+            raise UserError(message, "structured_outputs")
+        if not self._model.eos_ids:
+            message = "structured_outputs needs a token that ends an output, and this model has none."
+            raise UserError(message, "structured_outputs")
+        return self._grammars.compile(asked)
 
     def make_group(self, accepted: Accepted, now: float) -> tuple[SequenceGroup, list[Request]]:
         """Make a request's sequences, and what the scheduler needs of each."""
@@ -121,7 +140,7 @@ class InputProcessor:
             salt = f"{self._num_sequences}".encode() if params.n > 1 else None
         requests = []
         for index in range(params.n):
-            own = self._make_sequence(group, index, params)
+            own = self._make_sequence(group, index, params, accepted.grammar)
             group.sequences.append(own)
             # The first sequence computes the whole prompt if its log-probabilities are wanted.
             reads_cache = params.prompt_logprobs is None or index > 0
@@ -146,6 +165,8 @@ class InputProcessor:
         Apart from `make_group`, so that a request that could not be made changes no seed of those after it.
         """
         params, extras = accepted.params, self._extras
+        if accepted.grammar is not None:
+            params = replace(params, min_tokens=0)  # its masks see to that, see constrained_rows.py
         seed = params.seed
         if seed is None:
             # A drawn seed makes equal requests differ by the order in which they came.
@@ -159,7 +180,9 @@ class InputProcessor:
             )
             own.extras = extras.pack(params, accepted.bad_words)
 
-    def _make_sequence(self, group: SequenceGroup, index: int, params: SamplingParams) -> sequence.Sequence:
+    def _make_sequence(
+        self, group: SequenceGroup, index: int, params: SamplingParams, grammar: Grammar | None
+    ) -> sequence.Sequence:
         self._num_sequences += 1
         tokenizer, ids = self._model.tokenizer, group.prompt_token_ids
         return sequence.Sequence(
@@ -167,12 +190,14 @@ class InputProcessor:
             group=group,
             index=index,
             params=params,
-            eos_ids=frozenset() if params.ignore_eos else self._model.eos_ids,
+            # With `ignore_eos` a grammar's masks allow an end only where nothing else may follow.
+            eos_ids=frozenset() if params.ignore_eos and grammar is None else self._model.eos_ids,
             variant=sampler.needs(params),
             tokens=array("i", ids),
             detokenizer=detokenizer.begin(tokenizer, ids, params.skip_special_tokens),
             matcher=StopMatcher.of(params.stop),
             repetition=RepetitionDetector(params.repetition_detection) if params.repetition_detection else None,
+            constraint=None if grammar is None else grammar.begin(),
             logprobs=None if params.logprobs is None and params.logprob_token_ids is None else [],
         )
 

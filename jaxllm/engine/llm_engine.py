@@ -14,6 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from jaxllm.config import EngineConfig, config_of
+from jaxllm.engine.constrained_rows import ConstrainedRows
 from jaxllm.engine.input_batch import VARIANTS, InputBatch, RequestFault, blaming
 from jaxllm.engine.input_processor import Accepted, InputProcessor, Prompt
 from jaxllm.engine.interrupts import uninterrupted
@@ -24,7 +25,7 @@ from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.errors import EngineError, RequestIdInUseError
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import FinishReason, RequestOutput
-from jaxllm.runner.model_runner import StepInFlight
+from jaxllm.runner.model_runner import HeldStep, StepInFlight
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
 from jaxllm.sampling import sampler
 from jaxllm.sampling_params import SamplingParams
@@ -61,11 +62,13 @@ class LLMEngine:
         self._clock = parts.clock
         limits = self.runner.limits
         self.scheduler = RecordedScheduler(limits, recorder)
-        self.inputs = InputProcessor(config, self.model, limits, self.runner.extras)
+        self.inputs = InputProcessor(config, self.model, limits, self.runner.extras, parts.grammars)
         self.outputs = OutputProcessor(self.model.tokenizer, self.scheduler, self.metrics, self._clock)
         self._batch = InputBatch(limits.num_slots, self.runner.num_logprobs)
+        self._constrained = ConstrainedRows(self._batch, parts.grammars, self.model.vocab_size)
         self._depth = 2 if config.async_scheduling else 1  # steps in flight
-        self._in_flight: deque[tuple[Plan, StepInFlight]] = deque()
+        # A step whose rows need masks waits for them between its halves, until the one before it is committed.
+        self._in_flight: deque[tuple[Plan, StepInFlight | HeldStep]] = deque()
         self._planned: Plan | None = None  # the step that is being dispatched or waited for
         self._failed_steps = FailedSteps()
         self._profile: Profile | None = None  # a trace that is being made
@@ -164,30 +167,41 @@ class LLMEngine:
             return outputs
 
     def _step(self) -> list[RequestOutput]:
+        ended: list[SequenceGroup] = []  # by their grammars
         try:
             while len(self._in_flight) < self._depth:
                 issued = self._issue()
                 if issued is None:
                     break
                 self._in_flight.append(issued)
+                ended += self._sample_held()
             if not self._in_flight:
                 raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
             plan, flight = self._in_flight.popleft()
             self._planned = plan
+            assert isinstance(flight, StepInFlight)
             with span("wait"):
                 result = flight.result()
+            tokens, counts = self._constrained.take_in(self.scheduler.state, plan, result)
         except Exception as error:
-            return self._recover(error)
+            return [*self.outputs.due(ended, self._clock()), *self._recover(error)]
         self._failed_steps.reset()
         with span("commit"):
-            events = self.scheduler.commit(plan, result.tokens, result.is_finite)
+            events = self.scheduler.commit(plan, tokens, result.is_finite, counts)
+        outputs = []
+        try:
+            ended += self._sample_held()
+        except Exception as error:
+            outputs = self._recover(error)
         with span("output"):
             self.num_rows = len(plan.slots)
             self.metrics.chunk_tokens += plan.num_tokens - plan.num_decodes
-            self.metrics.generated_tokens += len(events.ids)
-            return self.outputs.take_in(result, events)
+            self.metrics.generated_tokens += len(events.tokens)
+            self.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))
+            outputs += self.outputs.take_in(result, events)
+            return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
 
-    def _issue(self) -> tuple[Plan, StepInFlight] | None:
+    def _issue(self) -> tuple[Plan, StepInFlight | HeldStep] | None:
         """Plan a step and give it to the device; None if all requests wait for tokens of steps in flight."""
         with span("plan"):
             plan = self._planned = self.scheduler.plan(self._clock())
@@ -198,7 +212,27 @@ class LLMEngine:
             scored = self._batch.scored(plan)
             variant = VARIANTS[-1] if scored else self._batch.variant(plan)
             chunks = self._batch.chunks(plan)
-        return plan, self.runner.dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored)
+        dispatch = self.runner.dispatch_held if self._constrained.any(plan) else self.runner.dispatch
+        return plan, dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored)
+
+    def _sample_held(self) -> list[SequenceGroup]:
+        """Let the next step in flight be sampled if it was held: all tokens before it are known now.
+
+        Returns the requests that ended because their grammars cannot go on.
+        """
+        if not self._in_flight or not isinstance(self._in_flight[0][1], HeldStep):
+            return []
+        plan, held = self._in_flight[0]
+        self._planned = plan
+        with span("masks"):
+            masks = self._constrained.masks(self.scheduler.state, plan)
+        self._in_flight[0] = plan, self.runner.sample(held, masks.words, masks.is_masked)
+        ended = []
+        for own, why in masks.failed:
+            if own.finish_reason is None:
+                self.outputs.end_group(own.group, f"its grammar cannot go on: {why}")
+                ended.append(own.group)
+        return ended
 
     def _admit(self, plan: Plan) -> tuple[np.ndarray | None, list[tuple[int, np.ndarray]]]:
         """Place newly admitted sequences into their slots.

@@ -20,6 +20,7 @@ from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.model_setup import prepare
 from jaxllm.runner.startup_timing import Phase, Phases, describe
 from jaxllm.sampling_params import default_sampling_params
+from jaxllm.structured_output.grammars import Grammars
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 
 
@@ -29,6 +30,7 @@ class Parts:
 
     model: ModelInfo
     runner: Runner
+    grammars: Grammars
     clock: Callable[[], float] = time.monotonic  # seconds
     start_phases: tuple[Phase, ...] = ()  # how long each phase of the start took, and why
 
@@ -66,7 +68,8 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         dtype=setup.dtype.name,
         device_kind=setup.devices[0].device_kind,
     )
-    return Parts(model=model, runner=runner, start_phases=start_phases)
+    grammars = Grammars(tokenizer, setup.spec.vocab_size, eos_ids)
+    return Parts(model=model, runner=runner, grammars=grammars, start_phases=start_phases)
 
 
 def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:

@@ -82,15 +82,14 @@ class OutputProcessor:
             except Exception:  # in this request's text: the others of the step are unaffected
                 changed[own.group.internal_id] = own.group
                 self.fail(own.group)
-        for sequence_id, token, row in zip(
-            events.ids.tolist(), events.tokens.tolist(), events.rows.tolist(), strict=True
-        ):
+        columns = events.ids, events.counts, events.rows
+        for sequence_id, count, row in zip(*(column.tolist() for column in columns), strict=True):
             own = self.sequences.get(sequence_id)
             if own is None:
                 continue  # it has just failed
             changed[own.group.internal_id] = own.group
             try:
-                self._append(own, token, row, result, events, now)
+                self._append(own, count, row, result, events, now)
             except Exception:  # in this request's text: the others of the step are unaffected
                 self.fail(own.group)
         for sequence_id in events.failed:
@@ -104,7 +103,7 @@ class OutputProcessor:
     def fail(self, group: SequenceGroup) -> None:
         """End a request for which something raised, while the exception is being handled."""
         _log.exception("request %s failed", group.request_id)
-        self._end_group(group, "the engine could not go on with it")
+        self.end_group(group, "the engine could not go on with it")
 
     def due(self, changed: Iterable[SequenceGroup], now: float) -> list[RequestOutput]:
         """Make the outputs that are due of requests that have changed; forget those that have finished."""
@@ -125,21 +124,22 @@ class OutputProcessor:
         if np.isfinite(score.logprob):
             group.add_prompt_logprobs(self._tokenizer, score)
 
-    def _append(self, own: sequence.Sequence, token: int, row: int, result: Result, events: Events, now: float) -> None:
-        """Append a sampled token, which may end the sequence."""
+    def _append(self, own: sequence.Sequence, count: int, row: int, result: Result, events: Events, now: float) -> None:
+        """Take in the newest `count` tokens of a sequence, which may end it."""
         if own.index == 0 and own.group.misses_prompt_logprobs:
-            self._end_group(own.group, "the logits of the prompt were not finite")
+            self.end_group(own.group, "the logits of the prompt were not finite")
             return
         if own.group.metrics.first_token_time is None:
             own.group.metrics.first_token_time = now
-        own.add_logprobs(self._tokenizer, token, result, row)
-        end = own.advance(self._tokenizer, token, events.finished.get(own.sequence_id))
+        if own.logprobs is not None:  # then it yields one token at most
+            own.add_logprobs(self._tokenizer, own.tokens[-1], result, row)
+        end = own.advance(self._tokenizer, count, events.finished.get(own.sequence_id))
         if end is not None:
             if own.sequence_id not in events.finished:
                 self._scheduler.abort({own.sequence_id: end[0]})
             self._end(own, *end)
 
-    def _end_group(self, group: SequenceGroup, why: str) -> None:
+    def end_group(self, group: SequenceGroup, why: str) -> None:
         """End all sequences of a request as failed."""
         ending = [own for own in group.sequences if own.finish_reason is None]
         self._scheduler.abort({own.sequence_id: "error" for own in ending})

@@ -16,6 +16,7 @@ from jaxllm.runner.scoring import Score
 from jaxllm.runner.step import Result
 from jaxllm.sampling.sampler import Variant
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.structured_output.constraint import Constraint
 from jaxllm.text import detokenizer
 from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.repetition_detector import RepetitionDetector
@@ -42,6 +43,7 @@ class Sequence:
     row: np.ndarray | None = None  # its packed row of the sampling state, see sampling.pack_row
     extras: np.ndarray | None = None  # its packed extras, see sampling.Extras
     repetition: RepetitionDetector | None = None
+    constraint: Constraint | None = None  # the grammar that it obeys, as far as it has come
     text: list[str] = field(default_factory=list)  # in pieces
     num_read: int = 0  # output tokens that `text` is made of
     num_shown: int = 0  # output tokens that `show` has returned; -1 once it returned the end
@@ -56,30 +58,48 @@ class Sequence:
         """Tokens of the output so far."""
         return len(self.tokens) - len(self.group.prompt_token_ids)
 
-    def advance(self, tokenizer: Tokenizer, token: int, finish_reason: FinishReason | None) -> End | None:
-        """Take in the newest of `tokens`; say how it ends the sequence, if it does.
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end it."""
+        return self.eos_ids.union(self.params.stop_token_ids)
 
-        The scheduler may say so; else it does by a stop string, else by a repetition.
+    def advance(self, tokenizer: Tokenizer, count: int, finish_reason: FinishReason | None) -> End | None:
+        """Take in the newest `count` of `tokens`; say how they end the sequence, if they do.
+
+        The scheduler may say so of the last one. Else one does by a stop string, or by a repetition; tokens behind it
+        are dropped.
         """
+        for end in range(len(self.tokens) - count + 1, len(self.tokens)):
+            ended = self._check(tokenizer, end, None)
+            if ended is not None:
+                del self.tokens[end:]
+                return ended
         if finish_reason == "stop":
+            token = self.tokens[-1]
             self.read(tokenizer, len(self.tokens) - 1)
             self.flush(tokenizer)
             return "stop", None if token in self.eos_ids else token
+        return self._check(tokenizer, len(self.tokens), finish_reason)
+
+    def _check(self, tokenizer: Tokenizer, end: int, finish_reason: FinishReason | None) -> End | None:
+        """Say how the sequence ends with its token before `end`, if it does."""
         stop_reason = None
-        if finish_reason is None and self._repeats(token):
+        if finish_reason is None and self._repeats(end):
             finish_reason, stop_reason = "repetition", "repetition_detected"  # vLLM's words
         if finish_reason is None and not self.params.stop:
             return None  # the text is made when it is returned
-        self.read(tokenizer)
+        self.read(tokenizer, end)
         if finish_reason is not None:
             self.flush(tokenizer)
         if self.matcher.matched is not None:
             return "stop", self.matcher.matched
         return None if finish_reason is None else (finish_reason, stop_reason)
 
-    def _repeats(self, token: int) -> bool:
-        """Whether the output repeats itself and is long enough to end."""
-        return self.repetition is not None and self.repetition.push(token) and self.num_tokens >= self.params.min_tokens
+    def _repeats(self, end: int) -> bool:
+        """Whether the output up to `end` repeats itself and is long enough to end."""
+        if self.repetition is None or not self.repetition.push(self.tokens[end - 1]):
+            return False
+        return end - len(self.group.prompt_token_ids) >= self.params.min_tokens
 
     def read(self, tokenizer: Tokenizer, end: int | None = None) -> None:
         """Append the text of the tokens before `end` that have not been read yet."""

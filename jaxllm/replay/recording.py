@@ -31,7 +31,7 @@ from jaxllm.scheduler.state import Events, Plan, Request
 from jaxllm.version import __version__
 
 MAGIC = "jaxllm recording"
-FORMAT = 2
+FORMAT = 3
 MIN_BYTES = 1 << 20
 _PSEUDONYM = 1 << 30  # at least: no vocabulary has such ids, so a pseudonym is never a stop token
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Kind(IntEnum):
     ABORT = 1  # reasons by id
     RESET = 2
     PLAN = 3  # number, decodes, rows, tokens, checksum
-    COMMIT = 4  # number, tokens, rows that were not finite
+    COMMIT = 4  # number, tokens, rows that were not finite, and how many tokens of each row count, None: one
     END = 5  # why
 
 
@@ -116,22 +116,40 @@ class FileRecorder:
         if self._file is not None:
             self._write([Kind.PLAN, self._microseconds(plan.now), *describe(plan)])
 
-    def committed(self, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None, events: Events) -> None:
-        """Note what a step sampled."""
+    def committed(
+        self,
+        plan: Plan,
+        tokens: np.ndarray,
+        is_finite: np.ndarray | None,
+        counts: np.ndarray | None,
+        events: Events,
+    ) -> None:
+        """Note what a step yielded."""
         if self._file is None:
             return
         failed = None if is_finite is None or is_finite.all() else np.flatnonzero(~is_finite).tolist()
         # A row that samples nothing may hold anything.
-        known = np.where(plan.samples, tokens, 0).astype(np.int32)
+        known = (tokens.T * plan.samples).T.astype(np.int32)
         if self._pseudonyms is not None:
-            known = np.full(len(tokens), _PSEUDONYM, np.int32)
-            for row, sequence, token in zip(
-                events.rows.tolist(), events.ids.tolist(), events.tokens.tolist(), strict=True
-            ):
-                is_stop = events.finished.get(sequence) == "stop"  # no block of such a token is ever shared
-                known[row] = token if is_stop else self._pseudonyms.extend(sequence, token)
+            known = self._disguised(tokens, events, self._pseudonyms)
             self._forget((*events.finished, *events.failed))
-        self._write([Kind.COMMIT, self._now(), plan.number, known.tobytes(), failed])
+        lengths = None if counts is None else counts.astype(np.int32).tobytes()
+        self._write([Kind.COMMIT, self._now(), plan.number, known.tobytes(), failed, lengths])
+
+    def _disguised(self, tokens: np.ndarray, events: Events, pseudonyms: Pseudonyms) -> np.ndarray:
+        """Return a step's tokens with a pseudonym for each that a request got."""
+        known = np.full(tokens.shape, _PSEUDONYM, np.int32)
+        rows = known.reshape(len(known), -1)
+        given = iter(events.tokens.tolist())
+        for row, sequence, count in zip(
+            events.rows.tolist(), events.ids.tolist(), events.counts.tolist(), strict=True
+        ):
+            is_stopped = events.finished.get(sequence) == "stop"
+            for place in range(count):
+                token = next(given)
+                is_stop = is_stopped and place == count - 1  # no block of such a token is ever shared
+                rows[row, place] = token if is_stop else pseudonyms.extend(sequence, token)
+        return known
 
     def close(self) -> None:
         """End the recording; later calls are not written."""

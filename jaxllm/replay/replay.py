@@ -130,15 +130,20 @@ class Replay:
         events = self._commit(plan, *entry[3:])
         return Moment(number, time, kind, core.state, plan, events)
 
-    def _commit(self, plan: Plan, known: bytes, failed: list[int] | None) -> Events:
-        tokens = np.frombuffer(known, np.int32)
-        if len(tokens) != len(plan.slots):
+    def _commit(self, plan: Plan, known: bytes, failed: list[int] | None, lengths: bytes | None) -> Events:
+        num_rows, tokens, counts = len(plan.slots), np.frombuffer(known, np.int32), None
+        if lengths is not None:
+            counts = np.frombuffer(lengths, np.int32)
+            tokens = tokens.reshape(num_rows, -1)
+            if not (len(counts) == num_rows and (0 <= counts).all() and (counts <= tokens.shape[1]).all()):
+                raise ValueError("a step has another number of tokens")
+        if len(tokens) != num_rows:
             raise ValueError("a step has another number of tokens")
         is_finite = None
         if failed is not None:
             is_finite = np.ones(len(tokens), np.bool_)
             is_finite[failed] = False
-        return self.core.commit(plan, tokens, is_finite)
+        return self.core.commit(plan, tokens, is_finite, counts)
 
     def _entries(self, file: BinaryIO) -> Iterator[list[Any]]:
         """Read entry after entry; a UserError where one is damaged. Sets `cut` where the file breaks off."""

@@ -22,6 +22,7 @@ import numpy as np
 from jaxllm.scheduler.state import Plan
 
 TILE = 32  # queries of one sequence that attend together in a ragged step
+MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # of `pack_masks`; the mask's words follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,4 +227,20 @@ def pack(
     view["tile_start"][:num_tiles] = np.repeat(first_tokens[rows], counts) + inside
     view["tile_length"][:num_tiles] = np.minimum(TILE, np.repeat(plan.lengths[rows], counts) - inside)
     view["tile_position"][:num_tiles] = np.repeat(plan.starts[rows], counts) + inside
+    return buffer
+
+
+def pack_masks(plan: Plan, num_rows: int, num_slots: int, masks: np.ndarray, is_masked: np.ndarray) -> np.ndarray:
+    """Lay out what the second half of a step needs, int32[num_rows, columns + V / 32].
+
+    `masks` are int32[R, V / 32], a bit for each token that a row of the plan may sample; it holds where `is_masked`,
+    bool[R].
+    """
+    buffer = np.zeros((num_rows, len(MASK_COLUMNS) + masks.shape[1]), np.int32)
+    used = len(plan.slots)
+    buffer[used:, 0] = num_slots
+    columns = plan.slots, plan.starts + plan.lengths - 1, plan.samples, is_masked
+    for at, column in enumerate(columns):
+        buffer[:used, at] = column
+    buffer[:used, len(MASK_COLUMNS) :] = masks
     return buffer

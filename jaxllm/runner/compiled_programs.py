@@ -1,9 +1,10 @@
 """The compiled programs: which there are, which are ready, and the threads that compile them.
 
-An engine serves as soon as its *covering* programs exist: one decode and one ragged program, the largest of each with
-the widest sampling, which between them can run any plan. The others are compiled in the background when plans ask for
-them; until then a plan runs in the smallest ready program that holds it. In deterministic mode one program runs every
-plan. Knows shapes and the function that traces a program; knows no weights and no state.
+A step is one program, or two: a forward half and, where the host has to make masks in between, the sampling behind it.
+An engine serves as soon as its *covering* programs exist: the halves of the largest decode and of the largest ragged
+step with the widest sampling, which between them can run any plan. The others are compiled in the background when plans
+ask for them; until then a plan runs in the smallest ready programs that hold it. In deterministic mode the same two
+halves run every plan. Knows shapes and the function that traces a program; knows no weights and no state.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -26,6 +27,7 @@ from jaxllm.metrics import Metrics
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.compile_threads import return_freed_memory, run_at_idle_priority, start_thread
+from jaxllm.runner.step import program_name
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
 
@@ -41,16 +43,29 @@ EXIT_SECONDS = 2.0  # that a process waits at its end for a running compilation 
 class Key:
     """The key of a program."""
 
-    shape: Shape
-    variant: Variant
+    shape: Shape  # of "sample" only the rows count
+    variant: Variant | None  # None: no sampling
+    part: Literal["step", "forward", "sample"] = "step"
 
     @property
-    def cost(self) -> tuple[int, int]:
-        """Order of programs that can run the same plan: the fewest tokens first, then the narrowest sampling."""
-        return self.shape.tokens, VARIANTS.index(self.variant)
+    def name(self) -> str:
+        """What a trace calls the program, behind `jit_`."""
+        if self.part == "sample" and self.variant is not None:
+            return f"sample_{self.shape.rows}_{self.variant.value}"
+        return program_name(self.shape, self.variant)
 
     def __str__(self) -> str:
-        return f"{self.shape}.{self.variant.value}"
+        shape = f"sample[{self.shape.rows}]" if self.part == "sample" else str(self.shape)
+        return f"{shape}.{'forward' if self.variant is None else self.variant.value}"
+
+
+Way = tuple[Key, ...]  # to run a plan: a program, or a forward half and the sampling behind it
+
+
+def halves(shape: Shape, variant: Variant) -> Way:
+    """Return the two programs of a step."""
+    rows = Shape(tokens=shape.rows, rows=shape.rows, tiles=0, entries=0, sampling_fields=0)
+    return Key(shape, None, "forward"), Key(rows, variant, "sample")
 
 
 class Programs:
@@ -64,18 +79,27 @@ class Programs:
         metrics: Metrics,
         variants: Sequence[Variant] = VARIANTS,
     ) -> None:
-        """Without `decode` shapes ragged programs run every plan; of `variants`, in order, the last is the widest."""
-        self.covering = [Key(shapes[-1], VARIANTS[-1]) for shapes in (ragged, decode) if shapes]
-        everything = [Key(shape, variant) for variant in variants[:-1] for shape in [*ragged, *decode]]
-        # The widest sampling is the rarest; it gets a coarser table, where a program has at most twice the plan's size.
-        everything += [Key(shape, VARIANTS[-1]) for shape in [*batch.coarser(ragged), *batch.coarser(decode)]]
+        """Without `decode` shapes ragged programs run every plan; `variants` are those of steps of one program."""
+        widest = VARIANTS[-1]
+        largest = [halves(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
+        self.covering = list(dict.fromkeys(key for way in largest for key in way))
+        # Rare programs get a coarser table, where one has at most twice the plan's size: the widest sampling, and halves.
+        coarse = [*batch.coarser(ragged), *batch.coarser(decode)]
+        ways: list[Way] = []
+        for variant in variants:
+            ways += [(Key(shape, variant),) for shape in (coarse if variant is widest else [*ragged, *decode])]
+        if variants:
+            ways += [halves(shape, variant) for shape in coarse for variant in VARIANTS[1:]]
+        else:
+            ways += largest
+        everything = dict.fromkeys(key for way in ways for key in way)
         self.rest = sorted((key for key in everything if key not in self.covering), key=_urgency)
         # Each with the index of its variant: looking it up took half of the time of `choose`.
         self._by_cost = {
             is_decode: [
-                (VARIANTS.index(key.variant), key)
-                for key in sorted(everything, key=lambda key: key.cost)
-                if key.shape in shapes
+                (VARIANTS.index(way[-1].variant), way)
+                for way in sorted(ways, key=_cost)
+                if way[0].shape in shapes and way[-1].variant is not None
             ]
             for is_decode, shapes in ((True, decode or ragged), (False, ragged))
         }
@@ -115,22 +139,24 @@ class Programs:
         """The number of possible programs."""
         return len(self.covering) + len(self.rest)
 
-    def choose(self, plan: Plan, variant: Variant) -> Key:
-        """Return the key of the cheapest ready program that holds the plan and samples as widely as `variant`.
+    def choose(self, plan: Plan, variant: Variant, is_held: bool = False) -> Way:
+        """Return the cheapest ready way to run a plan with sampling as wide as `variant`; halves if it `is_held`.
 
-        A cheaper one that is not ready yet is queued for the background.
+        What a cheaper one needs and is not ready yet is queued for the background.
         """
         self._last_step = time.monotonic()
         size = batch.extent(plan)
         is_wanted = True
         least = VARIANTS.index(variant)
-        for width, key in self._by_cost[not size.tiles]:
-            if width < least or not batch.fits(size, key.shape):
+        for width, way in self._by_cost[not size.tiles]:
+            if width < least or len(way) == 1 and is_held or not batch.fits(size, way[0].shape):
                 continue
-            if key in self._ready:
-                return key
-            if is_wanted and self._failures[key] < _MOST_TRIES:
-                self.want(key)
+            missing = [key for key in way if key not in self._ready]
+            if not missing:
+                return way
+            if is_wanted and all(self._failures[key] < _MOST_TRIES for key in missing):
+                for key in missing:
+                    self.want(key)
                 is_wanted = False
         raise RuntimeError(f"no program holds {len(plan.slots)} rows of {plan.num_tokens} tokens")
 
@@ -278,6 +304,12 @@ def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:
         method()
 
 
-def _urgency(key: Key) -> tuple[int, int]:
-    """Order of compilation: usual sampling first, and larger programs first, which serve more plans."""
-    return VARIANTS.index(key.variant), -key.shape.tokens
+def _cost(way: Way) -> tuple[int, int, int]:
+    """Order of ways to run the same plan: the fewest tokens first, then the narrowest sampling, then one program."""
+    variant = way[-1].variant
+    return way[0].shape.tokens, -1 if variant is None else VARIANTS.index(variant), len(way)
+
+
+def _urgency(key: Key) -> tuple[bool, int, int]:
+    """Order of compilation: steps of one program, then usual sampling, then larger programs, which serve more plans."""
+    return key.part != "step", -1 if key.variant is None else VARIANTS.index(key.variant), -key.shape.tokens

@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jaxllm.model import decoder, sharding, weights
 from jaxllm.runner import aot_manifest, batch, device_state, memory_plan, scoring, step
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
-from jaxllm.runner.device_state import Geometry
+from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TOKENS_AT, Geometry
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.runner.model_setup import Setup, describe_memory, describe_programs, extras_of, free_bytes, plan_memory
 from jaxllm.runner.profiling import span
@@ -59,6 +59,15 @@ class StepInFlight(NamedTuple):
         if not self.scores:
             return result
         return replace(result, scores=[score for of, found in self.scores for score in scoring.read_scores(of, found)])
+
+
+class HeldStep(NamedTuple):
+    """The first half of a step, which was dispatched; its rows are still to be sampled."""
+
+    plan: Plan
+    key: Key  # of the second half
+    logits: jax.Array
+    scores: Sequence[tuple[Sequence[Scored], jax.Array | np.ndarray]]
 
 
 class Runner:
@@ -165,30 +174,80 @@ class Runner:
         `scored` are positions of this step to score, which needs the widest variant.
         After an exception the state may be lost: call `renew`, and compute every running request again.
         """
-        self._running_thread = threading.get_ident()
-        try:
+        started = self._start(plan, chunks, sampling, variant, history, extras, scored, is_held=False)
+        return self.sample(started) if isinstance(started, HeldStep) else started
+
+    def dispatch_held(self, *arguments: Any) -> HeldStep:
+        """Dispatch the first half of a step; arguments as of `dispatch`. No other step until `sample` was called."""
+        started = self._start(*arguments, is_held=True)
+        assert isinstance(started, HeldStep)
+        return started
+
+    def sample(
+        self, held: HeldStep, masks: np.ndarray | None = None, is_masked: np.ndarray | None = None
+    ) -> StepInFlight:
+        """Dispatch the second half of a step.
+
+        `masks` are int32[R, V / 32], a bit for each token that a row may sample, for the rows in `is_masked`, bool[R].
+        """
+        plan, key = held.plan, held.key
+        num_rows, num_words = len(plan.slots), -(-self.setup.spec.vocab_size // 32)
+        if masks is None or is_masked is None:
+            masks, is_masked = np.zeros((num_rows, num_words), np.int32), np.zeros(num_rows, np.bool_)
+        with self._compilations_counted(), span("dispatch"):
+            buffer = batch.pack_masks(plan, key.shape.rows, self.geometry.num_slots, masks, is_masked)
+            leaves = list(self._state)
+            tokens, sampling, extras = (leaves[at] for at in (TOKENS_AT, SAMPLING_AT, EXTRAS_AT))
+            leaves[TOKENS_AT], joined = self.programs[key](tokens, sampling, extras, held.logits, buffer)
+            self._state = tuple(leaves)
+            joined.copy_to_host_async()
+        return StepInFlight(joined, num_rows, self.num_logprobs, held.scores)
+
+    def _start(
+        self,
+        plan: Plan,
+        chunks: Sequence[np.ndarray],
+        sampling: np.ndarray,
+        variant: Variant,
+        history: np.ndarray | None,
+        extras: Sequence[tuple[int, np.ndarray]],
+        scored: Sequence[Scored],
+        is_held: bool,
+    ) -> StepInFlight | HeldStep:
+        with self._compilations_counted():
             with span("pack"):
-                key = self.programs.choose(plan, variant)
-                buffer = batch.pack(plan, key.shape, self.geometry.num_slots, chunks, sampling)
+                way = self.programs.choose(plan, variant, is_held)
+                shape = way[0].shape
+                buffer = batch.pack(plan, shape, self.geometry.num_slots, chunks, sampling)
             with span("dispatch"):
-                ahead = plan.table[key.shape.entries :]
+                ahead = plan.table[shape.entries :]
                 if len(ahead) or history is not None:
                     self._patch(ahead, history)
                 if extras:
                     self._patch_extras(extras)
-                self._state, joined = self.programs[key](self._params, self._state, buffer)
-                joined.copy_to_host_async()
+                self._state, returned = self.programs[way[0]](self._params, self._state, buffer)
+                if len(way) == 1:
+                    returned.copy_to_host_async()
                 scores = self._score(scored) if scored else ()
+        self.metrics.steps += 1
+        self.metrics.padded_tokens += shape.tokens
+        self.metrics.computed_tokens += plan.num_tokens
+        if len(way) > 1:
+            return HeldStep(plan, way[1], returned, scores)
+        return StepInFlight(returned, len(plan.slots), self.num_logprobs, scores)
+
+    @contextmanager
+    def _compilations_counted(self) -> Iterator[None]:
+        """Count compilations of this thread: they delay requests."""
+        self._running_thread = threading.get_ident()
+        try:
+            yield
         finally:
             self._running_thread = None
-        self.metrics.steps += 1
-        self.metrics.padded_tokens += key.shape.tokens
-        self.metrics.computed_tokens += plan.num_tokens
-        return StepInFlight(joined, len(plan.slots), self.num_logprobs, scores)
 
     def program_texts(self, names: Collection[str]) -> dict[str, str]:
         """Return the HLO of programs by their names in a trace; unknown names are left out."""
-        named = {step.program_name(key.shape, key.variant): program for key, program in self.programs.ready().items()}
+        named = {key.name: program for key, program in self.programs.ready().items()}
         named |= {"patch": self._patch_program, "patch_extras": self._patch_extras_program}
         named |= {"score": self._score_programs[False], "score_whole": self._score_programs[True]}
         return {name: program.as_text() for name, program in named.items() if name in names}
@@ -245,7 +304,7 @@ class Runner:
         )
         sizes = setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH
         if self._config.deterministic:
-            self.programs = Programs([], [batch.uniform_shape(*sizes)], self._lower, self.metrics, VARIANTS[-1:])
+            self.programs = Programs([], [batch.uniform_shape(*sizes)], self._lower, self.metrics, ())
         else:
             is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
             # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row, and
@@ -277,7 +336,7 @@ class Runner:
         while True:
             self._compile_small()
             self.programs.wait()
-            temporaries = max(self.programs[key].memory_analysis().temp_size_in_bytes for key in self.programs.covering)
+            temporaries = max(map(_temporary_bytes, (self.programs[key] for key in self.programs.covering)))
             fitting = plan_memory(self._config, self.setup, self._mesh, free, temporaries)
             if fitting.num_blocks >= self.geometry.num_blocks:
                 return
@@ -306,12 +365,31 @@ class Runner:
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         """Trace one program."""
-        run = step.build(self._step_model, key.shape, key.variant)
-        buffer = jax.ShapeDtypeStruct(
-            (batch.buffer_size(key.shape),), jnp.int32, sharding=sharding.replicated(self._mesh)
-        )
+        everywhere = sharding.replicated(self._mesh)
+        if key.part == "sample":
+            assert key.variant is not None
+            return self._lower_sample(key.shape.rows, key.variant)
+        if key.variant is None:
+            run = step.build_forward(self._step_model, key.shape)
+        else:
+            run = step.build(self._step_model, key.shape, key.variant)
+        buffer = jax.ShapeDtypeStruct((batch.buffer_size(key.shape),), jnp.int32, sharding=everywhere)
         params, state = (tuple(jax.tree.leaves(tree)) for tree in (self._params_shapes, self._state_shapes))
         return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(params, state, buffer)
+
+    def _lower_sample(self, rows: int, variant: Variant) -> jax.stages.Lowered:
+        """Trace the second half of a step."""
+        spec, shapes, everywhere = self.setup.spec, self._state_shapes, sharding.replicated(self._mesh)
+        width = len(batch.MASK_COLUMNS) + -(-spec.vocab_size // 32)
+        buffer = jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=everywhere)
+        columns = jax.NamedSharding(self._mesh, jax.sharding.PartitionSpec(None, sharding.AXIS))
+        shards = self._mesh.size
+        vocabulary = -(-spec.vocab_size // shards) * shards  # with its padding
+        logits = jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32, sharding=columns)
+        run = step.build_sample(self._step_model, rows, variant)
+        return jax.jit(run, donate_argnums=(0,), compiler_options=self._options).lower(
+            shapes.tokens, shapes.sampling, shapes.extras, logits, buffer
+        )
 
     def _patch(self, table: np.ndarray, history: np.ndarray | None) -> None:
         """Write block-table entries and tokens into the state before a step."""
@@ -354,6 +432,12 @@ class Runner:
         """Count a compilation that delays requests: one on the thread that is starting a step."""
         if threading.get_ident() == self._running_thread:
             self.metrics.compilations_after_ready += 1
+
+
+def _temporary_bytes(program: Any) -> int:
+    """Return what a program needs beside its arguments: temporaries, and results that take nobody's place."""
+    memory = program.memory_analysis()
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:

@@ -1,7 +1,9 @@
 """One engine step as a function that is traced once per program: forward, attention, logits, sampling, slot update.
 
 Pure and without a host: it takes weights, the donated state and the packed batch, and returns the next state and one
-buffer of results. Knows how batch.py lays the buffer out; knows no scheduler and no compiled program.
+buffer of results. A step can also run as two programs: `build_forward` ends with logits, and `build_sample` goes on
+from them, with masks that the host makes in between. Knows how batch.py lays the buffers out; knows no scheduler and no
+compiled program.
 
 Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, Vx vocabulary
 of one shard.
@@ -109,6 +111,60 @@ def build(
     )
 
 
+def build_forward(
+    model: StepModel, shape: Shape
+) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
+    """Return the first half of a step: (weights, state, buffer) -> (state, logits), f32[R, V] over the shards."""
+    params, state = model.params, model.state
+    params_tree, state_tree = jax.tree.structure(params), jax.tree.structure(state)
+
+    def on_shard(params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array) -> tuple[Leaves, jax.Array]:
+        weights = jax.tree.unflatten(params_tree, params_leaves)
+        current = jax.tree.unflatten(state_tree, state_leaves)
+        following, logits, _ = _forward(model, shape, True, weights, current, _fields(shape, buffer))
+        return tuple(jax.tree.leaves(following)), logits
+
+    on_shard.__name__ = program_name(shape, None)
+    params_specs, state_specs = (
+        tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state)
+    )
+    return jax.shard_map(
+        on_shard,
+        mesh=model.mesh,
+        in_specs=(params_specs, state_specs, PartitionSpec()),
+        out_specs=(state_specs, PartitionSpec(None, AXIS)),
+        check_vma=False,
+    )
+
+
+def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Return the second half: (tokens, sampling, extras, logits, buffer) -> (tokens, results).
+
+    The first three are leaves of the state; the buffer is laid out by `batch.pack_masks`.
+    """
+
+    def on_shard(
+        tokens: jax.Array, sampling: jax.Array, extras: jax.Array, logits: jax.Array, buffer: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        place = {name: buffer[:, at] for at, name in enumerate(batch.MASK_COLUMNS)}
+        mask = buffer[:, len(batch.MASK_COLUMNS) :], place["is_masked"]
+        samples = place["samples"] > 0
+        position = place["row_position"]
+        tokens, sampled = _sample(
+            model, variant, tokens, sampling, extras, logits, place["row_slot"], position, samples, mask
+        )
+        return tokens, join(sampled)
+
+    on_shard.__name__ = f"sample_{num_rows}_{variant.value}"
+    return jax.shard_map(
+        on_shard,
+        mesh=model.mesh,
+        in_specs=(PartitionSpec(),) * 3 + (PartitionSpec(None, AXIS), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+
+
 def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str, str]:
     """Return the options of XLA's compiler that steps are compiled with, beside its defaults.
 
@@ -135,9 +191,13 @@ def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str,
     return options | {"xla_gpu_enable_command_buffer": kinds}
 
 
-def program_name(shape: Shape, variant: Variant) -> str:
-    """Name the program of a shape and a variant, as decode_64_greedy; a trace writes `jit_` before it."""
-    return f"{'decode' if shape.is_decode else 'ragged'}_{shape.tokens}_{variant.value}"
+def program_name(shape: Shape, variant: Variant | None) -> str:
+    """Name the program of a shape and a variant, as decode_64_greedy; a trace writes `jit_` before it.
+
+    None names the first half of a step alone, as decode_64_forward.
+    """
+    kind = "decode" if shape.is_decode else "ragged"
+    return f"{kind}_{shape.tokens}_{'forward' if variant is None else variant.value}"
 
 
 def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
@@ -183,6 +243,14 @@ def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:
     return extras.at[changes[:, 0]].set(changes[:, 1:], mode="drop")
 
 
+def _fields(shape: Shape, buffer: jax.Array) -> dict[str, jax.Array]:
+    """Take a packed batch apart."""
+    return {
+        name: lax.slice_in_dim(buffer, offset, offset + int(np.prod(size))).reshape(size)
+        for name, (offset, size) in batch.fields(shape).items()
+    }
+
+
 def _step(
     model: StepModel,
     shape: Shape,
@@ -191,11 +259,23 @@ def _step(
     state: DeviceState[jax.Array],
     buffer: jax.Array,
 ) -> tuple[DeviceState[jax.Array], Sampled]:
+    field = _fields(shape, buffer)
+    state, logits, samples = _forward(model, shape, variant is Variant.FULL, params, state, field)
+    rows = field["row_slot"], field["row_position"]
+    tokens, sampled = _sample(model, variant, state.tokens, state.sampling, state.extras, logits, *rows, samples)
+    return state.replace(tokens=tokens), sampled
+
+
+def _forward(
+    model: StepModel,
+    shape: Shape,
+    keeps_hidden: bool,
+    params: Params[jax.Array],
+    state: DeviceState[jax.Array],
+    field: Mapping[str, jax.Array],
+) -> tuple[DeviceState[jax.Array], jax.Array, jax.Array]:
+    """Compute a batch's tokens: the state behind it, each row's logits, f32[R, Vx], and which rows are sampled."""
     spec, geometry = model.spec, model.geometry
-    field = {
-        name: lax.slice_in_dim(buffer, offset, offset + int(np.prod(size))).reshape(size)
-        for name, (offset, size) in batch.fields(shape).items()
-    }
     row_slot, table = field["row_slot"], field["table"]
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
     rows, known = state.sampling, state.tokens
@@ -216,18 +296,36 @@ def _step(
     context = decoder.Context(positions, attend, axis=AXIS)
     hidden = decoder.forward(spec, params, tokens, context)  # [T, D]
     kept = state.hidden
-    if variant is Variant.FULL:
+    if keeps_hidden:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
     logits = decoder.head(spec, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
+    following = DeviceState(
+        kv=tuple(kv), tables=tables, tokens=known, sampling=rows, extras=state.extras, hidden=kept
+    )
+    return following, logits, samples
 
+
+def _sample(
+    model: StepModel,
+    variant: Variant,
+    tokens: jax.Array,
+    sampling: jax.Array,
+    extras: jax.Array,
+    logits: jax.Array,
+    row_slot: jax.Array,
+    row_position: jax.Array,
+    samples: jax.Array,
+    mask: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, Sampled]:
+    """Choose each row's next token, and write it into its slot's tokens, int32[S, M * P], where `samples` says so."""
     with named_scope("sampling"):
-        ends = field["row_position"] + 1
-        here = sampler.unpack_rows(rows.at[row_slot].get(mode="clip"))
+        ends = row_position + 1
+        here = sampler.unpack_rows(sampling.at[row_slot].get(mode="clip"))
         history, own = None, None
         if variant is Variant.FULL:
-            history = known.at[row_slot].get(mode="clip")
-            own = model.extras.unpack(state.extras.at[row_slot].get(mode="clip"))
-        vocabulary = Vocabulary(spec.vocab_size, AXIS)
+            history = tokens.at[row_slot].get(mode="clip")
+            own = model.extras.unpack(extras.at[row_slot].get(mode="clip"))
+        vocabulary = Vocabulary(model.spec.vocab_size, AXIS)
         sampled = sampler.sample(
             logits,
             here,
@@ -239,11 +337,10 @@ def _step(
             vocabulary,
             model.processors,
             model.kernels["sample"],
+            mask,
         )
-        known = known.at[jnp.where(samples, row_slot, geometry.num_slots), ends].set(sampled.tokens, mode="drop")
-    return DeviceState(
-        kv=tuple(kv), tables=tables, tokens=known, sampling=rows, extras=state.extras, hidden=kept
-    ), sampled
+        slots = jnp.where(samples, row_slot, model.geometry.num_slots)
+        return tokens.at[slots, ends].set(sampled.tokens, mode="drop"), sampled
 
 
 def _attention(
@@ -251,7 +348,7 @@ def _attention(
     shape: Shape,
     kv: list[tuple[jax.Array, jax.Array | None]],
     tables: jax.Array,
-    field: dict[str, jax.Array],
+    field: Mapping[str, jax.Array],
     slots: jax.Array,
     positions: jax.Array,
 ) -> decoder.Attend:

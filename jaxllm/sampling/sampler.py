@@ -260,6 +260,7 @@ def sample(
     vocabulary: Vocabulary,
     processors: Sequence[Processor] = (),
     kernel: Choice | None = None,
+    mask: tuple[jax.Array, jax.Array] | None = None,
 ) -> Sampled:
     """Choose one token per row; the same ones, bit by bit, over how many shards the logits ever lie.
 
@@ -281,6 +282,8 @@ def sample(
         kernel: static; chooses instead of what follows the stop ids, for all variants alike, so that a request gets the
             same tokens in each; last bits may make them others than those of several shards. None and "xla" are the
             reductions of vocabulary.py, and all that several shards can do.
+        mask: which tokens may come, i32[R, V / 32] with a bit for each id, and the rows that it holds for, i32[R]. After
+            everything else that bans tokens: a row of zeros is not finite.
     """
     is_finite = vocabulary.is_finite(logits)
     logits = vocabulary.without_padding(logits)
@@ -292,10 +295,13 @@ def sample(
         adjusted = penalized(adjusted, rows, positions, history, vocabulary)
         adjusted = vocabulary.without_padding(adjusted)  # what was infinite may be just large now
         adjusted = without_bad_words(adjusted, rows, positions, history, extras["bad_words"], vocabulary)
-        adjusted = restricted(adjusted, rows, extras["allowed"], vocabulary)
+        adjusted = restricted(adjusted, rows.is_restricted, extras["allowed"], vocabulary)
     if variant in (Variant.FILTERED, Variant.FULL):
         adjusted = _held_back(adjusted, rows, positions, vocabulary)
-    if variant is Variant.FULL:
+    if mask is not None:
+        words_of_rows, is_masked = mask
+        adjusted = restricted(adjusted, is_masked, words_of_rows, vocabulary)
+    if variant is Variant.FULL or mask is not None:
         # A processor may return NaN, and a request may forbid every token that there is.
         is_finite &= jnp.isfinite(vocabulary.maximum(adjusted)[:, 0])
     choose = _chosen if kernel is None or kernel.name == "xla" else partial(_chosen_by_kernel, kernel)
@@ -418,11 +424,16 @@ def without_bad_words(
     return logits.at[row, column].set(-jnp.inf, mode="drop")
 
 
-def restricted(logits: jax.Array, rows: SamplingRows, allowed: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """Ban all tokens but those allowed, in rows that are restricted; `allowed` is i32[R, V / 32], a bit for each id."""
+def restricted(
+    logits: jax.Array, is_restricted: jax.Array, allowed: jax.Array, vocabulary: Vocabulary
+) -> jax.Array:
+    """Ban all tokens but those allowed, in rows that are restricted, i32[R]; f32[R, Vx].
+
+    `allowed` is i32[R, V / 32], a bit for each id.
+    """
     bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1  # [R, V / 32, 32]
     is_allowed = vocabulary.columns(bits.reshape(len(bits), -1), logits.shape[-1]) > 0  # [R, Vx]
-    return jnp.where(is_allowed | (rows.is_restricted == 0)[:, None], logits, -jnp.inf)
+    return jnp.where(is_allowed | (is_restricted == 0)[:, None], logits, -jnp.inf)
 
 
 def _held_back(logits: jax.Array, rows: SamplingRows, positions: jax.Array, vocabulary: Vocabulary) -> jax.Array:

@@ -32,7 +32,14 @@ class Recorder(Protocol):
     def planned(self, plan: Plan) -> None:
         """A step was planned; it may be empty."""
 
-    def committed(self, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None, events: Events) -> None:
+    def committed(
+        self,
+        plan: Plan,
+        tokens: np.ndarray,
+        is_finite: np.ndarray | None,
+        counts: np.ndarray | None,
+        events: Events,
+    ) -> None:
         """A step's tokens were taken in."""
 
     def close(self) -> None:
@@ -78,16 +85,27 @@ class RecordedScheduler:
             self._recorder.planned(plan)
         return plan
 
-    def commit(self, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None = None) -> Events:
-        """Take in what a step sampled, and append it to the requests' tokens."""
-        self.state, events = scheduler.commit(self.state, self.limits, plan, tokens, is_finite)
+    def commit(
+        self,
+        plan: Plan,
+        tokens: np.ndarray,
+        is_finite: np.ndarray | None = None,
+        counts: np.ndarray | None = None,
+    ) -> Events:
+        """Take in what a step yielded, and append it to the requests' tokens."""
+        self.state, events = scheduler.commit(self.state, self.limits, plan, tokens, is_finite, counts)
         requests = self.requests
-        for request_id, token in zip(events.ids.tolist(), events.tokens.tolist(), strict=True):
-            requests[request_id].tokens.append(token)
+        if counts is None and len(events.tokens) == len(events.ids):
+            for request_id, token in zip(events.ids.tolist(), events.tokens.tolist(), strict=True):
+                requests[request_id].tokens.append(token)
+        else:
+            ends = np.cumsum(events.counts).tolist()
+            for request_id, count, end in zip(events.ids.tolist(), events.counts.tolist(), ends, strict=True):
+                requests[request_id].tokens.extend(events.tokens[end - count : end].tolist())
         for request_id in (*events.finished, *events.failed):
             del requests[request_id]
         if self._recorder is not None:
-            self._recorder.committed(plan, tokens, is_finite, events)
+            self._recorder.committed(plan, tokens, is_finite, counts, events)
         return events
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:

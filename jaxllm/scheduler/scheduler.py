@@ -23,7 +23,7 @@ NO_TOKEN = np.iinfo(np.int32).max
 
 def check_fits(limits: Limits, num_prompt: int, limit: int) -> None:
     """Refuse a request of at most `limit` tokens that could not run even alone in the pool."""
-    needed = -(-(limit - 1) // limits.block_size)  # the last token is sampled, never computed
+    needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is sampled, never computed
     if needed > limits.num_blocks:
         raise ContextLengthError(
             f"The request may reach {limit} tokens and would need {needed} KV blocks of {limits.block_size} "
@@ -83,14 +83,15 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     preempted = _grow(editor, limits, table)
 
     issued, length = editor.slots.issued, editor.slots.length
-    works = (issued < length) & (length < editor.slots.limit)
-    chunking = works & (issued < editor.slots.given)
-    decodes = works ^ chunking
+    chunking = issued < editor.slots.given
+    decodes = (issued < length) & (length < editor.slots.limit) & ~chunking
     row_slots = decodes.nonzero()[0]
     starts = issued[row_slots]
     num_decodes = len(row_slots)
     lengths, samples = _ones(num_decodes)
-    editor.issue(issued=issued + decodes, length=length + decodes)
+    turn = editor.slots.turn + decodes
+    editor.issue(issued=issued + decodes, length=length + decodes, turn=turn)
+    turns = turn[row_slots]
 
     budget = limits.max_step_tokens - num_decodes
     rows = _continue_prompts(editor, limits, chunking, budget) if chunking.any() else []
@@ -104,6 +105,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         starts = np.concatenate([starts, chunks[:, 1]])
         lengths = np.concatenate([lengths, chunks[:, 2]])
         samples = np.concatenate([samples, reaches_end])
+        turns = editor.slots.turn[row_slots]
     editor.num_planned += 1
     state = editor.done()
     return state, Plan(
@@ -114,6 +116,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         starts=starts,
         lengths=lengths,
         samples=samples,
+        turns=turns,
         table=table[0] if len(table) == 1 else np.concatenate([np.zeros((0, 3), np.int32), *table]),
         admitted=tuple(admitted),
         preempted=preempted,
@@ -122,36 +125,47 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
 
 
 def commit(
-    state: State, limits: Limits, step: Plan, tokens: np.ndarray, is_finite: np.ndarray | None = None
+    state: State,
+    limits: Limits,
+    step: Plan,
+    tokens: np.ndarray,
+    is_finite: np.ndarray | None = None,
+    counts: np.ndarray | None = None,
 ) -> tuple[State, Events]:
-    """Take in the tokens that a step sampled, int32[R], one per row of its plan; rows that sample nothing are ignored.
+    """Take in what a step yielded: a token for each row of its plan, int32[R]; rows that sample nothing are ignored.
 
-    A result whose request has gone, or was preempted since, is dropped: the request samples that token again, and gets
-    the same one because randomness depends on its seed and position only. A row whose logits were not finite ends its
-    request.
+    With `counts`, int32[R], tokens are int32[R, W], of which a row yields so many: the one that it sampled, and behind
+    it those that must follow, which the next plans compute like a prompt's. They are cut at the first stop token and at
+    the request's limit, so a request whose limit is its prompt yields none and ends.
+    A result whose request has gone, was preempted or got further tokens since is dropped: the request samples that
+    token again, and gets the same one because randomness depends on its seed and position only. A row whose logits were
+    not finite ends its request.
     """
     slots = state.slots
     editor = StateEditor(state)
-    ends = step.starts + step.lengths
-    live = step.samples & (slots.known[step.slots] == ends)
-    if slots.epochs is not step.epochs:  # slots have changed hands since
-        live &= slots.epochs[step.slots] == step.epochs[step.slots]
+    live = is_live(state, step)
     failed_slots: list[int] = []
     if is_finite is not None and not is_finite.all():
         failed_slots = step.slots[live & ~is_finite].tolist()
         live &= is_finite
     rows = live.nonzero()[0]
-    row_slots, sampled = step.slots, tokens
+    row_slots, turns, sampled = step.slots, step.turns, tokens
     if len(rows) < len(row_slots):
-        row_slots, ends, sampled = row_slots[rows], ends[rows], sampled[rows]
-    ends = ends + 1
-    editor.own_slots.known[row_slots] = ends
+        row_slots, turns, sampled = row_slots[rows], turns[rows], sampled[rows]
+    room = slots.limit[row_slots] - slots.known[row_slots]
+    if counts is None and (room > 0).all():
+        num_new, _ = _ones(len(rows))
+        stopped = _stops(editor, row_slots, sampled)
+    else:
+        wanted = np.minimum(room, 1 if counts is None else counts[rows])
+        num_new, stopped, sampled = _cut(editor, row_slots, sampled.reshape(len(rows), -1), wanted)
+    known = slots.known[row_slots] + num_new
+    editor.own_slots.known[row_slots] = known
+    editor.own_slots.done[row_slots] = turns
+    ended = stopped | (known >= slots.limit[row_slots])
+    if counts is not None:
+        _give(editor, row_slots[(num_new > 1) & ~ended])
 
-    stopped = sampled == slots.stop_id[row_slots]
-    if slots.has_more_stops.any():
-        for row in slots.has_more_stops[row_slots].nonzero()[0].tolist():
-            stopped[row] = int(sampled[row]) in editor.owner(int(row_slots[row])).request.stop_ids
-    ended = stopped | (ends >= slots.limit[row_slots])
     ids = slots.ids[row_slots]
     finished: dict[int, FinishReason] = {}
     for row in ended.nonzero()[0].tolist():
@@ -161,35 +175,86 @@ def commit(
         for slot in failed_slots:  # whatever made its logits unusable may be in its blocks
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
         _vacate(editor, limits, failed_slots, may_publish=False)
-        _vacate(editor, limits, row_slots[ended].tolist(), num_new=1)
-    return editor.done(), Events(rows=rows, ids=ids, tokens=sampled, finished=finished, failed=failed)
+        _vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())
+    return editor.done(), Events(
+        rows=rows, ids=ids, counts=num_new, tokens=sampled, finished=finished, failed=failed
+    )
+
+
+def is_live(state: State, step: Plan) -> np.ndarray:
+    """Say of each row of a plan whether its result is still wanted, bool[R]."""
+    slots = state.slots
+    live = step.samples & (step.turns > slots.done[step.slots])
+    if slots.epochs is not step.epochs:  # slots have changed hands since
+        live &= slots.epochs[step.slots] == step.epochs[step.slots]
+    return live
+
+
+def _stops(editor: StateEditor, row_slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Say of a token for each row whether it ends the row's request."""
+    slots = editor.slots
+    stopped = tokens == slots.stop_id[row_slots]
+    if slots.has_more_stops.any():
+        for row in slots.has_more_stops[row_slots].nonzero()[0].tolist():
+            stopped[row] = int(tokens[row]) in editor.owner(int(row_slots[row])).request.stop_ids
+    return stopped
+
+
+def _cut(
+    editor: StateEditor, row_slots: np.ndarray, tokens: np.ndarray, wanted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """End each row of tokens, int32[R, W] with `wanted` of each, at its first stop token.
+
+    Returns how many are left of each row, which of them were stopped, and the tokens that are left of all.
+    """
+    stopped = np.zeros(len(row_slots), np.bool_)
+    num_new = wanted.astype(np.int32)
+    for column in range(tokens.shape[1]):
+        stops = _stops(editor, row_slots, tokens[:, column]) & (column < num_new)
+        num_new[stops] = column + 1
+        stopped |= stops
+    return num_new, stopped, tokens[np.arange(tokens.shape[1]) < num_new[:, None]]
+
+
+def _give(editor: StateEditor, slots: np.ndarray) -> None:
+    """Let the device be given all known tokens of slots; what is in flight did not know them and is dropped."""
+    if not len(slots):
+        return
+    own = editor.own_slots
+    own.given[slots] = own.length[slots] = own.known[slots]
+    own.done[slots] = own.turn[slots]
 
 
 def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple[int, ...]:
-    """Give a block to every decoding slot whose blocks are full; preempt the last in rank until there are enough.
+    """Give blocks to every slot that has more tokens than they hold; preempt the last in rank until there are enough.
 
     Adds the new blocks to `table`; returns the ids of the requests that were preempted.
     """
     preempted: list[int] = []
     while True:
-        full = (editor.slots.issued >= editor.slots.capacity) & (editor.slots.length < editor.slots.limit)
+        slots = editor.slots
+        full = (slots.length > slots.capacity) & (slots.length < slots.limit)
         growing = full.nonzero()[0]  # free slots have a limit of 0
         if not len(growing):
             return tuple(preempted)
-        if len(growing) <= editor.pool.num_available:
+        counts = -(-(slots.length[growing] - slots.capacity[growing]) // limits.block_size)
+        if counts.sum() <= editor.pool.num_available:
             break
         # Who has its last token in flight will give its blocks back in any case.
-        ending = editor.slots.length >= editor.slots.limit
+        ending = (slots.length >= slots.limit) & (slots.issued >= slots.given)
         victim = max((editor.slots.epochs * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
         preempted.append(editor.owner(victim).request.sequence_id)
         _requeue(editor, limits, victim)
         _vacate(editor, limits, [victim])
-    taken = editor.pool.take(len(growing))
+    taken = editor.pool.take(int(counts.sum()))
     index = editor.slots.capacity[growing] // limits.block_size
+    editor.own_slots.capacity[growing] += counts * limits.block_size
+    if len(taken) > len(growing):
+        index = np.repeat(index, counts) + np.arange(len(taken)) - np.repeat(np.cumsum(counts) - counts, counts)
+        growing = np.repeat(growing, counts)
     tables = editor.tables
     for slot, block in zip(growing.tolist(), taken.tolist(), strict=True):
         tables[slot] += (block,)
-    editor.own_slots.capacity[growing] += limits.block_size
     table.append(np.array((growing, index, taken), np.int32).T)
     return tuple(preempted)
 
@@ -257,7 +322,8 @@ def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
     issued, length = editor.own_slots.issued, editor.own_slots.length
     issued[slots] += chunks[:, 2]
     reaches_end = issued[slots] == length[slots]
-    length[slots] += reaches_end
+    editor.own_slots.turn[slots] += reaches_end
+    length[slots] += reaches_end & (length[slots] < editor.slots.limit[slots])
     return reaches_end
 
 
@@ -288,18 +354,22 @@ def _requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
 
 
 def _vacate(
-    editor: StateEditor, limits: Limits, slots: Sequence[int], may_publish: bool = True, num_new: int = 0
+    editor: StateEditor,
+    limits: Limits,
+    slots: Sequence[int],
+    num_new: Sequence[int] | None = None,
+    may_publish: bool = True,
 ) -> None:
     """Empty slots, index the blocks that sampled tokens have filled, and give all blocks back.
 
-    The last `num_new` known tokens are being committed: a step in flight may have written them, but they are not among
-    the request's tokens yet.
+    The last `num_new` known tokens of each are being committed: a step in flight may have written them, but they are
+    not among the request's tokens yet.
     The blocks are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the
     digests cost 2 us a block (62 of them a step at 1,000 running requests).
     """
-    for slot in slots:
+    for slot, new in zip(slots, num_new or [0] * len(slots), strict=True):
         record, table = editor.owner(slot), editor.tables[slot]
-        written = min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - num_new)
+        written = min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - new)
         first = min(len(record.digests), written // limits.block_size)
         digests = digests_of(record.request, limits, record.digests[:first], written)
         if may_publish:
@@ -309,7 +379,8 @@ def _vacate(
         editor.running[slot], editor.tables[slot] = None, ()
     # A free slot has limit and length 0, so that no column test takes it for one with work to do.
     own = editor.own_slots
-    for column in (own.epochs, own.given, own.issued, own.length, own.known, own.limit, own.capacity):
+    columns = own.epochs, own.given, own.issued, own.length, own.known, own.turn, own.done, own.limit, own.capacity
+    for column in columns:
         column[list(slots)] = 0
 
 

@@ -42,7 +42,7 @@ class Request:
     sequence_id: int
     tokens: array[int]  # of prompt and output, int32; the caller of `commit` appends what it returns
     num_prompt: int
-    limit: int  # the most tokens it may have, prompt included
+    limit: int  # the most tokens it may have, prompt included; `num_prompt`: it is computed and yields no token
     stop_ids: tuple[int, ...] = ()  # a sampled token among these ends it; the usual one first
     priority: int = 0  # lower goes first
     salt: bytes | None = b""  # blocks are shared only between requests of equal salt; None shares nothing
@@ -84,10 +84,12 @@ class Slots(NamedTuple):
 
     epochs: np.ndarray  # int64[S]: number of the admission that owns the slot, 0 where it is free
     ids: np.ndarray  # int64[S]: the request's id
-    given: np.ndarray  # int32[S]: tokens that the host gave at admission; later ones were sampled on the device
+    given: np.ndarray  # int32[S]: tokens that the host gives the device; those behind them are sampled there
     issued: np.ndarray  # int32[S]: tokens in the cache once all planned steps have run
     length: np.ndarray  # int32[S]: tokens that exist once all planned steps have run
     known: np.ndarray  # int32[S]: tokens whose value the host has
+    turn: np.ndarray  # int32[S]: rows planned whose result is wanted …
+    done: np.ndarray  # int32[S]: … of which so many results have come, or are wanted no more
     limit: np.ndarray  # int32[S]: the most tokens the request may have
     capacity: np.ndarray  # int32[S]: tokens that its blocks hold
     stop_id: np.ndarray  # int32[S]: its usual stop token, the vocabulary's size or more where there is none
@@ -153,7 +155,8 @@ class Plan(NamedTuple):
     epochs: np.ndarray  # int64[S]: the column at that time, which marks a late result as an earlier owner's
     starts: np.ndarray  # int32[R]: position of the row's first token
     lengths: np.ndarray  # int32[R]: its tokens
-    samples: np.ndarray  # bool[R]: whether the row reaches the end of its sequence, so that a token is sampled
+    samples: np.ndarray  # bool[R]: whether the row reaches the end of its sequence, so that its result is wanted
+    turns: np.ndarray  # int32[R]: `Slots.turn` of the row, which marks a result that is wanted no more
     table: np.ndarray  # int32[U, 3]: slot, index in the block table, block
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[int, ...] = ()  # ids
@@ -167,11 +170,12 @@ class Plan(NamedTuple):
 
 
 class Events(NamedTuple):
-    """What a step did to the requests: a token for each of `ids`, and how some of them ended."""
+    """What a step did to the requests: tokens for each of `ids`, and how some of them ended."""
 
     rows: np.ndarray  # of the plan, for what else the step returned
     ids: np.ndarray  # int64
-    tokens: np.ndarray  # int32
+    counts: np.ndarray  # int32: how many of `tokens` are each row's, 0 where a request yields none
+    tokens: np.ndarray  # int32: of all rows, one behind the other
     finished: dict[int, FinishReason]
     failed: tuple[int, ...] = ()  # ended without a token: their logits were not finite
 
@@ -192,6 +196,8 @@ def initial(limits: Limits) -> State:
         issued=zeros(num_slots),
         length=zeros(num_slots),
         known=zeros(num_slots),
+        turn=zeros(num_slots),
+        done=zeros(num_slots),
         limit=zeros(num_slots),
         capacity=zeros(num_slots),
         stop_id=zeros(num_slots),
@@ -256,9 +262,9 @@ class StateEditor:
         self._was_cleared = False
         self._described: dict[bytes, Stored] = {}
 
-    def issue(self, *, issued: np.ndarray, length: np.ndarray) -> None:
-        """Replace the two columns that every plan changes."""
-        vars(self._columns).update(issued=issued, length=length)
+    def issue(self, *, issued: np.ndarray, length: np.ndarray, turn: np.ndarray) -> None:
+        """Replace the columns that every plan changes."""
+        vars(self._columns).update(issued=issued, length=length, turn=turn)
 
     @property
     def pool(self) -> PoolEditor:

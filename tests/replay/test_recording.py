@@ -234,7 +234,7 @@ def test_where_nothing_can_be_written_is_told_before_a_model_is_loaded(tmp_path:
         (b"text, and no recording", "no recording|damaged"),
         (msgpack.packb(["jaxllm recording", 99, {}]), "format 99"),
         (msgpack.packb(["another", 2, {}]), "not a recording"),
-        (msgpack.packb(["jaxllm recording", 2, {"jaxllm": 1}]), "damaged"),
+        (msgpack.packb(["jaxllm recording", recording.FORMAT, {"jaxllm": 1}]), "damaged"),
         (b"\x9f" * 100_000, "damaged"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_header_of_other_kinds_is_refused(
     tmp_path: Path, changes: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "log"
-    path.write_bytes(msgpack.packb(["jaxllm recording", 2, HEADER | changes]))
+    path.write_bytes(msgpack.packb(["jaxllm recording", recording.FORMAT, HEADER | changes]))
     assert cli.main(["replay", str(path)]) == 1
     told = capsys.readouterr().err
     assert told.startswith(f"jaxllm: error: {path} is damaged at event 0: its header") and told.count("\n") == 1
@@ -274,7 +274,7 @@ def test_a_header_of_other_kinds_is_refused(
 @pytest.mark.parametrize("entry", [[99, 1], [[], 1], ["x", 1], [0, "x"], [1, 1], [2, 1, 5], [0, 1, {}], [0, 1, [5]]])
 def test_a_damaged_entry_is_told_without_pythons_words(tmp_path: Path, entry: list[object]) -> None:
     path = tmp_path / "log"
-    path.write_bytes(msgpack.packb(["jaxllm recording", 2, HEADER]) + msgpack.packb(entry))
+    path.write_bytes(msgpack.packb(["jaxllm recording", recording.FORMAT, HEADER]) + msgpack.packb(entry))
     with pytest.raises(UserError) as caught:
         list(Replay(path).moments())
     assert not re.search(r"Error|\bint\b|\blist\b|Kind|jaxllm\.|__", str(caught.value).replace(str(path), ""))

@@ -57,7 +57,7 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
             flying = {plan.number for plan, _ in world.engine._in_flight}
             gone = [plan for plan in world.plans if plan.number not in flying]
             if gone:
-                commit_again(world, gone[0], np.full(len(gone[0].slots), 5, np.int32), None, kind)
+                commit_again(world, gone[0], np.full(len(gone[0].slots), 5, np.int32), None, None, kind)
         case "resume_reading":
             for client in world.clients:
                 if client.pause is not None and not client.pause.done() and (client.reads or 0) > 0:
@@ -127,11 +127,18 @@ def phase_of(client: Client) -> str:
     return "prefill" if any(entry.issued < entry.given for entry in samples) else "decode"
 
 
-def commit_again(world: World, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None, kind: str) -> None:
+def commit_again(
+    world: World,
+    plan: Plan,
+    tokens: np.ndarray,
+    is_finite: np.ndarray | None,
+    counts: np.ndarray | None,
+    kind: str,
+) -> None:
     """Give the core a result that it has had, or whose requests are gone."""
     world.fired[kind] += 1
     kept = world.last_commit
-    events = world.engine.scheduler.commit(plan, tokens, is_finite)
+    events = world.engine.scheduler.commit(plan, tokens, is_finite, counts)
     world.last_commit = kept
     if len(events.ids) or events.finished or events.failed:
         raise Violation("a late result was taken for a new one")

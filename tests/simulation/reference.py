@@ -41,6 +41,8 @@ class Entry:
     given: int = 0
     issued: int = 0
     length: int = 0
+    turn: int = 0  # rows planned whose result is wanted
+    done: int = 0  # of them, those whose result came or is wanted no more
     table: list[int] = field(default_factory=list)
 
     @property
@@ -58,7 +60,7 @@ class Reference:
     def __init__(self, limits: Limits, claim: Callable[[Sequence[Request]], list[Entry]]) -> None:
         self.limits = limits
         self.core: RecordedScheduler | None = None  # that it is compared with
-        self.plans: dict[int, list[tuple[Entry, int, bool, int]]] = {}  # rows by number: entry, end, samples, admission
+        self.plans: dict[int, list[tuple[Entry, int, bool, int]]] = {}  # rows by number: entry, turn, samples, admission
         self.by_id: dict[int, Entry] = {}
         self.waiting: list[Entry] = []
         self.running: dict[int, Entry] = {}  # by slot
@@ -123,12 +125,14 @@ class Reference:
             growing = [
                 entry
                 for _, entry in sorted(self.running.items())
-                if entry.issued >= len(entry.table) * size and entry.length < entry.limit
+                if entry.length > len(entry.table) * size and entry.length < entry.limit
             ]
-            if len(growing) <= self.num_available:
+            counts = [-(-entry.length // size) - len(entry.table) for entry in growing]
+            if sum(counts) <= self.num_available:
                 break
             victim = max(
-                (each for each in self.running.values() if each.length < each.limit), key=lambda each: each.rank
+                (each for each in self.running.values() if each.length < each.limit or each.issued < each.given),
+                key=lambda each: each.rank,
             )
             before = self.num_available
             preempted.append(victim.id)
@@ -137,13 +141,13 @@ class Reference:
             self._requeue(victim)
             if self.num_available <= before and victim not in growing:
                 raise Violation(f"preempting the owner of slot {slot} gave no block")
-        for entry in growing:
-            new_blocks.append((entry.slot, len(entry.table), -1))
-        self._hand_out(growing, [1] * len(growing), pairs[: len(growing)])
+        for entry, count in zip(growing, counts, strict=True):
+            new_blocks += [(entry.slot, len(entry.table) + number, -1) for number in range(count)]
+        self._hand_out(growing, counts, pairs[: sum(counts)])
 
         rows: list[tuple[Entry, int, int]] = []
-        works = [entry for _, entry in sorted(self.running.items()) if entry.issued < entry.length < entry.limit]
-        decodes = [entry for entry in works if entry.issued >= entry.given]
+        works = [entry for _, entry in sorted(self.running.items()) if entry.issued < entry.length]
+        decodes = [entry for entry in works if entry.issued >= entry.given and entry.length < entry.limit]
         rows += [(entry, entry.issued, 1) for entry in decodes]
         budget = self.limits.max_step_tokens - len(decodes)
         chunks: list[tuple[Entry, int, int]] = []
@@ -153,7 +157,7 @@ class Reference:
                 budget -= chunks[-1][2]
                 self._publish_chunk(*chunks[-1])
         admitted: list[tuple[int, int, int, int]] = []
-        at = len(growing)
+        at = sum(counts)
         while self.waiting and not preempted and budget and len(chunks) < self.limits.max_step_chunks:
             entry = self.waiting[0]
             if len(self.running) == self.limits.num_slots:
@@ -190,9 +194,10 @@ class Reference:
             end = start + length
             entry.issued = end
             samples = end == entry.length
-            entry.length += samples
+            entry.length += samples and entry.length < entry.limit
+            entry.turn += samples
             expected.append((entry.slot, start, length, samples))
-            record.append((entry, end, samples, entry.admission))
+            record.append((entry, entry.turn, samples, entry.admission))
         self.num_planned += 1
         self.num_preempted += len(preempted)
         self.plans[plan.number] = record
@@ -215,30 +220,47 @@ class Reference:
         if self.num_planned % CHECK_EVERY == 0:
             self.compare(with_index=self.num_planned % INDEX_EVERY == 0)
 
-    def committed(self, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None, events: Events) -> None:
+    def committed(
+        self,
+        plan: Plan,
+        tokens: np.ndarray,
+        is_finite: np.ndarray | None,
+        counts: np.ndarray | None,
+        events: Events,
+    ) -> None:
         record = self.plans.pop(plan.number, [])
         failed: list[Entry] = []
         ended: list[Entry] = []
+        fresh: dict[int, int] = {}  # tokens that a request got in this call
         reasons: dict[int, str] = {}
         ids: list[int] = []
-        for row, (entry, end, samples, admission) in enumerate(record):
-            if not samples or entry.slot < 0 or entry.admission != admission or entry.known != end:
+        for row, (entry, turn, samples, admission) in enumerate(record):
+            if not samples or entry.slot < 0 or entry.admission != admission or turn <= entry.done:
                 continue
+            entry.done = turn
             if is_finite is not None and not is_finite[row]:
                 failed.append(entry)
                 continue
-            entry.known += 1
-            self.num_generated += 1
+            given = [int(tokens[row])] if counts is None else tokens[row, : counts[row]].tolist()
+            got = 0
+            for token in given[: entry.limit - entry.known]:
+                if token != entry.truth.tokens[entry.known]:
+                    raise Violation(f"I6: request {entry.id} got a token that is not its own")
+                entry.known += 1
+                got += 1
+                if token in entry.truth.stop_ids:
+                    reasons[entry.id] = "stop"
+                    break
+            self.num_generated += got
             ids.append(entry.id)
-            token = int(tokens[row])
-            if token != entry.truth.tokens[end]:
-                raise Violation(f"I6: request {entry.id} got a token that is not its own")
-            if token in entry.truth.stop_ids:
-                reasons[entry.id] = "stop"
-                ended.append(entry)
-            elif entry.known >= entry.limit:
+            fresh[entry.id] = got
+            if entry.id not in reasons and entry.known >= entry.limit:
                 reasons[entry.id] = "length"
+            if entry.id in reasons:
                 ended.append(entry)
+            elif got > 1:  # those behind the first are to be computed, and what is in flight knew none of them
+                entry.given = entry.length = entry.known
+                entry.done = entry.turn
         for entry in failed:
             for index in range(min(entry.brought, len(entry.table))):
                 block, key = entry.table[index], self._key(entry, index)
@@ -247,10 +269,11 @@ class Reference:
         for entry in failed:
             self._vacate(entry, publishes=False)
         for entry in ended:
-            self._vacate(entry, fresh=1)
+            self._vacate(entry, fresh=fresh[entry.id])
         if (
             events.finished != reasons
             or events.ids.tolist() != ids
+            or events.counts.tolist() != [fresh[each] for each in ids]
             or events.failed != tuple(each.id for each in failed)
         ):
             raise Violation(f"a step gave {events}, where {ids}, {reasons} and {len(failed)} failures are due")
@@ -269,6 +292,7 @@ class Reference:
 
     def _requeue(self, entry: Entry) -> None:
         entry.table = []
+        entry.turn = entry.done = 0
         entry.brought = entry.known // self.limits.block_size
         self._enqueue(entry)
 
@@ -332,6 +356,7 @@ class Reference:
                 self.free.add(block)
         del self.running[entry.slot]
         entry.table = []
+        entry.turn = entry.done = 0
 
     # Comparing.
 
@@ -345,7 +370,7 @@ class Reference:
         if [entry.known for entry in state.waiting] != [entry.known for entry in self.waiting]:
             raise Violation("the queue holds other numbers of tokens")
         slots = state.slots
-        names = ("ids", "given", "issued", "length", "known", "limit", "capacity")
+        names = ("ids", "given", "issued", "length", "known", "turn", "done", "limit", "capacity")
         columns = list(zip(*(getattr(slots, name).tolist() for name in names), strict=True))
         for slot in range(self.limits.num_slots):
             entry = self.running.get(slot)
@@ -355,7 +380,8 @@ class Reference:
                 if any(columns[slot][1:]) or state.tables[slot]:
                     raise Violation(f"slot {slot} is free and holds something")
                 continue
-            due = entry.id, entry.given, entry.issued, entry.length, entry.known, entry.limit, len(entry.table) * size
+            counts = entry.given, entry.issued, entry.length, entry.known, entry.turn, entry.done
+            due = entry.id, *counts, entry.limit, len(entry.table) * size
             if columns[slot] != due or list(state.tables[slot]) != entry.table:
                 raise Violation(f"slot {slot} holds {columns[slot]}, where {due} is due")
         if pool.references.tolist() != self.references:

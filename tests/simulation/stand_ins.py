@@ -94,6 +94,13 @@ class Recorder(Reference):
             raise Violation("the cache is reset under a step in flight, which a replay would not know")
         super().was_reset()
 
-    def committed(self, plan: Plan, tokens: np.ndarray, is_finite: np.ndarray | None, events: Events) -> None:
-        super().committed(plan, tokens, is_finite, events)
-        self.world.last_commit = plan, tokens, is_finite
+    def committed(
+        self,
+        plan: Plan,
+        tokens: np.ndarray,
+        is_finite: np.ndarray | None,
+        counts: np.ndarray | None,
+        events: Events,
+    ) -> None:
+        super().committed(plan, tokens, is_finite, counts, events)
+        self.world.last_commit = plan, tokens, is_finite, counts

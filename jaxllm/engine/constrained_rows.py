@@ -1,0 +1,119 @@
+"""The rows of steps whose sequences obey a grammar: their masks, and the tokens that a grammar forces.
+
+Between a plan and its masks all earlier steps are committed, so a constraint has always read the tokens that its row
+continues. Knows plans, sequences and constraints; knows no device and no text.
+
+Letters: R rows of a plan, W words of a mask, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.engine.input_batch import InputBatch, blaming
+from jaxllm.engine.sequence import Sequence
+from jaxllm.runner.step import Result
+from jaxllm.scheduler import scheduler
+from jaxllm.scheduler.state import Plan, State
+from jaxllm.structured_output.grammars import Grammars
+
+LEAST_FORCED = 2  # tokens worth a row of their own: the row that is in flight for the first of them is lost
+
+
+class Masks(NamedTuple):
+    """What a step may sample."""
+
+    words: np.ndarray  # int32[R, W], a bit for each token
+    is_masked: np.ndarray  # bool[R]: the rows that they hold for
+    failed: list[tuple[Sequence, str]]  # whose grammar cannot go on, and why; such a row of words is zero
+
+
+class ConstrainedRows:
+    """Follows the grammars of the sequences in an input batch."""
+
+    def __init__(self, batch: InputBatch, grammars: Grammars, vocab_size: int) -> None:
+        self._batch = batch
+        self._grammars = grammars
+        self._num_words = -(-vocab_size // 32)
+
+    def any(self, plan: Plan) -> bool:
+        """Whether a plan samples a row that obeys a grammar."""
+        return bool((self._batch.is_constrained[plan.slots] & plan.samples).any())
+
+    def take_in(self, state: State, plan: Plan, result: Result) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tell grammars what a step sampled, before it is committed; return its tokens and counts for `commit`.
+
+        A row yields the tokens that its grammar forces behind the sampled one as well.
+        """
+        constrained = self._batch.is_constrained[plan.slots]
+        if not constrained.any():
+            return result.tokens, None
+        rows = (constrained & result.is_finite & scheduler.is_live(state, plan)).nonzero()[0].tolist()
+        yielded: dict[int, list[int]] = {}
+        for row in rows:
+            own = self._batch.owner(int(plan.slots[row]))
+            with blaming(own):
+                forced = _advance(own, int(result.tokens[row]))
+            if len(forced) >= LEAST_FORCED:
+                yielded[row] = forced
+        if not yielded:
+            return result.tokens, None
+        counts = np.ones(len(plan.slots), np.int32)
+        tokens = np.zeros((len(plan.slots), 1 + max(map(len, yielded.values()))), np.int32)
+        tokens[:, 0] = result.tokens
+        for row, forced in yielded.items():
+            counts[row] += len(forced)
+            tokens[row, 1 : counts[row]] = forced
+        return tokens, counts
+
+    def masks(self, state: State, plan: Plan) -> Masks:
+        """Say what a plan's rows may sample, now that all steps before it are committed."""
+        num_rows = len(plan.slots)
+        words, is_masked = np.zeros((num_rows, self._num_words), np.int32), np.zeros(num_rows, np.bool_)
+        live = self._batch.is_constrained[plan.slots] & scheduler.is_live(state, plan)
+        owners = {row: self._batch.owner(int(plan.slots[row])) for row in live.nonzero()[0].tolist()}
+        wanted = [(own.constraint, row) for row, own in owners.items() if own.constraint is not None]
+        self._grammars.fill(wanted, words)
+        failed = []
+        for row, own in owners.items():
+            is_masked[row] = True
+            assert own.constraint is not None
+            if own.constraint.error is not None:
+                failed.append((own, own.constraint.error))
+            with blaming(own):
+                _hold_back(words[row], own)
+        return Masks(words, is_masked, failed)
+
+
+def _advance(own: Sequence, token: int) -> list[int]:
+    """Let a sequence's grammar read a token; return what it forces behind it, which it has read too."""
+    constraint, stops = own.constraint, own.stop_ids
+    assert constraint is not None
+    constraint.consume(token)
+    # Forced tokens have no log-probabilities: nothing computes any for them.
+    if token in stops or own.logprobs is not None:
+        return []
+    forced = constraint.forced()
+    end = next((at for at, each in enumerate(forced) if each in stops), len(forced))
+    if end < LEAST_FORCED:
+        return []
+    for each in forced[:end]:
+        constraint.consume(each)
+    return forced[:end]
+
+
+def _hold_back(words: np.ndarray, own: Sequence) -> None:
+    """Ban stop tokens as `min_tokens` and `ignore_eos` ask, unless the grammar allows nothing else: int32[W]."""
+    held: Collection[int] = own.stop_ids if own.num_tokens < own.params.min_tokens else ()
+    if own.params.ignore_eos:
+        held = {*held, *own.eos_ids}
+    if not held:
+        return
+    ids = np.fromiter(held, np.int64)
+    left = words.view(np.uint32).copy()
+    np.bitwise_and.at(left, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)))
+    if left.any():
+        words[:] = left.view(np.int32)

@@ -1,0 +1,134 @@
+"""Grammars as callers write them, in the notation of llguidance: Lark's, or llama.cpp's GBNF.
+
+What llguidance would read otherwise, or would heed only in part, is refused by name. Pure: texts in, texts out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from jaxllm.checks import shown
+from jaxllm.errors import UserError
+
+MAX_NESTED = 100  # parentheses and brackets: the compiler recurses into them, and its stack ends the process
+MAX_GBNF_RULES = 500  # gbnf_to_lark walks all of them for each one
+
+_GBNF_RULE = re.compile(r"(?m)^[ \t]*([A-Za-z0-9][\w-]*)[ \t]*::=")
+_GBNF_PARTS = re.compile(r'#[^\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')
+_GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.", re.DOTALL)
+_SET_OPERATIONS = ("&&", "--", "~~")  # of Rust's classes; in GBNF plain characters
+
+# As llguidance's lexer (parser/src/lark/lexer.rs), as far as it takes to tell names from texts.
+_LARK = re.compile(
+    r'(?P<text>(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/)'
+    r"|(?P<special><[^<>\s]+>)|(?P<keyword>%(?:json|llguidance|regex))\b|(?P<attribute>[a-z_]+)\s*=|(?P<bracket>[(){}\[\]])"
+)
+_ATTRIBUTES = ("lazy", "suffix", "capture", "")
+_OPTIONS = ("no_forcing", "allow_initial_skip", "ignore_once")
+
+
+def to_lark(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
+    """Return a grammar in Lark's notation; `prepare_schema` writes the schemas inside of it.
+
+    Raises:
+        UserError: for what cannot be read or followed.
+    """
+    first = _GBNF_RULE.search(grammar)
+    try:
+        return _checked_lark(grammar if first is None else _converted(grammar, first[1]), prepare_schema)
+    except RecursionError as error:
+        raise _refusal("is nested too deeply") from error
+
+
+def _refusal(said: str) -> UserError:
+    return UserError(f"grammar {said}.", "structured_outputs")
+
+
+def _converted(gbnf: str, first_rule: str) -> str:
+    names = _GBNF_RULE.findall(gbnf)
+    if len(names) > MAX_GBNF_RULES:
+        raise _refusal(f"has more than {MAX_GBNF_RULES} rules: {len(names)}; in Lark's notation it may")
+    if len(names) > len(set(names)):
+        raise _refusal(f"defines {next(name for name in names if names.count(name) > 1)} twice")
+    text = _GBNF_PARTS.sub(_spelled, gbnf)
+    _check_nesting(_GBNF_PARTS.sub("", text))
+    if "root" not in names:
+        text = f"root ::= {first_rule}\n{text}"
+    try:
+        return gbnf_to_lark(text)
+    except RecursionError:
+        raise
+    except Exception as error:  # it raises plain ones, with a part of the source
+        raise _refusal(f"is no GBNF: {' '.join(str(error).split())[:200]}") from error
+
+
+def _spelled(found: re.Match[str]) -> str:
+    """Write a literal or a class so that gbnf_to_lark keeps its meaning: it shortens escapes with leading zeros."""
+    part = found[0]
+    if part.startswith("#"):
+        return ""
+    if part.startswith("["):
+        operation = next((each for each in _SET_OPERATIONS if each in part), None)
+        if operation is not None:
+            raise _refusal(f"has {operation} within a class; escape it or write the characters apart")
+    return _GBNF_ESCAPE.sub(_spelled_character, part)
+
+
+def _spelled_character(found: re.Match[str]) -> str:
+    digits = found[1] or found[2] or found[3]
+    if digits is None:
+        return found[0]
+    code = int(digits, 16)
+    if 0xD800 <= code <= 0xDFFF or code > 0x10FFFF:
+        raise _refusal(f"has {found[0]}, which is no character")
+    character = chr(code)
+    return character if character.isalnum() or code >= 0xA0 else f"\\x{code:02x}"
+
+
+def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any]) -> str:
+    """Write the schemas in a grammar, and refuse what asks for more than a text."""
+    written: list[str] = []
+    outside: list[str] = []
+    position = 0
+    while (found := _LARK.search(lark, position)) is not None:
+        written.append(lark[position : found.end()])
+        position = found.end()
+        if found["special"]:
+            raise _refusal(f"asks for the token {shown(found[0])}; only texts can be asked for")
+        if found["attribute"] and found["attribute"] not in _ATTRIBUTES:
+            raise _refusal(f"has the attribute {shown(found['attribute'])}, which cannot be followed")
+        if found["bracket"]:
+            outside.append(found[0])
+        if found["keyword"]:
+            value, position = _json_at(lark, position)
+            if found["keyword"] == "%json":
+                value = prepare_schema(value)
+            if found["keyword"] == "%llguidance" and not set(value) <= set(_OPTIONS):
+                raise _refusal(f"has the option {shown(min(set(value) - set(_OPTIONS)))}, which cannot be followed")
+            written.append(f" {json.dumps(value)}")
+    _check_nesting("".join(outside))
+    return "".join(written) + lark[position:]
+
+
+def _json_at(text: str, position: int) -> tuple[Any, int]:
+    start = position + len(text[position:]) - len(text[position:].lstrip())
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except ValueError as error:
+        raise _refusal(f"has JSON that cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise _refusal(f"has {shown(value)} where a JSON object belongs")
+    return value, end
+
+
+def _check_nesting(text: str) -> None:
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if depth > MAX_NESTED:
+            raise _refusal(f"is nested more than {MAX_NESTED} levels deep")

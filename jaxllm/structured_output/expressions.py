@@ -1,0 +1,183 @@
+r"""Python's regular expressions in the notation of llguidance, so that what matches there matches `re.fullmatch`.
+
+The expression is read by Python's own parser and written anew, because the same characters mean other things to
+llguidance: `$` within a text, `\w` with accents that stand alone, `\S` with the separators U+001C to U+001F, a lazy
+quantifier. What no automaton can follow, or what would follow another language, is refused by name.
+
+Pure: texts in, texts out.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+import warnings
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any
+
+from jaxllm.errors import UserError
+
+MAX_CHARS = 2**14  # Python's parser holds the GIL: 10 ms on a slow core for so many
+
+_parser: Any = import_module("re._parser")  # the module that `re` is made of; its names are Python's since 3.11
+
+_AGE = ".".join(unicodedata.unidata_version.split(".")[:2])  # llguidance may know newer characters than Python
+_WORD = rf"[[\p{{L}}\p{{N}}_]&&\p{{age:{_AGE}}}]"  # Python's \w; Rust's has accents that stand alone besides
+# As Python has them, or a part of it: \d and \s without what only Python knows, the negated ones without what only
+# llguidance does. By category: Unicode, then with re.ASCII.
+_CATEGORIES = {
+    "CATEGORY_DIGIT": ("0-9", "0-9"),
+    "CATEGORY_NOT_DIGIT": (r"\P{Nd}", "[^0-9]"),
+    "CATEGORY_SPACE": (r"\s", r" \t\n\r\x0b\x0c"),
+    "CATEGORY_NOT_SPACE": (r"[^\s\x1c-\x1f]", r"[^ \t\n\r\x0b\x0c]"),
+    "CATEGORY_WORD": (_WORD, "0-9A-Za-z_"),
+    "CATEGORY_NOT_WORD": (r"[^\p{L}\p{N}_]", "[^0-9A-Za-z_]"),
+}
+# In a negated class it is the other way round: what is left out may be more than Python leaves out, never less.
+_LEFT_OUT = {
+    "CATEGORY_DIGIT": r"\p{Nd}",
+    "CATEGORY_NOT_DIGIT": "[^0-9]",
+    "CATEGORY_SPACE": r"\s\x1c-\x1f",
+    "CATEGORY_NOT_SPACE": r"\S\x1c-\x1f",
+    "CATEGORY_WORD": r"\p{L}\p{N}_",
+    "CATEGORY_NOT_WORD": rf"[^\p{{L}}\p{{N}}_]\P{{age:{_AGE}}}",
+}
+_REFUSED = {
+    "ASSERT": "a lookahead or lookbehind, (?=...) or (?<=...)",
+    "ASSERT_NOT": "a negative lookahead or lookbehind, (?!...) or (?<!...)",
+    "GROUPREF": r"a backreference, \1 or (?P=name)",
+    "GROUPREF_EXISTS": "a conditional group, (?(1)...)",
+    "ATOMIC_GROUP": "an atomic group, (?>...)",
+    "POSSESSIVE_REPEAT": "a possessive quantifier, as *+",
+    "AT_BOUNDARY": r"a word boundary, \b",
+    "AT_NON_BOUNDARY": r"a word boundary, \B",
+    "AT_BEGINNING": "^ that is not at the beginning",
+    "AT_BEGINNING_STRING": r"\A that is not at the beginning",
+    "AT_END": "$ that is not at the end",
+    "AT_END_STRING": r"\Z that is not at the end",
+}
+_BEGINNINGS, _ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING"), ("AT_END", "AT_END_STRING")
+
+
+def translate(pattern: str, name: str = "regex") -> str:
+    """Write a Python expression for llguidance.
+
+    Raises:
+        UserError: for what is no expression, is too long, or has a construct that cannot be followed.
+    """
+    return _Writer(name).write(pattern)
+
+
+def translate_whitespace(pattern: str) -> str:
+    """`translate` for what may stand between the parts of JSON: nothing but JSON's whitespace."""
+    return _Writer("whitespace_pattern", characters=" \t\n\r").write(pattern)
+
+
+class _Writer:
+    """Writes one expression; `characters` are all that it may name."""
+
+    def __init__(self, name: str, characters: str | None = None) -> None:
+        self._name = name
+        self._characters = characters
+
+    def write(self, pattern: str) -> str:
+        if len(pattern) > MAX_CHARS:
+            raise self._refusal(f"has more than {MAX_CHARS} characters: {len(pattern)}")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of "[[": what it means today is what is written
+                parsed = _parser.parse(pattern)
+            return self._sequence(parsed, parsed.state.flags, True, True)
+        except re.error as error:
+            raise self._refusal(f"is no regular expression: {error}") from error
+        except (RecursionError, OverflowError) as error:
+            raise self._refusal("is nested too deeply or repeats too often") from error
+
+    def _refusal(self, said: str) -> UserError:
+        return UserError(f"{self._name} {said}.", "structured_outputs")
+
+    def _refused(self, construct: str) -> UserError:
+        return self._refusal(f"has {construct}, which cannot be followed")
+
+    def _sequence(self, items: Iterable[Any], flags: int, is_first: bool, is_last: bool) -> str:
+        """Write parts in a row; at the beginning and the end of all, what asserts just that goes without saying."""
+        parts = list(items)
+        anchors = [str(op) == "AT" for op, _ in parts]
+        return "".join(
+            self._part(
+                str(op), value, flags, is_first and all(anchors[:number]), is_last and all(anchors[number + 1 :])
+            )
+            for number, (op, value) in enumerate(parts)
+        )
+
+    def _part(self, op: str, value: Any, flags: int, is_first: bool, is_last: bool) -> str:
+        if op in ("LITERAL", "NOT_LITERAL"):
+            return self._class([("NEGATE", None)] * (op == "NOT_LITERAL") + [("LITERAL", value)], flags)
+        if op == "IN":
+            return self._class(value, flags)
+        if op == "ANY":
+            if self._characters is not None:
+                raise self._refused("a dot")
+            return "(?s:.)" if flags & re.DOTALL else r"[^\n]"
+        if op == "BRANCH":
+            return f"(?:{'|'.join(self._sequence(each, flags, is_first, is_last) for each in value[1])})"
+        if op == "SUBPATTERN":
+            _, added, removed, inner = value
+            return f"(?:{self._sequence(inner, (flags | added) & ~removed, is_first, is_last)})"
+        if op in ("MAX_REPEAT", "MIN_REPEAT"):  # of a whole text, the lazy one matches the same
+            least, most, inner = value
+            bound = "" if most is _parser.MAXREPEAT or str(most) == "MAXREPEAT" else int(most)
+            return f"(?:{self._sequence(inner, flags, False, False)}){{{int(least)},{bound}}}"
+        if op == "AT" and ((is_first and str(value) in _BEGINNINGS) or (is_last and str(value) in _ENDS)):
+            return ""
+        raise self._refused(_REFUSED.get(str(value) if op == "AT" else op, f"the construct {op}"))
+
+    def _class(self, items: Sequence[tuple[Any, Any]], flags: int) -> str:
+        is_negated = str(items[0][0]) == "NEGATE"
+        if is_negated and self._characters is not None:
+            raise self._refused("a negated class")
+        if is_negated and flags & re.IGNORECASE:
+            raise self._refused("a negated class that ignores case")
+        parts = [self._class_part(str(op), value, flags, is_negated) for op, value in items[is_negated:]]
+        return f"[{'^' * is_negated}{''.join(parts)}]"
+
+    def _class_part(self, op: str, value: Any, flags: int, is_negated: bool) -> str:
+        if op == "CATEGORY":
+            return self._category(str(value), flags, is_negated)
+        low, high = (value, value) if op == "LITERAL" else value
+        if any(0xD800 <= end <= 0xDFFF for end in (low, high)):
+            raise self._refused("half of a surrogate pair")
+        if self._characters is not None and not set(_characters(low, high)) <= set(self._characters):
+            raise self._refused("more than JSON's whitespace")
+        if flags & re.IGNORECASE and high > max(low, 0x7F):
+            raise self._refused("a range beyond ASCII that ignores case")
+        return _span(low, high) + (_other_case(low, high) if flags & re.IGNORECASE else "")
+
+    def _category(self, name: str, flags: int, is_negated: bool) -> str:
+        if self._characters is not None:
+            if name != "CATEGORY_SPACE":
+                raise self._refused("more than JSON's whitespace")
+            return r" \t\n\r"
+        if is_negated and not flags & re.ASCII:
+            return _LEFT_OUT[name]
+        return _CATEGORIES[name][bool(flags & re.ASCII)]
+
+
+def _characters(low: int, high: int) -> list[str]:
+    """Give the characters of a span, or enough of them to see that it is a long one."""
+    return [chr(each) for each in range(low, min(high, low + 32) + 1)]
+
+
+def _span(low: int, high: int) -> str:
+    return rf"\x{{{low:x}}}" if low == high else rf"\x{{{low:x}}}-\x{{{high:x}}}"
+
+
+def _other_case(low: int, high: int) -> str:
+    """Give the ASCII letters of a span in the other case. Of other letters only the one written is taken."""
+    spans = []
+    for first, last, distance in ((0x41, 0x5A, 32), (0x61, 0x7A, -32)):
+        start, end = max(low, first), min(high, last)
+        if start <= end:
+            spans.append(_span(start + distance, end + distance))
+    return "".join(spans)
