@@ -152,17 +152,19 @@ def commit(
     row_slots, turns, sampled = step.slots, step.turns, tokens
     if len(rows) < len(row_slots):
         row_slots, turns, sampled = row_slots[rows], turns[rows], sampled[rows]
-    room = slots.limit[row_slots] - slots.known[row_slots]
-    if counts is None and (room > 0).all():
+    limit, known = slots.limit[row_slots], slots.known[row_slots] + 1
+    ended = known >= limit
+    if counts is None and not (ended.any() and (known > limit).any()):  # nearly always: one token of each
         num_new, _ = _ones(len(rows))
         stopped = _stops(editor, row_slots, sampled)
+        ended |= stopped
     else:
-        wanted = np.minimum(room, 1 if counts is None else counts[rows])
+        wanted = np.minimum(limit - known + 1, 1 if counts is None else counts[rows])
         num_new, stopped, sampled = _cut(editor, row_slots, sampled.reshape(len(rows), -1), wanted)
-    known = slots.known[row_slots] + num_new
+        known += num_new - 1
+        ended = stopped | (known >= limit)
     editor.own_slots.known[row_slots] = known
     editor.own_slots.done[row_slots] = turns
-    ended = stopped | (known >= slots.limit[row_slots])
     if counts is not None:
         _give(editor, row_slots[(num_new > 1) & ~ended])
 
