@@ -7,7 +7,7 @@ Names, defaults and messages are vLLM's. Standard library only. Whether a gramma
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -45,8 +45,8 @@ class StructuredOutputsParams:
         if self.structural_tag is not None:
             raise UnsupportedError("structural_tag is not supported by jaxllm yet.", _NAME)
         for name in ("disable_any_whitespace", "disable_additional_properties"):
-            checks.flag(name, getattr(self, name))
-        if self.json_object is not None and not checks.flag("json_object", self.json_object):
+            _checked(checks.flag, name, getattr(self, name))
+        if self.json_object is not None and not _checked(checks.flag, "json_object", self.json_object):
             object.__setattr__(self, "json_object", None)
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
@@ -85,6 +85,14 @@ def read_structured_outputs(value: object) -> StructuredOutputsParams | None:
         message = f"structured_outputs must be a StructuredOutputsParams, got {checks.shown(value)}."
         raise UserError(message, _NAME, value)
     return value
+
+
+def _checked(check: Callable[..., Any], name: str, *value: Any) -> Any:
+    """Check a value, and blame the parameter that it is a part of."""
+    try:
+        return check(name, *value)
+    except UserError as error:
+        raise UserError(str(error), _NAME, error.value) from error
 
 
 def _check_text(name: str, value: object) -> None:
@@ -138,7 +146,7 @@ def check_size(schema: object) -> None:
 
 
 def _choice(value: object) -> tuple[str, ...]:
-    texts = checks.sequence("choice", value, "strings", MAX_CHARS)
+    texts = _checked(checks.sequence, "choice", value, "strings", MAX_CHARS)
     if not texts or any(not isinstance(text, str) or not text for text in texts):
         raise UserError("choice must hold texts that are not empty.", _NAME, value)
     joined = "".join(map(str, texts))

@@ -139,9 +139,7 @@ def _bodies() -> list[bytes]:
         },
         {
             "messages": [{"role": "user", "content": "Hi"}],
-            "tools": [
-                {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/a", "$defs": {}}}}
-            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
             "tool_choice": {"type": "function", "function": {"name": "f"}},
             "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
         },
