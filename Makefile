@@ -4,6 +4,7 @@ VENV ?= .venv
 PARITY_VENV ?= .venv-parity
 GPU_VENV ?= .venv-gpu
 FUZZ_VENV ?= .venv-fuzz
+INTEROP_VENV ?= .venv-interop
 # The versions that GPU programs are compiled with need Python 3.12.
 GPU_PYTHON ?= $(shell for each in $(PYTHON) python3.13 python3.12 $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python; do \
 	"$$each" -c "import sys; assert sys.version_info >= (3, 12)" 2> /dev/null && echo "$$each" && break; done)
@@ -83,8 +84,9 @@ proto: $(VENV)/.dev  ## check the gRPC API's files and make its stubs, jaxllm/v1
 	cd proto && ../$(VENV)/bin/buf lint
 	$(VENV)/bin/python proto/generate.py
 
-interop: $(VENV)/.dev tests/interop/node_modules  ## a client in another language (needs node and npm)
+interop: $(VENV)/.dev $(INTEROP_VENV)/.interop tests/interop/node_modules  ## published clients, and one in another language (needs node and npm)
 	$(VENV)/bin/python -m pytest tests/server/test_serve.py -k node
+	$(INTEROP_VENV)/bin/python -m pytest tests/interop -m slow
 
 bench: $(VENV)/.dev  ## the figures that are promised, measured here; docs/benchmarks.md has more rounds of each
 	$(VENV)/bin/python -m tests.benchmarks
@@ -102,7 +104,7 @@ train-embedded: $(VENV)/.dev  ## train the embedded model again: about half an h
 	$(VENV)/bin/python -m training.evaluate
 
 clean:
-	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) $(FUZZ_VENV) .cache build *.egg-info
+	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) $(FUZZ_VENV) $(INTEROP_VENV) .cache build *.egg-info
 
 tests/interop/node_modules: tests/interop/package-lock.json
 	cd tests/interop && npm ci --no-audit --no-fund --ignore-scripts --silent
@@ -126,6 +128,11 @@ $(FUZZ_VENV)/.fuzz: pyproject.toml
 	$(PYTHON) -m venv --upgrade-deps $(FUZZ_VENV)
 	$(PIP_QUIET) $(FUZZ_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[fuzz]"
 	$(FUZZ_VENV)/bin/python -c '$(SERVER_PATH)'
+	touch $@
+
+$(INTEROP_VENV)/.interop: pyproject.toml tests/interop/requirements.txt
+	$(PYTHON) -m venv --upgrade-deps $(INTEROP_VENV)
+	$(PIP_QUIET) $(INTEROP_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[server]" -r tests/interop/requirements.txt
 	touch $@
 
 $(GPU_VENV)/.gpu: pyproject.toml tests/gpu/requirements.txt

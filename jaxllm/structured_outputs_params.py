@@ -7,7 +7,7 @@ Names, defaults and messages are vLLM's. Standard library only. Whether a gramma
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -45,8 +45,8 @@ class StructuredOutputsParams:
         if self.structural_tag is not None:
             raise UnsupportedError("structural_tag is not supported by jaxllm yet.", _NAME)
         for name in ("disable_any_whitespace", "disable_additional_properties"):
-            checks.flag(name, getattr(self, name))
-        if self.json_object is not None and not checks.flag("json_object", self.json_object):
+            _checked(checks.flag, name, getattr(self, name))
+        if self.json_object is not None and not _checked(checks.flag, "json_object", self.json_object):
             object.__setattr__(self, "json_object", None)
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
@@ -87,6 +87,14 @@ def read_structured_outputs(value: object) -> StructuredOutputsParams | None:
     return value
 
 
+def _checked(check: Callable[..., Any], name: str, *value: Any) -> Any:
+    """Check a value, and blame the parameter that it is a part of."""
+    try:
+        return check(name, *value)
+    except UserError as error:
+        raise UserError(str(error), _NAME, error.value) from error
+
+
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
         raise UserError(f"{name} must be a text that is not empty, got {checks.shown(value)}.", _NAME, value)
@@ -109,8 +117,7 @@ def _schema_text(schema: object) -> str:
             schema = json.loads(schema)
         if not isinstance(schema, Mapping | bool):
             raise UserError(f"json must be a JSON schema, got {checks.shown(schema)}.", _NAME)
-        if _depth(schema) > MAX_DEPTH:
-            raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME)
+        check_size(schema)
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except UserError:
         raise
@@ -120,20 +127,26 @@ def _schema_text(schema: object) -> str:
         raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME) from error
 
 
-def _depth(value: object) -> int:
-    """Return how deeply objects and lists are nested, as far as one level beyond what is allowed."""
-    level, depth = [value], 0
-    while depth <= MAX_DEPTH:
+def check_size(schema: object) -> None:
+    """Refuse what is nested too deeply, or has more values than its text may have characters; none is then looked at.
+
+    Raises:
+        UserError: naming `structured_outputs`.
+    """
+    level, left = [schema], MAX_CHARS
+    for _ in range(MAX_DEPTH + 1):
         parents = [each for each in level if isinstance(each, Mapping | list | tuple)]
         if not parents:
-            break
-        depth += 1
+            return
+        left -= sum(map(len, parents))
+        if left < 0:
+            raise UserError(f"json may have at most {MAX_CHARS} characters.", _NAME)
         level = [child for each in parents for child in (each.values() if isinstance(each, Mapping) else each)]
-    return depth
+    raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME)
 
 
 def _choice(value: object) -> tuple[str, ...]:
-    texts = checks.sequence("choice", value, "strings", None)
+    texts = _checked(checks.sequence, "choice", value, "strings", MAX_CHARS)
     if not texts or any(not isinstance(text, str) or not text for text in texts):
         raise UserError("choice must hold texts that are not empty.", _NAME, value)
     joined = "".join(map(str, texts))

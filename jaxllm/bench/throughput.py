@@ -39,11 +39,15 @@ class Served(NamedTuple):
 
 
 def sampling_params(job: Job, n: int, detokenize: bool) -> SamplingParams:
-    """Make a job's parameters as vLLM's benchmarks have them: plain sampling, outputs of exactly its length."""
+    """Make a job's parameters as vLLM's benchmarks have them: plain sampling, outputs of exactly its length.
+
+    A constraint ends an output sooner.
+    """
     return SamplingParams(
         n=n,
         temperature=1.0,
-        ignore_eos=True,
+        ignore_eos=job.structured_outputs is None,
+        structured_outputs=job.structured_outputs,
         max_tokens=job.max_tokens,
         detokenize=detokenize,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -61,12 +65,17 @@ def warm_up_jobs(jobs: Sequence[Job], count: int) -> list[Job]:
 
 
 def check_lengths(outputs: Sequence[RequestOutput], jobs: Sequence[Job], n: int) -> int:
-    """Return how many tokens were generated; EngineError unless each job has `n` outputs of its length."""
+    """Return how many tokens were generated; EngineError unless each job has `n` outputs of its length.
+
+    Outputs with a constraint may be shorter.
+    """
+    total = 0
     for number, (output, job) in enumerate(zip(outputs, jobs, strict=True)):
         lengths = [len(completion.token_ids) for completion in output.outputs]
-        if lengths != [job.max_tokens] * n:
+        total += sum(lengths)
+        if job.structured_outputs is None and lengths != [job.max_tokens] * n:
             raise EngineError(f"request {number} gave {lengths} tokens, {n} times {job.max_tokens} were asked for.")
-    return n * sum(job.max_tokens for job in jobs)
+    return total
 
 
 def run(llm: LLM, jobs: Sequence[Job], n: int = 1, detokenize: bool = True, num_warmups: int = 0) -> Served:

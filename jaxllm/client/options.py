@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from jaxllm.sampling_params import RepetitionDetectionParams
+from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -46,7 +47,8 @@ class GenerateOptions(TypedDict, total=False):
     logprob_token_ids: Sequence[int] | None
     skip_special_tokens: bool | None
     include_reasoning: bool | None
-    structured_outputs: Mapping[str, Any] | None  # one of json_schema, json_object, regex, ebnf, choice, structural_tag
+    # What the output must look like; a mapping means StructuredOutputsParams, a pydantic class its JSON schema.
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | type | None
     model: str | None
     adapter: str | None
     request_id: str | None  # unique among the server's requests; what `abort` takes
@@ -66,7 +68,8 @@ class ChatOptions(TypedDict, total=False):
     """What only a conversation may say."""
 
     tools: Sequence[Mapping[str, Any]] | None  # in OpenAI's form
-    tool_choice: Literal["none", "auto"] | None
+    # "required": at least one call of any tool; or {"type": "function", "function": {"name": …}}: one of that tool.
+    tool_choice: Literal["none", "auto", "required"] | Mapping[str, Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
@@ -118,6 +121,7 @@ CHAT_FIELDS = {
     "continue_final_message": "chat.continue_final_message",
 }
 _KEYWORDS = {field: name for name, field in {**GENERATE_FIELDS, **STREAM_FIELDS, **CHAT_FIELDS}.items()}
+_KEYWORDS["chat.required_tool"] = "tool_choice"
 
 
 def keyword_of(field: str) -> str:

@@ -17,10 +17,23 @@ from jaxllm.client.fields import as_json, number_of, set_field, shown
 from jaxllm.client.options import CHAT_FIELDS, GENERATE_FIELDS, STREAM_FIELDS
 from jaxllm.errors import UserError
 from jaxllm.sampling_params import RepetitionDetectionParams
+from jaxllm.structured_outputs_params import StructuredOutputsParams, read_structured_outputs
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
 
 _NEVER_EMPTY = ("allowed_token_ids", "logprob_token_ids", "request_id", "cache_salt")  # on the wire, empty is not given
-_TOOL_CHOICES = {"none": types_pb2.TOOL_CHOICE_NONE, "auto": types_pb2.TOOL_CHOICE_AUTO}
+_TOOL_CHOICES = {
+    "none": types_pb2.TOOL_CHOICE_NONE,
+    "auto": types_pb2.TOOL_CHOICE_AUTO,
+    "required": types_pb2.TOOL_CHOICE_REQUIRED,
+}
+# Kind of StructuredOutputsParams -> its field of StructuredOutput.
+_CONSTRAINTS = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "grammar": "ebnf",
+    "choice": "choice.values",
+}
 _PAUSE_MODES = {
     "abort": control_pb2.PAUSE_MODE_ABORT,
     "wait": control_pb2.PAUSE_MODE_WAIT,
@@ -129,14 +142,14 @@ def _set_options(request: Message, options: Mapping[str, Any], fields: Mapping[s
             value = [value]
         elif name == "tools":
             value = as_json(name, list(value) if isinstance(value, Sequence) else value)
-        elif name == "tool_choice":
-            value = number_of(name, value, _TOOL_CHOICES)
         elif name in ("logprobs", "prompt_logprobs") and value is True:
             value = 1  # as SamplingParams reads it
         elif name in _NEVER_EMPTY and isinstance(value, Sequence) and not value:
             raise UserError(f"{name} must not be empty.", name, value)
         if name == "structured_outputs":
             _set_structure(request, value)
+        elif name == "tool_choice":
+            _set_tool_choice(request, value)
         elif name == "extra_args":
             _set_arguments(request, value)
         elif name == "repetition_detection":
@@ -172,19 +185,27 @@ def _set_repetition(request: Message, value: object) -> None:
 
 
 def _set_structure(request: Message, value: object) -> None:
-    """Fill the one constraint that `value`, a mapping, holds."""
-    names = [field.name for field in types_pb2.StructuredOutput.DESCRIPTOR.fields]
-    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in names:
-        expected = ", ".join(names)
-        message = f"structured_outputs must be a mapping with one of {expected}, got {shown(value)}."
+    """Fill in the constraint; whether the server can follow it is for it to say."""
+    if callable(getattr(value, "model_json_schema", None) or getattr(value, "json_schema", None)):
+        value = StructuredOutputsParams(json=value)  # a pydantic class
+    own = read_structured_outputs(value)
+    assert own is not None
+    if own.begin_after is not None:
+        message = "structured_outputs.begin_after is the server's to set: leave it out."
         raise UserError(message, "structured_outputs", value)
-    (name, constraint), *_ = value.items()
-    if name == "choice":
-        set_field(request, "structured_output.choice.values", "structured_outputs", constraint)
-        return
-    if name in ("json_schema", "structural_tag") and not isinstance(constraint, str):
-        constraint = as_json("structured_outputs", constraint)
-    set_field(request, f"structured_output.{name}", "structured_outputs", constraint)
+    field = _CONSTRAINTS[own.kind]
+    set_field(request, f"structured_output.{field}", "structured_outputs", getattr(own, own.kind))
+    for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+        if getattr(own, name):
+            set_field(request, f"structured_output.{name}", "structured_outputs", getattr(own, name))
+
+
+def _set_tool_choice(request: Message, value: object) -> None:
+    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
+    if isinstance(function, Mapping) and function.get("name"):
+        set_field(request, "chat.required_tool", "tool_choice", function["name"])
+        value = "required"
+    set_field(request, "chat.tool_choice", "tool_choice", number_of("tool_choice", value, _TOOL_CHOICES))
 
 
 def _chat_messages(messages: object) -> Iterator[types_pb2.ChatMessage]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.commands.arguments import Usage
+from jaxllm.commands.constraint_flags import schema_of
 
 METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time")
 GOODPUT = ("ttft", "tpot", "e2el")
@@ -90,6 +91,13 @@ def headers_of(options: Mapping[str, Any]) -> dict[str, str]:
 def fields_of(options: Mapping[str, Any], ignores_eos: bool) -> dict[str, Any]:
     """Return what every request says beside its prompt and length."""
     fields: dict[str, Any] = {name: options[name] for name in SAMPLING if options[name] is not None}
+    if options["json_schema_path"]:
+        schema = schema_of(options["json_schema_path"]).json
+        if options["backend"] == "grpc":
+            fields["structured_outputs"] = {"json": schema}
+        else:
+            form = {"name": "bench", "schema": json.loads(schema)}
+            fields["response_format"] = {"type": "json_schema", "json_schema": form}
     if ignores_eos:
         fields["ignore_eos"] = True
     if options["logprobs"] is not None:
@@ -105,8 +113,10 @@ def adds_ignore_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
 
 
 def ignores_eos(options: Mapping[str, Any], dataset_name: str) -> bool:
-    """Whether answers go on after the model's end: by default where their lengths are drawn."""
-    return dataset_name in ("random", "prefix_repetition") if options["ignore_eos"] is None else options["ignore_eos"]
+    """Whether answers go on after the model's end: by default where their lengths are drawn and no schema ends them."""
+    if options["ignore_eos"] is not None:
+        return options["ignore_eos"]
+    return dataset_name in ("random", "prefix_repetition") and not options["json_schema_path"]
 
 
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
@@ -163,6 +173,7 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
     for name, kind in SAMPLING.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, help="(default: the server's)")
     group.add_argument("--logprobs", type=int, help="likeliest tokens to ask for")
+    group.add_argument("--json-schema-path", metavar="FILE", help="have every answer be JSON after this schema")
     group.add_argument(
         "--extra-body", type=_json_object, default={}, metavar="JSON",
         help="fields of every request (gRPC: options of the client); null takes one out",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.arguments import Subparsers, Usage
@@ -11,6 +12,7 @@ from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
 from jaxllm.commands.bench_results import natural, positive, write
 from jaxllm.commands.bench_trace import add_trace, check_trace, traced
 from jaxllm.commands.bench_workload import add_dataset_flags, dataset_options
+from jaxllm.commands.constraint_flags import schema_of
 from jaxllm.commands.flags import flag_of, given
 from jaxllm.commands.session import open_llm
 from jaxllm.config import EngineConfig
@@ -39,6 +41,9 @@ def add(benchmarks: Subparsers) -> None:
     )
     parser.add_argument("--async-engine", action="store_true", help="through AsyncLLM, with a reader for each request")
     parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
+    parser.add_argument(
+        "--json-schema-path", metavar="FILE", help="have every output be JSON after this schema, of at most its length"
+    )
     parser.add_argument("--hf-max-batch-size", type=positive, metavar="N", help="prompts in a batch of --backend hf")
     add_trace(parser)
     add_dataset_flags(parser.add_argument_group("dataset"))
@@ -54,12 +59,15 @@ def run(options: dict[str, Any]) -> int:
     dataset = dataset_options(options, dataset_name="random" if path is None else "sharegpt")
     if "dataset_name" not in options and path is None:
         print("No --dataset-path: prompts are random tokens (--dataset-name random).", file=sys.stderr)
+    constraint = schema_of(options["json_schema_path"]) if options["json_schema_path"] else None
     from jaxllm.bench import throughput
     from jaxllm.bench.datasets import make_jobs
     from jaxllm.text.tokenizer import load_tokenizer
 
     # Text or ids is the same work, and both backends get the same ids.
     jobs = make_jobs(dataset, load_tokenizer(config.tokenizer or config.model, config.revision), as_text=False)
+    if constraint is not None:
+        jobs = [replace(job, structured_outputs=constraint) for job in jobs]
     explained: dict[str, Any] = {}
     if options["backend"] == "hf":
         served = _with_transformers(config, options, jobs)
@@ -87,7 +95,7 @@ def _check_backend(options: Mapping[str, Any]) -> None:
         return
     if options["hf_max_batch_size"] is None:
         raise Usage("--backend hf needs --hf-max-batch-size")
-    for name in ("async_engine", "disable_detokenize"):
+    for name in ("async_engine", "disable_detokenize", "json_schema_path"):
         if options[name]:
             raise Usage(f"--{name.replace('_', '-')} is of --backend jaxllm")
     for name in given(options, EngineConfig):

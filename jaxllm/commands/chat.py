@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config
+from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, given
 from jaxllm.commands.session import open_llm, stream
 from jaxllm.errors import UserError
@@ -37,6 +38,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--system", help="the system prompt")
     add_model(parser)
     add_sampling_flags(parser.add_argument_group("sampling"), CHAT_TOKENS, skipped=_NO_FLAGS)
+    add_constraint_flags(parser.add_argument_group("form of the output"))
     add_engine_flags(parser.add_argument_group("engine"), skipped={"skip_tokenizer_init"})
     parser.set_defaults(run=run)
 
@@ -45,7 +47,7 @@ def run(options: dict[str, Any]) -> int:
     """Talk until the input ends."""
     engine_config(options)
     build(SamplingParams, options, max_tokens=CHAT_TOKENS)
-    own = {"max_tokens": CHAT_TOKENS, **given(options, SamplingParams)}
+    own = {"max_tokens": CHAT_TOKENS, **given(options, SamplingParams), **constraint_of(options)}
     system = [{"role": "system", "content": options["system"]}] if options["system"] else []
     is_terminal = sys.stdin.isatty()
     if is_terminal:

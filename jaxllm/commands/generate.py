@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, build, engine_config
+from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, flag_of, given
 from jaxllm.commands.session import open_llm, profile, stream
 from jaxllm.errors import UserError
@@ -43,6 +44,7 @@ def add(commands: Subparsers) -> None:
     add_profile(parser)
     add_model(parser)
     add_sampling_flags(parser.add_argument_group("sampling"), GENERATE_TOKENS)
+    add_constraint_flags(parser.add_argument_group("form of the output"))
     add_engine_flags(parser.add_argument_group("engine"))
     parser.set_defaults(run=run)
 
@@ -51,7 +53,7 @@ def run(options: dict[str, Any]) -> int:
     """Continue the prompts and write what came; 1 where an output failed, 130 after ^C."""
     engine_config(options)
     build(SamplingParams, options, max_tokens=GENERATE_TOKENS)
-    own = {"max_tokens": GENERATE_TOKENS, **given(options, SamplingParams)}
+    own = {"max_tokens": GENERATE_TOKENS, **given(options, SamplingParams), **constraint_of(options)}
     if not options["json"]:
         _warn_of_numbers(own)
     jobs = _read_prompts(options, own)

@@ -20,6 +20,7 @@ from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError, UserError
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.structured_outputs_params import StructuredOutputsParams
 from tests.support.sizes import FEW_SLOTS, flags
 
 Run = Callable[..., tuple[int, str, str]]
@@ -82,6 +83,16 @@ def test_an_output_of_another_length_is_an_error() -> None:
     assert throughput.check_lengths(short, [Job((1,), 1, 2)], 1) == 2
     with pytest.raises(EngineError, match=r"request 0 gave \[2\] tokens, 1 times 3"):
         throughput.check_lengths(short, [Job((1,), 1, 3)], 1)
+
+
+def test_outputs_with_a_constraint_end_where_it_does() -> None:
+    constraint = StructuredOutputsParams(json={})
+    job = Job((1,), 1, 3, structured_outputs=constraint)
+    params = throughput.sampling_params(job, 1, True)
+    assert (params.structured_outputs, params.ignore_eos, params.max_tokens) == (constraint, False, 3)
+    short = [RequestOutput("0", None, (1,), [CompletionOutput(0, "", (1, 2))])]
+    assert throughput.check_lengths(short, [job], 1) == 2
+    assert throughput.warm_up_jobs([job], 1)[0].structured_outputs == constraint
 
 
 def test_a_long_run_keeps_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:

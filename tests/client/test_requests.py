@@ -10,6 +10,7 @@ from jaxllm import errors
 from jaxllm.client.options import GenerateOptions, keyword_of
 from jaxllm.client.requests import chat_request, generate_request
 from jaxllm.sampling_params import RepetitionDetectionParams, SamplingParams
+from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.v1 import types_pb2
 from tests.client.fake_server import (
     FakeServer,
@@ -82,6 +83,38 @@ def test_options_are_named_as_sampling_parameters_are() -> None:
     built = set(SamplingParams.__dataclass_fields__) - {"output_kind", "stream_interval"}
     not_built = {name for name, field in SamplingParams.__dataclass_fields__.items() if "InitVar" in str(field.type)}
     assert built - not_built <= set(GenerateOptions.__annotations__)
+
+
+class Person:
+    """What pydantic's classes have."""
+
+    @staticmethod
+    def model_json_schema() -> dict[str, Any]:
+        return {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("value", "filled"),
+    [
+        (StructuredOutputsParams(json={"type": "object"}), {"json_schema": '{"type": "object"}'}),
+        (Person, {"json_schema": '{"type": "object"}'}),
+        ({"json": Person, "disable_any_whitespace": True}, {"disable_any_whitespace": True}),
+        ({"json": "{}", "whitespace_pattern": " ?"}, {"json_schema": "{}", "whitespace_pattern": " ?"}),
+        ({"json_object": True, "disable_additional_properties": True}, {"disable_additional_properties": True}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"grammar": 'start: "a"'}, {"ebnf": 'start: "a"'}),
+    ],
+)
+def test_a_form_of_the_output_is_sent(value: Any, filled: dict[str, Any]) -> None:
+    sent = plain(generate_request("Hi", {"structured_outputs": value}))["structured_output"]
+    assert filled.items() <= sent.items()
+
+
+def test_a_call_of_a_tool_can_be_required() -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    sent = [plain(chat_request([], {"tool_choice": choice}))["chat"] for choice in ("required", named)]
+    required = {"tool_choice": "TOOL_CHOICE_REQUIRED"}
+    assert sent == [required, required | {"required_tool": "add"}]
 
 
 def test_doubles_are_not_rounded() -> None:
@@ -179,7 +212,15 @@ def test_only_streams_take_a_streams_options(client: Any, server: FakeServer) ->
         ({"time_limit": float("nan")}, "time_limit must be a number of seconds, got nan.", "time_limit"),
         ({"time_limit": True}, "time_limit must be a number of seconds, got True.", "time_limit"),
         ({"model": "\ud800"}, "model must be a valid text", "model"),
-        ({"structured_outputs": {"json": {}}}, "one of json_schema, json_object, regex", "structured_outputs"),
+        ({"structured_outputs": {"json_schema": {}}}, "has no 'json_schema'; it has json, regex", "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "multiple are specified", "structured_outputs"),
+        (
+            {"structured_outputs": {"regex": "a", "begin_after": "b"}},
+            "begin_after is the server's",
+            "structured_outputs",
+        ),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag is not supported", "structured_outputs"),
+        ({"structured_outputs": int}, "must be a StructuredOutputsParams", "structured_outputs"),
     ],
 )
 def test_a_bad_option_is_named_before_anything_is_sent(options: dict[str, Any], message: str, parameter: str) -> None:
@@ -211,7 +252,9 @@ def test_a_bad_prompt_is_named(prompt: Any) -> None:
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], {}, "messages[0].content[0].text"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], {}, "messages[0].tool_calls[0]"),
         ([], {"tools": [object()]}, "tools"),
-        ([], {"tool_choice": "required"}, "tool_choice"),
+        ([], {"tool_choice": "always"}, "tool_choice"),
+        ([], {"tool_choice": {"type": "function"}}, "tool_choice"),
+        ([], {"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice"),
         ([], {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ([], {"chat_template_kwargs": {"a": object()}}, "chat_template_kwargs"),
     ],
@@ -230,6 +273,7 @@ def test_a_bad_conversation_is_named(messages: Any, options: dict[str, Any], par
         ("structured_output.regex", "structured_outputs"),
         ("chat.messages[0].role", "messages[0].role"),
         ("chat.tools_json", "tools"),
+        ("chat.required_tool", "tool_choice"),
         ("token_ids.ids", "prompt"),
         ("prompt", "prompt"),
         ("extensions", "extensions"),

@@ -137,6 +137,14 @@ def _bodies() -> list[bytes]:
             "chat_template_kwargs": {"enable_thinking": False},
             "reasoning_effort": "low",
         },
+        {
+            "messages": [{"role": "user", "content": "Hi"}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+        },
+        {"prompt": "Once", "structured_outputs": {"regex": "a+", "whitespace_pattern": " ?"}, "max_tokens": 3},
+        {"prompt": "Once", "guided_choice": ["a", "b"], "response_format": {"type": "text"}, "max_tokens": 3},
         {"tokens": [5, 6, 7], "model": ""},
         {"prompt": "Once", "add_special_tokens": False, "return_token_strs": True},
     ]
@@ -150,12 +158,14 @@ def _messages() -> list[bytes]:
     generate.stop.stop_strings.append("x")
     generate.stop.time_limit.seconds = 3
     generate.output.logprobs = 2
+    generate.structured_output.json_schema = '{"type": "object"}'
     chat = inference_pb2.GenerateRequest()
     message = types_pb2.ChatMessage(role="user", content="Hi", name="n")
     message.tool_calls.add(id="1", name="f", arguments_json='{"a": 1}')
     chat.chat.messages.append(message)
     chat.chat.tools_json = '[{"type": "function", "function": {"name": "f"}}]'
     chat.chat.template_kwargs.update({"a": 1, "b": True})
+    chat.chat.tool_choice, chat.chat.required_tool = types_pb2.TOOL_CHOICE_REQUIRED, "f"
     ids = inference_pb2.GenerateRequest(token_ids=types_pb2.TokenIds(ids=[5, 6]))
     asked = [inference_pb2.TokenizeRequest(text="Once"), inference_pb2.DetokenizeRequest(token_ids=[5, 6])]
     return [each.SerializeToString() for each in (generate, chat, ids, *asked)]

@@ -74,7 +74,7 @@ def http_errors() -> list[tuple[str, str, Any]]:
         *({"prompt": "a", evil: 1} for evil in EVIL),
         *(
             {"prompt": "a", "response_format": value}
-            for value in (1, {"type": 5}, {"type": "json_object"}, {"type": "x"})
+            for value in (1, {"type": 5}, {"type": "json_schema"}, {"type": "x"}, *({"type": evil} for evil in EVIL))
         ),
         *({"prompt": "a", "stream_options": value} for value in (1, {"x": 1}, {"include_usage": 1})),
         *({"prompt": "a", "vllm_xargs": value} for value in (1, {"a": object.__name__}, {"a": []})),
@@ -154,7 +154,8 @@ def grpc_errors() -> list[tuple[str, Any]]:
         *(ask(text="a", cache_salt=text) for text in ("a b", "x" * 1000, *EVIL)),
         *(ask(text="a", adapter=text) for text in ("a", *plain)),
         *(ask(text="a", extensions={text: 1}) for text in ("a", *plain)),
-        ask(text="a", structured_output={"regex": "(a+)+$"}),
+        *(ask(text="a", structured_output={"regex": f"({text}"}) for text in plain),
+        ask(text="a", structured_output={"structural_tag": "a"}),
         ask(text="a", output={"token_bytes": True}),
         ask(text="a", output={"logprobs": 10**6}),
         ask(text="a", priority=5),

@@ -79,6 +79,9 @@ GOOD = [
     *each("skip_reading_prefix_cache", True, False),
     *each("repetition_detection", {}, {"max_pattern_size": 1024, "min_pattern_size": 2, "min_count": 2}),
     *each("extra_args", {}, {"no_change": []}, {"no_change": 1, "no_change_either": [0.5] * 8}),
+    *each("structured_outputs", {"regex": "[a-z]+"}, {"choice": ["a", "b"]}, {"json_object": True}, {"json": "{}"}),
+    *each("structured_outputs", {"json": {"type": "object"}, "disable_any_whitespace": True, "regex": None}),
+    *each("structured_outputs", {"grammar": 'start: "a" | "b"'}, {"json": {"enum": [1]}, "whitespace_pattern": " ?"}),
     *each("prompt", "a\0b", "\uffff", "e" + "\u0301" * 100, [0], [VOCABULARY - 1], [5, 6, 7]),
     *each("priority", 0),
     *each("cache_salt", "a", "A-Z_0.9"),
@@ -135,8 +138,12 @@ BAD = [
     *each("extra_args", 1, "a", [], {"unknown": 1}, {"no_change": [1.0] * 9}, {"no_change": "1"}, {"no_change": True}),
     *each("extra_args", {"no_change": None}, {"no_change": NAN}, {"no_change": [INF]}, {"no_change": {}}),
     *each("extra_args", {f"unknown{i}": 1 for i in range(32)}),
-    # Not built yet, so that nothing of it is accepted but what asks for nothing.
-    *each("structured_outputs", {}, {"regex": "a"}, {"json_schema": "{}"}, {"choice": ["a"]}, {"unknown": 1}, "a", []),
+    *each("structured_outputs", {}, "a", [], 5, {"unknown": 1}, {"json_schema": "{}"}, {"structural_tag": "{}"}),
+    *each("structured_outputs", {"regex": ""}, {"regex": 5}, {"regex": HALF_PAIR}, {"grammar": ""}, {"grammar": []}),
+    *each("structured_outputs", {"regex": "("}, {"grammar": "start: ("}, {"json": {"type": "x"}}),
+    *each("structured_outputs", {"choice": []}, {"choice": [1]}, {"choice": "a"}, {"choice": [""]}, {"json": 5}),
+    *each("structured_outputs", {"json": "{"}, {"json": []}, {"json": {}, "regex": "a"}, {"json_object": False}),
+    *each("structured_outputs", {"json_object": 1}, {"disable_any_whitespace": True}, {"regex": "a", "begin_after": 1}),
     *each("temperatur", 1.0),
     *each(
         "prompt", [], [-1], [VOCABULARY], [2**31], [2**32 + 5], [2**63], [2**64], [True], [5, True], [1.0], [5, None]

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from jaxllm.errors import ContextLengthError, OverloadedError, UserError
+from jaxllm.v1 import inference_pb2
 from jaxllm_server.grpc.messages import SAMPLING_NAMES
 from jaxllm_server.grpc.replies import duration_of
 from jaxllm_server.shared.error_table import message_of, row_of
@@ -90,6 +91,9 @@ def path_of(parameter: str, request: Message | None) -> str:
     if request is not None and parameter in _PROMPT_ONEOFS:
         oneof = next((name for name in _PROMPT_ONEOFS if name in request.DESCRIPTOR.oneofs_by_name), None)
         return (request.WhichOneof(oneof) or oneof) if oneof is not None else "token_ids"
+    if parameter == "structured_outputs" and isinstance(request, inference_pb2.GenerateRequest):
+        kind = request.structured_output.WhichOneof("constraint")
+        return _PATHS[parameter] if kind is None else f"{_PATHS[parameter]}.{kind}"
     return _PATHS.get(parameter, parameter)[:MAX_PATH_CHARS]
 
 

@@ -19,7 +19,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.calls import Call
+from jaxllm_server.shared.calls import Call, NamedTool, ToolChoice
 
 # Messages inside one request: 8 MiB could hold four million of them, seconds of the event loop.
 MAX_NESTED_MESSAGES = 16_384
@@ -67,10 +67,20 @@ SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "stream": {"interval_tokens": "stream_interval"},
 }
-_TOOL_CHOICES = {
+_TOOL_CHOICES: Mapping[int, ToolChoice] = {
     types_pb2.TOOL_CHOICE_UNSPECIFIED: None,
     types_pb2.TOOL_CHOICE_NONE: "none",
     types_pb2.TOOL_CHOICE_AUTO: "auto",
+    types_pb2.TOOL_CHOICE_REQUIRED: "required",
+}
+# Constraint of StructuredOutput -> the name in StructuredOutputsParams.
+_CONSTRAINTS = {
+    "json_schema": "json",
+    "json_object": "json_object",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "choice": "choice",
+    "structural_tag": "structural_tag",  # refused there
 }
 
 
@@ -120,7 +130,25 @@ def _sampling_of(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
             for descriptor, value in getattr(request, section).ListFields():
                 if (name := names.get(descriptor.name)) is not None:
                     sampling[name] = value if isinstance(value, bool | int | float) else _plain(value)
+    if request.HasField("structured_output"):
+        sampling["structured_outputs"] = _structured_outputs_of(request.structured_output)
     return sampling
+
+
+def _structured_outputs_of(message: types_pb2.StructuredOutput) -> dict[str, Any]:
+    kind = message.WhichOneof("constraint")
+    if kind is None:
+        raise UserError("structured_output names no constraint.", "structured_output")
+    if kind == "json_object" and not message.json_object:
+        raise UserError("structured_output.json_object must be true.", "structured_output.json_object")
+    given = {
+        _CONSTRAINTS[kind]: list(message.choice.values) if kind == "choice" else getattr(message, kind),
+        "disable_any_whitespace": message.disable_any_whitespace,
+        "disable_additional_properties": message.disable_additional_properties,
+    }
+    return given | (
+        {"whitespace_pattern": message.whitespace_pattern} if message.HasField("whitespace_pattern") else {}
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -135,12 +163,6 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse_unbuilt(request: inference_pb2.GenerateRequest, *, stream: bool) -> None:
-    if request.HasField("structured_output"):
-        kind = request.structured_output.WhichOneof("constraint")
-        if kind is None:
-            raise UserError("structured_output names no constraint.", "structured_output")
-        path = f"structured_output.{kind}"
-        raise UnsupportedError(f"{path} is not supported by jaxllm yet.", path)
     if request.output.token_bytes:
         raise UnsupportedError("output.token_bytes is not supported by jaxllm yet.", "output.token_bytes")
     if request.HasField("stream"):
@@ -179,10 +201,15 @@ def _chat_of(chat: types_pb2.ChatPrompt, max_json_depth: int) -> dict[str, Any]:
         raise UserError(message, "chat.continue_final_message")
     if chat.tool_choice not in _TOOL_CHOICES:
         raise UserError(f"tool_choice {chat.tool_choice} is not known.", "chat.tool_choice")
+    choice: ToolChoice = _TOOL_CHOICES[chat.tool_choice]
+    if chat.required_tool:
+        if choice != "required":
+            raise UserError("required_tool needs tool_choice = TOOL_CHOICE_REQUIRED.", "chat.required_tool")
+        choice = NamedTool(chat.required_tool)
     return {
         "messages": [_message_of(message, f"chat.messages[{i}]") for i, message in enumerate(chat.messages)],
         "tools": _tools_of(chat.tools_json, max_json_depth) if chat.tools_json else None,
-        "tool_choice": _TOOL_CHOICES[chat.tool_choice],
+        "tool_choice": choice,
         "template_kwargs": _from_struct(chat.template_kwargs, "chat.template_kwargs"),
         "add_generation_prompt": adds,
         "continue_final_message": continues,

@@ -42,7 +42,7 @@ REQUEST_ID = "x-request-id"
 _LEAST_REMAINING = 0.001  # seconds before its deadline at which a call can still be answered
 _MAX_METADATA_CHARS = 256
 _NO_ADAPTERS = "This server has no adapters: jaxllm cannot load any yet."
-_API_REVISION = 1  # counts the additions to jaxllm.v1
+_API_REVISION = 2  # counts the additions to jaxllm.v1
 _STATES = {
     "loading": control_pb2.SERVER_STATE_LOADING,
     "serving": control_pb2.SERVER_STATE_SERVING,

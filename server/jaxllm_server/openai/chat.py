@@ -6,9 +6,9 @@ Pure functions of their arguments. Knows no HTTP, no template and no tool format
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob
 from jaxllm_server.openai.messages import (
     SHARED,
@@ -22,6 +22,7 @@ from jaxllm_server.openai.messages import (
     given,
     integer,
     mapping,
+    names_of,
     prompt_logprobs_of,
     sampling_of,
     shared_call_fields,
@@ -31,7 +32,7 @@ from jaxllm_server.openai.messages import (
     usage_without,
 )
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
-from jaxllm_server.shared.calls import Call, Chunk, Part, Usage
+from jaxllm_server.shared.calls import Call, Chunk, NamedTool, Part, ToolChoice, Usage, is_forced
 from jaxllm_server.shared.options import ServerOptions
 
 _UNBUILT = {
@@ -79,7 +80,7 @@ class ChatReply:
         if num_logprobs is not None:
             sampling["logprobs"] = num_logprobs
         names = {"prompt": "messages", "logprobs": "top_logprobs", "template_kwargs": "chat_template_kwargs"}
-        names["extra_args"] = "vllm_xargs"
+        names |= names_of(fields)
         most = fields.get("max_completion_tokens")
         if most is not None:
             if "max_tokens" in fields and integer(fields, "max_tokens", 1) != most:
@@ -95,10 +96,17 @@ class ChatReply:
         self._role = options.response_role
         self._takes_one_call = flag(fields, "parallel_tool_calls", True) is False
         conversation = conversation_of(fields)
+        choice = _tool_choice(fields.get("tool_choice"), conversation["tools"] is not None)
+        self._is_named = isinstance(choice, NamedTool)
+        if is_forced(choice) and "response_format" in fields:
+            # As in vLLM (tool_parsers/abstract_tool_parser.py, adjust_request) the calls' form goes first: the other
+            # one is that of the content, and a forced call leaves none.
+            sampling.pop("structured_outputs", None)
         self.calls: Sequence[Call] = [
             Call(
                 **conversation,
-                tool_choice=_tool_choice(fields.get("tool_choice"), conversation["tools"] is not None),
+                tool_choice=choice,
+                takes_one_call=self._takes_one_call,
                 sampling=sampling,
                 request_id=self.request_id,
                 include_reasoning=bool(flag(fields, "include_reasoning", True)),
@@ -117,7 +125,7 @@ class ChatReply:
                 "index": part.index,
                 "message": self._message(part),
                 "logprobs": _logprobs(part.logprobs, self.form),
-                "finish_reason": finish_reason(part),
+                "finish_reason": self._finish_reason(part),
                 "stop_reason": part.stop_reason,
             }
             if self.form.return_token_ids:
@@ -147,7 +155,7 @@ class ChatReply:
                 if part.logprobs:
                     choice["logprobs"] = _logprobs(part.logprobs, self.form)
                 if part.finish_reason:
-                    choice["finish_reason"] = finish_reason(part)
+                    choice["finish_reason"] = self._finish_reason(part)
                     choice["stop_reason"] = part.stop_reason
                 if has_ids:
                     choice["token_ids"] = list(part.token_ids)
@@ -201,6 +209,15 @@ class ChatReply:
             delta["tool_calls"] = calls
         return delta
 
+    def _finish_reason(self, part: Part) -> str | None:
+        """Return why an output ended: for a named tool's call "stop", as OpenAI has it.
+
+        Followed: vLLM's entrypoints/openai/chat_completion/serving.py, "In OpenAI's API, when a tool is called, the
+        finish_reason is: "tool_calls" for "auto" or "required" tool calls, and "stop" for named tool calls."
+        """
+        reason = finish_reason(part)
+        return "stop" if reason == "tool_calls" and self._is_named else reason
+
     def _calls(self, part: Part) -> list[ToolCallDelta]:
         """Return an output's tool calls; only the first one where the client takes no two at once."""
         return [call for call in part.tool_calls if call.index == 0] if self._takes_one_call else part.tool_calls
@@ -249,17 +266,22 @@ def _tools(tools: Any) -> list[Any] | None:
     return tools
 
 
-def _tool_choice(choice: Any, has_tools: bool) -> Literal["none", "auto"] | None:
+def _tool_choice(choice: Any, has_tools: bool) -> ToolChoice:
     if choice is None or choice == "none":
         return choice
-    if choice == "required" or isinstance(choice, dict):
-        shown = "required" if choice == "required" else "a named tool"
-        raise UnsupportedError(f"tool_choice={shown} is not supported by jaxllm yet: use auto.", "tool_choice")
-    if choice != "auto":
-        raise UserError("tool_choice must be none or auto.", "tool_choice")
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if choice.get("type") != "function" or not isinstance(name, str) or not name:
+            message = 'tool_choice must name a tool as {"type": "function", "function": {"name": …}}.'
+            raise UserError(message, "tool_choice")
+        choice = NamedTool(name)
+    elif choice not in ("auto", "required"):
+        raise UserError("tool_choice must be none, auto, required or a named tool.", "tool_choice")
     if not has_tools:
-        raise UserError("tool_choice=auto needs tools.", "tool_choice")
-    return "auto"
+        shown = "A named tool" if isinstance(choice, NamedTool) else f"tool_choice={choice}"
+        raise UserError(f"{shown} needs tools.", "tool_choice")
+    return choice
 
 
 def _num_logprobs(fields: Body) -> Any:

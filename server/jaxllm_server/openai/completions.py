@@ -23,6 +23,7 @@ from jaxllm_server.openai.messages import (
     form_of,
     given,
     integer,
+    names_of,
     prompt_logprobs_of,
     sampling_of,
     shared_call_fields,
@@ -55,7 +56,7 @@ class CompletionReply:
         if "logprobs" in fields:
             sampling["logprobs"] = fields["logprobs"]
         # "tokens" are the ids called that `echo` has turned into text.
-        self.names: Mapping[str, str] = {"tokens": "prompt", "extra_args": "vllm_xargs"}
+        self.names: Mapping[str, str] = {"tokens": "prompt", **names_of(fields)}
         # With logprob_token_ids alone, they and the sampled tokens are reported.
         self.form = form_of(fields, options, fields.get("logprobs", 0 if fields.get("logprob_token_ids") else None))
         self._echoes_logprobs = bool(flag(fields, "echo", False)) and self.form.num_logprobs is not None

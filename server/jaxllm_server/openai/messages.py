@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import INT32_MAX
+from jaxllm_server.openai.constraints import FIELDS as CONSTRAINTS
+from jaxllm_server.openai.constraints import constraint_of
 from jaxllm_server.shared.calls import Call, Chunk, Part, Usage
 from jaxllm_server.shared.error_table import code_of, message_of, row_of
 from jaxllm_server.shared.options import ServerOptions
@@ -33,7 +35,7 @@ SAMPLING = frozenset(
         *("prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words", "repetition_detection"),
         "skip_reading_prefix_cache",
         # Refused there by name, with their defaults excepted:
-        *("spaces_between_special_tokens", "structured_outputs", "thinking_token_budget"),
+        *("spaces_between_special_tokens", "thinking_token_budget"),
     )
 )
 # Clients send these; on a server with one model and no store they can change nothing.
@@ -49,12 +51,7 @@ UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "early_stopping": (False,),
     "truncation_side": ("left",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
     "structural_tag": (),
     "logits_processors": ([],),
     "kv_transfer_params": (),
@@ -64,8 +61,9 @@ SHARED = (
     SAMPLING
     | WITHOUT_EFFECT
     | UNBUILT.keys()
+    | CONSTRAINTS
     | {"model", "stream", "stream_options", "request_id", "priority", "cache_salt", "add_special_tokens"}
-    | {"return_token_ids", "return_tokens_as_token_ids", "response_format", "logprobs", "vllm_xargs"}
+    | {"return_token_ids", "return_tokens_as_token_ids", "logprobs", "vllm_xargs"}
     | {"time_limit"}  # jaxllm's own
 )
 _FINISH_REASONS = {"context": "length", "time_limit": "length"}  # OpenAI's API has no others for them
@@ -134,11 +132,22 @@ def given(body: Body, known: Collection[str], unbuilt: Mapping[str, tuple[Any, .
 
 def sampling_of(fields: Body) -> dict[str, Any]:
     """Return what a request says about sampling, unchecked."""
-    _check_response_format(fields.get("response_format"))
     if fields.get("stream") is True and "prompt_logprobs" in fields:
         raise UserError("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
     sampling = {name: fields[name] for name in SAMPLING if name in fields}
+    constraint = constraint_of(fields)
+    if constraint is not None:
+        sampling["structured_outputs"] = constraint[1]
     return sampling | ({"extra_args": fields["vllm_xargs"]} if "vllm_xargs" in fields else {})
+
+
+def names_of(fields: Body) -> dict[str, str]:
+    """Return what errors call parameters that a request of either kind may have given by another name."""
+    names = {"extra_args": "vllm_xargs"}
+    given = [name for name in fields if name in CONSTRAINTS and name != "structured_outputs"]
+    if "structured_outputs" not in fields and given:
+        names["structured_outputs"] = given[0]
+    return names
 
 
 def shared_call_fields(fields: Body) -> dict[str, Any]:
@@ -211,16 +220,6 @@ def mapping(fields: Body, name: str) -> dict[str, Any] | None:
 
 def _is_same(value: Any, accepted: Any) -> bool:
     return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
-
-
-def _check_response_format(wanted: Any) -> None:
-    if wanted is None:
-        return
-    if not isinstance(wanted, dict) or not isinstance(wanted.get("type"), str):
-        raise UserError('response_format must be an object with a type, as {"type": "text"}.', "response_format")
-    if wanted["type"] != "text":
-        kind = wanted["type"][:_SHOWN_NAME]
-        raise UnsupportedError(f"response_format of type {kind!r} is not supported by jaxllm yet.", "response_format")
 
 
 # Replies.

@@ -13,7 +13,7 @@ from enum import Enum, auto
 from types import MappingProxyType
 
 _START = "<think>"
-_END = "</think>"
+END = "</think>"
 
 
 class _State(Enum):
@@ -29,7 +29,7 @@ class ReasoningParser:
     the model repeats there is dropped. Otherwise there is reasoning only if the output begins with the start tag.
     """
 
-    markers = (_START, _END)  # special tokens of most vocabularies: their text must not be skipped
+    markers = (_START, END)  # special tokens of most vocabularies: their text must not be skipped
 
     def __init__(self, starts_inside: bool) -> None:
         self._starts_inside = starts_inside
@@ -85,13 +85,13 @@ class ReasoningParser:
         """Look for the end tag; return the reasoning before it and the text after it, "" while it has not come."""
         text = self._held + text
         self._held = ""
-        before, tag, after = text.partition(_END)
+        before, tag, after = text.partition(END)
         if tag:
             self._state = _State.CONTENT
             return before, after
         # A tag has its first character nowhere else, so only the last one can begin an unfinished tag.
         start = text.rfind("<")
-        if start >= 0 and _END.startswith(text[start:]):
+        if start >= 0 and END.startswith(text[start:]):
             self._held = text[start:]
         return text[: len(text) - len(self._held)], ""
 
@@ -101,11 +101,29 @@ def opens_reasoning(prompt: str) -> bool:
     return prompt.rstrip().endswith(_START)
 
 
-REASONING_PARSERS: Mapping[str, Callable[[bool], ReasoningParser]] = MappingProxyType(
+def closes_reasoning(prompt: str) -> bool:
+    """Whether a prompt's text ends with an end tag, so that the output begins after the reasoning."""
+    return prompt.rstrip().endswith(END)
+
+
+def reasons(style: str, prompt: str, is_switched_off: bool) -> bool:
+    """Whether an output may begin with reasoning, so that a constraint of the answer holds only after its end tag.
+
+    Of qwen3, a template says so by either tag, and by none where the model opens the reasoning itself or, with thinking
+    switched off, none is wanted. deepseek_r1 reasons unless its prompt has the end tag.
+    """
+    if closes_reasoning(prompt):
+        return False
+    return style == "deepseek_r1" or opens_reasoning(prompt) or not is_switched_off
+
+
+# Made of whether the prompt opens the reasoning, and whether it closes it.
+REASONING_PARSERS: Mapping[str, Callable[..., ReasoningParser]] = MappingProxyType(
     {
         # Says `<think>` itself, unless the template did; with thinking switched off, neither does.
-        "qwen3": ReasoningParser,
-        # Reasons from its first token on, whether or not its template says so (some revisions of it do not).
-        "deepseek_r1": lambda starts_inside: ReasoningParser(starts_inside=True),
+        "qwen3": lambda starts_inside, is_closed=False: ReasoningParser(starts_inside),
+        # Reasons from its first token on, whether or not its template says so (some revisions of it do not), unless the
+        # template says that the reasoning is over.
+        "deepseek_r1": lambda starts_inside, is_closed=False: ReasoningParser(starts_inside=not is_closed),
     }
 )

@@ -7,12 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from jaxllm.outputs import Logprob
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 
 Finish = Literal["stop", "length", "repetition", "context", "time_limit", "abort", "tool_calls"]
+
+
+@dataclass(frozen=True)
+class NamedTool:
+    """The tool that an answer has to call, once."""
+
+    name: str
+
+
+# None: auto where there are tools. "required": one of the tools at least once.
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | None
+
+
+def is_forced(choice: ToolChoice) -> bool:
+    """Whether the whole answer is tool calls."""
+    return choice == "required" or isinstance(choice, NamedTool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +40,8 @@ class Call:
     prompt: str | Sequence[int] | None = None  # this or messages
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None  # None: auto where there are tools
+    tool_choice: ToolChoice = None
+    takes_one_call: bool = False  # of tools; what else the model would call is not forced on it
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -69,7 +69,7 @@ def texts_of(conversation: list[Any]) -> list[str]:
 
 
 def check_tools(tools: Sequence[Any] | None, max_tools: int) -> None:
-    """Refuse more than `max_tools` tools, and what is no function with a name.
+    """Refuse more than `max_tools` tools, and what is no function with a name and perhaps a schema.
 
     Raises:
         UserError: naming `tools`.
@@ -81,6 +81,8 @@ def check_tools(tools: Sequence[Any] | None, max_tools: int) -> None:
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise UserError(f'tools[{index}] must be {{"type": "function", "function": {{"name": …}}}}.', "tools")
+        if not isinstance(function.get("parameters"), Mapping | None):
+            raise UserError(f"tools[{index}].function.parameters must be a JSON schema, an object.", "tools")
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:

@@ -13,9 +13,10 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine.async_llm import LONG_TEXT, AsyncLLM
@@ -25,9 +26,11 @@ from jaxllm.outputs import RequestMetrics, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span, request_attributes
-from jaxllm_server.parsers.reasoning import REASONING_PARSERS, ReasoningParser, opens_reasoning
+from jaxllm_server.parsers import reasoning as thinking
+from jaxllm_server.parsers.forced_calls import NamedCall, RequiredCalls
+from jaxllm_server.parsers.reasoning import REASONING_PARSERS, ReasoningParser
 from jaxllm_server.parsers.tool_parsers import TOOL_PARSERS, ToolCallDelta, ToolParser
-from jaxllm_server.shared.calls import Call, Chunk, Finish, Part, PromptInfo, Timing, Usage
+from jaxllm_server.shared.calls import Call, Chunk, Finish, NamedTool, Part, PromptInfo, Timing, Usage, is_forced
 from jaxllm_server.shared.chat_checks import (
     check_messages,
     check_template_kwargs,
@@ -36,9 +39,11 @@ from jaxllm_server.shared.chat_checks import (
     with_parsed_arguments,
 )
 from jaxllm_server.shared.client_quota import Shares
+from jaxllm_server.shared.forced_calls import blaming_tools, with_forced_calls
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
 
 Item = TypeVar("Item")
+_CallReader: TypeAlias = ToolParser | NamedCall
 _log = logging.getLogger("jaxllm.server")
 _EMBEDDED = "jaxllm-embedded"  # what the model within the package is called
 _NO_TEMPLATE = (
@@ -97,8 +102,12 @@ class Serving:
             given["max_tokens"] = 1
         if "max_tokens" not in given:
             given["max_tokens"] = self.engine.model.generation_config.get("max_new_tokens") or call.default_max_tokens
+        if is_forced(call.tool_choice):
+            check_tools(call.tools, self.options.max_tools)
+            given = with_forced_calls(call, given)
         kind = RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY
-        return replace(self.engine.model.default_params, **given, output_kind=kind)
+        with blaming_tools(call):
+            return replace(self.engine.model.default_params, **given, output_kind=kind)
 
     async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
         """Answer a call, in one chunk or as it comes. To close the iterator aborts the request."""
@@ -118,6 +127,9 @@ class Serving:
             reader = self._reader(call, params, prompt.get("prompt") or "")
             if reader.shows_markers:
                 params = replace(params, skip_special_tokens=False)
+            if reader.may_reason and params.structured_outputs is not None:
+                after = replace(params.structured_outputs, begin_after=thinking.END)
+                params = replace(params, structured_outputs=after)
             request_id = call.request_id or uuid.uuid4().hex
             outputs = self.engine.generate(
                 prompt,
@@ -133,14 +145,15 @@ class Serving:
             if self.options.enable_log_requests:
                 num_prompt = len(prompt["prompt_token_ids"])
                 _log.info("request %s: %d prompt tokens, %s", request_id, num_prompt, given_of(params))
-            async with aclosing(outputs):
-                async for output in outputs:
-                    chunk = reader.read(output)
-                    if chunk.is_last:
-                        counts = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-                        facts = request_attributes(request_id, self.names[0], params, output.metrics, *counts)
-                        current_span().set(facts, name=REQUEST_SPAN)
-                    yield chunk
+            with blaming_tools(call):
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        chunk = reader.read(output)
+                        if chunk.is_last:
+                            counts = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+                            facts = request_attributes(request_id, self.names[0], params, output.metrics, *counts)
+                            current_span().set(facts, name=REQUEST_SPAN)
+                        yield chunk
 
     async def prompt_of(self, call: Call, params: SamplingParams | None = None) -> dict[str, Any]:
         """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt.
@@ -261,9 +274,9 @@ class Serving:
             raise too_long(longest, len(ids), asked)
 
     def _check_splitting(self, call: Call, params: SamplingParams) -> None:
-        """Refuse tools if there is no parser for the model's calls."""
+        """Refuse tools if there is no parser for the model's calls; those that are forced have a form of ours."""
         has_tools = _has_tools(call)
-        if has_tools and self.options.tool_call_parser is None:
+        if has_tools and self.options.tool_call_parser is None and not is_forced(call.tool_choice):
             raise FeatureDisabledError(
                 "This server was started without --tool-call-parser, so it cannot answer with tool calls.", "tools"
             )
@@ -275,10 +288,20 @@ class Serving:
             call,
             params,
             self.engine.model.tokenizer,
-            self.options.tool_call_parser if _has_tools(call) else None,
+            self._tool_parser(call),
             self.options.reasoning_parser if call.messages is not None else None,
-            opens_reasoning(prompt),
+            prompt,
+            _is_switched_off({**self._template_kwargs, **call.template_kwargs}),
         )
+
+    def _tool_parser(self, call: Call) -> Callable[[], _CallReader] | None:
+        """Return what makes a reader of an output's tool calls; None where none are looked for."""
+        if isinstance(call.tool_choice, NamedTool):
+            return partial(NamedCall, _make_call_id, call.tool_choice.name)
+        if call.tool_choice == "required":
+            return partial(RequiredCalls, _make_call_id)
+        style = self.options.tool_call_parser
+        return partial(TOOL_PARSERS[style], _make_call_id) if style is not None and _has_tools(call) else None
 
 
 class _Reader:
@@ -289,15 +312,18 @@ class _Reader:
         call: Call,
         params: SamplingParams,
         tokenizer: Tokenizer,
-        tool_parser: str | None,
+        tool_parser: Callable[[], _CallReader] | None,
         reasoning_parser: str | None,
-        starts_inside: bool,
+        prompt: str,
+        is_switched_off: bool,
     ) -> None:
         self._call = call
         self._params = params
         self._tokenizer = tokenizer
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
-        self._starts_inside = starts_inside  # the output begins inside of the reasoning
+        self._starts_inside = thinking.opens_reasoning(prompt)  # the output begins inside of the reasoning
+        self._is_closed = thinking.closes_reasoning(prompt)  # it begins after the reasoning
+        self.may_reason = reasoning_parser is not None and thinking.reasons(reasoning_parser, prompt, is_switched_off)
         self._usage = Usage()
         self._is_first = True
         self._splitters: dict[int, _Splitter] = {}
@@ -358,10 +384,10 @@ class _Reader:
         return reason  # pyright: ignore[reportReturnType] - "error" never comes here: the engine raises it
 
     def _make_splitter(self) -> _Splitter:
-        tools = None if self._tool_parser is None else TOOL_PARSERS[self._tool_parser](_make_call_id)
+        tools = None if self._tool_parser is None else self._tool_parser()
         reasoning = None
         if self._reasoning_parser is not None:
-            reasoning = REASONING_PARSERS[self._reasoning_parser](self._starts_inside)
+            reasoning = REASONING_PARSERS[self._reasoning_parser](self._starts_inside, self._is_closed)
         end_id = None if reasoning is None else self._tokenizer.token_id(reasoning.markers[-1])
         return _Splitter(reasoning, tools, end_id)
 
@@ -369,7 +395,9 @@ class _Reader:
 class _Splitter:
     """Splits one output's text into content, reasoning and tool calls."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, end_id: int | None) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | None, tools: ToolParser | NamedCall | None, end_id: int | None
+    ) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self._end_id = end_id  # of the token that ends the reasoning, where it is one token
@@ -408,6 +436,11 @@ class _Splitter:
 
 def _has_tools(call: Call) -> bool:
     return bool(call.tools) and call.tool_choice != "none"
+
+
+def _is_switched_off(template_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a conversation asks for no reasoning, by the variables that templates have for it."""
+    return template_kwargs.get("enable_thinking") is False or template_kwargs.get("reasoning_effort") == "none"
 
 
 def given_of(params: SamplingParams) -> dict[str, Any]:

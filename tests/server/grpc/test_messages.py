@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from jaxllm import errors
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1 import types_pb2 as ty
 from jaxllm_server.grpc import error_details, messages, replies
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Timing, Usage
+from jaxllm_server.shared.calls import Chunk, NamedTool, Part, PromptInfo, Timing, Usage
 from jaxllm_server.shared.error_table import AdminRequiredError, AuthError
 
 MOST_DEPTH = 64
@@ -204,6 +205,48 @@ def test_a_conversation_is_in_openai_form() -> None:
     assert not call_of(pb.GenerateRequest(chat=chat)).add_generation_prompt
 
 
+@pytest.mark.parametrize(
+    ("message", "constraint"),
+    [
+        (ty.StructuredOutput(json_schema='{"type": "object"}'), {"json": {"type": "object"}}),
+        (ty.StructuredOutput(json_object=True, disable_any_whitespace=True), {"json_object": True}),
+        (ty.StructuredOutput(regex="a+"), {"regex": "a+"}),
+        (ty.StructuredOutput(ebnf='start: "a"'), {"grammar": 'start: "a"'}),
+        (ty.StructuredOutput(choice=ty.Choice(values=["a", "b"])), {"choice": ["a", "b"]}),
+        (ty.StructuredOutput(json_schema="{}", disable_additional_properties=True), {"json": {}}),
+        (ty.StructuredOutput(json_schema="true", whitespace_pattern=" ?"), {"json": True}),
+    ],
+)
+def test_a_form_of_the_output_is_a_sampling_parameter(message: ty.StructuredOutput, constraint: dict[str, Any]) -> None:
+    sampling = call_of(pb.GenerateRequest(text="a", structured_output=message)).sampling
+    names = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+    others = {name: getattr(message, name) for name in names if getattr(message, name)}
+    assert SamplingParams(**sampling).structured_outputs == StructuredOutputsParams(**constraint, **others)
+
+
+@pytest.mark.parametrize(
+    ("message", "path"),
+    [
+        (ty.StructuredOutput(json_schema="{"), "structured_output.json_schema"),
+        (ty.StructuredOutput(regex=""), "structured_output.regex"),
+        (ty.StructuredOutput(choice=ty.Choice()), "structured_output.choice"),
+        (ty.StructuredOutput(structural_tag="{}"), "structured_output.structural_tag"),
+    ],
+)
+def test_a_form_that_is_refused_is_named_by_its_path(message: ty.StructuredOutput, path: str) -> None:
+    request = pb.GenerateRequest(text="a", structured_output=message)
+    with pytest.raises(errors.UserError) as caught:
+        SamplingParams(**call_of(request).sampling)
+    assert error_details.path_of(caught.value.parameter or "", request) == path
+
+
+def test_a_call_of_a_tool_can_be_required() -> None:
+    chat = ty.ChatPrompt(messages=[{"role": "user"}], tool_choice=ty.TOOL_CHOICE_REQUIRED)
+    assert call_of(pb.GenerateRequest(chat=chat)).tool_choice == "required"
+    chat.required_tool = "f"
+    assert call_of(pb.GenerateRequest(chat=chat)).tool_choice == NamedTool("f")
+
+
 def bad(path: str, **fields: Any) -> Any:
     return pytest.param(path, pb.GenerateRequest(**({"text": "a"} | fields)), id=f"{path}-{sorted(fields)}")
 
@@ -221,8 +264,8 @@ def tools_of_depth(levels: int) -> str:
     [
         bad("prompt", text=None),
         bad("structured_output", structured_output=ty.StructuredOutput()),
-        bad("structured_output.json_schema", structured_output=ty.StructuredOutput(json_schema="{}")),
-        bad("structured_output.choice", structured_output=ty.StructuredOutput(choice=ty.Choice(values=["a"]))),
+        bad("structured_output", structured_output=ty.StructuredOutput(disable_any_whitespace=True)),
+        bad("structured_output.json_object", structured_output=ty.StructuredOutput(json_object=False)),
         bad("output.token_bytes", output=ty.OutputOptions(token_bytes=True)),
         bad("stream.max_delay", stream=ty.StreamOptions(max_delay={"seconds": 1})),
         bad("extensions", extensions={"beam_width": 4}),
@@ -242,6 +285,8 @@ def tools_of_depth(levels: int) -> str:
         bad("chat.tools_json", **chat_of(tools_json=tools_of_depth(MOST_DEPTH))),
         bad("chat.tools_json", **chat_of(tools_json=tools_of_depth(800))),
         bad("chat.tool_choice", **chat_of(tool_choice=99)),
+        bad("chat.required_tool", **chat_of(required_tool="f")),
+        bad("chat.required_tool", **chat_of(required_tool="f", tool_choice=ty.TOOL_CHOICE_AUTO)),
         bad("chat.continue_final_message", **chat_of(continue_final_message=True, add_generation_prompt=True)),
         bad("chat.template_kwargs", **chat_of(template_kwargs={"x": math.nan})),
         bad(

@@ -259,7 +259,10 @@ def test_statuses_and_whether_to_try_again(server, error, status, retries):
         ({"nonsense": 1}, "nonsense"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["x"] * 10_000}, "prompt"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_decoding_backend": "x"}, "guided_decoding_backend"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     ],
 )
 def test_wrong_fields_are_400_and_named(server, body, parameter):

@@ -19,7 +19,7 @@ from jaxllm_server.openai.messages import SAMPLING, error_body_of
 from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
+from jaxllm_server.shared.calls import Chunk, NamedTool, Part, PromptInfo, Usage
 from jaxllm_server.shared.chat_checks import (
     check_messages,
     check_template_kwargs,
@@ -32,6 +32,7 @@ from jaxllm_server.shared.options import ServerOptions
 OPTIONS = ServerOptions()
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+NAMED = {"type": "function", "function": {"name": "add"}}
 
 
 def completion(**body):
@@ -125,8 +126,9 @@ def test_every_sampling_name_is_one_that_the_validator_knows():
     ("field", "value"),
     [
         *(("suffix", "x"), ("best_of", 2), ("use_beam_search", True), ("length_penalty", 0.5)),
-        *(("guided_json", {}), ("prompt_embeds", "x"), ("kv_transfer_params", {})),
-        *(("response_format", {"type": "json_object"}), ("truncation_side", "right"), ("early_stopping", True)),
+        *(("guided_decoding_backend", "x"), ("prompt_embeds", "x"), ("kv_transfer_params", {})),
+        *(("structural_tag", "x"), ("response_format", {"type": "structural_tag", "format": {}})),
+        *(("truncation_side", "right"), ("early_stopping", True)),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(field, value):
@@ -444,8 +446,11 @@ def test_reasoning_of_earlier_messages_goes_by_either_name():
     [
         ({"tools": {}}, "tools", UserError),
         ({"tools": []}, "tools", UserError),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice", UnsupportedError),
-        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", UnsupportedError),
+        ({"tool_choice": "required"}, "tool_choice", UserError),
+        ({"tool_choice": NAMED}, "tool_choice", UserError),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", UserError),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice", UserError),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "function": {"name": "add"}}}, "tool_choice", UserError),
         ({"tools": TOOLS, "tool_choice": 3}, "tool_choice", UserError),
         ({"tool_choice": "auto"}, "tool_choice", UserError),
         ({"chat_template": "{{ x }}"}, "chat_template", UserError),
@@ -582,6 +587,31 @@ def test_tool_calls_whole_and_in_pieces():
         {"index": 0, "id": "id0", "type": "function", "function": {"name": "add", "arguments": ""}},
         {"index": 0, "function": {"arguments": '{"a":'}},
     ]
+
+
+def test_a_call_that_is_forced_and_how_it_ends():
+    """ "tool_calls" for required ones, "stop" for a named one, in streams too; "length" stays."""
+    for choice, kept, told in (("required", "required", "tool_calls"), (NAMED, NamedTool("add"), "stop")):
+        for stream in (False, True):
+            reply = chat(tools=TOOLS, tool_choice=choice, stream=stream, parallel_tool_calls=False)
+            assert (reply.calls[0].tool_choice, reply.calls[0].takes_one_call) == (kept, True)
+            for reason, ends in (("tool_calls", told), ("length", "length")):
+                piece = chunk(part("", tool_calls=CALLS[:1], finish_reason=reason))
+                answers = reply.events(0, piece)[-1:] if stream else [reply.response([piece])]
+                assert [answer["choices"][0]["finish_reason"] for answer in answers] == [ends]
+    assert not chat(tools=TOOLS, tool_choice="required").calls[0].takes_one_call
+
+
+def test_a_forced_call_leaves_no_content_that_response_format_could_be_of():
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    for choice in ("required", NAMED):
+        sampling = chat(tools=TOOLS, tool_choice=choice, response_format=form).calls[0].sampling
+        assert "structured_outputs" not in sampling
+        own = chat(tools=TOOLS, tool_choice=choice, structured_outputs={"regex": "a"}).calls[0].sampling
+        assert own == {"structured_outputs": {"regex": "a"}}  # refused where the calls' own constraint is made
+    assert chat(tools=TOOLS, tool_choice="auto", response_format=form).calls[0].sampling["structured_outputs"]
+    with pytest.raises(UserError):
+        chat(tools=TOOLS, tool_choice="required", response_format={"type": "jsn"})
 
 
 def test_one_tool_call_where_the_client_takes_no_more():
