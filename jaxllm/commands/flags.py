@@ -146,28 +146,19 @@ def add_flags(
 def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     """Give argparse's settings for a type: a choice, a switch with its `--no-`, a list by repetition, or a value."""
     members = get_args(kind)
-    if kind is bool:
+    inner = next((member for member in members if member is not type(None)), kind)
+    if inner is bool:
         # "--disable-x" and "--no-x" have no opposite.
         is_opposite = field.name.startswith(("disable_", "no_"))
         return {"action": "store_true" if is_opposite else argparse.BooleanOptionalAction}
-    if get_origin(kind) is tuple:
+    if get_origin(kind) is tuple or isinstance(field.default, tuple) or get_origin(inner) is Sequence:
         # One value each: with more, a model's name behind them would be taken for another key.
-        return {"action": "append", "metavar": field.metadata["metavar"] or "NAME"}
-    if isinstance(field.default, tuple):
-        return {
-            "action": "append",
-            "type": _integer if members[0] is int else str,
-            "metavar": field.metadata["metavar"],
-        }
-    inner = next((member for member in members if member is not type(None)), kind)
+        item = (get_args(inner) or members)[0]
+        metavar = field.metadata["metavar"] or "NAME"
+        return {"action": "append", "type": _integer if item is int else str, "metavar": metavar}
     for literal in (kind, inner):  # a choice, or a choice or None
         if get_origin(literal) is Literal:
             return {"choices": get_args(literal)} | ({"type": _dtype} if field.name == "dtype" else {})
-    if inner is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(inner) is Sequence:
-        convert = _integer if get_args(inner)[0] is int else str
-        return {"action": "append", "type": convert, "metavar": field.metadata["metavar"]}
     convert = {int: _integer, float: float, str: str}[inner]
     if type(None) in members and inner is int:
         convert = _integer_or_none

@@ -49,8 +49,8 @@ def test_every_implementation_of_every_operation(run_jaxllm: Run, tmp_path: Path
 def test_the_reference_is_attention() -> None:
     """The inputs are such that the result is the mean of values, written out: queries of zeros see all alike."""
     (case,) = kernels.make_cases("float32", [(2, 5)], [])
-    q, keys, values, tables, lengths = case.arrays
-    output = np.asarray(case.call("xla", q * 0, keys, values, tables, lengths))
+    q, _, values, tables, *_ = case.arrays
+    output = np.asarray(case.call("xla", q * 0, *case.arrays[1:]))
     for row in range(2):
         seen = np.asarray(values)[int(tables[row, 0]), :, :5].mean(1)  # [K, C]
         np.testing.assert_allclose(output[row], np.repeat(seen, 2, axis=0), atol=1e-6)
