@@ -25,7 +25,6 @@ from jaxtyping import Float, Int
 from jaxllm.model import layers, mla, moe
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
-from pallas_kernels import rotate
 
 Leaf = TypeVar("Leaf")
 Arrays = dict[str, Any]  # by name, inside or outside a layer: an Array each, or an Int8
@@ -37,14 +36,6 @@ class Heads(NamedTuple):
     qkv: Array  # [T, Hx + 2 Kx, C], of queries, keys and values; with latent attention there are no values
     turn: tuple[Array, Array] | None  # cosine and sine of each token's rotation, [T, size / 2]; None: none is wanted
     is_interleaved: bool  # neighbours make a pair
-
-    def apart(self, num_heads: int) -> tuple[Array, Array, Array]:
-        """Rotate; return the queries of so many heads, the keys and the values, for an attention without a cache."""
-        kv_heads = (self.qkv.shape[1] - num_heads) // 2
-        q, k, v = jnp.split(self.qkv, (num_heads, num_heads + kv_heads), axis=1)
-        if self.turn is not None:
-            q, k = (rotate(one, *self.turn, self.is_interleaved) for one in (q, k))
-        return q, k, v
 
 
 @runtime_checkable
@@ -216,22 +207,15 @@ def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: 
         return x
 
 
-def run_layers(
-    spec: Spec,
-    params: Params[Array],
-    x: Float[Array, "T D"],
-    context: Context,
-    start: int = 0,
-    stop: int | None = None,
-) -> Float[Array, "T D"]:
-    """Run the layers from `start` to before `stop` (None: all) over `x` [T, D].
+def run_layers(spec: Spec, params: Params[Array], x: Float[Array, "T D"], context: Context) -> Float[Array, "T D"]:
+    """Run the layers over `x` [T, D].
 
     Layers are unrolled: a scan over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU.
     """
     with named_scope("embedding"):
         turns = {rope: layers.rotation(rope, context.positions) for rope in spec.ropes if rope is not None}
     mlp_norm = "attn_norm" if spec.residual == "parallel, one norm" else "mlp_norm"
-    for layer in range(spec.num_layers)[start:stop]:
+    for layer in range(spec.num_layers):
         weights = params.layers[layer]
         with named_scope(f"layer_{layer:02}/attention"):
             mixed = _mixer(spec, weights, layer, _norm(spec, weights, "attn_norm", x), turns, context)

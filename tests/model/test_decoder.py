@@ -17,6 +17,7 @@ from jaxllm.model.spec import BandScaling, LinearScaling, Rope, Spec
 from pallas_kernels import rotate
 from tests.parity.driver import generate
 from tests.support.checkpoints import CONFIG, write_checkpoint
+from tests.support.heads import apart
 from tests.support.paths import GOLDEN
 
 
@@ -163,7 +164,7 @@ def test_layers_see_their_own_window_and_number():
 
     def attend(layer, heads, window, sinks):
         assert sinks is None
-        q, k, v = heads.apart(4)
+        q, k, v = apart(heads, 4)
         calls.append((layer, q.shape, k.shape, v.shape, q.dtype, window))
         return q
 

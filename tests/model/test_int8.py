@@ -31,6 +31,7 @@ from jaxllm.sampling.sampler import Extras, Variant
 from jaxllm.text.tokenizer import load_tokenizer
 from pallas_kernels import Choice
 from tests.support.checkpoints import CONFIG, random_tensors, write_checkpoint
+from tests.support.heads import apart
 from tests.support.paths import GOLDEN
 from training.questions import held_out_questions
 
@@ -159,7 +160,7 @@ def _logits(params: Any, folder: Path, shards: int, tokens: np.ndarray, position
     is_seen = (sequence[:, None] == sequence) & (positions[:, None] >= positions)
 
     def attend(layer, heads, window, sinks):
-        q, k, v = heads.apart(spec.num_heads // shards)
+        q, k, v = apart(heads, spec.num_heads // shards)
         k, v = (jnp.repeat(heads, q.shape[1] // k.shape[1], axis=1) for heads in (k, v))
         scores = jnp.einsum("thc,uhc->htu", q, k) * spec.attention_scale
         return jnp.einsum("htu,uhc->thc", jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf)), v)
