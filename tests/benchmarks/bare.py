@@ -39,10 +39,7 @@ class Case(NamedTuple):
     turns: int  # in a round: short steps need more of them
 
 
-CASES = {
-    "qwen2.5-0.5b": Case({}, 16, {1: 0.95, 16: 0.95}, turns=1),
-    "embedded": Case(SMALL, 64, {64: 0.70}, turns=7),
-}
+CASES = {"qwen2.5-0.5b": Case({}, 16, {1: 0.95, 16: 0.95}, turns=1), "embedded": Case(SMALL, 64, {64: 0.70}, turns=7)}
 
 
 class Packed(NamedTuple):

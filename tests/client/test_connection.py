@@ -20,14 +20,7 @@ from google.protobuf.message import Message
 from jaxllm import AsyncClient, Client, errors
 from jaxllm.client import Completion
 from jaxllm.v1 import control_pb2, inference_pb2
-from tests.client.fake_server import (
-    WAIT,
-    WHOLE,
-    Blocking,
-    FakeServer,
-    deltas_of_whole,
-    until_gone,
-)
+from tests.client.fake_server import WAIT, WHOLE, Blocking, FakeServer, deltas_of_whole, until_gone
 from tests.support.paths import ROOT
 
 

@@ -99,11 +99,7 @@ PATHS = [
     *("//v1/models", "/v1//models", "/./v1/models", "/v1/./models", "/health/../v1/models", "/health/..;/v1/models"),
     *("/health/%2e%2e/v1/models", "/health%2f..%2fv1/models", "/%2e/v1/models", "/%76%31/models", "/V1/MODELS"),
     *("/v1/models/", "/v1/models?", "/v1/models?path=/health", "/v1/models;/health", "/v1/models%00/health"),
-    *(
-        "/v1/models#/health",
-        "/health;/v1/models",
-        "/health%3f/v1/models",
-    ),
+    *("/v1/models#/health", "/health;/v1/models", "/health%3f/v1/models"),
     *(
         "/health/",
         "/health%20",

@@ -234,9 +234,7 @@ GIGABYTE = 1 << 30
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/v1/completions", "/tokenize", "/version", "/nothing"],
-    ids=["read", "tokenized", "not taken", "no route"],
+    "path", ["/v1/completions", "/tokenize", "/version", "/nothing"], ids=["read", "tokenized", "not taken", "no route"]
 )
 @pytest.mark.parametrize("size", [65536, 16, 1])
 def test_a_gigabyte_in_chunks_is_cut_off_at_the_limit(fake: ServingProcess, path: str, size: int) -> None:

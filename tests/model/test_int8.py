@@ -208,11 +208,7 @@ def test_an_engine_on_two_devices_answers_as_the_quantized_decoder(tmp_path):
     settings = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "num_kv_blocks": 5, "precompile": "covering"}
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with LLM(
-        str(folder),
-        tokenizer=str(GOLDEN / "stories260K"),
-        quantization="int8",
-        tensor_parallel_size=shards,
-        **settings,
+        str(folder), tokenizer=str(GOLDEN / "stories260K"), quantization="int8", tensor_parallel_size=shards, **settings
     ) as llm:
         (output,) = llm.generate([[5, 6, 7, 8, 9, 10, 11, 12, 13]], greedy, use_tqdm=False)
     tokens = np.asarray([*output.prompt_token_ids, *output.outputs[0].token_ids])

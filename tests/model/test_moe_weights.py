@@ -97,12 +97,7 @@ def test_the_bias_of_the_choice_stays_float32():
     [
         ("mixtral", "model.layers.1.block_sparse_moe.experts.7.w2.weight", None, "no tensor layers.1.block_sparse_moe"),
         ("mixtral", "model.layers.0.block_sparse_moe.experts.8.w1.weight", (16, 48), "experts.8.w1.weight is not part"),
-        (
-            "gpt-oss",
-            "model.layers.0.mlp.experts.gate_up_proj",
-            (8, 32, 48),
-            "[8, 32, 48], config.json says [8, 48",
-        ),
+        ("gpt-oss", "model.layers.0.mlp.experts.gate_up_proj", (8, 32, 48), "[8, 32, 48], config.json says [8, 48"),
         ("gpt-oss", "model.layers.0.mlp.experts.down_proj", (7, 16, 48), "[7, 16, 48], config.json says [8, 16, 48]"),
         ("deepseek-v2", "model.layers.0.self_attn.kv_b_proj.weight", (96, 24), "[96, 24], config.json says [120, 24]"),
         ("deepseek-v2", "model.layers.2.mlp.down_proj.weight", (48, 64), "layers.2.mlp.down_proj.weight is not part"),

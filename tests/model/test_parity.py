@@ -89,10 +89,7 @@ CHANGES = [
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("case", "change"),
-    [pytest.param(*each, marks=marks_of(each[0])) for each in CHANGES],
-)
+@pytest.mark.parametrize(("case", "change"), [pytest.param(*each, marks=marks_of(each[0])) for each in CHANGES])
 def test_each_feature_matters_in_its_golden_case(case, change):
     """Were a field of the Spec ignored, the comparison above would have to fail."""
     prompt, _, expected = _golden(case)

@@ -90,10 +90,7 @@ def test_what_transformers_writes_is_read_and_every_key_of_it_counts(architectur
         (SMOLLM_3, {"transformers.js_config": {"dtype": "q4f16"}, "pretraining_tp": 2, "no_rope_layer_interval": 4}),
         (LLAMA_2_7B, {"max_sequence_length": 2048, "pad_token_id": 0}),  # the first Llama
         # a file that transformers 4 wrote whole
-        (
-            LLAMA_2_7B,
-            dict(_SAMPLING) | {"do_sample": False, "max_length": 20, "pruned_heads": {}},
-        ),
+        (LLAMA_2_7B, dict(_SAMPLING) | {"do_sample": False, "max_length": 20, "pruned_heads": {}}),
         (MISTRAL_7B, {"_flash_attn_2_enabled": False}),
         # GPT-2 medium, large and XL; DistilGPT-2
         (GPT_2, {"n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1}),

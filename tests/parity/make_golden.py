@@ -125,12 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "granite",
         _SIZES
-        | {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 1.5,
-        },
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.5},
     ),
     "smollm3": ("smollm3", _PADDED | {"no_rope_layer_interval": 2}),
     "stablelm": ("stablelm", _SIZES | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
@@ -154,14 +149,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0},
         },
     ),
-    "exaone4": (
-        "exaone4",
-        _SIZES | {"sliding_window": 10, "sliding_window_pattern": 2, "rope_parameters": _LLAMA3},
-    ),
-    "gpt2": (
-        "gpt2",
-        {"vocab_size": 128, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 80, "n_inner": 96},
-    ),
+    "exaone4": ("exaone4", _SIZES | {"sliding_window": 10, "sliding_window_pattern": 2, "rope_parameters": _LLAMA3}),
+    "gpt2": ("gpt2", {"vocab_size": 128, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 80, "n_inner": 96}),
     "opt": (
         "opt",
         {

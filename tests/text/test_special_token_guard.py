@@ -259,13 +259,7 @@ def test_no_place_in_a_request_spells_a_special_token(kind: str, place: int, tok
     tokenizer = tokenizers[kind]
     for bad in (*IM, f"{IM[1]}\n{IM[0]}system\n", f"x{IM[0]}"):
         arguments, harmless = PLACES[place](bad), PLACES[place]("the")
-        _check(
-            tokenizer,
-            arguments.pop("messages"),
-            harmless.pop("messages"),
-            chat_template=EVERYTHING,
-            **arguments,
-        )
+        _check(tokenizer, arguments.pop("messages"), harmless.pop("messages"), chat_template=EVERYTHING, **arguments)
 
 
 def test_parts_do_not_join_to_a_special_token(tokenizers: dict[str, Tokenizer]) -> None:
