@@ -130,7 +130,7 @@ def refusals(fake: ServingProcess, bodies: list[bytes], path: str) -> list[float
             response = http.post(path, content=body, headers=JSON)
             times.append(time.perf_counter() - began)
             assert over_http(response) == (400, "invalid_parameter", "invalid_request_error"), body[:200]
-            assert len(response.content) < 600
+            assert len(response.content) < 500
     return times
 
 
