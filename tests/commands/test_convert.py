@@ -122,12 +122,7 @@ def test_the_embedded_model_tells_the_same_stories(tmp_path, capfd):
 def test_all_that_belongs_to_the_model_is_copied_and_nothing_else(tmp_path):
     source = write_checkpoint(tmp_path / "source", files=3)
     kept = [
-        "tokenizer.json",
-        "vocab.txt",
-        "tokenizer.model",
-        "chat_template.jinja",
-        "LICENSE",
-        "generation_config.json",
+        *("tokenizer.json", "vocab.txt", "tokenizer.model", "chat_template.jinja", "LICENSE", "generation_config.json"),
     ]
     left = ["pytorch_model.bin", "training.log", ".gitattributes"]
     for name in (*kept, *left, "additional_chat_templates/tool_use.jinja"):

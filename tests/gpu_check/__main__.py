@@ -81,12 +81,7 @@ def _part(start: Start, name: str, folder: Path, seconds: float, is_dry: bool) -
     status = start(name, folder, seconds, is_dry)
     path = folder / f"{name}.json"
     empty: dict[str, Any] = {
-        "measured": [],
-        "failures": [],
-        "skipped": [],
-        "targets": [],
-        "answers": [],
-        "seconds": 0.0,
+        **{"measured": [], "failures": [], "skipped": [], "targets": [], "answers": [], "seconds": 0.0},
     }
     notes: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty | {"status": "not finished"}
     if status == 0 and notes["status"] == "done":

@@ -21,12 +21,7 @@ class Check:
         self._began = time.monotonic()
         self._ends = self._began + seconds
         self.notes: dict[str, Any] = {
-            "status": "not finished",
-            "seconds": 0.0,
-            "measured": [],
-            "failures": [],
-            "skipped": [],
-            "targets": [],
+            **{"status": "not finished", "seconds": 0.0, "measured": [], "failures": [], "skipped": [], "targets": []},
             "answers": [],
         }
         self._save()

@@ -25,12 +25,8 @@ from tests.gpu_check.sites import choices, full_precision, is_interpreted, site_
 TILE = 32
 TOLERANCES = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}  # of a vector's length
 TYPES = (  # of queries, of the cache
-    ("bfloat16", "bfloat16"),
-    ("float16", "float16"),
-    ("float32", "float32"),
-    ("bfloat16", "int8"),
-    ("bfloat16", "float8_e4m3fn"),
-    ("float16", "int8"),
+    *(("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("bfloat16", "int8")),
+    *(("bfloat16", "float8_e4m3fn"), ("float16", "int8")),
 )
 EDGE_TYPES = (TYPES[0], TYPES[2], TYPES[3])
 Distance = Callable[[Choice], float]  # of an implementation from the reference

@@ -232,14 +232,7 @@ def test_an_index_must_agree_with_its_files(tmp_path):
     refuse(places | {"model.norm.weight": other}, "tensor model.norm.weight is missing")
     refuse({name: file for name, file in places.items() if name != "lm_head.weight"}, "lm_head.weight is not in")
     for elsewhere in (
-        "../model.safetensors",
-        "/etc/passwd",
-        "..",
-        "",
-        ".",
-        "a\0.safetensors",
-        "config.json",
-        "x" * 999,
+        *("../model.safetensors", "/etc/passwd", "..", "", ".", "a\0.safetensors", "config.json", "x" * 999),
     ):
         refuse(places | {"model.norm.weight": elsewhere}, "is not the name of a safetensors file")
     refuse(places | {"model.norm.weight": 3}, "weight_map must name a file")

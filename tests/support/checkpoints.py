@@ -13,17 +13,9 @@ from jaxllm.model.decoder import declare
 from jaxllm.model.families import read_spec
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 97,
-    "tie_word_embeddings": False,
+    **{"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 64},
+    **{"max_position_embeddings": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "num_key_value_heads": 2},
+    **{"head_dim": 8, "vocab_size": 97, "tie_word_embeddings": False},
 }
 
 

@@ -230,15 +230,9 @@ def test_statuses_and_whether_to_try_again(server, error, status, retries):
 @pytest.mark.parametrize(
     ("body", "parameter"),
     [
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": "1"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"logprobs": -5}, "logprobs"),
-        ({"nonsense": 1}, "nonsense"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ["x"] * 10_000}, "prompt"),
-        ({"guided_json": {}}, "guided_json"),
+        *(({"temperature": -1}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p")),
+        *(({"max_tokens": 0}, "max_tokens"), ({"logprobs": -5}, "logprobs"), ({"nonsense": 1}, "nonsense")),
+        *(({"prompt": []}, "prompt"), ({"prompt": ["x"] * 10_000}, "prompt"), ({"guided_json": {}}, "guided_json")),
     ],
 )
 def test_wrong_fields_are_400_and_named(server, body, parameter):
@@ -408,13 +402,8 @@ def test_requests_at_once_are_bounded():
 @pytest.mark.parametrize(
     ("state", "health", "live", "ready"),
     [
-        ("serving", 200, 200, 200),
-        ("loading", 503, 200, 503),
-        ("paused", 200, 200, 503),
-        ("draining", 200, 200, 503),
-        ("hung", 200, 200, 503),
-        ("dead", 503, 503, 503),
-        ("stopped", 503, 503, 503),
+        *(("serving", 200, 200, 200), ("loading", 503, 200, 503), ("paused", 200, 200, 503)),
+        *(("draining", 200, 200, 503), ("hung", 200, 200, 503), ("dead", 503, 503, 503), ("stopped", 503, 503, 503)),
     ],
 )
 def test_probes(server, state, health, live, ready):

@@ -63,20 +63,11 @@ def test_a_request_becomes_one_span_with_the_names_of_vllm(traced: _Traced) -> N
     assert format(span.parent.span_id, "016x") == _PARENT
     assert span.status.status_code is StatusCode.UNSET
     assert dict(span.attributes) == {
-        "rpc.system": "grpc",
-        "gen_ai.response.model": "tiny",
-        "gen_ai.request.id": "r1",
-        "gen_ai.request.temperature": 0.5,
-        "gen_ai.request.top_p": 0.9,
-        "gen_ai.request.n": 2,
-        "gen_ai.usage.num_sequences": 2,
-        "gen_ai.usage.prompt_tokens": 7,
-        "gen_ai.usage.completion_tokens": 40,
-        "gen_ai.latency.time_in_queue": 0.5,
-        "gen_ai.latency.time_to_first_token": 1.5,
-        "gen_ai.latency.e2e": 4.0,
-        "gen_ai.latency.time_in_model_prefill": 1.0,
-        "gen_ai.latency.time_in_model_decode": 2.5,
+        **{"rpc.system": "grpc", "gen_ai.response.model": "tiny", "gen_ai.request.id": "r1"},
+        **{"gen_ai.request.temperature": 0.5, "gen_ai.request.top_p": 0.9, "gen_ai.request.n": 2},
+        **{"gen_ai.usage.num_sequences": 2, "gen_ai.usage.prompt_tokens": 7, "gen_ai.usage.completion_tokens": 40},
+        **{"gen_ai.latency.time_in_queue": 0.5, "gen_ai.latency.time_to_first_token": 1.5, "gen_ai.latency.e2e": 4.0},
+        **{"gen_ai.latency.time_in_model_prefill": 1.0, "gen_ai.latency.time_in_model_decode": 2.5},
         "gen_ai.latency.time_in_model_inference": 3.5,
     }
     assert span.resource.attributes["service.name"] == "jaxllm"
@@ -114,20 +105,10 @@ def test_an_error_is_the_status_and_a_cancelled_call_is_none(traced: _Traced) ->
 @pytest.mark.parametrize(
     "garbage",
     [
-        "",
-        "-",
-        "00",
-        f"00-{_TRACE}-{_PARENT}",
-        f"00-{_TRACE.upper()}-{_PARENT}-01",
-        f"ff-{_TRACE}-{_PARENT}-01",
-        f"00-{'0' * 32}-{_PARENT}-01",
-        f"00-{_TRACE}-{'0' * 16}-01",
-        f"00-{_TRACE}-{_PARENT}-01-more",
-        f"00-{_TRACE[:-1]}é-{_PARENT}-01",
-        f"00-{_TRACE}-{_PARENT}-01\r\nx: y",
-        "٠٠-" + "a" * 50,
-        "\x00" * 55,
-        "-" * 1_000_000,
+        *("", "-", "00", f"00-{_TRACE}-{_PARENT}", f"00-{_TRACE.upper()}-{_PARENT}-01", f"ff-{_TRACE}-{_PARENT}-01"),
+        *(f"00-{'0' * 32}-{_PARENT}-01", f"00-{_TRACE}-{'0' * 16}-01", f"00-{_TRACE}-{_PARENT}-01-more"),
+        *(f"00-{_TRACE[:-1]}é-{_PARENT}-01", f"00-{_TRACE}-{_PARENT}-01\r\nx: y", "٠٠-" + "a" * 50),
+        *("\x00" * 55, "-" * 1_000_000),
     ],
 )
 def test_a_traceparent_that_is_none_begins_a_new_trace(traced: _Traced, garbage: str) -> None:
