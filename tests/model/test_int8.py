@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,11 @@ from jaxllm.runner.model_setup import OPERATIONS, describe_programs, free_bytes,
 from jaxllm.sampling.sampler import Extras, Variant
 from jaxllm.text.tokenizer import load_tokenizer
 from pallas_kernels import Choice
-from tests.support.checkpoints import CONFIG, random_tensors, write_checkpoint
+from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint
 from tests.support.paths import GOLDEN
 from training.questions import held_out_questions
 
-
-def _load(folder: Path, shards: int = 1, dtype: str = "float32", quantization: str | None = "int8") -> Any:
-    spec, family = read_spec(weights.read_config(folder))
-    mesh = sharding.make_mesh(jax.devices(), shards)
-    return weights.load(folder, spec, family, mesh, dtype, quantization=quantization)
+_load = partial(load, quantization="int8")
 
 
 def _matrices(params: Any) -> dict[str, Int8]:
