@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import socket
@@ -25,10 +26,12 @@ from jaxllm.errors import (
 )
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.shared.options import ServerOptions
+from tests.support.failures import eventually
 from tests.support.fake_serving import SCRIPT, FakeServing, http_server, raw_exchange
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TEXT = "".join(SCRIPT)
+wait_for = functools.partial(eventually, seconds=3.0)
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
@@ -67,13 +70,6 @@ def failing(server, error, at=0):
     server.serving.failure, server.serving.fails_at = error, at
     yield
     server.serving.failure = None
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 3
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def post(server, path="/v1/completions", **body):

@@ -43,20 +43,17 @@ def traced() -> Iterator[_Traced]:
     own.tracer.close()
 
 
-def test_a_request_becomes_one_span_with_the_names_of_vllm(traced: _Traced) -> None:
-    async def answer() -> None:
-        span = traced.tracer.start(f"00-{_TRACE}-{_PARENT}-01", "jaxllm.v1.X/Generate", {"rpc.system": "grpc"})
-        await generate()
-        span.end()
-        span.end(ValueError("only the first end counts"))
-        span.set({"late": 1})
-
+async def test_a_request_becomes_one_span_with_the_names_of_vllm(traced: _Traced) -> None:
     async def generate() -> None:
         params = SamplingParams(n=2, temperature=0.5, top_p=0.9, max_tokens=None)
         times = RequestMetrics(10.0, 10.5, 11.5, 14.0)
         current_span().set(request_attributes("r1", "tiny", params, times, 7, 40), name=tracing.REQUEST_SPAN)
 
-    asyncio.run(answer())
+    span = traced.tracer.start(f"00-{_TRACE}-{_PARENT}-01", "jaxllm.v1.X/Generate", {"rpc.system": "grpc"})
+    await generate()
+    span.end()
+    span.end(ValueError("only the first end counts"))
+    span.set({"late": 1})
     (span,) = traced.spans()
     assert span.name == "llm_request"
     assert format(span.context.trace_id, "032x") == _TRACE
@@ -73,18 +70,15 @@ def test_a_request_becomes_one_span_with_the_names_of_vllm(traced: _Traced) -> N
     assert span.resource.attributes["service.name"] == "jaxllm"
 
 
-def test_concurrent_calls_have_their_own_spans(traced: _Traced) -> None:
+async def test_concurrent_calls_have_their_own_spans(traced: _Traced) -> None:
     async def answer(number: int) -> None:
         span = traced.tracer.start(None, "call", {"number": number})
         await asyncio.sleep(0.001 * (number % 3))
         current_span().set({"again": number})
         span.end()
 
-    async def serve() -> None:
-        await asyncio.gather(*(answer(number) for number in range(20)))
-        assert current_span() is NO_SPAN
-
-    asyncio.run(serve())
+    await asyncio.gather(*(answer(number) for number in range(20)))
+    assert current_span() is NO_SPAN
     spans = traced.spans()
     assert sorted(span.attributes["number"] for span in spans) == list(range(20))
     assert all(span.attributes["again"] == span.attributes["number"] for span in spans)
