@@ -19,13 +19,13 @@ from tests.hostile.conftest import wait_idle
 from tests.support.failures import Grpc
 from tests.support.serving_process import ServingProcess
 
+pytestmark = pytest.mark.ci
 NUM_CALLS = 100
 ID = "the-same"
 LENGTH = 40
 ASKED: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": LENGTH, "ignore_eos": True, "temperature": 1.0}
 
 
-@pytest.mark.ci
 async def test_a_hundred_equal_ids_over_http(server: ServingProcess) -> None:
     """All are answered, each with its own text under the common id; one client goes, and only its request ends."""
 
@@ -54,7 +54,6 @@ async def test_a_hundred_equal_ids_over_http(server: ServingProcess) -> None:
             assert answers[seed] == (answer["choices"][0]["text"], ID)
 
 
-@pytest.mark.ci
 async def test_a_hundred_equal_ids_over_grpc_of_which_one_is_aborted(server: ServingProcess) -> None:
     """An id in the metadata is a hint: one call has it, the others have one made of it, and Abort ends that one."""
 
