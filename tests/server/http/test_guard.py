@@ -211,30 +211,6 @@ def test_chunked_body_over_the_limit_has_its_status(bounded):
     assert status(raw_exchange(bounded, post("Transfer-Encoding: chunked", body=body))) == 413
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        post("Content-Length: 2", "Transfer-Encoding: chunked", body=b"{}"),
-        post("Content-Length: 2", "Content-Length: 3", body=b"{}"),
-        post("Content-Length: -1"),
-        post("Content-Length: 2x", body=b"{}"),
-        post("Transfer-Encoding: chunked", body=b"10000000000000000\r\n"),
-        post("Transfer-Encoding: chunked", body=b"zz\r\n{}\r\n"),
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"GET /version\r\n\r\n",
-        b"GET /version HTTP/1.1\r\nHost: localhost\r\nA\x00b: c\r\n\r\n",
-        b"GET /version HTTP/1.1\r\nHost: localhost\r\nA: b\x00c\r\n\r\n",
-        b"GET /version HTTP/1.1\r\nHost: localhost\r\n folded: x\r\n\r\n",
-        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    ],
-)
-def test_what_is_no_http(bounded, raw):
-    answer = raw_exchange(bounded, raw, timeout=3)
-    assert status(answer) == 400 and error_of(answer)["type"] == "invalid_request_error"
-
-
 # Times.
 
 
