@@ -41,10 +41,9 @@ def tokens_per_second(llm: LLM, job: str, new: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=NEW, default=list(NEW))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    for model in options.models:
+    for model in NEW:
         engines = {"usual": make(model), "deterministic": make(model, deterministic=True)}
         speed = partial(tokens_per_second, new=NEW[model])
         jobs = {(job, name): partial(speed, llm, job) for job in JOBS for name, llm in engines.items()}
