@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import time
@@ -28,6 +29,7 @@ from tests.support.grpc_site import (
     NOT_SERVING,
     SOON,
     ScriptedServing,
+    Site,
     answer,
     ask,
     bearer,
@@ -393,53 +395,50 @@ async def flood(call: Call) -> AsyncIterator[Chunk]:
         yield chunk("x" * 262_144, is_first=i == 0)
 
 
+@contextlib.asynccontextmanager
+async def flooded(**options: Any) -> AsyncIterator[tuple[Site, Any]]:
+    """Begin to be sent a flood; give the site and the stream, of which nothing has been read."""
+    async with site(flood, **options) as own, own.channel(**{"grpc.max_receive_message_length": -1}) as channel:
+        stream = InferenceServiceStub(channel).StreamGenerate(ask())
+        await own.serving.started.wait()
+        yield own, stream
+
+
 async def test_a_reader_that_stalls_is_let_go(run: Any) -> None:
-    async with site(flood, stall_timeout=0.3) as own:
-        async with own.channel(**{"grpc.max_receive_message_length": -1}) as channel:
-            stream = InferenceServiceStub(channel).StreamGenerate(ask())
-            await own.serving.started.wait()
-            began = time.monotonic()
-            await own.serving.closed()  # its blocks are free, whatever the client does
-            assert 0.25 < time.monotonic() - began < SOON
-            messages = []
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for message in stream:
-                    messages.append(message)
-            assert (caught.value.code(), reason_of(caught.value)) == (
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                "SLOW_CONSUMER",
-            )
-            assert 0 < len(messages) < 200
+    async with flooded(stall_timeout=0.3) as (own, stream):
+        began = time.monotonic()
+        await own.serving.closed()  # its blocks are free, whatever the client does
+        assert 0.25 < time.monotonic() - began < SOON
+        messages = []
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for message in stream:
+                messages.append(message)
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (caught.value.code(), reason_of(caught.value)) == (code, "SLOW_CONSUMER")
+        assert 0 < len(messages) < 200
         await own.handled(1)
         assert [code for _, _, code in own.observer.handled] == ["RESOURCE_EXHAUSTED"]
 
 
 async def test_a_slow_reader_that_reads_is_kept(run: Any) -> None:
-    async with site(flood, stall_timeout=0.5) as own:
-        async with own.channel(**{"grpc.max_receive_message_length": -1}) as channel:
-            stream = InferenceServiceStub(channel).StreamGenerate(ask())
-            count = 0
-            while (await stream.read()) is not grpc.aio.EOF:
-                count += 1
-                await asyncio.sleep(0.12 if count % 20 == 0 else 0)  # 1.2 s in all, but no write waits so long
-            assert count == 200
+    async with flooded(stall_timeout=0.5) as (_, stream):
+        count = 0
+        while (await stream.read()) is not grpc.aio.EOF:
+            count += 1
+            await asyncio.sleep(0.12 if count % 20 == 0 else 0)  # 1.2 s in all, but no write waits so long
+        assert count == 200
 
 
 async def test_without_a_timeout_no_reader_is_let_go(run: Any) -> None:
-    async with site(flood, stall_timeout=0) as own:
-        async with own.channel(**{"grpc.max_receive_message_length": -1}) as channel:
-            stream = InferenceServiceStub(channel).StreamGenerate(ask())
-            await own.serving.started.wait()
-            await asyncio.sleep(0.3)  # blocked by now
-            assert len(await drained(stream)) == 200
+    async with flooded(stall_timeout=0) as (own, stream):
+        await asyncio.sleep(0.3)  # blocked by now
+        assert len(await drained(stream)) == 200
         await own.handled(1)
         assert [code for _, _, code in own.observer.handled] == ["OK"]
 
 
 async def test_a_client_cancels_while_a_write_is_blocked(run: Any) -> None:
-    async with site(flood) as own, own.channel(**{"grpc.max_receive_message_length": -1}) as channel:
-        stream = InferenceServiceStub(channel).StreamGenerate(ask())
-        await own.serving.started.wait()
+    async with flooded() as (own, stream):
         await asyncio.sleep(0.2)  # blocked by now
         assert own.serving.num_open == 1
         stream.cancel()
