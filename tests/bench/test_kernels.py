@@ -74,9 +74,3 @@ def test_one_that_is_wrong_or_slow_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert reads.tolist() == [kernels.READ_BYTES / 2] * 3
     share = case.num_bytes / 4 / (kernels.READ_BYTES / 2)
     assert [one.bandwidth_share for one in measured] == pytest.approx([share, share, share / 2, share / 2])
-
-
-@pytest.mark.parametrize("wrong", [("--decode", "16"), ("--decode", "0x4"), ("--dtype", "int8"), ("--num-iters", "0")])
-def test_what_is_wrong_is_said_in_a_line(run_jaxllm: Run, wrong: tuple[str, ...]) -> None:
-    code, out, err = run_jaxllm("bench", "kernels", *wrong)
-    assert code == 2 and not out and err.count("\n") == 1 and err.startswith("jaxllm: error: ")

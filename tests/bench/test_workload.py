@@ -267,15 +267,8 @@ def test_ramps_that_are_none(ends: tuple[float, float]) -> None:
 
 def test_a_result_says_where_it_was_made_and_no_secret() -> None:
     command = [
-        "bench",
-        "--header",
-        "Authorization=Bearer KEY",
-        "--seed",
-        "1",
-        "--api-key=KEY",
-        "--header",
-        "a=KEY",
-        "b=KEY",
+        *("bench", "--header", "Authorization=Bearer KEY", "--seed", "1", "--api-key=KEY", "--header"),
+        *("a=KEY", "b=KEY"),
     ]
     described = environment.describe(command)
     assert json.loads(json.dumps(described)) == described
