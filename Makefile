@@ -77,8 +77,8 @@ gpu-aot: $(GPU_VENV)/.gpu  ## compile kernels and steps for an H200 where there 
 	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py -n 2 --dist loadgroup \
 		$(if $(ALL),-m "slow or not slow")
 
-golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again
-	$(PARITY_VENV)/bin/python -m tests.parity.make_golden
+golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again; ONLY="llama qwen3"
+	$(PARITY_VENV)/bin/python -m tests.parity.make_golden $(ONLY)
 
 proto: $(VENV)/.dev  ## check the gRPC API's files and make its stubs, jaxllm/v1, again
 	cd proto && ../$(VENV)/bin/buf lint

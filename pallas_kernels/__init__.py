@@ -5,7 +5,7 @@ that the program is compiled for. An engine asks `resolve` once, and names what 
 """
 
 from pallas_kernels.api import Written, copy_blocks, paged_decode, paged_prefill, sample, write_kv
-from pallas_kernels.choice import Choice, Site, capability_of, implementations, operations, refusal, resolve
+from pallas_kernels.choice import Choice, Site, capability_of, implementations, refusal, resolve
 from pallas_kernels.kv_cache.xla import quantize, rotate
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "capability_of",
     "copy_blocks",
     "implementations",
-    "operations",
     "paged_decode",
     "paged_prefill",
     "quantize",

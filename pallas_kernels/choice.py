@@ -74,11 +74,6 @@ def capability_of(device: Any) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def operations() -> tuple[str, ...]:
-    """Name the operations that take an `implementation`."""
-    return tuple(MODULES)
-
-
 def implementations(operation: str) -> tuple[str, ...]:
     """Name the implementations of an operation, the reference first; an unknown operation is a ValueError."""
     if operation not in MODULES:

@@ -5,6 +5,7 @@ After each test no engine that is alive may have compiled anything in front of a
 A program that is found in the cache is traced all the same, so its shapes are checked in every run.
 """
 
+import inspect
 import os
 import signal
 import sys
@@ -28,6 +29,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 install_import_hook(["jaxllm.model.decoder", "pallas_kernels.api"], "beartype.beartype")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine: with its fixture `run`, where it has one, or on a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.function):
+        return None
+    import uvloop
+
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.function).parameters}
+    pyfuncitem.funcargs.get("run", uvloop.run)(pyfuncitem.function(**given))
+    return True
 
 
 @pytest.fixture(scope="session")

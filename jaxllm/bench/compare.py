@@ -112,6 +112,11 @@ def direction(name: str) -> Direction | None:
     return "lower" if _LOWER.search(name) else None
 
 
+def figures(result: Result) -> dict[str, float]:
+    """Pick the figures out of a result, by names with dots."""
+    return {name: leaf for name, leaf in _leaves(result).items() if _is_number(leaf) and direction(name) is not None}
+
+
 def differences(a: Sequence[Result], b: Sequence[Result]) -> list[str]:
     """List what else is not the same on both sides, a line each: settings, amounts of work, environment."""
     first, second = ([{**_settings(result), **_environment(result)} for result in side] for side in (a, b))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.bench.workload import Job
+from jaxllm.bench.workload import DatasetOptions, Job
 from jaxllm.errors import UserError
 
 _ATTEMPTS = 10  # of writing random tokens as a text that has as many of them
@@ -42,58 +41,6 @@ class Coder(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Give the text of token ids."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetOptions:
-    """Which dataset, and what of it. None is the dataset's own default, from `defaults`.
-
-    `input_len` and `output_len` stand for the lengths of whichever dataset is chosen.
-    """
-
-    dataset_name: str = "random"
-    dataset_path: str | None = None
-    num_prompts: int = 1000
-    seed: int = 0
-    input_len: int | None = None
-    output_len: int | None = None
-    disable_shuffle: bool = False
-    no_oversample: bool = False
-    random_input_len: int = 1024
-    random_output_len: int = 128
-    random_range_ratio: float = 0.0
-    random_prefix_len: int = 0
-    sharegpt_output_len: int | None = None
-    sonnet_input_len: int = 550
-    sonnet_output_len: int = 150
-    sonnet_prefix_len: int = 200
-    prefix_repetition_prefix_len: int = 256
-    prefix_repetition_suffix_len: int = 256
-    prefix_repetition_num_prefixes: int = 10
-    prefix_repetition_output_len: int = 128
-    custom_output_len: int = 256
-    timed_trace_unit: str = "ms"
-    timed_trace_block_size: int = 512
-
-    def __post_init__(self) -> None:
-        if self.dataset_name not in DATASETS:
-            raise UserError(f"dataset_name must be one of {', '.join(DATASETS)}, got {self.dataset_name!r}.")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name in ("seed", "random_prefix_len", "sonnet_prefix_len") else 1
-            if isinstance(value, int) and not isinstance(value, bool) and value < least:
-                raise UserError(f"{field.name} must be at least {least}, got {value}.")
-        if not 0 <= self.random_range_ratio < 1:
-            raise UserError(f"random_range_ratio must be in [0, 1), got {self.random_range_ratio}.")
-        if self.timed_trace_unit not in ("ms", "s"):
-            raise UserError(f"timed_trace_unit must be ms or s, got {self.timed_trace_unit!r}.")
-        if self.dataset_path is None and self.dataset_name in ("sharegpt", "custom", "timed_trace"):
-            raise UserError(f"dataset_path is needed for the dataset {self.dataset_name}.")
-        if self.dataset_path is not None and self.dataset_name in ("random", "prefix_repetition"):
-            raise UserError(f"dataset_path is not read by the dataset {self.dataset_name}; choose a dataset_name.")
-        for name, without in (("input_len", ("sharegpt", "custom", "timed_trace")), ("output_len", ("timed_trace",))):
-            if getattr(self, name) is not None and self.dataset_name in without:
-                raise UserError(f"{name} cannot be given for the dataset {self.dataset_name}: its file has them.")
 
 
 def make_jobs(options: DatasetOptions, tokenizer: Coder, as_text: bool) -> list[Job]:

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +30,7 @@ def describe(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "commit": commit(),
         "command": hide_secrets(sys.argv if argv is None else argv),
         "python": platform.python_version(),
-        "packages": dict(_versions(_PACKAGES)),
+        "packages": dict(versions(_PACKAGES)),
         "system": platform.platform(),
         "cpu": cpu_name(),
         "cpus": usable_cpus(),
@@ -82,7 +82,8 @@ def hide_secrets(argv: Sequence[str]) -> list[str]:
     return shown
 
 
-def _versions(names: Iterable[str]) -> Iterable[tuple[str, str]]:
+def versions(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Give the version of each of these packages that is installed."""
     for name in names:
         try:
             yield name, version(name)

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import Site
+from pallas_kernels import Site, measuring
 
 REFERENCE = "xla"
-BLOCK, TILE = 16, 16
 HEADS = {"0.5B": (14, 2, 64), "8B": (32, 8, 128)}  # query heads, key-value heads, head size: Qwen2.5-0.5B, Llama 3 8B
 READ_BYTES = 256 << 20  # of the array that is summed: far more than caches hold
 READ_ROWS = 4096
@@ -31,7 +30,7 @@ class Case(NamedTuple):
     operation: str
     shape: str  # in words, part of the figures' names
     call: Callable[..., Any]  # (implementation, *arrays)
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple[Any, ...]
     num_bytes: int  # that it cannot do without reading or writing
 
 
@@ -47,11 +46,12 @@ class Measured(NamedTuple):
 
 def make_cases(dtype: str, decode: Sequence[tuple[int, int]], prefill: Sequence[tuple[int, int]]) -> list[Case]:
     """Make calls for rows with so many cached tokens each, and for prompts of so many tokens at a time."""
-    random = np.random.default_rng(0)
     cases = []
-    for model, sizes in HEADS.items():
-        cases += [_decode(model, sizes, rows, context, dtype, random) for rows, context in decode]
-        cases += [_prefill(model, sizes, rows, length, dtype, random) for rows, length in prefill]
+    for model, heads in HEADS.items():
+        for size in decode:
+            made = measuring.decode(heads, *size, dtype, pool_bytes=1)
+            cases.append(_case("paged_decode", model, *size, made))
+        cases += [_case("paged_prefill", model, *size, measuring.prefill(heads, *size, dtype)) for size in prefill]
     return cases
 
 
@@ -119,58 +119,17 @@ def _able(case: Case) -> list[str]:
     return [name for name in known if pallas_kernels.refusal(case.operation, name, site) is None]
 
 
-def _seconds(call: Callable[..., Any], *arrays: jax.Array) -> float:
+def _seconds(call: Callable[..., Any], *arrays: Any) -> float:
     began = time.perf_counter()
     jax.block_until_ready(call(*arrays))
     return time.perf_counter() - began
 
 
-def _decode(
-    model: str, sizes: tuple[int, int, int], rows: int, context: int, dtype: str, random: np.random.Generator
-) -> Case:
-    """One query for each of `rows` sequences of `context` tokens."""
-    heads, kv_heads, size = sizes
-    keys, values, tables = _cache(rows, context, kv_heads, size, dtype, random)
-    q = _normal((rows, heads, size), dtype, random)
-    lengths = jnp.full(rows, context, jnp.int32)
+def _case(operation: str, model: str, rows: int, tokens: int, made: measuring.Case) -> Case:
+    """Make a single call of what is measured turn after turn."""
 
-    def call(implementation: str, *arrays: jax.Array) -> jax.Array:
-        return pallas_kernels.paged_decode(*arrays, scale=size**-0.5, implementation=implementation)
+    def call(implementation: str, *arrays: Any) -> jax.Array:
+        out, _ = made.step(implementation)(jnp.int32(0), arrays)
+        return out
 
-    num_bytes = 2 * rows * context * kv_heads * size * keys.dtype.itemsize + 2 * q.nbytes
-    shape = f"{model}_{rows}x{context}"
-    return Case("paged_decode", shape, call, (q, keys, values, tables, lengths), num_bytes)
-
-
-def _prefill(
-    model: str, sizes: tuple[int, int, int], rows: int, length: int, dtype: str, random: np.random.Generator
-) -> Case:
-    """Whole prompts of `length` tokens, `rows` of them."""
-    heads, kv_heads, size = sizes
-    keys, values, tables = _cache(rows, length, kv_heads, size, dtype, random)
-    q = _normal((rows * length, heads, size), dtype, random)
-    tiles = -(-length // TILE)
-    position = np.tile(np.arange(tiles) * TILE, rows)
-    start = np.repeat(np.arange(rows) * length, tiles) + position
-    lengths = np.minimum(TILE, length - position)
-    places = [jnp.asarray(array, jnp.int32) for array in (start, lengths, position)]
-
-    def call(implementation: str, *arrays: jax.Array) -> jax.Array:
-        return pallas_kernels.paged_prefill(*arrays, tile=TILE, scale=size**-0.5, implementation=implementation)
-
-    num_bytes = 2 * rows * length * kv_heads * size * keys.dtype.itemsize + 2 * q.nbytes
-    arrays = (q, keys, values, jnp.repeat(tables, tiles, axis=0), *places)
-    return Case("paged_prefill", f"{model}_{rows}x{length}", call, arrays, num_bytes)
-
-
-def _cache(
-    rows: int, context: int, kv_heads: int, size: int, dtype: str, random: np.random.Generator
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Make keys and values [N, K, P, C] and the tables [B, M] of sequences whose blocks lie in random order."""
-    blocks = -(-context // BLOCK)
-    keys, values = (_normal((rows * blocks, kv_heads, BLOCK, size), dtype, random) for _ in range(2))
-    return keys, values, jnp.asarray(random.permutation(rows * blocks).reshape(rows, blocks), jnp.int32)
-
-
-def _normal(shape: tuple[int, ...], dtype: str, random: np.random.Generator) -> jax.Array:
-    return jnp.asarray(random.standard_normal(shape, np.float32), dtype)
+    return Case(operation, f"{model}_{rows}x{tokens}", call, made.arrays, made.num_bytes)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxllm.bench.compare import direction
+from jaxllm.bench.compare import direction, figures
 from jaxllm.errors import UserError
 
 Settings = Mapping[str, Any]  # names of flags, without dashes before them, and their values
@@ -133,7 +133,7 @@ def _output(benchmark: str, path: Path) -> list[str]:
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Return a row for each run: its settings, its number, its figures, and its failure, "" where there is none."""
     return [
-        {**outcome.cell.settings, "run": outcome.cell.run, **_figures(outcome.result or {}), "failure": outcome.failure}
+        {**outcome.cell.settings, "run": outcome.cell.run, **figures(outcome.result or {}), "failure": outcome.failure}
         for outcome in outcomes
     ]
 
@@ -160,15 +160,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def _figures(value: Any, prefix: str = "") -> dict[str, float]:
-    """Pick the figures out of a result, by names with dots."""
-    if isinstance(value, Mapping):
-        inner = ((f"{prefix}.{name}" if prefix else str(name), one) for name, one in value.items())
-        return {name: figure for key, one in inner for name, figure in _figures(one, key).items()}
-    is_figure = isinstance(value, int | float) and not isinstance(value, bool) and direction(prefix) is not None
-    return {prefix: value} if is_figure else {}
 
 
 def _flags(name: str, value: Any) -> list[str]:

@@ -1,10 +1,18 @@
-"""What a benchmark asks for: one request of a workload. Knows neither where prompts come from nor where they go."""
+"""What a benchmark asks for: the settings of a dataset, and one request of it. Knows no file and no server.
+
+Loads no numpy, as the settings are flags: what `--help` shows.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
+from jaxllm.errors import UserError
+from jaxllm.setting import setting
 from jaxllm.structured_outputs_params import StructuredOutputsParams
+
+DatasetName = Literal["random", "sharegpt", "sonnet", "prefix_repetition", "custom", "timed_trace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,3 +29,59 @@ class Job:
     max_tokens: int
     arrival_s: float | None = None
     structured_outputs: StructuredOutputsParams | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetOptions:
+    """Which dataset, and what of it; each field is a flag.
+
+    `input_len` and `output_len` stand for the lengths of whichever dataset is chosen.
+    """
+
+    dataset_name: DatasetName = setting("random", "(default: random)")
+    dataset_path: str | None = setting(
+        None, "JSON of ShareGPT, lines of a poem, JSON lines of prompts or of a trace", "FILE"
+    )
+    num_prompts: int = setting(1000, "requests")
+    seed: int = setting(0, "of prompts, lengths and arrivals")
+    input_len: int | None = setting(None, "tokens of a prompt, for whichever dataset")
+    output_len: int | None = setting(None, "tokens of an answer, for whichever dataset")
+    disable_shuffle: bool = setting(False, "keep the order of the file")
+    no_oversample: bool = setting(False, "do not repeat prompts where the file has fewer than --num-prompts")
+    random_input_len: int = setting(1024, "tokens of a prompt after the prefix")
+    random_output_len: int = setting(128, "tokens of an answer")
+    random_range_ratio: float = setting(0.0, "lengths differ by up to this share, both ways")
+    random_prefix_len: int = setting(0, "tokens that all prompts begin with")
+    sharegpt_output_len: int | None = setting(None, "tokens of an answer (default: those of the file's)")
+    sonnet_input_len: int = setting(550, "most tokens of a prompt")
+    sonnet_output_len: int = setting(150, "tokens of an answer")
+    sonnet_prefix_len: int = setting(200, "tokens that all prompts begin with")
+    prefix_repetition_prefix_len: int = setting(256, "tokens of a prefix")
+    prefix_repetition_suffix_len: int = setting(256, "tokens after it")
+    prefix_repetition_num_prefixes: int = setting(10, "different prefixes")
+    prefix_repetition_output_len: int = setting(128, "tokens of an answer")
+    custom_output_len: int = setting(256, "tokens of an answer where a line has no output_tokens")
+    timed_trace_unit: Literal["ms", "s"] = setting("ms", "of timestamps (default: ms, as Mooncake's traces)")
+    timed_trace_block_size: int = setting(512, "tokens that a hash id stands for")
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("seed", "random_prefix_len", "sonnet_prefix_len") else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise UserError(f"{field.name} must be at least {least}, got {value}.")
+        for name, value, known in (
+            ("dataset_name", self.dataset_name, get_args(DatasetName)),
+            ("timed_trace_unit", self.timed_trace_unit, ("ms", "s")),
+        ):
+            if value not in known:
+                raise UserError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
+        if not 0 <= self.random_range_ratio < 1:
+            raise UserError(f"random_range_ratio must be in [0, 1), got {self.random_range_ratio}.")
+        if self.dataset_path is None and self.dataset_name in ("sharegpt", "custom", "timed_trace"):
+            raise UserError(f"dataset_path is needed for the dataset {self.dataset_name}.")
+        if self.dataset_path is not None and self.dataset_name in ("random", "prefix_repetition"):
+            raise UserError(f"dataset_path is not read by the dataset {self.dataset_name}; choose a dataset_name.")
+        for name, without in (("input_len", ("sharegpt", "custom", "timed_trace")), ("output_len", ("timed_trace",))):
+            if getattr(self, name) is not None and self.dataset_name in without:
+                raise UserError(f"{name} cannot be given for the dataset {self.dataset_name}: its file has them.")

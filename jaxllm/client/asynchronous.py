@@ -10,14 +10,12 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 
 from jaxllm.client import reading
 from jaxllm.client.calls import Call, Calls
 from jaxllm.client.channel import Endpoint, error_of
 from jaxllm.client.results import Completion, Delta
 from jaxllm.errors import DeadlineError, UnavailableError
-from jaxllm.v1 import control_pb2_grpc, inference_pb2_grpc
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -55,24 +53,11 @@ class AsyncClient(Endpoint):
 
     def _open(self) -> None:
         self._channel: grpc.aio.Channel | None = None  # made late, because gRPC binds it to the event loop that runs
-        self._stubs: dict[str, Any] = {}
 
     def _start(self, call: Call[Any]) -> Any:
         if self._channel is None:
-            credentials = self._credentials
-            self._channel = (
-                grpc.aio.insecure_channel(self.target, self._options)
-                if credentials is None
-                else grpc.aio.secure_channel(self.target, credentials, self._options)
-            )
-            self._stubs = {
-                "inference": inference_pb2_grpc.InferenceServiceStub(self._channel),
-                "control": control_pb2_grpc.ControlServiceStub(self._channel),
-                "health": health_pb2_grpc.HealthStub(self._channel),
-            }
-        rpc = getattr(self._stubs[call.service], call.method)
-        timeout = self.timeout if call.timeout is None else call.timeout
-        return rpc(call.request, timeout=timeout, metadata=self._metadata)
+            self._channel = self._connect(grpc.aio)
+        return super()._start(call)
 
     generate = _method(Calls.generate)
     stream = _stream(Calls.stream)

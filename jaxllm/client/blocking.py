@@ -8,14 +8,12 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
 
 from jaxllm.client import reading
 from jaxllm.client.calls import Call, Calls
 from jaxllm.client.channel import Endpoint, error_of
 from jaxllm.client.results import Completion, Delta
 from jaxllm.errors import DeadlineError, UnavailableError
-from jaxllm.v1 import control_pb2_grpc, inference_pb2_grpc
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -49,22 +47,7 @@ class Client(Endpoint):
     """
 
     def _open(self) -> None:
-        credentials = self._credentials
-        self._channel = (
-            grpc.insecure_channel(self.target, self._options)
-            if credentials is None
-            else grpc.secure_channel(self.target, credentials, self._options)
-        )
-        self._stubs: dict[str, Any] = {
-            "inference": inference_pb2_grpc.InferenceServiceStub(self._channel),
-            "control": control_pb2_grpc.ControlServiceStub(self._channel),
-            "health": health_pb2_grpc.HealthStub(self._channel),
-        }
-
-    def _start(self, call: Call[Any]) -> Any:
-        rpc = getattr(self._stubs[call.service], call.method)
-        timeout = self.timeout if call.timeout is None else call.timeout
-        return rpc(call.request, timeout=timeout, metadata=self._metadata)
+        self._channel: grpc.Channel = self._connect(grpc)
 
     generate = _method(Calls.generate)
     stream = _stream(Calls.stream)

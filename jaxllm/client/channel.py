@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxllm.client.errors import read_error
 from jaxllm.errors import EngineError, UserError
+from jaxllm.v1 import control_pb2_grpc, inference_pb2_grpc
 from jaxllm.version import __version__
 
 _HEALTH = {
@@ -105,6 +106,25 @@ class Endpoint:
     def _open(self) -> None:
         """Prepare what calls are made on; of no effect yet on the network."""
         raise NotImplementedError
+
+    def _connect(self, library: Any) -> Any:
+        """Make a channel of `grpc` or of `grpc.aio`, and the stubs of our services."""
+        if self._credentials is None:
+            channel = library.insecure_channel(self.target, self._options)
+        else:
+            channel = library.secure_channel(self.target, self._credentials, self._options)
+        self._stubs: dict[str, Any] = {
+            "inference": inference_pb2_grpc.InferenceServiceStub(channel),
+            "control": control_pb2_grpc.ControlServiceStub(channel),
+            "health": health_pb2_grpc.HealthStub(channel),
+        }
+        return channel
+
+    def _start(self, call: Any) -> Any:
+        """Make a `calls.Call`."""
+        rpc = getattr(self._stubs[call.service], call.method)
+        timeout = self.timeout if call.timeout is None else call.timeout
+        return rpc(call.request, timeout=timeout, metadata=self._metadata)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.target!r})"  # without the key

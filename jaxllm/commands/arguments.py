@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeAlias
@@ -24,10 +24,19 @@ class Usage(Exception):
     """What was typed is wrong; the message says how to do it."""
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add what every command takes: `--model` and `--debug`."""
-    parser.add_argument("-m", "--model", help="folder or hub id (default: the small model within jaxllm)")
+def new_command(
+    commands: Subparsers, name: str, run: Callable[[dict[str, Any]], int], summary: str
+) -> argparse.ArgumentParser:
+    """Begin to describe a command that `run` does: with its line in the list of commands, and `--debug`."""
+    parser = commands.add_parser(name, help=summary, allow_abbrev=False)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add `--model`."""
+    parser.add_argument("-m", "--model", help="folder or hub id (default: the small model within jaxllm)")
 
 
 def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") -> None:

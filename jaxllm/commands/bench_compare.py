@@ -8,28 +8,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, Usage
-from jaxllm.commands.bench_results import add_output, check_output, natural, write
+from jaxllm.commands.arguments import Subparsers, Usage, new_command
+from jaxllm.commands.bench_results import add_number, add_output, check_output, write
 from jaxllm.errors import UserError
 
 
 def add(benchmarks: Subparsers) -> None:
     """Describe the command."""
-    parser = benchmarks.add_parser(
-        "compare",
-        help="compare two results",
-        allow_abbrev=False,
-        description="Show the ratio B/A of every figure that both results have. With one file a side, intervals come "
-        "from their details (bench serve --save-detailed); with several, from how the runs differ.",
+    parser = new_command(benchmarks, "compare", run, "compare two results")
+    parser.description = (
+        "Show the ratio B/A of every figure that both results have. With one file a side, intervals come "
+        "from their details (bench serve --save-detailed); with several, from how the runs differ."
     )
     parser.add_argument("files", nargs="*", metavar="JSON", help="A.json B.json")
     parser.add_argument("--a", nargs="+", metavar="JSON", help="runs of A, instead")
     parser.add_argument("--b", nargs="+", metavar="JSON", help="runs of B")
     parser.add_argument("--confidence", type=float, default=0.95, metavar="SHARE", help="of intervals (default: 0.95)")
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the drawings (default: 0)")
+    add_number(parser, "--seed", 0, "of the drawings", least=0)
     add_output(parser, has_plot=False)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

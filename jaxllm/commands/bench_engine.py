@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.commands.arguments import add_model, engine_config
@@ -13,20 +13,14 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 
 
-def add_engine(
-    parser: argparse.ArgumentParser,
-    run: Callable[[dict[str, Any]], int],
-    defaults: Mapping[str, Any],
-    has_plot: bool = True,
-) -> None:
-    """Add the flags of the model, of the result's files and of the engine, and what runs the benchmark.
+def add_engine(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], has_plot: bool = True) -> None:
+    """Add the flags of the model, of the result's files and of the engine.
 
     `defaults` are those of `read_engine`, for the help.
     """
     add_model(parser)
     add_output(parser, has_plot)
     add_engine_flags(parser.add_argument_group("engine"), defaults=given(defaults, EngineConfig))
-    parser.set_defaults(run=run)
 
 
 def read_engine(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], EngineConfig]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers
+from jaxllm.commands.arguments import Subparsers, new_command
 from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
-from jaxllm.commands.bench_results import natural, positive, write
+from jaxllm.commands.bench_results import add_number, write
 from jaxllm.commands.session import open_llm
 
 # Steps of programs that are too large would be explained otherwise.
@@ -15,22 +15,19 @@ ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}
 
 def add(benchmarks: Subparsers) -> None:
     """Describe the command."""
-    parser = benchmarks.add_parser(
-        "explain",
-        help="split the time of a step: attention, matrix products, sampling, host, waiting",
-        allow_abbrev=False,
-        description="Run a batch under the profiler and split the time of its steps. All programs are compiled before, "
-        "unless flags say otherwise.",
+    parser = new_command(
+        benchmarks, "explain", run, "split the time of a step: attention, matrix products, sampling, host, waiting"
     )
-    for flag, kind, default, text in (
-        ("--batch-size", positive, 8, "requests at once"),
-        ("--input-len", positive, 32, "tokens of a prompt"),
-        ("--num-skipped", natural, 8, "steps before those that are traced; 0: with the prompts"),
-        ("--num-steps", positive, 32, "steps that are traced"),
-    ):
-        parser.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
+    parser.description = (
+        "Run a batch under the profiler and split the time of its steps. All programs are compiled before, "
+        "unless flags say otherwise."
+    )
+    add_number(parser, "--batch-size", 8, "requests at once")
+    add_number(parser, "--input-len", 32, "tokens of a prompt")
+    add_number(parser, "--num-skipped", 8, "steps before those that are traced; 0: with the prompts", least=0)
+    add_number(parser, "--num-steps", 32, "steps that are traced")
     parser.add_argument("--profile", metavar="DIR", help="keep the trace here, for ui.perfetto.dev")
-    add_engine(parser, run, ENGINE_DEFAULTS, has_plot=False)
+    add_engine(parser, ENGINE_DEFAULTS, has_plot=False)
 
 
 def run(options: dict[str, Any]) -> int:

@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers
-from jaxllm.commands.bench_results import add_output, check_output, positive, write
+from jaxllm.commands.arguments import Subparsers, new_command
+from jaxllm.commands.bench_results import add_number, add_output, check_output, positive, write
 
 DECODE = ((1, 2048), (16, 1024), (64, 256))
 PREFILL = ((1, 512), (4, 128))
@@ -15,12 +15,10 @@ PREFILL = ((1, 512), (4, 128))
 
 def add(benchmarks: Subparsers) -> None:
     """Describe the command."""
-    parser = benchmarks.add_parser(
-        "kernels",
-        help="measure each implementation of each kernel",
-        allow_abbrev=False,
-        description="Measure every implementation of attention over the cache, with the heads of Qwen2.5-0.5B and of "
-        "Llama 3 8B: its largest difference from the reference, and its share of the measured memory bandwidth.",
+    parser = new_command(benchmarks, "kernels", run, "measure each implementation of each kernel")
+    parser.description = (
+        "Measure every implementation of attention over the cache, with the heads of Qwen2.5-0.5B and of "
+        "Llama 3 8B: its largest difference from the reference, and its share of the measured memory bandwidth."
     )
     for flag, default, text in (
         ("--decode", DECODE, "rows and cached tokens of each"),
@@ -31,10 +29,8 @@ def add(benchmarks: Subparsers) -> None:
             flag, nargs="*", type=_shape, default=default, metavar="AxB", help=f"{text} (default: {shown})"
         )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the arrays")
-    parser.add_argument("--num-iters", type=positive, default=20, metavar="N", help="rounds (default: 20)")
+    add_number(parser, "--num-iters", 20, "rounds")
     add_output(parser)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

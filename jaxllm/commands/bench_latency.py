@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers
+from jaxllm.commands.arguments import Subparsers, new_command
 from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
-from jaxllm.commands.bench_results import natural, positive, write
+from jaxllm.commands.bench_results import add_number, write
 from jaxllm.commands.bench_trace import add_trace, check_trace, traced
 from jaxllm.commands.session import open_llm
 
@@ -16,28 +16,21 @@ ENGINE_DEFAULTS = {"EngineConfig.precompile": "all", "EngineConfig.enable_prefix
 
 def add(benchmarks: Subparsers) -> None:
     """Describe the command."""
-    parser = benchmarks.add_parser(
-        "latency",
-        help="measure the time of one batch",
-        allow_abbrev=False,
-        description="Measure the time of one batch, from its prompts (random tokens) to its last token, again and "
-        "again. All programs are compiled before, and prompts are not cached, unless flags say otherwise.",
+    parser = new_command(benchmarks, "latency", run, "measure the time of one batch")
+    parser.description = (
+        "Measure the time of one batch, from its prompts (random tokens) to its last token, again and "
+        "again. All programs are compiled before, and prompts are not cached, unless flags say otherwise."
     )
-    for flag, default, text in (
-        ("--input-len", 32, "tokens of a prompt"),
-        ("--output-len", 128, "tokens of an output"),
-        ("--batch-size", 8, "prompts at once"),
-        ("--n", 1, "outputs per prompt"),
-        ("--num-iters", 30, "batches that are measured"),
-    ):
-        parser.add_argument(flag, type=positive, default=default, metavar="N", help=f"{text} (default: {default})")
-    parser.add_argument(
-        "--num-iters-warmup", type=natural, default=10, metavar="N", help="batches before those (default: 10)"
-    )
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the prompts (default: 0)")
+    add_number(parser, "--input-len", 32, "tokens of a prompt")
+    add_number(parser, "--output-len", 128, "tokens of an output")
+    add_number(parser, "--batch-size", 8, "prompts at once")
+    add_number(parser, "--n", 1, "outputs per prompt")
+    add_number(parser, "--num-iters", 30, "batches that are measured")
+    add_number(parser, "--num-iters-warmup", 10, "batches before those", least=0)
+    add_number(parser, "--seed", 0, "of the prompts", least=0)
     parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
     add_trace(parser)
-    add_engine(parser, run, ENGINE_DEFAULTS)
+    add_engine(parser, ENGINE_DEFAULTS)
 
 
 def run(options: dict[str, Any]) -> int:

@@ -49,6 +49,12 @@ def write(options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
         print(f"{options['plot']} has the picture.")
 
 
+def add_number(parser: argparse.ArgumentParser, flag: str, default: int, text: str, least: int = 1) -> None:
+    """Add a flag for a whole number, from 1 or from 0 on."""
+    kind = positive if least else natural
+    parser.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
+
+
 def positive(text: str) -> int:
     """Read a number above zero, for argparse."""
     if not text.isdecimal() or int(text) < 1:

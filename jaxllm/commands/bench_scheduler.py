@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers
-from jaxllm.commands.bench_results import add_output, check_output, natural, positive, write
+from jaxllm.commands.arguments import Subparsers, new_command
+from jaxllm.commands.bench_results import add_number, add_output, check_output, positive, write
 from jaxllm.errors import EngineError
 
 SIZES = (64, 256, 1000, 4096)
@@ -15,27 +15,21 @@ LOADS = ("decode", "turnover")
 
 def add(benchmarks: Subparsers) -> None:
     """Describe the command."""
-    parser = benchmarks.add_parser(
-        "scheduler",
-        help="measure the scheduler alone",
-        allow_abbrev=False,
-        description="Measure what a step's plan and commit cost while so many requests run. decode: each gets a token. "
-        "turnover: some end in every step, and others take their place.",
+    parser = new_command(benchmarks, "scheduler", run, "measure the scheduler alone")
+    parser.description = (
+        "Measure what a step's plan and commit cost while so many requests run. decode: each gets a token. "
+        "turnover: some end in every step, and others take their place."
     )
     parser.add_argument(
         "--num-requests", nargs="+", type=positive, default=SIZES, metavar="N",
         help=f"(default: {' '.join(map(str, SIZES))})",
     )  # fmt: skip
     parser.add_argument("--load", nargs="+", choices=LOADS, default=LOADS, help="(default: both)")
-    parser.add_argument("--num-iters", type=positive, default=600, metavar="N", help="steps measured (default: 600)")
-    parser.add_argument(
-        "--num-iters-warmup", type=natural, default=100, metavar="N", help="steps before those (default: 100)"
-    )
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of prompts and tokens (default: 0)")
+    add_number(parser, "--num-iters", 600, "steps measured")
+    add_number(parser, "--num-iters-warmup", 100, "steps before those", least=0)
+    add_number(parser, "--seed", 0, "of prompts and tokens", least=0)
     parser.add_argument("--limit-us", type=float, metavar="US", help="fail if a median is above")
     add_output(parser)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

@@ -13,14 +13,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.bench.workload import DatasetOptions
 from jaxllm.commands import bench_serve_flags as flags
-from jaxllm.commands.arguments import Subparsers
+from jaxllm.commands.arguments import Subparsers, new_command
 from jaxllm.commands.bench_results import check_output
-from jaxllm.commands.bench_workload import add_dataset_flags, dataset_options
+from jaxllm.commands.bench_workload import dataset_options
+from jaxllm.commands.flags import add_flags
 from jaxllm.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxllm.bench.datasets import Coder, DatasetOptions
+    from jaxllm.bench.datasets import Coder
     from jaxllm.bench.serve import Measurement
     from jaxllm.bench.target import Target
     from jaxllm.bench.workload import Job
@@ -34,16 +36,12 @@ _CHANGE_LENGTHS = frozenset(("max_tokens", "max_completion_tokens", "truncate_pr
 
 def add(benchmarks: Subparsers) -> None:
     """Describe the benchmark."""
-    parser = benchmarks.add_parser(
-        "serve",
-        help="load on a server, over gRPC or the OpenAI API",
-        allow_abbrev=False,
-        description="Send requests to a server, ours or any with the OpenAI API, and report what its users would see.",
+    parser = new_command(benchmarks, "serve", run, "load on a server, over gRPC or the OpenAI API")
+    parser.description = (
+        "Send requests to a server, ours or any with the OpenAI API, and report what its users would see."
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    add_dataset_flags(parser.add_argument_group("dataset"))
+    add_flags(parser.add_argument_group("dataset"), DatasetOptions)
     flags.add_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

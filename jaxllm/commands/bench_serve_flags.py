@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def check(options: Mapping[str, Any]) -> None:
     """Refuse values, and flags that do not go together."""
-    is_timed = options.get("dataset_name") == "timed_trace"
+    is_timed = options.get("DatasetOptions.dataset_name") == "timed_trace"
     ramp = [options[name] is not None for name in RAMP]
     if any(ramp) and not all(ramp):
         raise Usage("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps go together")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, engine_config
-from jaxllm.commands.bench_results import add_output, check_output, positive, write
+from jaxllm.commands.arguments import Subparsers, add_model, engine_config, new_command
+from jaxllm.commands.bench_results import add_number, add_output, check_output, write
 from jaxllm.commands.flags import add_engine_flags, given
 from jaxllm.config import EngineConfig
 from jaxllm.errors import EngineError
@@ -14,15 +14,13 @@ from jaxllm.errors import EngineError
 
 def add(benchmarks: Subparsers) -> None:
     """Describe the command."""
-    parser = benchmarks.add_parser(
-        "startup",
-        help="measure starts, cold and warm",
-        allow_abbrev=False,
-        description="Measure starts from the process's beginning until the engine is ready, until the first token, and "
+    parser = new_command(benchmarks, "startup", run, "measure starts, cold and warm")
+    parser.description = (
+        "Measure starts from the process's beginning until the engine is ready, until the first token, and "
         "until all programs are there: cold with an empty cache of programs, warm with those of a cold start. With "
-        "--compilation-cache-dir, only warm starts from there.",
+        "--compilation-cache-dir, only warm starts from there."
     )
-    parser.add_argument("--num-iters", type=positive, default=3, metavar="N", help="starts of each kind (default: 3)")
+    add_number(parser, "--num-iters", 3, "starts of each kind")
     parser.add_argument("--all-programs", action="store_true", help="wait for all programs, in cold starts minutes")
     for kind in ("cold", "warm"):
         parser.add_argument(
@@ -31,7 +29,6 @@ def add(benchmarks: Subparsers) -> None:
     add_model(parser)
     add_output(parser, has_plot=False)
     add_engine_flags(parser.add_argument_group("engine"), skipped={"logits_processors"})
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

@@ -8,21 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, Usage
-from jaxllm.commands.bench_results import positive
+from jaxllm.commands.arguments import Subparsers, Usage, new_command
+from jaxllm.commands.bench_results import add_number
 
 SWEPT = ("serve", "throughput", "latency", "startup", "scheduler", "kernels", "explain")
 
 
 def add(benchmarks: Subparsers) -> None:
     """Describe the command."""
-    parser = benchmarks.add_parser(
-        "sweep",
-        help="run a grid of another benchmark",
-        allow_abbrev=False,
-        description="Run another benchmark with every combination of settings, each in a process of its own. Started "
+    parser = new_command(benchmarks, "sweep", run, "run a grid of another benchmark")
+    parser.description = (
+        "Run another benchmark with every combination of settings, each in a process of its own. Started "
         "again with the same folder, it goes on with what is missing. Example: jaxllm bench sweep --out results "
-        "--vary request-rate=1,2,4 --vary max-concurrency=8,16 -- serve --num-prompts 200",
+        "--vary request-rate=1,2,4 --vary max-concurrency=8,16 -- serve --num-prompts 200"
     )
     parser.add_argument("arguments", nargs="+", metavar="BENCHMARK", help="what is run, with its flags, after --")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of results, logs and the table")
@@ -32,10 +30,8 @@ def add(benchmarks: Subparsers) -> None:
     parser.add_argument(
         "--bench-params", metavar="FILE", help="JSON or YAML: a list of settings as vLLM's, or an object of lists"
     )
-    parser.add_argument("--num-runs", type=positive, default=1, metavar="N", help="of each cell (default: 1)")
+    add_number(parser, "--num-runs", 1, "of each cell")
     parser.add_argument("--dry-run", action="store_true", help="show the command lines, run nothing")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

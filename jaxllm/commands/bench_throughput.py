@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.commands.arguments import Subparsers, Usage
+from jaxllm.bench.workload import DatasetOptions
+from jaxllm.commands.arguments import Subparsers, Usage, new_command
 from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
-from jaxllm.commands.bench_results import natural, positive, write
+from jaxllm.commands.bench_results import add_number, positive, write
 from jaxllm.commands.bench_trace import add_trace, check_trace, traced
-from jaxllm.commands.bench_workload import add_dataset_flags, dataset_options
+from jaxllm.commands.bench_workload import dataset_options
 from jaxllm.commands.constraint_flags import schema_of
-from jaxllm.commands.flags import flag_of, given
+from jaxllm.commands.flags import add_flags, flag_of, given
 from jaxllm.commands.session import open_llm
 from jaxllm.config import EngineConfig
 
@@ -27,18 +28,14 @@ READ_BY_HF = {"dtype", "revision", "load_format", "tokenizer"}
 
 def add(benchmarks: Subparsers) -> None:
     """Describe the command."""
-    parser = benchmarks.add_parser(
-        "throughput",
-        help="measure many requests at once, offline",
-        allow_abbrev=False,
-        description="Measure how long many requests take that are all there at once, without a server. Outputs are of "
-        "exactly the lengths that the dataset has. All programs are compiled before, unless flags say otherwise.",
+    parser = new_command(benchmarks, "throughput", run, "measure many requests at once, offline")
+    parser.description = (
+        "Measure how long many requests take that are all there at once, without a server. Outputs are of "
+        "exactly the lengths that the dataset has. All programs are compiled before, unless flags say otherwise."
     )
     parser.add_argument("--backend", choices=("jaxllm", "hf"), default="jaxllm", help="hf: transformers, on torch")
-    parser.add_argument("--n", type=positive, default=1, metavar="N", help="outputs per prompt (default: 1)")
-    parser.add_argument(
-        "--num-warmups", type=natural, default=8, metavar="N", help="requests before, of 4 tokens (default: 8)"
-    )
+    add_number(parser, "--n", 1, "outputs per prompt")
+    add_number(parser, "--num-warmups", 8, "requests before, of 4 tokens", least=0)
     parser.add_argument("--async-engine", action="store_true", help="through AsyncLLM, with a reader for each request")
     parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
     parser.add_argument(
@@ -46,8 +43,8 @@ def add(benchmarks: Subparsers) -> None:
     )
     parser.add_argument("--hf-max-batch-size", type=positive, metavar="N", help="prompts in a batch of --backend hf")
     add_trace(parser)
-    add_dataset_flags(parser.add_argument_group("dataset"))
-    add_engine(parser, run, ENGINE_DEFAULTS)
+    add_flags(parser.add_argument_group("dataset"), DatasetOptions)
+    add_engine(parser, ENGINE_DEFAULTS)
 
 
 def run(options: dict[str, Any]) -> int:
@@ -55,9 +52,9 @@ def run(options: dict[str, Any]) -> int:
     _check_backend(options)
     check_trace(options)
     options, config = read_engine(options, ENGINE_DEFAULTS)
-    path = options.get("dataset_path")
-    dataset = dataset_options(options, dataset_name="random" if path is None else "sharegpt")
-    if "dataset_name" not in options and path is None:
+    asked = given(options, DatasetOptions)
+    dataset = dataset_options(options, "sharegpt" if "dataset_path" in asked else "random")
+    if asked.keys().isdisjoint(("dataset_name", "dataset_path")):
         print("No --dataset-path: prompts are random tokens (--dataset-name random).", file=sys.stderr)
     constraint = schema_of(options["json_schema_path"]) if options["json_schema_path"] else None
     from jaxllm.bench import throughput

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config
+from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config, new_command
 from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, given
 from jaxllm.commands.session import open_llm, stream
@@ -31,16 +31,14 @@ CHAT_HELP = """\
 
 def add(commands: Subparsers) -> None:
     """Describe the command."""
-    parser = commands.add_parser(
-        "chat", help="talk with a model", allow_abbrev=False, description="Talk with a model.\n\n" + CHAT_HELP
-    )
+    parser = new_command(commands, "chat", run, "talk with a model")
+    parser.description = "Talk with a model.\n\n" + CHAT_HELP
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--system", help="the system prompt")
     add_model(parser)
     add_sampling_flags(parser.add_argument_group("sampling"), CHAT_TOKENS, skipped=_NO_FLAGS)
     add_constraint_flags(parser.add_argument_group("form of the output"))
     add_engine_flags(parser.add_argument_group("engine"), skipped={"skip_tokenizer_init"})
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

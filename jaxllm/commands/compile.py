@@ -6,27 +6,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, engine_config, errors_by_flags
+from jaxllm.commands.arguments import Subparsers, add_model, engine_config, errors_by_flags, new_command
 from jaxllm.commands.flags import add_engine_flags
 from jaxllm.config import EngineConfig
 
 
 def add(commands: Subparsers) -> None:
     """Describe the command."""
-    parser = commands.add_parser(
-        "compile",
-        help="compile a model's programs into a folder, for quick starts",
-        allow_abbrev=False,
-        description="Compile all programs of a model into a folder, on the kind of device that will serve it; the "
+    parser = new_command(commands, "compile", run, "compile a model's programs into a folder, for quick starts")
+    parser.description = (
+        "Compile all programs of a model into a folder, on the kind of device that will serve it; the "
         "weights are not needed. A start with --compilation-cache-dir DIR then compiles nothing, and takes the sizes "
-        "that it is not given from there.",
+        "that it is not given from there."
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the programs")
     add_model(parser)
     skipped = {"precompile", "compilation_cache_dir", "load_format", "skip_tokenizer_init"}
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped=skipped)
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

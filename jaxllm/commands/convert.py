@@ -7,23 +7,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers
+from jaxllm.commands.arguments import Subparsers, new_command
 
 
 def add(commands: Subparsers) -> None:
     """Describe the command."""
-    parser = commands.add_parser(
-        "convert",
-        help="write a model as an Orbax checkpoint",
-        allow_abbrev=False,
-        description="Write the model SRC into the new folder DST: an Orbax checkpoint, the configuration, the "
-        "tokenizer. `--model DST` loads it onto any number of devices.",
+    parser = new_command(commands, "convert", run, "write a model as an Orbax checkpoint")
+    parser.description = (
+        "Write the model SRC into the new folder DST: an Orbax checkpoint, the configuration, the "
+        "tokenizer. `--model DST` loads it onto any number of devices."
     )
     parser.add_argument("source", metavar="SRC", help="folder, hub id, or jaxllm-embedded: the small model within")
     parser.add_argument("target", metavar="DST", help="folder to make")
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of the hub repository")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

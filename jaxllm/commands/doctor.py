@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, add_model, by_flags, engine_config
+from jaxllm.commands.arguments import Subparsers, add_model, by_flags, engine_config, new_command
 from jaxllm.commands.flags import add_engine_flags
 from jaxllm.config import EngineConfig
 
 
 def add(commands: Subparsers) -> None:
     """Describe the command."""
-    parser = commands.add_parser(
-        "doctor",
-        help="show versions, devices and what would be used for a model",
-        allow_abbrev=False,
-        description="Show versions, devices, memory and caches, and what would be used for a model and why. "
-        "The exit code is 0 if the model can run.",
+    parser = new_command(commands, "doctor", run, "show versions, devices and what would be used for a model")
+    parser.description = (
+        "Show versions, devices, memory and caches, and what would be used for a model and why. "
+        "The exit code is 0 if the model can run."
     )
     parser.add_argument("--json", action="store_true", help="write one JSON object")
     add_model(parser)
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False)
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

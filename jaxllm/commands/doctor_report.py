@@ -6,7 +6,6 @@ for there and explained here.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 import jax
 import psutil
 
+from jaxllm.bench.environment import versions
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.model import sharding, weights
@@ -48,8 +48,8 @@ def examine(config: EngineConfig) -> dict[str, Any]:
     what would make it better.
     """
     problems, advice = [], []
-    versions = _versions()
-    problems += [f"{name} is not installed." for name in PACKAGES if not (versions[name] or name in OPTIONAL)]
+    found = dict(versions(PACKAGES))
+    problems += [f"{name} is not installed." for name in PACKAGES if name not in OPTIONAL and name not in found]
     model: dict[str, Any] = {"name": config.model}
     devices: list[dict[str, Any]] = []
     shared: dict[str, Any] = {}
@@ -71,7 +71,10 @@ def examine(config: EngineConfig) -> dict[str, Any]:
         "usable": not problems,
         "problems": problems,
         "advice": advice,
-        "versions": versions,
+        "versions": {
+            **{"python": platform.python_version(), "jaxllm": __version__},
+            **{name: found.get(name) for name in PACKAGES},
+        },
         "devices": devices,
         "host": {
             "cpus": os.cpu_count(),
@@ -108,16 +111,6 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(
         line for title, lines in sections.items() if lines for line in (title, *(f"  {one}" for one in lines))
     )
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "jaxllm": __version__}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def _device(device: jax.Device) -> dict[str, Any]:  # pyright: ignore[reportInvalidTypeForm]

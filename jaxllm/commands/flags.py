@@ -48,7 +48,7 @@ def add_engine_flags(
 
     `defaults` are the command's, where it has others.
     """
-    _add_flags(group, EngineConfig, {"model", *skipped}, defaults, has_sampling)
+    add_flags(group, EngineConfig, {"model", *skipped}, defaults, has_sampling)
     for name, taken in NOT_BUILT.items():
         if name not in skipped:
             _add_hidden(group, name, _NotBuilt, taken)
@@ -57,22 +57,17 @@ def add_engine_flags(
             _add_hidden(group, name, _WithoutEffect, (default,))
 
 
-def add_server_flags(group: argparse._ArgumentGroup, cls: type) -> None:
-    """Add a flag for every field of the server's options but those of `COMMON`."""
-    _add_flags(group, cls, skipped=COMMON)
-
-
 def add_common_flags(parser: argparse.ArgumentParser, server: type) -> None:
     """Add the flags of `COMMON`, those of the server's options first."""
     for cls in (server, EngineConfig):
         others = {field.name for field in fields(cls)} - set(COMMON)
-        _add_flags(parser, cls, skipped=others)
+        add_flags(parser, cls, skipped=others)
 
 
 def add_sampling_flags(group: argparse._ArgumentGroup, max_tokens: int, skipped: Collection[str] = ()) -> None:
     """Add a flag for every field of `SamplingParams` but the skipped ones; `max_tokens` is the command's default."""
     skipped = {*skipped, *_NO_FLAGS}
-    _add_flags(group, SamplingParams, skipped, {"max_tokens": max_tokens})
+    add_flags(group, SamplingParams, skipped, {"max_tokens": max_tokens})
 
 
 def given(options: Mapping[str, Any], cls: type) -> dict[str, Any]:
@@ -118,14 +113,17 @@ class _WithoutEffect(argparse.Action):
         setattr(namespace, IDLE, [*getattr(namespace, IDLE, ()), str(option_string)])
 
 
-def _add_flags(
+def add_flags(
     group: argparse._ActionsContainer,
     cls: type,
-    skipped: Collection[str],
+    skipped: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
     has_sampling: bool = False,
 ) -> None:
-    """Give every field a flag. One that is not given leaves nothing in the options, so that others' defaults hold."""
+    """Give every field a flag, but for those `skipped`.
+
+    One that is not given leaves nothing in the options, so that others' defaults hold.
+    """
     kinds = get_type_hints(cls)
     for field in fields(cls):
         if field.name in skipped:
@@ -148,26 +146,19 @@ def _add_flags(
 def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     """Give argparse's settings for a type: a choice, a switch with its `--no-`, a list by repetition, or a value."""
     members = get_args(kind)
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is tuple:
-        # One value each: with more, a model's name behind them would be taken for another key.
-        return {"action": "append", "metavar": field.metadata["metavar"] or "NAME"}
-    if isinstance(field.default, tuple):
-        return {
-            "action": "append",
-            "type": _integer if members[0] is int else str,
-            "metavar": field.metadata["metavar"],
-        }
     inner = next((member for member in members if member is not type(None)), kind)
+    if inner is bool:
+        # "--disable-x" and "--no-x" have no opposite.
+        is_opposite = field.name.startswith(("disable_", "no_"))
+        return {"action": "store_true" if is_opposite else argparse.BooleanOptionalAction}
+    if get_origin(kind) is tuple or isinstance(field.default, tuple) or get_origin(inner) is Sequence:
+        # One value each: with more, a model's name behind them would be taken for another key.
+        item = (get_args(inner) or members)[0]
+        metavar = field.metadata["metavar"] or "NAME"
+        return {"action": "append", "type": _integer if item is int else str, "metavar": metavar}
     for literal in (kind, inner):  # a choice, or a choice or None
         if get_origin(literal) is Literal:
             return {"choices": get_args(literal)} | ({"type": _dtype} if field.name == "dtype" else {})
-    if inner is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if get_origin(inner) is Sequence:
-        convert = _integer if get_args(inner)[0] is int else str
-        return {"action": "append", "type": convert, "metavar": field.metadata["metavar"]}
     convert = {int: _integer, float: float, str: str}[inner]
     if type(None) in members and inner is int:
         convert = _integer_or_none

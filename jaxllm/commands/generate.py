@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, build, engine_config
+from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, build, engine_config, new_command
 from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, flag_of, given
 from jaxllm.commands.session import open_llm, profile, stream
@@ -27,12 +27,9 @@ _IN_JSON = ("logprobs", "prompt_logprobs", "logprob_token_ids")
 
 def add(commands: Subparsers) -> None:
     """Describe the command."""
-    parser = commands.add_parser(
-        "generate",
-        help="continue prompts",
-        allow_abbrev=False,
-        description="Continue each prompt. Without PROMPT and --file, standard input is one prompt, and so is the "
-        "PROMPT '-'.",
+    parser = new_command(commands, "generate", run, "continue prompts")
+    parser.description = (
+        "Continue each prompt. Without PROMPT and --file, standard input is one prompt, and so is the PROMPT '-'."
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; '-': standard input")
     parser.add_argument(
@@ -46,7 +43,6 @@ def add(commands: Subparsers) -> None:
     add_sampling_flags(parser.add_argument_group("sampling"), GENERATE_TOKENS)
     add_constraint_flags(parser.add_argument_group("form of the output"))
     add_engine_flags(parser.add_argument_group("engine"))
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.commands.arguments import Subparsers, Usage
+from jaxllm.commands.arguments import Subparsers, Usage, new_command
 from jaxllm.errors import printable
 
 if TYPE_CHECKING:
@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 
 def add(commands: Subparsers) -> None:
     """Describe the command."""
-    parser = commands.add_parser(
-        "replay",
-        help="run a recording of a server's scheduler, without its model",
-        allow_abbrev=False,
-        description="Run what `jaxllm serve --record FILE` wrote down: every request, plan and token, without the "
+    parser = new_command(commands, "replay", run, "run a recording of a server's scheduler, without its model")
+    parser.description = (
+        "Run what `jaxllm serve --record FILE` wrote down: every request, plan and token, without the "
         "model or its device. The exit code is 1 if a plan is not the one that the server made, or if the recording "
-        "breaks off.",
+        "breaks off."
     )
     parser.add_argument("file", metavar="FILE", help="the recording")
     parser.add_argument("--plans", action="store_true", help="write a line for each plan")
@@ -37,8 +35,6 @@ def add(commands: Subparsers) -> None:
     )
     parser.add_argument("--request", metavar="ID", help="show what happened to one request, by its id or X-Request-Id")
     parser.add_argument("--json", action="store_true", help="write events as lines of JSON")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.set_defaults(run=run)
 
 
 def run(options: dict[str, Any]) -> int:

@@ -6,32 +6,28 @@ import argparse
 import sys
 from typing import Any
 
-from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config, errors_by_flags
-from jaxllm.commands.flags import COMMON, add_common_flags, add_engine_flags, add_server_flags
+from jaxllm.commands.arguments import Subparsers, Usage, add_model, build, engine_config, errors_by_flags, new_command
+from jaxllm.commands.flags import COMMON, add_common_flags, add_engine_flags, add_flags
 from jaxllm.config import EngineConfig
 from jaxllm_server.shared.options import ServerOptions
 
 
 def add(commands: Subparsers) -> None:
     """Describe the command."""
-    parser = commands.add_parser(
-        "serve",
-        help="serve a model over gRPC and OpenAI-compatible HTTP",
-        allow_abbrev=False,
-        usage="%(prog)s [MODEL] [FLAG ...]",  # all of them are forty lines
-        description="Serve a model over gRPC and OpenAI-compatible HTTP, on this machine only unless --host says "
-        "otherwise.",
+    parser = new_command(commands, "serve", run, "serve a model over gRPC and OpenAI-compatible HTTP")
+    parser.usage = "%(prog)s [MODEL] [FLAG ...]"  # all of them are forty lines
+    parser.description = (
+        "Serve a model over gRPC and OpenAI-compatible HTTP, on this machine only unless --host says otherwise."
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub id, as --model")
     add_model(parser)
     add_common_flags(parser, ServerOptions)
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags; those given here go before")
     server = parser.add_argument_group("server")
-    add_server_flags(server, ServerOptions)
+    add_flags(server, ServerOptions, skipped=COMMON)
     _add_habits(server)
     skipped = {*COMMON, "disable_log_stats", "disable_log_requests"}  # the last two have an effect here
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped=skipped)
-    parser.set_defaults(run=run)
 
 
 def _add_habits(group: argparse._ArgumentGroup) -> None:

@@ -123,6 +123,11 @@ class Fields:
             raise UserError(f"{self._where}: {key} = {name!r} is not one of {', '.join(_ACTIVATIONS)}.", key)
         return _ACTIVATIONS[name]
 
+    def attention_biases(self, default: bool = False) -> dict[str, Any]:
+        """Take whether the products around attention have biases, as fields of Spec."""
+        bias = self.take("attention_bias", bool, default)
+        return {"qkv_bias": bias, "out_bias": bias}
+
     def finish(self, without_effect: frozenset[str] = frozenset()) -> None:
         """Refuse the keys that were not read, unless they are null or known to have no effect."""
         for key, value in self._config.items():

@@ -25,7 +25,6 @@ from jaxtyping import Float, Int
 from jaxllm.model import layers, mla, moe
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
-from pallas_kernels import rotate
 
 Leaf = TypeVar("Leaf")
 Arrays = dict[str, Any]  # by name, inside or outside a layer: an Array each, or an Int8
@@ -37,14 +36,6 @@ class Heads(NamedTuple):
     qkv: Array  # [T, Hx + 2 Kx, C], of queries, keys and values; with latent attention there are no values
     turn: tuple[Array, Array] | None  # cosine and sine of each token's rotation, [T, size / 2]; None: none is wanted
     is_interleaved: bool  # neighbours make a pair
-
-    def apart(self, num_heads: int) -> tuple[Array, Array, Array]:
-        """Rotate; return the queries of so many heads, the keys and the values, for an attention without a cache."""
-        kv_heads = (self.qkv.shape[1] - num_heads) // 2
-        q, k, v = jnp.split(self.qkv, (num_heads, num_heads + kv_heads), axis=1)
-        if self.turn is not None:
-            q, k = (rotate(one, *self.turn, self.is_interleaved) for one in (q, k))
-        return q, k, v
 
 
 @runtime_checkable

@@ -13,11 +13,12 @@ from jaxllm.model.config_fields import Fields, parse_rope, read_decoder, read_mu
 from jaxllm.model.family import LLAMA_TENSORS, Family, named
 from jaxllm.model.spec import Spec
 
+_BIASES = ("qkv_bias", "out_bias", "mlp_bias")
+
 
 def _llama(fields: Fields) -> Spec:
     fields.only("rope_interleaved", False)
-    bias = fields.take("attention_bias", bool, False)
-    return read_decoder(fields, qkv_bias=bias, out_bias=bias, mlp_bias=fields.take("mlp_bias", bool, False))
+    return read_decoder(fields, **fields.attention_biases(), mlp_bias=fields.take("mlp_bias", bool, False))
 
 
 def _mistral(fields: Fields) -> Spec:
@@ -39,16 +40,12 @@ def _qwen2(fields: Fields) -> Spec:
 
 
 def _qwen3(fields: Fields) -> Spec:
-    bias = fields.take("attention_bias", bool, False)
-    head_size = fields.size("head_dim", 128)
-    return read_decoder(
-        fields, head_size=head_size, qk_norm="each head", qkv_bias=bias, out_bias=bias, windows=_qwen_windows(fields)
-    )
+    windows, biases = _qwen_windows(fields), fields.attention_biases()
+    return read_decoder(fields, head_size=fields.size("head_dim", 128), qk_norm="each head", windows=windows, **biases)
 
 
 def _gemma(fields: Fields, **own: Any) -> Spec:
     """Read what the three of them share; the first has only this."""
-    bias = fields.take("attention_bias", bool, False)
     fields.only("use_bidirectional_attention", False)
     for key in ("hidden_act", "hidden_activation"):  # an old name, and "gelu" an old value, of the same
         fields.only(key, "gelu", "gelu_pytorch_tanh")
@@ -57,8 +54,7 @@ def _gemma(fields: Fields, **own: Any) -> Spec:
         "activation": "gelu_tanh",
         "norm": "rms+1",
         "embed_scale": fields.size("hidden_size") ** 0.5,
-        "qkv_bias": bias,
-        "out_bias": bias,
+        **fields.attention_biases(),
     }
     return read_decoder(fields, tied=True, **(shared | own))
 
@@ -108,10 +104,8 @@ def _phi3(fields: Fields) -> Spec:
 
 
 def _olmo2(fields: Fields) -> Spec:
-    bias = fields.take("attention_bias", bool, False)
-    return read_decoder(
-        fields, eps=("rms_norm_eps", 1e-5), norm_place="post", qk_norm="all heads", qkv_bias=bias, out_bias=bias
-    )
+    biases = fields.attention_biases()
+    return read_decoder(fields, eps=("rms_norm_eps", 1e-5), norm_place="post", qk_norm="all heads", **biases)
 
 
 def _granite(fields: Fields) -> Spec:
@@ -127,15 +121,13 @@ def _smollm3(fields: Fields) -> Spec:
     if not fields.take("use_sliding_window", bool, False):
         window = None
     fields.raw("max_window_layers")  # stands in the published file, and transformers never reads it
-    bias = fields.take("attention_bias", bool, False)
     return read_decoder(
         fields,
         tied=True,
         theta=2e6,
         rotates=rotates,
         windows=read_windows(fields, window, tuple(window is not None and not turned for turned in rotates)),
-        qkv_bias=bias,
-        out_bias=bias,
+        **fields.attention_biases(),
         mlp_bias=fields.take("mlp_bias", bool, False),
     )
 
@@ -165,7 +157,6 @@ def _starcoder2(fields: Fields) -> Spec:
     fields.only("layer_norm_epsilon", fields.take("norm_epsilon", float, 1e-5))
     for key in ("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
         fields.raw(key)  # left over from the first StarCoder's file; scores are float32 here in any case
-    bias = fields.take("use_bias", bool, True)
     return read_decoder(
         fields,
         tied=True,
@@ -175,14 +166,11 @@ def _starcoder2(fields: Fields) -> Spec:
         norm_bias=True,
         mlp_gated=False,
         activation=fields.activation("hidden_act", "gelu_pytorch_tanh"),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
+        **dict.fromkeys(_BIASES, fields.take("use_bias", bool, True)),
     )
 
 
 def _gpt_neox(fields: Fields) -> Spec:
-    bias = fields.take("attention_bias", bool, True)
     theta, share = fields.positive("rotary_emb_base", 10000.0), fields.take("rotary_pct", float, 0.25)
     if fields.has("rotary_emb_base"):  # transformers 4 wrote both names
         fields.only("rope_theta", theta)
@@ -198,14 +186,12 @@ def _gpt_neox(fields: Fields) -> Spec:
         residual="parallel" if fields.take("use_parallel_residual", bool, True) else "serial",
         mlp_gated=False,
         activation=fields.activation("hidden_act", "gelu"),
-        qkv_bias=bias,
-        out_bias=bias,
+        **fields.attention_biases(default=True),
         mlp_bias=True,
     )
 
 
 def _cohere(fields: Fields, theta: float = 500000.0, **own: Any) -> Spec:
-    bias = fields.take("attention_bias", bool, False)
     return read_decoder(
         fields,
         tied=True,
@@ -215,8 +201,7 @@ def _cohere(fields: Fields, theta: float = 500000.0, **own: Any) -> Spec:
         norm="layer",
         residual="parallel, one norm",
         qk_norm="own per head" if fields.take("use_qk_norm", bool, False) else None,
-        qkv_bias=bias,
-        out_bias=bias,
+        **fields.attention_biases(),
         logit_scale=fields.take("logit_scale", float, 0.0625),
         # Command R's positions are said to be 8192 and its length 131072; vLLM follows the latter too.
         max_position=fields.size("model_max_length", fields.size("max_position_embeddings")),
@@ -329,14 +314,12 @@ def _gpt2(fields: Fields) -> Spec:
         max_position=positions,
         norm_eps=fields.positive("layer_norm_epsilon", 1e-5),
         activation=fields.activation("activation_function", "gelu_new"),
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
+        **dict.fromkeys(_BIASES, True),
     )
 
 
 def _opt(fields: Fields) -> Spec:
-    width, bias = fields.size("hidden_size"), fields.take("enable_bias", bool, True)
+    width = fields.size("hidden_size")
     fields.only("do_layer_norm_before", True)
     fields.only("_remove_final_layer_norm", False)
     fields.only("layer_norm_elementwise_affine", True)
@@ -351,9 +334,7 @@ def _opt(fields: Fields) -> Spec:
         position_offset=2,  # rows 0 and 1 of the table were kept for padding (fairseq)
         norm_eps=1e-5,
         activation=fields.activation("activation_function", "relu"),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=bias,
+        **dict.fromkeys(_BIASES, fields.take("enable_bias", bool, True)),
     )
 
 

@@ -1,6 +1,6 @@
 """The table of model families: which row a config.json belongs to, and the Spec that the row makes of it.
 
-The rows are in `dense_families` and `routed_families`, the only files that know family names. A key that the row's
+The rows are in `dense_families` and `moe_families`, the only files that know family names. A key that the row's
 reader did not look at, and that is not known to be without effect on the computation, is an error that names it.
 """
 

@@ -74,12 +74,10 @@ def _qwen3_moe(fields: Fields) -> Spec:
         fields.raw(key)  # mean nothing without the key above
     for key, value in (("use_qk_norm", True), ("qkv_bias", False), ("shared_expert_intermediate_size", 0)):
         fields.only(key, value)  # Qwen3-Coder's file says what all of them have, and have not
-    bias = fields.take("attention_bias", bool, False)
     return read_decoder(
         fields,
         qk_norm="each head",
-        qkv_bias=bias,
-        out_bias=bias,
+        **fields.attention_biases(),
         experts=_experts(
             fields,
             "moe_intermediate_size",
@@ -91,13 +89,11 @@ def _qwen3_moe(fields: Fields) -> Spec:
 
 def _olmoe(fields: Fields) -> Spec:
     fields.only("clip_qkv")
-    bias = fields.take("attention_bias", bool, False)
     return read_decoder(
         fields,
         eps=("rms_norm_eps", 1e-5),
         qk_norm="all heads",
-        qkv_bias=bias,
-        out_bias=bias,
+        **fields.attention_biases(),
         experts=_experts(
             fields,
             "intermediate_size",
@@ -109,13 +105,12 @@ def _olmoe(fields: Fields) -> Spec:
 
 def _granite_moe(fields: Fields) -> Spec:
     fields.only("position_embedding_type", "rope")
-    bias = fields.take("attention_bias", bool, False)
     experts = _experts(fields, "intermediate_size", _all_layers(fields), is_normalised=True)
-    return read_decoder(fields, qkv_bias=bias, out_bias=bias, experts=experts, **read_multipliers(fields))
+    return read_decoder(fields, experts=experts, **fields.attention_biases(), **read_multipliers(fields))
 
 
 def _gpt_oss(fields: Fields) -> Spec:
-    layers, bias = fields.layers(), fields.take("attention_bias", bool, True)
+    layers = fields.layers()
     chosen = fields.size("num_experts_per_tok")
     fields.only("experts_per_token", chosen)
     fields.raw("initial_context_length")  # of the rotary settings, said there too
@@ -128,8 +123,7 @@ def _gpt_oss(fields: Fields) -> Spec:
             fields, fields.optional("sliding_window", int, 128), tuple(layer % 2 == 0 for layer in range(layers))
         ),
         eps=("rms_norm_eps", 1e-5),
-        qkv_bias=bias,
-        out_bias=bias,
+        **fields.attention_biases(default=True),
         sinks=True,
         experts=_experts(
             fields,

@@ -49,8 +49,8 @@ def test_every_implementation_of_every_operation(run_jaxllm: Run, tmp_path: Path
 def test_the_reference_is_attention() -> None:
     """The inputs are such that the result is the mean of values, written out: queries of zeros see all alike."""
     (case,) = kernels.make_cases("float32", [(2, 5)], [])
-    q, keys, values, tables, lengths = case.arrays
-    output = np.asarray(case.call("xla", q * 0, keys, values, tables, lengths))
+    q, _, values, tables, *_ = case.arrays
+    output = np.asarray(case.call("xla", q * 0, *case.arrays[1:]))
     for row in range(2):
         seen = np.asarray(values)[int(tables[row, 0]), :, :5].mean(1)  # [K, C]
         np.testing.assert_allclose(output[row], np.repeat(seen, 2, axis=0), atol=1e-6)
@@ -74,9 +74,3 @@ def test_one_that_is_wrong_or_slow_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert reads.tolist() == [kernels.READ_BYTES / 2] * 3
     share = case.num_bytes / 4 / (kernels.READ_BYTES / 2)
     assert [one.bandwidth_share for one in measured] == pytest.approx([share, share, share / 2, share / 2])
-
-
-@pytest.mark.parametrize("wrong", [("--decode", "16"), ("--decode", "0x4"), ("--dtype", "int8"), ("--num-iters", "0")])
-def test_what_is_wrong_is_said_in_a_line(run_jaxllm: Run, wrong: tuple[str, ...]) -> None:
-    code, out, err = run_jaxllm("bench", "kernels", *wrong)
-    assert code == 2 and not out and err.count("\n") == 1 and err.startswith("jaxllm: error: ")

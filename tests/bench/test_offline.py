@@ -25,6 +25,7 @@ from tests.support.sizes import FEW_SLOTS, flags
 
 Run = Callable[..., tuple[int, str, str]]
 QUICK = flags(FEW_SLOTS)
+SWEEP, LATENCY = ("sweep", "--out", "out"), ("--", "latency")
 JOBS = [Job((5, 6, 7), 3, 6), Job((8, 9), 2, 3), Job((5, 6, 7, 8), 4, 1)]
 
 
@@ -201,12 +202,19 @@ def test_without_torch_it_says_what_to_install(run_jaxllm: Run, monkeypatch: pyt
         ("latency", "--batch-size", "0"),
         ("latency", "--input-len", "600"),
         ("latency", "--plot", "x.gif"),
+        *(("kernels", *own) for own in (("--decode", "16"), ("--decode", "0x4"), ("--dtype", "int8"))),
+        *(("kernels", "--num-iters", "0"), ("scheduler", "--num-requests", "0"), ("scheduler", "--load", "idle")),
+        *(("scheduler", "--output-json", "no/such/x.json"), ("scheduler", "--plot", "x.pdf"), SWEEP),
+        *((*SWEEP, "--", "compare", "a.json", "b.json"), (*SWEEP, "--", "nothing"), (*SWEEP, "--vary", "x", *LATENCY)),
+        *((*SWEEP, "--vary", "x=1,,2", *LATENCY), (*SWEEP, "--vary", "x=1", "--vary", "x=2", *LATENCY)),
+        (*SWEEP, "--bench-params", "/no/such/file", *LATENCY),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line_before_a_model_is_loaded(
-    run_jaxllm: Run, wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    run_jaxllm: Run, wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("jaxllm.engine.loader.Runner", None)
+    monkeypatch.chdir(tmp_path)
     code, out, err = run_jaxllm("bench", *wrong)
     lines = [line for line in err.splitlines() if not line.startswith("No --dataset-path")]
     assert code in (1, 2) and not out and len(lines) == 1 and lines[0].startswith("jaxllm: error: ")

@@ -15,6 +15,7 @@ from jaxllm.bench.polling import Poller, read_metrics
 from jaxllm.bench.sse import AnswerReader, EventReader, error_message
 from jaxllm.bench.target import Target
 from jaxllm.bench.workload import Job
+from tests.support.failures import eventually
 
 
 def outcome(sent: float, times: list[float], tokens: int, **others: Any) -> Outcome:
@@ -260,9 +261,7 @@ def test_a_poller_has_a_value_from_before_and_one_from_after() -> None:
     pages = iter(range(5, 1000))
     start = time.perf_counter()
     with Poller(lambda: f"jaxllm:generation_tokens_total {next(pages)}.0\n", start) as poller:
-        end = time.perf_counter() + 5
-        while not poller.timeline() and time.perf_counter() < end:
-            time.sleep(0.001)
+        eventually(poller.timeline)
     seen = poller.timeline()
     assert seen is not None and seen["generated_tokens"] == [0.0, 1.0] and 0 <= seen["seconds"][0] < seen["seconds"][1]
 
@@ -271,9 +270,7 @@ def test_prompts_that_were_cached_are_told() -> None:
     queries, hits = iter((100, *[300] * 1000)), iter((7, *[71] * 1000))
     page = "vllm:num_requests_running 1.0\nvllm:prefix_cache_queries_total {}\nvllm:prefix_cache_hits_total {}\n"
     with Poller(lambda: page.format(next(queries), next(hits)), time.perf_counter()) as poller:
-        end = time.perf_counter() + 5
-        while not poller.timeline() and time.perf_counter() < end:
-            time.sleep(0.001)
+        eventually(poller.timeline)
     assert poller.counted() == {"prompt_tokens": 200.0, "cached_prompt_tokens": 64.0}
     assert "cached_prompt_tokens" not in (poller.timeline() or {})
     (doubt,) = serve.cache_doubt(poller.counted())

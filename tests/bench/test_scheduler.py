@@ -53,11 +53,3 @@ def test_the_command_holds_a_limit(run_jaxllm: Callable[..., tuple[int, str, str
     assert result["median_decode_8_us"] == pytest.approx(np.median(result["samples"]["decode_8_us"]), abs=0.01)
     code, _, err = run_jaxllm(*short, "--load", "decode", "--limit-us", "0.001")
     assert code == 1 and err.startswith("jaxllm: error: decode_8 takes") and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "wrong", [("--num-requests", "0"), ("--load", "idle"), ("--output-json", "no/such/x.json"), ("--plot", "x.pdf")]
-)
-def test_what_is_wrong_is_said_in_a_line(run_jaxllm: Callable[..., tuple[int, str, str]], wrong: Any) -> None:
-    code, out, err = run_jaxllm("bench", "scheduler", *wrong)
-    assert code in (1, 2) and not out and err.count("\n") == 1 and err.startswith("jaxllm: error: ")

@@ -114,20 +114,3 @@ def test_a_real_cell(run_jaxllm: Run, tmp_path: Path) -> None:
         "scheduler", "--num-iters", "5", "--num-iters-warmup", "0", "--load", "decode",
     )  # fmt: skip
     assert code == 0 and "median_decode_4_us" in out
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ("--", "compare", "a.json", "b.json"),
-        ("--", "nothing"),
-        ("--vary", "x", "--", "latency"),
-        ("--vary", "x=1,,2", "--", "latency"),
-        ("--vary", "x=1", "--vary", "x=2", "--", "latency"),
-        ("--bench-params", "/no/such/file", "--", "latency"),
-        (),
-    ],
-)
-def test_what_is_wrong_is_said_in_a_line(run_jaxllm: Run, wrong: tuple[str, ...], tmp_path: Path) -> None:
-    code, out, err = run_jaxllm("bench", "sweep", "--out", str(tmp_path / "out"), *wrong)
-    assert code in (1, 2) and not out and err.count("\n") == 1 and err.startswith("jaxllm: error: ")

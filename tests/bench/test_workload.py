@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import subprocess
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from jaxllm.bench import environment
 from jaxllm.bench.arrivals import arrival_times, ramped_times
-from jaxllm.bench.datasets import DATASETS, DatasetOptions, make_jobs
+from jaxllm.bench.datasets import DATASETS, make_jobs
+from jaxllm.bench.workload import DatasetName, DatasetOptions
 from jaxllm.commands import bench_workload, cli
 from jaxllm.commands.arguments import Usage
+from jaxllm.commands.flags import add_flags
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
@@ -189,9 +192,11 @@ def test_bad_files_are_told_in_one_line(
 
 
 def test_every_field_of_the_dataset_has_a_flag() -> None:
-    flags = {name for name, _, _ in bench_workload._FLAGS} | {"dataset_name", "disable_shuffle", "no_oversample"}
-    assert flags == {field.name for field in fields(DatasetOptions)}
-    assert bench_workload._DATASETS == tuple(DATASETS)
+    parser = argparse.ArgumentParser()
+    add_flags(parser, DatasetOptions)
+    flags = [action.option_strings for action in parser._actions[1:]]
+    assert flags == [["--" + field.name.replace("_", "-")] for field in fields(DatasetOptions)]
+    assert get_args(DatasetName) == tuple(DATASETS)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +213,7 @@ def test_every_field_of_the_dataset_has_a_flag() -> None:
 )
 def test_wrong_flags_of_a_dataset(given: dict[str, Any], message: str) -> None:
     with pytest.raises(Usage, match="^" + message.replace("[", r"\[").replace(")", r"\)")):
-        bench_workload.dataset_options(given)
+        bench_workload.dataset_options({f"DatasetOptions.{name}": value for name, value in given.items()})
 
 
 def test_a_benchmark_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,15 +267,8 @@ def test_ramps_that_are_none(ends: tuple[float, float]) -> None:
 
 def test_a_result_says_where_it_was_made_and_no_secret() -> None:
     command = [
-        "bench",
-        "--header",
-        "Authorization=Bearer KEY",
-        "--seed",
-        "1",
-        "--api-key=KEY",
-        "--header",
-        "a=KEY",
-        "b=KEY",
+        *("bench", "--header", "Authorization=Bearer KEY", "--seed", "1", "--api-key=KEY", "--header"),
+        *("a=KEY", "b=KEY"),
     ]
     described = environment.describe(command)
     assert json.loads(json.dumps(described)) == described

@@ -26,14 +26,13 @@ AIMS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=AIMS, action="append")
-    parser.add_argument("--python", default=str(TORCH), help="of the environment with torch and transformers")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    if not Path(options.python).exists():
-        raise SystemExit(f"{options.python} is not there: `make {TORCH.parents[1].name}/.parity` makes it")
+    if not TORCH.exists():
+        raise SystemExit(f"{TORCH} is not there: `make {TORCH.parents[1].name}/.parity` makes it")
     behind = []
     for dtype in options.dtype or AIMS:
-        reached = compare(shapes.folder_of("qwen2.5-0.5b", dtype), dtype, options.python, options.rounds)
+        reached = compare(shapes.folder_of("qwen2.5-0.5b", dtype), dtype, str(TORCH), options.rounds)
         for name, aim in AIMS[dtype].items():
             if reached[name] > aim if name == "memory" else reached[name] < aim:
                 behind.append(f"{dtype}, {name}")

@@ -26,7 +26,7 @@ from tests.benchmarks import shapes
 from tests.benchmarks.aims import require
 from tests.benchmarks.sides import GEOMETRY, generate
 
-PROMPT = 16
+PROMPT, DTYPE = 16, "float32"
 SMALL = {"max_num_seqs": 64, "num_kv_blocks": 2048, "max_model_len": 512}
 
 
@@ -39,10 +39,7 @@ class Case(NamedTuple):
     turns: int  # in a round: short steps need more of them
 
 
-CASES = {
-    "qwen2.5-0.5b": Case({}, 16, {1: 0.95, 16: 0.95}, turns=1),
-    "embedded": Case(SMALL, 64, {64: 0.70}, turns=7),
-}
+CASES = {"qwen2.5-0.5b": Case({}, 16, {1: 0.95, 16: 0.95}, turns=1), "embedded": Case(SMALL, 64, {64: 0.70}, turns=7)}
 
 
 class Packed(NamedTuple):
@@ -95,19 +92,18 @@ def compile_greedy(engine: LLMEngine, decode: Sequence[int] | None = None, ragge
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", choices=shapes.DTYPES, default="float32")
     parser.add_argument("--layers", type=int, help="of the 0.5B shape (24)")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     behind = []
     for model, case in CASES.items():
-        folder = str(shapes.folder_of(model, options.dtype, options.layers))
-        with LLM(folder, dtype=options.dtype, precompile="covering", **GEOMETRY | case.sizes) as llm:
+        folder = str(shapes.folder_of(model, DTYPE, options.layers))
+        with LLM(folder, dtype=DTYPE, precompile="covering", **GEOMETRY | case.sizes) as llm:
             compile_greedy(llm.engine, [2, *case.promised], [])
             for rows, share in case.promised.items():
                 alone, step = measure(llm, rows, case.tokens, options.rounds * case.turns)
                 print(
-                    f"{model}, {options.dtype}, {rows:2} rows: a bare step {alone * 1e3:6.2f} ms, the engine's "
+                    f"{model}, {DTYPE}, {rows:2} rows: a bare step {alone * 1e3:6.2f} ms, the engine's "
                     f"{step * 1e3:6.2f} ms: {alone / step:.1%} of the bare speed (aim {share:.0%})",
                     flush=True,
                 )

@@ -7,13 +7,13 @@ between the engines, so that what else the machine does hits both alike; the med
 from __future__ import annotations
 
 import argparse
-import statistics
+from functools import partial
 from typing import Any
 
 from jaxllm import LLM
 from tests.benchmarks import shapes
 from tests.benchmarks.bare import compile_greedy
-from tests.benchmarks.sides import generate
+from tests.benchmarks.sides import generate, medians
 
 PROMPT, LONG_PROMPT = 16, 256
 NEW = {"embedded": 64, "qwen2.5-0.5b": 8}  # tokens, by model
@@ -41,21 +41,17 @@ def tokens_per_second(llm: LLM, job: str, new: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=NEW, default=list(NEW))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    for model in options.models:
+    for model in NEW:
         engines = {"usual": make(model), "deterministic": make(model, deterministic=True)}
-        speeds: dict[tuple[str, str], list[float]] = {(job, name): [] for job in JOBS for name in engines}
-        for number in range(options.rounds + 1):
-            for (job, name), measured in speeds.items():
-                speed = tokens_per_second(engines[name], job, NEW[model])
-                if number:  # the first round warms up
-                    measured.append(speed)
+        speed = partial(tokens_per_second, new=NEW[model])
+        jobs = {(job, name): partial(speed, llm, job) for job in JOBS for name, llm in engines.items()}
+        speeds = medians(options.rounds, jobs)
         for llm in engines.values():
             llm.close()
         for job in JOBS:
-            usual, ours = (statistics.median(speeds[job, name]) for name in engines)
+            usual, ours = (speeds[job, name] for name in engines)
             print(
                 f"{model}, {job}: {usual:.0f} tokens/s as usual, {ours:.0f} in deterministic mode: "
                 f"{usual / ours:.2f} times the time",

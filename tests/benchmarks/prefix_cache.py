@@ -18,6 +18,7 @@ from tests.benchmarks import shapes
 from tests.benchmarks.aims import require
 from tests.benchmarks.bare import compile_greedy
 
+MODEL, DTYPE = "stories42M", "float32"
 PREFIX, OWN = 512, 16
 REPEATS = 20  # requests of each prefix, of which the first finds nothing
 SHARE, LOSS = 0.2, 0.02
@@ -50,15 +51,13 @@ def without_repeats(llm: LLM, seed: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="stories42M", choices=shapes.SHAPES)
-    parser.add_argument("--dtype", default="float32", choices=shapes.DTYPES)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     settings: dict[str, Any] = {"max_model_len": 768, "num_kv_blocks": 512, "max_num_seqs": 16}
-    folder = str(shapes.folder_of(options.model, options.dtype))
+    folder = str(shapes.folder_of(MODEL, DTYPE))
     engines = {
-        is_on: LLM(folder, dtype=options.dtype, enable_prefix_caching=is_on, precompile="covering", **settings)
+        is_on: LLM(folder, dtype=DTYPE, enable_prefix_caching=is_on, precompile="covering", **settings)
         for is_on in (True, False)
     }
     for llm in engines.values():
@@ -68,7 +67,7 @@ def main() -> None:
     # Without the cache every request costs the same: a fifth of them tell it.
     on, off = first_tokens(engines[True], prompts), first_tokens(engines[False], prompts[: len(prompts) // 5])
     print(
-        f"{options.model}: {len(prompts)} requests, {len(prompts) // REPEATS} prefixes of {PREFIX}: first token after "
+        f"{MODEL}: {len(prompts)} requests, {len(prompts) // REPEATS} prefixes of {PREFIX}: first token after "
         f"{on * 1e3:.1f} ms with the cache, {off * 1e3:.1f} ms without: {on / off:.2f} (aim {SHARE})"
     )
     ratios = []

@@ -22,6 +22,7 @@ from tests.benchmarks.aims import require
 from tests.benchmarks.bare import compile_greedy, packed_steps, replay
 from tests.benchmarks.sides import generate, prompts_of
 
+MODEL, DTYPE = "stories42M", "float32"
 LOAD = 0.8
 SHARE, TAIL = 0.85, 3.0  # of the ideal's tokens a second, at least; of the median gap between tokens, at most
 
@@ -140,8 +141,6 @@ def serve(llm: LLM, jobs: Sequence[Job]) -> Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="stories42M", choices=("embedded", *shapes.SHAPES))
-    parser.add_argument("--dtype", default="float32", choices=shapes.DTYPES)
     parser.add_argument("--requests", type=int, default=64, help="and slots")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-num-batched-tokens", type=int, help="default: the engine's")
@@ -149,8 +148,8 @@ def main() -> None:
     count = options.requests
     settings: dict[str, Any] = {"max_num_batched_tokens": options.max_num_batched_tokens, "max_model_len": 768}
     settings |= {"max_num_seqs": count, "num_kv_blocks": count * 48}
-    folder = str(shapes.folder_of(options.model, options.dtype))
-    with LLM(folder, dtype=options.dtype, precompile="covering", **settings) as llm:
+    folder = str(shapes.folder_of(MODEL, DTYPE))
+    with LLM(folder, dtype=DTYPE, precompile="covering", **settings) as llm:
         compile_greedy(llm.engine)
         budget = llm.engine.runner.setup.max_num_batched_tokens
         llm.reset_prefix_cache()
@@ -168,7 +167,7 @@ def main() -> None:
                 shares[name].append(least / run.seconds)
                 tails[name].append(run.tail)
                 print(f"{name}: {run.seconds:.1f} s, ideal {least:.1f} s, p99 gap {run.tail:.1f} medians", flush=True)
-    print(f"{options.model}, {options.dtype}, {budget} tokens a step; {count} requests, medians of {options.rounds}:")
+    print(f"{MODEL}, {DTYPE}, {budget} tokens a step; {count} requests, medians of {options.rounds}:")
     behind = []
     for name in shares:
         share, tail = statistics.median(shares[name]), statistics.median(tails[name])

@@ -27,6 +27,7 @@ from tests.benchmarks import shapes
 from tests.benchmarks.aims import require
 from tests.support.serving_process import ROOT, ServingProcess
 
+PROMPT = 16  # tokens
 OFFLINE = """
 import sys, time
 from jaxllm import LLM, SamplingParams
@@ -111,12 +112,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="embedded", choices=("embedded", *shapes.SHAPES))
     parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--prompt", type=int, default=16, help="tokens")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--limit", type=float, default=0.35, help="the share that the front ends may cost")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    model, size = str(shapes.folder_of(options.model, "float32")), (options.streams, options.prompt, options.tokens)
+    model, size = str(shapes.folder_of(options.model, "float32")), (options.streams, PROMPT, options.tokens)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}"}
     offline = subprocess.Popen(
         [sys.executable, "-c", OFFLINE, model, *map(str, size)],

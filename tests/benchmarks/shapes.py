@@ -23,35 +23,16 @@ from tests.support import paths
 FOLDER = paths.ROOT / ".cache" / "shapes"
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "intermediate_size": 4864,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-06,
-        "hidden_act": "silu",
+        **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24},
+        **{"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936},
+        **{"max_position_embeddings": 32768, "rope_theta": 1000000.0, "rms_norm_eps": 1e-06, "hidden_act": "silu"},
         "tie_word_embeddings": True,
     },
     "llama-3.2-1b": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 8192,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-05,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192},
+        **{"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-05},
+        **{"hidden_act": "silu", "tie_word_embeddings": True},
     },
 }
 SHAPES["llama-3.1-8b"] = SHAPES["llama-3.2-1b"] | {
@@ -63,14 +44,8 @@ SHAPES["llama-3.1-8b"] = SHAPES["llama-3.2-1b"] | {
 }
 # Of llama2.c: large enough that the device decides, small enough for minutes on a laptop.
 SHAPES["stories42M"] = SHAPES["llama-3.2-1b"] | {
-    "hidden_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "intermediate_size": 1376,
-    "vocab_size": 32000,
-    "max_position_embeddings": 1024,
-    "rope_theta": 10000.0,
+    **{"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8},
+    **{"intermediate_size": 1376, "vocab_size": 32000, "max_position_embeddings": 1024, "rope_theta": 10000.0},
 }
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 

@@ -12,12 +12,13 @@ import functools
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.support.paths import ROOT
 
@@ -33,6 +34,7 @@ GEOMETRY: dict[str, Any] = {
     "max_num_batched_tokens": TOKENS[-1],  # only the whole prompt matters here
     "enable_prefix_caching": False,
 }
+Job = TypeVar("Job")
 Generate = Callable[[int, int, int], float]  # of rows, tokens of a prompt, tokens to make: the seconds it took
 
 
@@ -82,6 +84,15 @@ class Side:
         if not line:
             raise SystemExit(f"{self.name} ended: see above")
         return json.loads(line)
+
+
+def medians(rounds: int, jobs: dict[Job, Callable[[], float]]) -> dict[Job, float]:
+    """Measure jobs in turns, so that what else the machine does hits all alike; the first round warms up."""
+    taken: dict[Job, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds + 1):
+        for name, measure in jobs.items():
+            taken[name].append(measure())
+    return {name: statistics.median(figures[1:]) for name, figures in taken.items()}
 
 
 def prompts_of(rows: int, length: int) -> list[list[int]]:

@@ -13,10 +13,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from jaxllm import Client
 from jaxllm.v1 import control_pb2_grpc, inference_pb2_grpc
-from tests.client.fake_server import (
-    Blocking,
-    FakeServer,
-)
+from tests.client.fake_server import Blocking, FakeServer
 
 
 @pytest.fixture(scope="module")

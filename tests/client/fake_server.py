@@ -180,14 +180,7 @@ def deltas_of_whole() -> list[inference_pb2.StreamGenerateResponse]:
         inference_pb2.StreamGenerateResponse(
             deltas=[
                 delta(index=0, tool_calls=[call(arguments_json=": 1}")]),
-                delta(
-                    index=0,
-                    text="!",
-                    token_ids=[8],
-                    logprobs=logprobs(1),
-                    finish_reason=end,
-                    stop_string="\n",
-                ),
+                delta(index=0, text="!", token_ids=[8], logprobs=logprobs(1), finish_reason=end, stop_string="\n"),
             ]
         ),
         inference_pb2.StreamGenerateResponse(usage=WHOLE.usage, timing=WHOLE.timing),

@@ -16,12 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxllm import errors
 from jaxllm.client.requests import generate_request
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
-from tests.client.fake_server import (
-    WAIT,
-    FakeServer,
-    duration,
-    plain,
-)
+from tests.client.fake_server import WAIT, FakeServer, duration, plain
 
 
 def test_tokenize_and_detokenize(client: Any, server: FakeServer) -> None:

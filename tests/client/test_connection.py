@@ -18,16 +18,8 @@ import pytest
 from google.protobuf.message import Message
 
 from jaxllm import AsyncClient, Client, errors
-from jaxllm.client import Completion
 from jaxllm.v1 import control_pb2, inference_pb2
-from tests.client.fake_server import (
-    WAIT,
-    WHOLE,
-    Blocking,
-    FakeServer,
-    deltas_of_whole,
-    until_gone,
-)
+from tests.client.fake_server import WAIT, WHOLE, Blocking, FakeServer, deltas_of_whole, until_gone
 from tests.support.paths import ROOT
 
 
@@ -135,30 +127,23 @@ def test_both_clients_have_the_same_methods() -> None:
     assert methods(Client) == methods(AsyncClient)
 
 
-def test_many_calls_share_an_asynchronous_client(running: tuple[FakeServer, str], server: FakeServer) -> None:
+async def test_many_calls_share_an_asynchronous_client(running: tuple[FakeServer, str], server: FakeServer) -> None:
     server.answers[inference_pb2.GenerateRequest] = WHOLE
-
-    async def ask() -> list[Completion]:
-        async with AsyncClient(running[1]) as client:
-            return await asyncio.gather(*(client.generate("Hi") for _ in range(50)))
-
-    assert [completion.text for completion in asyncio.run(ask())] == ["Hi!"] * 50
+    async with AsyncClient(running[1]) as client:
+        answers = await asyncio.gather(*(client.generate("Hi") for _ in range(50)))
+    assert [completion.text for completion in answers] == ["Hi!"] * 50
 
 
-def test_a_cancelled_task_ends_its_stream(running: tuple[FakeServer, str], server: FakeServer) -> None:
+async def test_a_cancelled_task_ends_its_stream(running: tuple[FakeServer, str], server: FakeServer) -> None:
     server.answers["stream"] = until_gone
-
-    async def ask() -> None:
-        async with AsyncClient(running[1]) as client:
-            stream = client.stream("Hi")
-            await anext(stream)
-            reading = asyncio.create_task(stream.result())
-            await asyncio.sleep(0.05)
-            reading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reading
-
-    asyncio.run(ask())
+    async with AsyncClient(running[1]) as client:
+        stream = client.stream("Hi")
+        await anext(stream)
+        reading = asyncio.create_task(stream.result())
+        await asyncio.sleep(0.05)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
     assert server.cancelled.wait(WAIT)
 
 

@@ -14,16 +14,7 @@ from google.rpc import error_details_pb2
 from jaxllm import errors
 from jaxllm.client import AuthError
 from jaxllm.v1 import inference_pb2
-from tests.client.fake_server import (
-    CODE,
-    WHOLE,
-    FakeServer,
-    abort,
-    deltas_of_whole,
-    duration,
-    reason,
-    violation,
-)
+from tests.client.fake_server import CODE, WHOLE, FakeServer, abort, deltas_of_whole, duration, reason, violation
 
 FAILURES = [
     (CODE.INVALID_ARGUMENT, [reason("INVALID_PARAMETER"), violation("sampling.top_p")], errors.UserError, "top_p"),

@@ -12,11 +12,7 @@ from jaxllm.client.requests import chat_request, generate_request
 from jaxllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.v1 import types_pb2
-from tests.client.fake_server import (
-    FakeServer,
-    deltas_of_whole,
-    plain,
-)
+from tests.client.fake_server import FakeServer, deltas_of_whole, plain
 
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "temperature": (0, {"sampling": {"temperature": 0.0}}),

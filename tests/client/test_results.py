@@ -12,12 +12,7 @@ from google.protobuf.message import Message
 from jaxllm.client import Completion, TokenLogprob, ToolCall, Usage
 from jaxllm.client.reading import Joiner, read_completion
 from jaxllm.v1 import inference_pb2, types_pb2
-from tests.client.fake_server import (
-    WAIT,
-    WHOLE,
-    FakeServer,
-    deltas_of_whole,
-)
+from tests.client.fake_server import WAIT, WHOLE, FakeServer, deltas_of_whole
 
 
 def test_a_completion_holds_what_the_server_sent(client: Any, server: FakeServer) -> None:

@@ -269,6 +269,7 @@ def test_chat_at_a_terminal_prompts(run: Run, monkeypatch: pytest.MonkeyPatch) -
 # ---- the real engine
 
 
+@pytest.mark.ci
 def test_the_real_engine_generates_and_chats(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -72,7 +72,7 @@ class Caller:
     """Makes calls to one server."""
 
     def __init__(self, http: aiohttp.ClientSession, channel: grpc.aio.Channel) -> None:
-        self._http = http
+        self.http = http
         self._inference: Any = inference_pb2_grpc.InferenceServiceStub(channel)
 
     async def one(self, number: int, calls: Calls) -> None:
@@ -86,7 +86,7 @@ class Caller:
     async def _over_http(self, number: int) -> str:
         body = {"prompt": prompt_of(number), "max_tokens": TOKENS, "ignore_eos": True, "seed": number}
         try:
-            async with self._http.post("/v1/completions", json=body) as answer:
+            async with self.http.post("/v1/completions", json=body) as answer:
                 await answer.read()
                 return "OK" if answer.status == 200 else str(answer.status)
         except aiohttp.ClientError as error:
@@ -104,9 +104,10 @@ class Caller:
         except grpc.aio.AioRpcError as error:
             return error.code().name
 
-    async def load(self) -> dict[str, Any]:
-        async with self._http.get("/load") as answer:
-            return await answer.json()
+
+async def load_of(http: aiohttp.ClientSession) -> dict[str, Any]:
+    async with http.get("/load") as answer:
+        return await answer.json()
 
 
 def prompt_of(number: int) -> list[int]:
@@ -127,7 +128,7 @@ async def closed_loop(caller: Caller, seconds: float) -> float:
 
 async def open_loop(caller: Caller, rate: float, seconds: float, load: float, server: ServingProcess) -> Row:
     """Make calls at a steady pace, whatever becomes of them."""
-    await until_idle(caller)
+    await until_idle(caller.http)
     calls, tasks, late, most_waiting = Calls(), set[asyncio.Task[None]](), 0.0, 0
     process, own = psutil.Process(server.process.pid), psutil.Process()
     warm = min(1.0, seconds / 4)
@@ -150,7 +151,7 @@ async def open_loop(caller: Caller, rate: float, seconds: float, load: float, se
         if number % 20 == 0:
             await asyncio.sleep(0)
             if number % 200 == 0:
-                most_waiting = max(most_waiting, (await caller.load())["waiting"])
+                most_waiting = max(most_waiting, (await load_of(caller.http))["waiting"])
     ended = time.monotonic()
     busy = {each: (sum(each.cpu_times()[:2]) - used[each]) / (ended - began) for each in used}
     await asyncio.gather(*tasks)
@@ -171,9 +172,10 @@ async def open_loop(caller: Caller, rate: float, seconds: float, load: float, se
     )
 
 
-async def until_idle(caller: Caller) -> None:
-    while (load := await caller.load())["running"] or load["waiting"]:
-        await asyncio.sleep(0.02)
+async def until_idle(http: aiohttp.ClientSession) -> None:
+    async with asyncio.timeout(30.0):
+        while (load := await load_of(http))["running"] or load["waiting"] or load["kv_blocks_used"]:
+            await asyncio.sleep(0.01)
 
 
 def probe(address: str, seconds: float) -> None:

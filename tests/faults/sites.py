@@ -22,16 +22,9 @@ from tests.support.paths import ROOT
 # Folders and files whose functions are called for one request. The scheduler, the runner and the model work for a whole
 # step, and their failures are tested in test_step_faults and test_process_faults.
 ROOMS = (
-    "jaxllm/engine",
-    "jaxllm/text",
-    "jaxllm/outputs.py",
-    "jaxllm/sampling_params.py",
-    "server/jaxllm_server/grpc",
-    "server/jaxllm_server/http",
-    "server/jaxllm_server/observability",
-    "server/jaxllm_server/openai",
-    "server/jaxllm_server/parsers",
-    "server/jaxllm_server/shared",
+    *("jaxllm/engine", "jaxllm/text", "jaxllm/outputs.py", "jaxllm/sampling_params.py", "server/jaxllm_server/grpc"),
+    *("server/jaxllm_server/http", "server/jaxllm_server/observability", "server/jaxllm_server/openai"),
+    *("server/jaxllm_server/parsers", "server/jaxllm_server/shared"),
 )
 
 

@@ -31,6 +31,7 @@ import httpx
 
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from tests.faults.breakable import NAN, UNTOLD
+from tests.faults.overload import until_idle
 from tests.support.serving_process import QUICK, ServingProcess
 
 MOST_BYTES = 100.0  # of memory that a request may leave behind
@@ -235,21 +236,11 @@ async def _serve(server: ServingProcess, num_requests: int, report: Path) -> Boo
                     await own.one(number)
 
             await asyncio.gather(*(work(numbers) for _ in range(AT_ONCE)))
-            await _until_idle(http)
+            await until_idle(http)
             server.signal(signal.SIGHUP)
             while not report.exists() or len(report.read_text().splitlines()) < sample:
                 await asyncio.sleep(0.02)
     return own.books
-
-
-async def _until_idle(http: aiohttp.ClientSession) -> None:
-    async with asyncio.timeout(30.0):
-        while True:
-            async with http.get("/load") as answer:
-                load = await answer.json()
-            if not (load["running"] or load["waiting"] or load["kv_blocks_used"]):
-                return
-            await asyncio.sleep(0.01)
 
 
 def _differences(http: str, books: Books) -> dict[str, tuple[float, float]]:

@@ -92,7 +92,7 @@ def ends_after(server: ServingProcess, count: int, order: Callable[[], None]) ->
     async def check() -> tuple[list[str], float]:
         async def later() -> float:
             await until_running(server, min(count, 16))
-            order()
+            await asyncio.to_thread(order)
             return time.monotonic()
 
         began = asyncio.ensure_future(later())
@@ -124,27 +124,17 @@ def test_it_hangs_it_is_stopped_it_has_no_descriptors_and_then_its_engine_dies()
 def hangs(server: ServingProcess) -> None:
     """Readiness goes and comes back, liveness stays; the stream that waited goes on."""
 
-    async def check() -> list[tuple[str, float]]:
-        async def probe() -> None:
-            await until_running(server, 2)
-            server.signal(signal.SIGUSR2)
-            async with httpx.AsyncClient(base_url=server.http) as http, asyncio.timeout(10.0):
-                while (await http.get("/ready")).status_code != 503:
-                    await asyncio.sleep(0.02)
-                assert (await http.get("/live")).status_code == 200
-                assert (await http.post("/v1/completions", json=EXPECTED)).status_code == 503
-                async with AsyncClient(server.grpc) as client:
-                    while await client.health() == "serving":  # it is told every 0.2 s
-                        await asyncio.sleep(0.02)
-            server.signal(signal.SIGUSR2)
+    def hang() -> None:
+        server.signal(signal.SIGUSR2)
+        wait_until(lambda: status(server.http, "/ready") == 503, 10.0)
+        assert status(server.http, "/live") == 200
+        assert httpx.post(f"{server.http}/v1/completions", json=EXPECTED).status_code == 503
+        with Client(server.grpc) as client:
+            wait_until(lambda: client.health() != "serving", 10.0)  # it is told every 0.2 s
+        server.signal(signal.SIGUSR2)
 
-        probing = asyncio.ensure_future(probe())
-        ends = [end async for end in ends_of(server, 2, **ENDLESS)]
-        await probing
-        return ends
-
-    ends = {how for how, _ in asyncio.run(check())}
-    assert ends == {"length", "data: [DONE]"}
+    ends, _ = ends_after(server, 2, hang)
+    assert set(ends) == {"length", "data: [DONE]"}
     wait_until(lambda: status(server.http, "/ready") == 200, 5.0)
 
 
@@ -157,17 +147,8 @@ def is_stopped(server: ServingProcess) -> None:
             httpx.get(f"{server.http}/ready", timeout=1.0)
         server.signal(signal.SIGCONT)
 
-    async def check() -> list[tuple[str, float]]:
-        async def later() -> None:
-            await until_running(server, 4)
-            await asyncio.to_thread(stop)
-
-        stopping = asyncio.ensure_future(later())
-        ends = [end async for end in ends_of(server, 4, **ENDLESS)]
-        await stopping
-        return ends
-
-    assert {how for how, _ in asyncio.run(check())} == {"length", "data: [DONE]"}
+    ends, _ = ends_after(server, 4, stop)
+    assert set(ends) == {"length", "data: [DONE]"}
     wait_until(lambda: status(server.http, "/ready") == 200, 10.0)
 
 

@@ -58,21 +58,18 @@ def run() -> Iterator[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # what would have awaited it has failed
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.ci)], ids=["some", "all"])
-def test_a_fault_at_any_call_site_ends_one_request_at_most(
-    run: Any, caplog: pytest.LogCaptureFixture, every: int
-) -> None:
-    """`every`: one of so many sites has its turn."""
+@pytest.mark.ci
+def test_a_fault_at_any_call_site_ends_one_request_at_most(run: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)  # half a thousand tracebacks
     injector = Injector()
     injector.install()
     try:
-        run(check(injector, every))
+        run(check(injector))
     finally:
         injector.remove()
 
 
-async def check(injector: Injector, every: int) -> None:
+async def check(injector: Injector) -> None:
     missing = {*EXCLUDED, MERGE} - set(injector.found)
     assert not missing, f"not in the source: {missing}"
     server = new_server(tool_call_parser="hermes", reasoning_parser="qwen3")
@@ -84,14 +81,14 @@ async def check(injector: Injector, every: int) -> None:
         reached = dict(injector.counts)
         failures = {
             site: await fail_at(injector, site, count, clients, expected)
-            for site, count in list(reached.items())[::every]
+            for site, count in reached.items()
             if site != MERGE
         }
         await fail_to_merge(server.engine, injector)
         await is_empty(server)
         assert server.engine.state == "serving" and server.engine.metrics.finished.get("error")
         assert await ask(clients) == expected
-    assert len(failures) > 250 // every and sum(map(len, failures.values())) > 200 // every, "the faults are seen"
+    assert len(failures) > 250 and sum(map(len, failures.values())) > 200, "the faults are seen"
 
 
 async def fail_to_merge(engine: AsyncLLM, injector: Injector) -> None:

@@ -120,6 +120,7 @@ def test_a_stream_of_any_ids_is_the_full_decode_wherever_the_prompt_ends(count: 
 
     def check(prompt: list[int], output: list[int], skip: bool, sizes: list[int]) -> None:
         texts.check_stream(kind, prompt, output, skip, itertools.cycle(sizes))
+        texts.check_stream(kind, [], [*prompt, *output], skip, itertools.cycle(sizes))
 
     sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
     hold(count, check, prompt=ids, output=ids, skip=st.booleans(), sizes=sizes)

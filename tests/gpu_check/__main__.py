@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu_check import report
+from tests.gpu_check.check import empty
 from tests.gpu_check.parts import PARTS
 from tests.support.paths import ROOT
 
@@ -80,15 +81,7 @@ def _part(start: Start, name: str, folder: Path, seconds: float, is_dry: bool) -
     print(f"\n== {name}: up to {seconds:.0f} s", flush=True)
     status = start(name, folder, seconds, is_dry)
     path = folder / f"{name}.json"
-    empty: dict[str, Any] = {
-        "measured": [],
-        "failures": [],
-        "skipped": [],
-        "targets": [],
-        "answers": [],
-        "seconds": 0.0,
-    }
-    notes: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty | {"status": "not finished"}
+    notes: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty()
     if status == 0 and notes["status"] == "done":
         return notes
     notes["status"] = f"out of time after {seconds:.0f} s" if status == 124 else f"ended with status {status}"

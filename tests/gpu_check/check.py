@@ -20,15 +20,7 @@ class Check:
         self.name, self.folder, self.is_dry = name, folder, is_dry
         self._began = time.monotonic()
         self._ends = self._began + seconds
-        self.notes: dict[str, Any] = {
-            "status": "not finished",
-            "seconds": 0.0,
-            "measured": [],
-            "failures": [],
-            "skipped": [],
-            "targets": [],
-            "answers": [],
-        }
+        self.notes = empty()
         self._save()
 
     @property
@@ -102,6 +94,12 @@ class Check:
         unfinished = target.with_suffix(".part")
         unfinished.write_text(json.dumps(self.notes))
         unfinished.replace(target)
+
+
+def empty() -> dict[str, Any]:
+    """Return the notes of a part that has not begun."""
+    lists: dict[str, Any] = {name: [] for name in ("measured", "failures", "skipped", "targets", "answers")}
+    return {"status": "not finished", "seconds": 0.0, **lists}
 
 
 def _text(value: Any) -> str:

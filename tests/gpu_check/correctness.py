@@ -25,12 +25,8 @@ from tests.gpu_check.sites import choices, full_precision, is_interpreted, site_
 TILE = 32
 TOLERANCES = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}  # of a vector's length
 TYPES = (  # of queries, of the cache
-    ("bfloat16", "bfloat16"),
-    ("float16", "float16"),
-    ("float32", "float32"),
-    ("bfloat16", "int8"),
-    ("bfloat16", "float8_e4m3fn"),
-    ("float16", "int8"),
+    *(("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("bfloat16", "int8")),
+    *(("bfloat16", "float8_e4m3fn"), ("float16", "int8")),
 )
 EDGE_TYPES = (TYPES[0], TYPES[2], TYPES[3])
 Distance = Callable[[Choice], float]  # of an implementation from the reference
@@ -148,12 +144,7 @@ def _decode(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distanc
     pool = _Pool(shape, DRY_LENGTHS if is_dry else LENGTHS, dtype, cache_dtype)
     q = pool.normal((len(pool.lengths), shape.heads, shape.size), dtype)
     arrays = (pool.tables, jnp.asarray(pool.lengths, jnp.int32))
-
-    def attend(q: jax.Array, implementation: str | Choice, cache: dict[str, Any], *arrays: jax.Array) -> jax.Array:
-        k, v, options = _parts(cache)
-        return pallas_kernels.paged_decode(q, k, v, *arrays, **shape.options, **options, implementation=implementation)
-
-    return _against(attend, q, pool, arrays)
+    return _against(partial(pallas_kernels.paged_decode, **shape.options), q, pool, arrays)
 
 
 def _prefill(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distance:
@@ -168,13 +159,7 @@ def _prefill(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distan
     rows, *places = np.asarray(tiles, np.int32).T
     q = pool.normal((first, shape.heads, shape.size), dtype)
     arrays = (pool.tables[rows], *map(jnp.asarray, places))
-
-    def attend(q: jax.Array, implementation: str | Choice, cache: dict[str, Any], *arrays: jax.Array) -> jax.Array:
-        k, v, options = _parts(cache)
-        options |= {"tile": TILE, **shape.options}
-        return pallas_kernels.paged_prefill(q, k, v, *arrays, **options, implementation=implementation)
-
-    return _against(attend, q, pool, arrays)
+    return _against(partial(pallas_kernels.paged_prefill, tile=TILE, **shape.options), q, pool, arrays)
 
 
 def _write(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distance:
@@ -312,11 +297,6 @@ class _Pool:
         return jnp.asarray(self.random.standard_normal(shape, np.float32)).astype(dtype)
 
 
-def _parts(cache: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    options = {name: cache.get(name) for name in ("k_scales", "v_scales", "sinks")}
-    return cache["k"], cache.get("v"), options
-
-
 def _against(attend: Any, q: jax.Array, pool: _Pool, arrays: tuple[jax.Array, ...]) -> Distance:
     """Compare with the reference, which gets the same numbers in float32."""
     cache = {name: one for name, one in (pool.cache | {"sinks": pool.sinks}).items() if one is not None}
@@ -324,7 +304,12 @@ def _against(attend: Any, q: jax.Array, pool: _Pool, arrays: tuple[jax.Array, ..
         name: one.astype(jnp.float32) if one.dtype in (jnp.bfloat16, jnp.float16) else one
         for name, one in cache.items()
     }
-    run = jax.jit(attend, static_argnums=1)
+
+    def call(q: jax.Array, implementation: str | Choice, cache: dict[str, Any], *arrays: jax.Array) -> jax.Array:
+        options = {name: cache.get(name) for name in ("k_scales", "v_scales", "sinks")}
+        return attend(q, cache["k"], cache.get("v"), *arrays, **options, implementation=implementation)
+
+    run = jax.jit(call, static_argnums=1)
     wanted = run(q.astype(jnp.float32), "xla", exact, *arrays)
     return lambda chosen: _distance(run(q, chosen, cache, *arrays), wanted)
 

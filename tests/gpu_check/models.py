@@ -10,18 +10,9 @@ import numpy as np
 
 from tests.benchmarks import shapes
 
-LLAMA_8B: dict[str, Any] = shapes.SHAPES["llama-3.2-1b"] | {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 14336,
-    "tie_word_embeddings": False,
-}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B": shapes.SHAPES["qwen2.5-0.5b"],
-    "Llama-3.1-8B": LLAMA_8B,
+    "Llama-3.1-8B": shapes.SHAPES["llama-3.1-8b"],
 }
 _TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
 _TINY_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +76,12 @@ def _jaxllm(folder: str, dtype: str, prompts: list[list[int]], new: int, longest
     options: dict[str, Any] = {"max_num_batched_tokens": 8192, **sizes, "enable_prefix_caching": False}
     with LLM(folder, dtype=dtype, load_format="dummy", precompile="covering", **options) as llm:
         compile_greedy(llm.engine, [slots], [8192])
-        llm.generate(given, _shorter(params), use_tqdm=False)
+        llm.generate(given, replace(params, max_tokens=4), use_tqdm=False)
         began = time.perf_counter()
         outputs = llm.generate(given, params, use_tqdm=False)
         seconds = time.perf_counter() - began
     assert all(len(output.outputs[0].token_ids) == new for output in outputs), "an output has another length"
     return seconds
-
-
-def _shorter(params: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(params, max_tokens=4)
 
 
 def _network(folder: str, dtype: str) -> Any:

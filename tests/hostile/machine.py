@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +25,25 @@ def resident_bytes(pid: int) -> int:
     """Return the anonymous memory of a process, with what was swapped out."""
     status = Path(f"/proc/{pid}/status").read_text()
     return 1024 * sum(int(kib) for kib in re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB", status, re.MULTILINE))
+
+
+@contextmanager
+def growth(pid: int) -> Iterator[Callable[[], int]]:
+    """Look at a process's memory while the block runs; give what tells the most bytes that came on top."""
+    before, most, end = resident_bytes(pid), 0, threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not end.wait(0.02):
+            most = max(most, resident_bytes(pid) - before)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield lambda: most
+    finally:
+        end.set()
+        thread.join()
 
 
 def num_descriptors(pid: int) -> int:

@@ -7,6 +7,7 @@ the engine in this process is slowed down, so that each phase lasts.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import socket
@@ -14,7 +15,7 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from jaxllm_server.launch import Server
 from jaxllm_server.shared.options import ServerOptions
 from tests.hostile.frames import SERVICE, Frames
 from tests.hostile.wire import post
-from tests.support.failures import SECRETS
+from tests.support.failures import SECRETS, eventually
 from tests.support.sizes import FEW_SLOTS
 
 PHASES = ("queue", "prefill", "decode")
@@ -87,13 +88,7 @@ def site() -> Iterator[Site]:
     site.close()
 
 
-def until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
+until = functools.partial(eventually, seconds=20.0, between=0.001)
 _first_ids = itertools.count(5)
 
 
@@ -288,7 +283,7 @@ def test_the_engine_lets_go_one_step_later(site: Site, way: str, phase: str, mon
         site.set_timeout(600.0)
         for blocker in blockers:
             blocker.cancel()
-    until(lambda: site.held() == (0, 0, 0), 10.0)
+    until(lambda: site.held() == (0, 0, 0), seconds=10.0)
 
 
 def test_most_were_much_faster(site: Site) -> None:

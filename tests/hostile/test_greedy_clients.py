@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.hostile.machine import resident_bytes
+from tests.hostile.machine import growth, resident_bytes
 from tests.hostile.wire import address_of, post, statuses_of
 from tests.support.serving_process import ServingProcess
 from tests.support.sizes import SLOTS, flags
@@ -59,7 +59,7 @@ def filled(before: bytes, unit: bytes, after: bytes) -> bytes:
 def measured(server: ServingProcess, name: str) -> Iterator[dict[str, float]]:
     """Chat and look at the memory while the block runs; give the longest wait, in seconds, and the bytes on top."""
     body, pid = json.dumps(CHAT).encode(), server.process.pid
-    before, end, waits, most = resident_bytes(pid), threading.Event(), [], 0
+    before, end, waits = resident_bytes(pid), threading.Event(), []
 
     def chat_once() -> float:
         began = time.monotonic()
@@ -71,28 +71,22 @@ def measured(server: ServingProcess, name: str) -> Iterator[dict[str, float]]:
             waits.append(chat_once())
             time.sleep(0.01)
 
-    def look() -> None:
-        nonlocal most
-        while not end.wait(0.02):
-            most = max(most, resident_bytes(pid))
-
     alone = max(chat_once() for _ in range(5))
-    threads = [threading.Thread(target=chat), threading.Thread(target=look)]
-    for thread in threads:
-        thread.start()
+    chatting = threading.Thread(target=chat)
     found: dict[str, float] = {}
-    try:
-        yield found
-    finally:
-        end.set()
-        for thread in threads:
-            thread.join(130.0)
+    with growth(pid) as most:
+        chatting.start()
+        try:
+            yield found
+        finally:
+            end.set()
+            chatting.join(130.0)
     time.sleep(0.5)
     kept = resident_bytes(pid) - before
-    found |= {"wait": max(waits) - alone, "held": most - before, "kept": kept}
+    found |= {"wait": max(waits) - alone, "held": most(), "kept": kept}
     print(
         f"{name}: another client waited {max(waits):.2f} s at most (alone {alone:.2f} s), in the median "
-        f"{sorted(waits)[len(waits) // 2]:.3f} s; {(most - before) / 2**20:.0f} MiB were held, {kept / 2**20:.0f} kept"
+        f"{sorted(waits)[len(waits) // 2]:.3f} s; {most() / 2**20:.0f} MiB were held, {kept / 2**20:.0f} kept"
     )
 
 

@@ -20,14 +20,8 @@ from tests.support.serving_process import ServingProcess
 
 GOOD = json.dumps(
     {
-        "model": "fake",
-        "prompt": 'Once upon a time, é 😀 \\ " \u2028',
-        "max_tokens": 4,
-        "temperature": 0.5,
-        "stop": ["a", "b"],
-        "logit_bias": {"5": -1.5e0},
-        "stream": False,
-        "user": None,
+        **{"model": "fake", "prompt": 'Once upon a time, é 😀 \\ " \u2028', "max_tokens": 4, "temperature": 0.5},
+        **{"stop": ["a", "b"], "logit_bias": {"5": -1.5e0}, "stream": False, "user": None},
     }
 ).encode()
 JSON = {"content-type": "application/json"}
@@ -66,42 +60,18 @@ def cases() -> list[bytes]:
     ]
     found += [b"\xfe\xff" + text.encode(), b"\0" + text.encode(), b"\x0c" + text.encode(), b"\xa0" + text.encode()]
     broken = (
-        b"\xff",
-        b"\xc0\xaf",
-        b"\xed\xa0\x80",
-        b"\xf4\x90\x80\x80",
-        b"\xe2\x82",
-        b"\x80",
-        b"\0",
-        b"\n",
-        b"\t",
-        b"\x1f",
+        *(b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe2\x82", b"\x80", b"\0", b"\n"),
+        *(b"\t", b"\x1f"),
     )
     found += [b'{"prompt":"%s"}' % letter for letter in broken]
     found += [
         b'{"prompt":"\\%s"}' % escape for escape in (b"x41", b"u12", b"u+041", b"ud800", b"udc00\\ud800", b"'", b"0")
     ]
     found += [
-        b"",
-        b" ",
-        b"null",
-        b"true",
-        b"1",
-        b'"a"',
-        b"[]",
-        b"[{}]",
-        b"{]",
-        b"{'prompt':'a'}",
-        b'{prompt:"a"}',
-        b"{,}",
+        *(b"", b" ", b"null", b"true", b"1", b'"a"', b"[]", b"[{}]", b"{]", b"{'prompt':'a'}", b'{prompt:"a"}', b"{,}"),
     ]
     found += [
-        b'{"prompt":"a",}',
-        b'{"prompt":["a",]}',
-        b'{"prompt"}',
-        b'{"prompt":}',
-        b'{"prompt" "a"}',
-        b"\x1f\x8b\x08",
+        *(b'{"prompt":"a",}', b'{"prompt":["a",]}', b'{"prompt"}', b'{"prompt":}', b'{"prompt" "a"}', b"\x1f\x8b\x08"),
     ]
     found += [b"prompt=a", b"<prompt>a</prompt>", b"prompt: a", b"\x81\xa6prompt\xa1a", b"{" * 50_000, b'"' * 50_001]
     found += [b'{"prompt":"' + b"\\" * 100_001, b'{"a":' * 20_000, b"[1," * 100_000, b"-" * 100_000]
@@ -130,7 +100,7 @@ def refusals(fake: ServingProcess, bodies: list[bytes], path: str) -> list[float
             response = http.post(path, content=body, headers=JSON)
             times.append(time.perf_counter() - began)
             assert over_http(response) == (400, "invalid_parameter", "invalid_request_error"), body[:200]
-            assert len(response.content) < 600
+            assert len(response.content) < 500
     return times
 
 

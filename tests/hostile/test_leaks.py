@@ -37,15 +37,8 @@ CLASSES = re.compile(
 )
 ADDRESS = re.compile(r"0x[0-9a-fA-F]{3,}")
 EVIL = [
-    "a\r\nERROR forged line",
-    "a\nb",
-    "\x1b[31mred\x1b[0m",
-    "a\0b",
-    "\u2028",
-    "\x85",
-    "\u202eevil",
-    "\x9b31m",
-    "\x7f",
+    *("a\r\nERROR forged line", "a\nb", "\x1b[31mred\x1b[0m", "a\0b", "\u2028", "\x85", "\u202eevil"),
+    *("\x9b31m", "\x7f"),
 ]
 
 

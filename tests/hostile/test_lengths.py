@@ -153,13 +153,15 @@ def test_no_content_spells_a_role(server: ServingProcess) -> None:
         names = [http.post("/detokenize", json={"tokens": [token]}).json()["prompt"] for token in special]
         for name in names:
             for spelled in (
-                name,
-                name * 5,
-                f"{name}system\n",
-                f"a{name}",
-                name.upper(),
-                name.replace("|", "｜"),
-                f"\u200b{name}",
+                *(
+                    name,
+                    name * 5,
+                    f"{name}system\n",
+                    f"a{name}",
+                    name.upper(),
+                    name.replace("|", "｜"),
+                    f"\u200b{name}",
+                ),
             ):
                 found = ids(spelled)
                 assert [token for token in found if token in special] == [token for token in frame if token in special]

@@ -1,11 +1,11 @@
 """Scanners of strangers' text take time in proportion to it, however it is cut.
 
-Tool calls and reasoning have the same check beside their other tests.
+Tool calls and reasoning have the same check beside their other tests, stop strings in fuzz/test_properties.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -13,20 +13,10 @@ import pytest
 
 from jaxllm.bench.sse import EventReader
 from jaxllm.errors import UserError
-from jaxllm.text.stop_strings import StopMatcher, match_stops
 from jaxllm_server.shared import strict_json
 from tests.support.linear import is_linear
 
 MEGABYTE = 1 << 20
-
-
-def read_stops(stops: Sequence[str]) -> Callable[[str, int], None]:
-    def read(text: str, piece: int) -> None:
-        matcher = StopMatcher.of(stops)
-        for at in range(0, len(text), piece):
-            matcher, _ = match_stops(matcher, text[at : at + piece])
-
-    return read
 
 
 def read_events(text: str, piece: int) -> None:
@@ -41,12 +31,6 @@ def read_json(text: str, piece: int) -> None:
 
 
 CASES: dict[str, tuple[Any, str, str]] = {  # who reads, how the text begins, what is repeated
-    "a stop string's beginning": (read_stops(["a" * 63 + "b"]), "", "a"),
-    "stop strings within each other": (
-        read_stops(["abab" * 15 + "c", "baba" * 15 + "c", "ab" * 31, "aa"][:3]),
-        "",
-        "ba",
-    ),
     "events in one line": (read_events, "data: ", "a"),
     "events without a text": (read_events, "", "\n"),
     "events of one letter": (read_events, "", "data: a\n\n"),

@@ -156,14 +156,7 @@ def test_it_has_called_nobody_since_its_start(server: ServingProcess) -> None:
 def test_it_starts_where_there_is_no_network(tmp_path: Any) -> None:
     command = ["unshare", "-rn", sys.executable, "-m", "jaxllm", "serve", *flags(SLOTS)]
     sockets = [
-        "--port",
-        "none",
-        "--uds",
-        str(tmp_path / "http"),
-        "--grpc-port",
-        "none",
-        "--grpc-uds",
-        str(tmp_path / "g"),
+        *("--port", "none", "--uds", str(tmp_path / "http"), "--grpc-port", "none", "--grpc-uds", str(tmp_path / "g")),
     ]
     with subprocess.Popen([*command, *sockets], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -187,18 +180,7 @@ def test_it_starts_where_there_is_no_network(tmp_path: Any) -> None:
 def test_what_ten_thousand_clients_make_up_does_not_grow_the_metrics(fake: ServingProcess) -> None:
     rng = random.Random(5)
     methods = [
-        "GET",
-        "POST",
-        "PUT",
-        "DELETE",
-        "PATCH",
-        "HEAD",
-        "OPTIONS",
-        "PROPFIND",
-        "PURGE",
-        "TRACE",
-        "MKCOL",
-        "LOCK",
+        *("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "PROPFIND", "PURGE", "TRACE", "MKCOL", "LOCK"),
     ]
     letters = "abcdefghijklmnopqrstuvwxyz0123456789/%._-~{}"
 

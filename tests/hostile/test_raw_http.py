@@ -38,7 +38,7 @@ def measured(body: bytes, length: str, *headers: str) -> bytes:
     return post(body, f"Content-Length: {length}", *headers, closes=False)
 
 
-# Name -> what is sent. Each is answered once, with an error, or the connection ends without an answer.
+# Name -> what is sent. Each is answered once, with an error.
 NO_HTTP: dict[str, bytes] = {
     "negative length": measured(BODY, "-14"),
     "signed length": measured(BODY, "+14"),
@@ -49,6 +49,7 @@ NO_HTTP: dict[str, bytes] = {
     "length with a vertical tab behind": measured(BODY, "14\x0b"),
     "length with a form feed before": measured(BODY, "\x0c14"),
     "empty length": measured(BODY, ""),
+    "length with a letter": measured(BODY, "14x"),
     "length in other digits": measured(BODY, "١٤"),
     "length of 2^64 + 14": measured(BODY, "18446744073709551630"),
     "length of 10,000 digits": measured(BODY, "9" * 10_000),
@@ -69,6 +70,7 @@ NO_HTTP: dict[str, bytes] = {
     "negative chunk": chunked(b"-e\r\n" + BODY + b"\r\n" + ZERO),
     "signed chunk": chunked(b"+e\r\n" + BODY + b"\r\n" + ZERO),
     "chunk in 0x": chunked(b"0xe\r\n" + BODY + b"\r\n" + ZERO),
+    "chunk in other letters": chunked(b"zz\r\n" + BODY + b"\r\n" + ZERO),
     "chunk without a size": chunked(b"\r\n" + BODY + b"\r\n" + ZERO),
     "space before a chunk's size": chunked(b" e\r\n" + BODY + b"\r\n" + ZERO),
     "chunk longer than its size": chunked(b"2\r\n" + BODY + b"\r\n" + ZERO),
@@ -77,6 +79,7 @@ NO_HTTP: dict[str, bytes] = {
     "NUL in a name": GET + b"A\0b: c\r\n\r\n",
     "NUL in a value": GET + b"A: b\0c\r\n\r\n",
     "NUL in the target": b"GET /ver\0sion HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "other bytes in the target": b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "carriage return in a value": GET + b"A: b\rGET /v1/models HTTP/1.1\r\n\r\n",
     "lines without carriage returns": GET.replace(b"\r\n", b"\n") + b"\n",
     "header without a colon": GET + b"nothing\r\n\r\n",
@@ -102,12 +105,14 @@ NO_HTTP: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", NO_HTTP)
-def test_what_is_no_http_is_answered_once_at_most_and_never_with_success(fake: ServingProcess, name: str) -> None:
+def test_what_is_no_http_is_answered_once_and_with_an_error(fake: ServingProcess, name: str) -> None:
     answer = raw_exchange(address_of(fake)[1], NO_HTTP[name] + INNER, timeout=STALL_SECONDS + 3)
-    assert statuses_of(answer) in ([], [400], [413], [431]), answer[:300]
+    if not answer and len(NO_HTTP[name]) > 8192:
+        return  # a reset may overtake the answer to what was not read whole
+    assert statuses_of(answer) == [400], answer[:300]
     assert SECRETS.search(answer.decode("latin-1")) is None
-    if answer:
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["message"] and error["type"] == "invalid_request_error"
 
 
 # What is odd but right: answered as often as it asks, and no more often.
@@ -234,9 +239,7 @@ GIGABYTE = 1 << 30
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/v1/completions", "/tokenize", "/version", "/nothing"],
-    ids=["read", "tokenized", "not taken", "no route"],
+    "path", ["/v1/completions", "/tokenize", "/version", "/nothing"], ids=["read", "tokenized", "not taken", "no route"]
 )
 @pytest.mark.parametrize("size", [65536, 16, 1])
 def test_a_gigabyte_in_chunks_is_cut_off_at_the_limit(fake: ServingProcess, path: str, size: int) -> None:

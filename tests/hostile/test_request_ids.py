@@ -19,14 +19,14 @@ from tests.hostile.conftest import wait_idle
 from tests.support.failures import Grpc
 from tests.support.serving_process import ServingProcess
 
+pytestmark = pytest.mark.ci
 NUM_CALLS = 100
 ID = "the-same"
 LENGTH = 40
 ASKED: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": LENGTH, "ignore_eos": True, "temperature": 1.0}
 
 
-@pytest.mark.ci
-def test_a_hundred_equal_ids_over_http(server: ServingProcess) -> None:
+async def test_a_hundred_equal_ids_over_http(server: ServingProcess) -> None:
     """All are answered, each with its own text under the common id; one client goes, and only its request ends."""
 
     async def one(http: httpx.AsyncClient, seed: int) -> tuple[str, str] | None:
@@ -41,12 +41,9 @@ def test_a_hundred_equal_ids_over_http(server: ServingProcess) -> None:
                     text += json.loads(line[6:])["choices"][0]["text"]
         return text, response.headers["x-request-id"]
 
-    async def check() -> list[tuple[str, str] | None]:
-        limits = httpx.Limits(max_connections=NUM_CALLS)
-        async with httpx.AsyncClient(base_url=server.http, timeout=60, limits=limits) as http:
-            return await asyncio.gather(*(one(http, seed) for seed in range(NUM_CALLS)))
-
-    answers = asyncio.run(check())
+    limits = httpx.Limits(max_connections=NUM_CALLS)
+    async with httpx.AsyncClient(base_url=server.http, timeout=60, limits=limits) as http:
+        answers = await asyncio.gather(*(one(http, seed) for seed in range(NUM_CALLS)))
     with httpx.Client(base_url=server.http, timeout=60) as http:
         alone = [http.post("/v1/completions", json=ASKED | {"seed": seed}).json() for seed in range(0, NUM_CALLS, 10)]
     assert [answer is None for answer in answers] == [seed == 50 for seed in range(NUM_CALLS)]
@@ -57,41 +54,37 @@ def test_a_hundred_equal_ids_over_http(server: ServingProcess) -> None:
             assert answers[seed] == (answer["choices"][0]["text"], ID)
 
 
-@pytest.mark.ci
-def test_a_hundred_equal_ids_over_grpc_of_which_one_is_aborted(server: ServingProcess) -> None:
+async def test_a_hundred_equal_ids_over_grpc_of_which_one_is_aborted(server: ServingProcess) -> None:
     """An id in the metadata is a hint: one call has it, the others have one made of it, and Abort ends that one."""
 
     start = len(server.log)
 
-    async def check() -> list[tuple[str, list[int], int]]:
-        async with grpc.aio.insecure_channel(server.grpc) as channel:
-            rpc = Grpc(channel)
-            began = asyncio.Semaphore(0)
+    async with grpc.aio.insecure_channel(server.grpc) as channel:
+        rpc = Grpc(channel)
+        began = asyncio.Semaphore(0)
 
-            async def one(seed: int) -> tuple[str, list[int], int]:
-                length = LENGTH if seed else 10 * LENGTH  # the first one has the id, and lasts
-                request = inference_pb2.GenerateRequest(
-                    text=ASKED["prompt"], sampling={"seed": seed}, stop={"max_tokens": length, "ignore_eos": True}
-                )
-                call = rpc.inference.StreamGenerate(request, metadata=(("x-request-id", ID),), timeout=60)
-                own, ids, reason = "", [], 0
-                async for message in call:
-                    own = own or message.request_id
-                    for delta in message.deltas:
-                        ids += delta.token_ids
-                        reason = delta.finish_reason or reason
-                    began.release()
-                return own, ids, reason
+        async def one(seed: int) -> tuple[str, list[int], int]:
+            length = LENGTH if seed else 10 * LENGTH  # the first one has the id, and lasts
+            request = inference_pb2.GenerateRequest(
+                text=ASKED["prompt"], sampling={"seed": seed}, stop={"max_tokens": length, "ignore_eos": True}
+            )
+            call = rpc.inference.StreamGenerate(request, metadata=(("x-request-id", ID),), timeout=60)
+            own, ids, reason = "", [], 0
+            async for message in call:
+                own = own or message.request_id
+                for delta in message.deltas:
+                    ids += delta.token_ids
+                    reason = delta.finish_reason or reason
+                began.release()
+            return own, ids, reason
 
-            calls = [asyncio.ensure_future(one(0))]
-            await began.acquire()
-            calls += [asyncio.ensure_future(one(seed)) for seed in range(1, NUM_CALLS)]
-            while sum(f"request {ID}-" in line for line in server.log[start:]) < NUM_CALLS - 1:
-                await asyncio.sleep(0.001)  # one that comes later would get the id: it is free again
-            await rpc.control.Abort(control_pb2.AbortRequest(request_ids=[ID]))
-            return await asyncio.gather(*calls)
-
-    answers = asyncio.run(check())
+        calls = [asyncio.ensure_future(one(0))]
+        await began.acquire()
+        calls += [asyncio.ensure_future(one(seed)) for seed in range(1, NUM_CALLS)]
+        while sum(f"request {ID}-" in line for line in server.log[start:]) < NUM_CALLS - 1:
+            await asyncio.sleep(0.001)  # one that comes later would get the id: it is free again
+        await rpc.control.Abort(control_pb2.AbortRequest(request_ids=[ID]))
+        answers = await asyncio.gather(*calls)
     assert len({own for own, _, _ in answers}) == NUM_CALLS
     assert sum(own == ID for own, _, _ in answers) == 1 and all(own.startswith(ID) for own, _, _ in answers)
     assert answers[0][0] == ID and answers[0][2] == 5 and len(answers[0][1]) < 10 * LENGTH  # FINISH_REASON_ABORTED
@@ -99,24 +92,19 @@ def test_a_hundred_equal_ids_over_grpc_of_which_one_is_aborted(server: ServingPr
     assert len({tuple(ids[:20]) for _, ids, _ in answers}) > 90
 
 
-def test_an_id_in_the_request_itself_is_one_requests_at_a_time(server: ServingProcess) -> None:
+async def test_an_id_in_the_request_itself_is_one_requests_at_a_time(server: ServingProcess) -> None:
     """It is what Abort takes, so that a second one is refused at once; the first is not touched."""
 
-    async def check() -> tuple[list[int], list[str]]:
-        async with (
-            httpx.AsyncClient(base_url=server.http, timeout=60) as http,
-            grpc.aio.insecure_channel(server.grpc) as channel,
-        ):
-            body = ASKED | {"request_id": ID, "max_tokens": 200}
-            over_http = [http.post("/v1/completions", json=body) for _ in range(NUM_CALLS // 2)]
-            statuses = [answer.status_code for answer in await asyncio.gather(*over_http)]
-            request = inference_pb2.GenerateRequest(
-                text="a", request_id=ID, stop={"max_tokens": 200, "ignore_eos": True}
-            )
-            calls = [Grpc(channel).inference.Generate(request, timeout=60) for _ in range(NUM_CALLS // 2)]
-            found = await asyncio.gather(*calls, return_exceptions=True)
-            return statuses, [own.code().name if isinstance(own, grpc.aio.AioRpcError) else "OK" for own in found]
-
-    statuses, codes = asyncio.run(check())
+    async with (
+        httpx.AsyncClient(base_url=server.http, timeout=60) as http,
+        grpc.aio.insecure_channel(server.grpc) as channel,
+    ):
+        body = ASKED | {"request_id": ID, "max_tokens": 200}
+        over_http = [http.post("/v1/completions", json=body) for _ in range(NUM_CALLS // 2)]
+        statuses = [answer.status_code for answer in await asyncio.gather(*over_http)]
+        request = inference_pb2.GenerateRequest(text="a", request_id=ID, stop={"max_tokens": 200, "ignore_eos": True})
+        calls = [Grpc(channel).inference.Generate(request, timeout=60) for _ in range(NUM_CALLS // 2)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        codes = [own.code().name if isinstance(own, grpc.aio.AioRpcError) else "OK" for own in found]
     assert set(statuses) == {200, 409} and set(codes) == {"OK", "ALREADY_EXISTS"}
     wait_idle(server)

@@ -9,7 +9,6 @@ import json
 import re
 import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,7 @@ import pytest
 
 from tests.hostile.conftest import STALL_SECONDS
 from tests.hostile.frames import Frames
-from tests.hostile.machine import num_descriptors, resident_bytes
+from tests.hostile.machine import growth, num_descriptors, resident_bytes
 from tests.hostile.wire import Waits, address_of, ask_streams, honest_client, post, statuses_of
 from tests.support.serving_process import ServingProcess
 
@@ -135,24 +134,11 @@ def num_slow_consumers(server: ServingProcess) -> int:
 
 @pytest.mark.ci
 def test_hundreds_of_readers_that_stop_cost_little_and_are_let_go(fake: ServingProcess) -> None:
-    pid = fake.process.pid
-    before, most, end = resident_bytes(pid), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not end.wait(0.05):
-            most = max(most, resident_bytes(pid))
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        with unhurt(fake), stopped_over_http(fake) as num_http, stopped_over_grpc(fake) as num_grpc:
+    with growth(fake.process.pid) as most, unhurt(fake):
+        with stopped_over_http(fake) as num_http, stopped_over_grpc(fake) as num_grpc:
             limit = time.monotonic() + STALL_SECONDS + 15
             while num_http() or num_grpc():
                 assert time.monotonic() < limit, (num_http(), num_grpc())
                 time.sleep(0.1)
-    finally:
-        end.set()
-        watching.join()
-    print(f"memory of {NUM_READERS} readers that have stopped: {(most - before) / 2**20:.1f} MiB")
-    assert most - before < 200 << 20
+    print(f"memory of {NUM_READERS} readers that have stopped: {most() / 2**20:.1f} MiB")
+    assert most() < 200 << 20

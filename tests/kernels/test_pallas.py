@@ -24,6 +24,7 @@ def test_decode(case):
     test_attention.test_decode_matches_the_naive_loop(case, "pallas")
 
 
+@pytest.mark.ci
 def test_decode_in_bfloat16_is_accumulated_in_float32():
     test_attention.test_bfloat16_caches_are_accumulated_in_float32("pallas")
 

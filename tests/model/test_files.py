@@ -183,14 +183,9 @@ def test_links_in_a_circle_and_pipes_are_refused(folder: Path) -> None:
     assert "is not a file" in refused(folder)
 
 
-def test_an_index_names_files_of_its_folder(folder: Path, tmp_path: Path) -> None:
+def test_an_index_names_no_link_out_of_its_folder(folder: Path, tmp_path: Path) -> None:
+    """What else it may not name: test_weights.py."""
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
-    names = [
-        name for name in ("../model.safetensors", str(tmp_path / "model.safetensors"), "a/../../model.safetensors")
-    ]
-    for name in names:
-        (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-        assert "is not the name of a safetensors file in the folder" in refused(folder)
     (folder / "link.safetensors").symlink_to(tmp_path / "model.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "link.safetensors"}}))
     assert "outside" in refused(folder)

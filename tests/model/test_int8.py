@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,12 @@ from jaxllm.runner.model_setup import OPERATIONS, describe_programs, free_bytes,
 from jaxllm.sampling.sampler import Extras, Variant
 from jaxllm.text.tokenizer import load_tokenizer
 from pallas_kernels import Choice
-from tests.support.checkpoints import CONFIG, random_tensors, write_checkpoint
+from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint
+from tests.support.heads import apart
 from tests.support.paths import GOLDEN
 from training.questions import held_out_questions
 
-
-def _load(folder: Path, shards: int = 1, dtype: str = "float32", quantization: str | None = "int8") -> Any:
-    spec, family = read_spec(weights.read_config(folder))
-    mesh = sharding.make_mesh(jax.devices(), shards)
-    return weights.load(folder, spec, family, mesh, dtype, quantization=quantization)
+_load = partial(load, quantization="int8")
 
 
 def _matrices(params: Any) -> dict[str, Int8]:
@@ -159,7 +157,7 @@ def _logits(params: Any, folder: Path, shards: int, tokens: np.ndarray, position
     is_seen = (sequence[:, None] == sequence) & (positions[:, None] >= positions)
 
     def attend(layer, heads, window, sinks):
-        q, k, v = heads.apart(spec.num_heads // shards)
+        q, k, v = apart(heads, spec.num_heads // shards)
         k, v = (jnp.repeat(heads, q.shape[1] // k.shape[1], axis=1) for heads in (k, v))
         scores = jnp.einsum("thc,uhc->htu", q, k) * spec.attention_scale
         return jnp.einsum("htu,uhc->thc", jax.nn.softmax(jnp.where(is_seen, scores, -jnp.inf)), v)
@@ -208,11 +206,7 @@ def test_an_engine_on_two_devices_answers_as_the_quantized_decoder(tmp_path):
     settings = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "num_kv_blocks": 5, "precompile": "covering"}
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with LLM(
-        str(folder),
-        tokenizer=str(GOLDEN / "stories260K"),
-        quantization="int8",
-        tensor_parallel_size=shards,
-        **settings,
+        str(folder), tokenizer=str(GOLDEN / "stories260K"), quantization="int8", tensor_parallel_size=shards, **settings
     ) as llm:
         (output,) = llm.generate([[5, 6, 7, 8, 9, 10, 11, 12, 13]], greedy, use_tqdm=False)
     tokens = np.asarray([*output.prompt_token_ids, *output.outputs[0].token_ids])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,12 +17,8 @@ from jaxllm.model import sharding, weights
 from jaxllm.model.families import read_spec
 from jaxllm.runner import device_state
 from jaxllm.sampling.sampler import Extras
+from tests.support.checkpoints import load
 from tests.support.paths import GOLDEN
-
-
-def _load(folder: Path, shards: int = 1, dtype: str = "float32"):
-    spec, family = read_spec(weights.read_config(folder))
-    return weights.load(folder, spec, family, sharding.make_mesh(jax.devices(), shards), dtype)
 
 
 def _pieces(weight: jax.Array) -> list[np.ndarray]:
@@ -32,7 +27,7 @@ def _pieces(weight: jax.Array) -> list[np.ndarray]:
 
 def test_tensors_of_one_expert_each_are_stacked_and_split_by_width():
     tensors = load_file(GOLDEN / "mixtral" / "model.safetensors")
-    layer = _load(GOLDEN / "mixtral", shards=2).layers[1]
+    layer = load(GOLDEN / "mixtral", shards=2).layers[1]
     for shard, (up, down) in enumerate(zip(_pieces(layer["expert_up"]), _pieces(layer["expert_down"]), strict=True)):
         inner = slice(8 * shard, 8 * shard + 8)
         for expert in range(8):
@@ -46,7 +41,7 @@ def test_tensors_of_one_expert_each_are_stacked_and_split_by_width():
 
 def test_a_tensor_of_all_experts_with_alternating_columns_is_taken_apart():
     tensors = load_file(GOLDEN / "gpt-oss" / "model.safetensors")
-    layer = _load(GOLDEN / "gpt-oss", shards=2).layers[0]
+    layer = load(GOLDEN / "gpt-oss", shards=2).layers[0]
     start = "model.layers.0.mlp.experts."
     both, bias = tensors[f"{start}gate_up_proj"], tensors[f"{start}gate_up_proj_bias"]  # [E, D, 2 F] and [E, 2 F]
     for shard in range(2):
@@ -64,7 +59,7 @@ def test_a_tensor_of_all_experts_with_alternating_columns_is_taken_apart():
 
 def test_a_tensor_of_all_experts_holds_gate_above_up():
     tensors = load_file(GOLDEN / "granite-moe" / "model.safetensors")
-    layer = _load(GOLDEN / "granite-moe", shards=2).layers[1]
+    layer = load(GOLDEN / "granite-moe", shards=2).layers[1]
     both = tensors["model.layers.1.block_sparse_moe.input_linear.weight"]  # [E, 2 F, D]
     down = tensors["model.layers.1.block_sparse_moe.output_linear.weight"]  # [E, D, F]
     for shard in range(2):
@@ -75,7 +70,7 @@ def test_a_tensor_of_all_experts_holds_gate_above_up():
 
 def test_key_and_value_matrices_of_the_latent_are_parted_head_by_head():
     tensors = load_file(GOLDEN / "deepseek-v3" / "model.safetensors")
-    layer = _load(GOLDEN / "deepseek-v3", shards=2).layers[1]
+    layer = load(GOLDEN / "deepseek-v3", shards=2).layers[1]
     both = tensors["model.layers.1.self_attn.kv_b_proj.weight"].reshape(6, 8 + 12, 24)
     for shard in range(2):
         heads = slice(3 * shard, 3 * shard + 3)
@@ -85,7 +80,7 @@ def test_key_and_value_matrices_of_the_latent_are_parted_head_by_head():
 
 def test_the_bias_of_the_choice_stays_float32():
     """Its steps of a thousandth would be lost beside scores near one half."""
-    layer = _load(GOLDEN / "deepseek-v3", dtype="bfloat16").layers[1]
+    layer = load(GOLDEN / "deepseek-v3", dtype="bfloat16").layers[1]
     assert {name for name, weight in layer.items() if weight.dtype != "bfloat16"} == {"choice_bias"}
     tensors = load_file(GOLDEN / "deepseek-v3" / "model.safetensors")
     stored = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
@@ -97,12 +92,7 @@ def test_the_bias_of_the_choice_stays_float32():
     [
         ("mixtral", "model.layers.1.block_sparse_moe.experts.7.w2.weight", None, "no tensor layers.1.block_sparse_moe"),
         ("mixtral", "model.layers.0.block_sparse_moe.experts.8.w1.weight", (16, 48), "experts.8.w1.weight is not part"),
-        (
-            "gpt-oss",
-            "model.layers.0.mlp.experts.gate_up_proj",
-            (8, 32, 48),
-            "[8, 32, 48], config.json says [8, 48",
-        ),
+        ("gpt-oss", "model.layers.0.mlp.experts.gate_up_proj", (8, 32, 48), "[8, 32, 48], config.json says [8, 48"),
         ("gpt-oss", "model.layers.0.mlp.experts.down_proj", (7, 16, 48), "[7, 16, 48], config.json says [8, 16, 48]"),
         ("deepseek-v2", "model.layers.0.self_attn.kv_b_proj.weight", (96, 24), "[96, 24], config.json says [120, 24]"),
         ("deepseek-v2", "model.layers.2.mlp.down_proj.weight", (48, 64), "layers.2.mlp.down_proj.weight is not part"),
@@ -116,7 +106,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, case, name, shape, message)
     shutil.copy(GOLDEN / case / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=re.escape(message)):
-        _load(tmp_path)
+        load(tmp_path)
 
 
 def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
@@ -124,7 +114,7 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
     tensors["model.layers.2.eh_proj.weight"] = np.ones((48, 96), np.float32)
     shutil.copy(GOLDEN / "deepseek-v3" / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
-    assert len(_load(tmp_path).layers) == 2
+    assert len(load(tmp_path).layers) == 2
 
 
 def test_devices_that_do_not_divide_an_expert_are_refused():
@@ -157,7 +147,7 @@ def test_random_experts_differ_from_each_other():
 @pytest.mark.ci
 @pytest.mark.parametrize("case", ["mixtral", "gpt-oss", "deepseek-v2"])
 def test_a_converted_checkpoint_lands_on_two_devices_alike(tmp_path, case):
-    plain, converted = _load(GOLDEN / case, 2), _load(convert(str(GOLDEN / case), tmp_path / "converted"), 2)
+    plain, converted = load(GOLDEN / case, 2), load(convert(str(GOLDEN / case), tmp_path / "converted"), 2)
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(converted), strict=True):
         assert one.sharding == other.sharding
         for piece, same in zip(_pieces(one), _pieces(other), strict=True):

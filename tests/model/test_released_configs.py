@@ -14,6 +14,7 @@ import transformers
 from jaxllm.errors import UserError
 from jaxllm.model.families import _SAMPLING, _WITHOUT_EFFECT, FAMILIES, read_spec
 from jaxllm.model.spec import Rope
+from tests.model import test_dense_families, test_families, test_moe_families
 from tests.model.test_dense_families import PHI_3, PYTHIA, SMOLLM_3, STABLELM
 from tests.model.test_families import GPT_2, LLAMA_2_7B, LLAMA_31_8B, MISTRAL_7B, QWEN_3_06B
 from tests.model.test_moe_families import GRANITE_3B_A800M, QWEN_3_30B_A3B
@@ -90,10 +91,7 @@ def test_what_transformers_writes_is_read_and_every_key_of_it_counts(architectur
         (SMOLLM_3, {"transformers.js_config": {"dtype": "q4f16"}, "pretraining_tp": 2, "no_rope_layer_interval": 4}),
         (LLAMA_2_7B, {"max_sequence_length": 2048, "pad_token_id": 0}),  # the first Llama
         # a file that transformers 4 wrote whole
-        (
-            LLAMA_2_7B,
-            dict(_SAMPLING) | {"do_sample": False, "max_length": 20, "pruned_heads": {}},
-        ),
+        (LLAMA_2_7B, dict(_SAMPLING) | {"do_sample": False, "max_length": 20, "pruned_heads": {}}),
         (MISTRAL_7B, {"_flash_attn_2_enabled": False}),
         # GPT-2 medium, large and XL; DistilGPT-2
         (GPT_2, {"n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1}),
@@ -132,9 +130,10 @@ def test_what_stands_in_released_files_and_changes_nothing_is_accepted(config, l
         ),
         # Qwen2.5 of a million tokens
         (QWEN_3_06B, {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
+        *(case for module in (test_families, test_dense_families, test_moe_families) for case in module.REFUSED),
     ],
 )
-def test_what_would_change_something_is_refused_by_name(config, change, named):
+def test_what_is_not_built_or_would_change_something_is_refused_by_name(config, change, named):
     with pytest.raises(UserError, match=re.escape(named)) as refusal:
         read_spec(config | change)
     assert "\n" not in str(refusal.value)

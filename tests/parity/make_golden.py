@@ -24,44 +24,23 @@ STORY_PROMPT = [1, 403, 407]  # "<s> Once upon" in its own vocabulary
 STORY_STEPS = 64
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+    **{"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 128},
 }
 _PADDED = _SIZES | {"pad_token_id": 0}  # where the default is beyond the vocabulary
 _LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 32,
 }
 
 _YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 8.0,
-    "beta_slow": 1.0,
+    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32},
+    **{"beta_fast": 8.0, "beta_slow": 1.0},
 }
 _ROUTED = {"num_experts_per_tok": 3}
 _LATENT = {
-    "moe_intermediate_size": 16,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
+    **{"moe_intermediate_size": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
+    **{"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     "num_key_value_heads": 6,
 }
 _LONGROPE = {
@@ -125,12 +104,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "granite",
         _SIZES
-        | {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 1.5,
-        },
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.5},
     ),
     "smollm3": ("smollm3", _PADDED | {"no_rope_layer_interval": 2}),
     "stablelm": ("stablelm", _SIZES | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
@@ -154,24 +128,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0},
         },
     ),
-    "exaone4": (
-        "exaone4",
-        _SIZES | {"sliding_window": 10, "sliding_window_pattern": 2, "rope_parameters": _LLAMA3},
-    ),
-    "gpt2": (
-        "gpt2",
-        {"vocab_size": 128, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 80, "n_inner": 96},
-    ),
+    "exaone4": ("exaone4", _SIZES | {"sliding_window": 10, "sliding_window_pattern": 2, "rope_parameters": _LLAMA3}),
+    "gpt2": ("gpt2", {"vocab_size": 128, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 80, "n_inner": 96}),
     "opt": (
         "opt",
         {
-            "vocab_size": 128,
-            "hidden_size": 48,
-            "ffn_dim": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 6,
-            "max_position_embeddings": 80,
-            "word_embed_proj_dim": 48,
+            **{"vocab_size": 128, "hidden_size": 48, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 6},
+            **{"max_position_embeddings": 80, "word_embed_proj_dim": 48},
         },
     ),
     "mixtral": ("mixtral", _SIZES | _ROUTED | {"num_local_experts": 8, "intermediate_size": 16, "sliding_window": 11}),
@@ -180,15 +143,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES
         | _ROUTED
         | {
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 32,
-            "mlp_only_layers": [0],
-            "num_hidden_layers": 3,
-            "use_sliding_window": True,
-            "sliding_window": 9,
-            "max_window_layers": 2,
+            **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{"shared_expert_intermediate_size": 32, "mlp_only_layers": [0], "num_hidden_layers": 3},
+            **{"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
         },
     ),
     "qwen3-moe": (
@@ -212,12 +169,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES
         | _ROUTED
         | {
-            "num_local_experts": 8,
-            "intermediate_size": 16,
-            "attention_multiplier": 0.25,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.7,
-            "logits_scaling": 1.5,
+            **{"num_local_experts": 8, "intermediate_size": 16, "attention_multiplier": 0.25},
+            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 1.5},
         },
     ),
     "gpt-oss": (
@@ -225,12 +178,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES
         | _ROUTED
         | {
-            "num_local_experts": 8,
-            "intermediate_size": 16,
-            "head_dim": 16,
-            "sliding_window": 10,
-            "swiglu_limit": 1.5,
-            "rope_parameters": _YARN | {"truncate": False},
+            **{"num_local_experts": 8, "intermediate_size": 16, "head_dim": 16, "sliding_window": 10},
+            **{"swiglu_limit": 1.5, "rope_parameters": _YARN | {"truncate": False}},
         },
     ),
     "deepseek-v2": (

@@ -301,23 +301,6 @@ def test_foreign_names_neither_end_a_line_nor_reach_the_terminal(
     assert capsys.readouterr().err.removesuffix("\n").isprintable()
 
 
-@pytest.mark.ci
-def test_damaged_recordings_are_a_user_error_or_a_difference(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    Driver(path).run(60)
-    data = path.read_bytes()
-    chance = random.Random(5)
-    for _ in range(300):
-        changed = bytearray(data)
-        for _ in range(chance.randint(1, 4)):
-            changed[chance.randrange(len(changed))] = chance.randrange(256)
-        path.write_bytes(changed)
-        try:
-            list(Replay(path).moments())
-        except UserError as error:
-            assert "log" in str(error) or "recording" in str(error)
-
-
 def test_the_command_tells_plans_states_and_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "log")
     driver = Driver(tmp_path / "log")

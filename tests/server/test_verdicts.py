@@ -25,6 +25,8 @@ from jaxllm_server.launch import Server
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.sizes import MANY_SLOTS
 
+pytestmark = pytest.mark.ci  # an engine of its own programs; fuzz/test_table has the verdicts without one
+
 NAN, INF = math.nan, math.inf
 TINY = 5e-324  # the least double above zero
 ABOVE_1, BELOW_1 = math.nextafter(1.0, 2.0), math.nextafter(1.0, 0.0)

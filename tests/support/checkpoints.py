@@ -6,24 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxllm.model import sharding, weights
 from jaxllm.model.decoder import declare
 from jaxllm.model.families import read_spec
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 97,
-    "tie_word_embeddings": False,
+    **{"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 64},
+    **{"max_position_embeddings": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "num_key_value_heads": 2},
+    **{"head_dim": 8, "vocab_size": 97, "tie_word_embeddings": False},
 }
 
 
@@ -35,8 +29,8 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     spec, family = read_spec(config)
     declared, rng = declare(spec, 1), np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
-    for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
-        for weight in weights.values():
+    for layer, own in [(None, declared.top), *enumerate(declared.layers)]:
+        for weight in own.values():
             for expert in range(weight.stack or 1):
                 pieces: dict[str, list[np.ndarray]] = {}
                 for part in weight.parts:
@@ -65,3 +59,9 @@ def write_checkpoint(
         save_file({name: value for name, value in tensors.items() if places[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return folder
+
+
+def load(folder: Path, shards: int = 1, dtype: str = "float32", **options: Any) -> Any:
+    """Read a checkpoint onto so many devices."""
+    spec, family = read_spec(weights.read_config(folder))
+    return weights.load(folder, spec, family, sharding.make_mesh(jax.devices(), shards), dtype, **options)

@@ -77,11 +77,11 @@ def over_http(response: httpx.Response) -> tuple[int, str, str]:
     return response.status_code, error["code"], error["type"]
 
 
-def eventually(is_so: Callable[[], bool], seconds: float = 5.0) -> None:
+def eventually(is_so: Callable[[], object], seconds: float = 5.0, between: float = 0.01) -> None:
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end
-        time.sleep(0.01)
+        time.sleep(between)
 
 
 def asked(**fields: Any) -> dict[str, Any]:

@@ -34,11 +34,7 @@ def execute(path: Path, prelude: str = "") -> tuple[nbformat.NotebookNode, float
     paths = os.pathsep.join([str(ROOT), str(ROOT / "server")])
     with tempfile.TemporaryDirectory() as folder, _environment({"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}):
         NotebookClient(
-            notebook,
-            timeout=300,
-            resources={"metadata": {"path": folder}},
-            record_timing=False,
-            coalesce_streams=True,
+            notebook, timeout=300, resources={"metadata": {"path": folder}}, record_timing=False, coalesce_streams=True
         ).execute()
     notebook.metadata["language_info"] = {"name": "python"}  # not this machine's version
     return notebook, _children_seconds() - before

@@ -156,11 +156,7 @@ def test_template_is_chosen_by_file_then_config_and_by_name(tmp_path: Path) -> N
         (TURNS, {"continue_final_message": True}, "exclude each other"),
         ("{{", {}, "is not valid in line 1"),
         ("a\n{% for %}", {}, "is not valid in line 2"),
-        (
-            "{{ ''.__class__.__mro__ }}",
-            {},
-            "access to attribute '__class__' of",
-        ),
+        ("{{ ''.__class__.__mro__ }}", {}, "access to attribute '__class__' of"),
         ("{{ self.__init__.x }}", {}, "rejects this conversation: access to attribute '__init__' of"),
         ("{{ messages[0].nothing.at }}", {}, "rejects this conversation: there is no 'nothing'"),
         ("{{ nothing.at }}", {}, "rejects this conversation: there is no 'nothing'"),
@@ -216,11 +212,7 @@ def test_content_comes_as_the_template_takes_it(template: str, kind: str, tmp_pa
     ]
     assert (
         texts
-        == {
-            "text": ["[a\nb]", "[a]", "[x\ny]"],
-            "parts": ["a|b|", "a|", "x|y|"],
-            "both": ["a|b|", "[a]", "x|y|"],
-        }[kind]
+        == {"text": ["[a\nb]", "[a]", "[x\ny]"], "parts": ["a|b|", "a|", "x|y|"], "both": ["a|b|", "[a]", "x|y|"]}[kind]
     )
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,17 +55,13 @@ def tokenizers(folders: dict[str, Path]) -> dict[str, Tokenizer]:
     return {kind: load_tokenizer(folder) for kind, folder in folders.items()}
 
 
-def _stream(
-    tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool = True, sizes: Iterator[int] | None = None
-) -> list[str]:
-    """The texts of every step, and last the one of `finish`."""
+def _stream(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool = True) -> list[str]:
+    """The texts of every step, and last the one of `finish`. Steps of several tokens: fuzz/test_properties.py."""
     state = begin(tokenizer, prompt, skip)
     deltas = []
-    while output:
-        size = next(sizes) if sizes else 1
-        state, delta = advance(state, tokenizer, output[:size])
+    for token in output:
+        state, delta = advance(state, tokenizer, [token])
         deltas.append(delta)
-        output = output[size:]
     return [*deltas, finish(state, tokenizer)]
 
 
@@ -330,21 +326,15 @@ def test_a_token_is_spelled_as_the_vocabulary_has_it(tokenizers: dict[str, Token
 
 # ---- incremental detokenization
 
-SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=5)
-
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stream_of_any_ids_is_the_full_decode(kind: str, skip: bool, tokenizers: dict[str, Tokenizer]) -> None:
+def test_what_is_streamed_behind_a_prompt_is_the_full_decode(
+    kind: str, skip: bool, tokenizers: dict[str, Tokenizer]
+) -> None:
     tokenizer = tokenizers[kind]
     ids = st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=24)
     word = tokenizer._backend.token_to_id("the" if kind == "wordpiece" else "a")
-
-    @EXAMPLES
-    @given(output=ids, sizes=SIZES)
-    def without_prompt(output: list[int], sizes: list[int]) -> None:
-        chunks = iter(sizes * 24)
-        assert "".join(_stream(tokenizer, [], output, skip, chunks)) == tokenizer.decode(output, skip)
 
     @EXAMPLES
     @given(prompt=ids, output=ids)
@@ -353,7 +343,6 @@ def test_stream_of_any_ids_is_the_full_decode(kind: str, skip: bool, tokenizers:
         whole, before = tokenizer.decode(prompt + output, skip), tokenizer.decode(prompt, skip)
         assert before + "".join(_stream(tokenizer, prompt, output, skip)) == whole
 
-    without_prompt()
     behind_a_prompt()
 
 

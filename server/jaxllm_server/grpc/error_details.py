@@ -13,9 +13,9 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from jaxllm.client.options import CHAT_FIELDS, GENERATE_FIELDS, STREAM_FIELDS
 from jaxllm.errors import ContextLengthError, OverloadedError, UserError
 from jaxllm.v1 import inference_pb2
-from jaxllm_server.grpc.messages import SAMPLING_NAMES
 from jaxllm_server.grpc.replies import duration_of
 from jaxllm_server.shared.error_table import message_of, row_of
 
@@ -26,18 +26,12 @@ MAX_ERROR_BYTES = 320
 MAX_PATH_CHARS = 128
 # The name of a parameter, as errors of the engine and of the shared checks have it -> path in GenerateRequest.
 _PATHS: Mapping[str, str] = {
-    **{name: f"{section}.{own}" for section, names in SAMPLING_NAMES.items() for own, name in names.items()},
-    "structured_outputs": "structured_output",
-    "time_limit": "stop.time_limit",
+    **GENERATE_FIELDS,
+    **STREAM_FIELDS,
+    **CHAT_FIELDS,
     "tokens": "token_ids",  # of Detokenize
     "messages": "chat.messages",
-    "tools": "chat.tools_json",
-    "tool_choice": "chat.tool_choice",
     "template_kwargs": "chat.template_kwargs",
-    "chat_template_kwargs": "chat.template_kwargs",
-    "add_generation_prompt": "chat.add_generation_prompt",
-    "continue_final_message": "chat.continue_final_message",
-    "include_reasoning": "output.reasoning",
 }
 _PROMPT_ONEOFS = ("prompt", "input")
 

@@ -16,7 +16,9 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from jaxllm.client.options import GENERATE_FIELDS, STREAM_FIELDS
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.calls import Call, NamedTool, ToolChoice
@@ -27,46 +29,18 @@ _MAX_UNKNOWN_BYTES = 4096
 _MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: 10,000 years
 _EXACT_INTEGERS = 2**53  # whole numbers that a Struct's doubles hold exactly
 
-# Section of GenerateRequest -> its field -> the name in SamplingParams. `call_of` reads the others.
-SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = {
-    "sampling": {
-        name: name
-        for name in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "seed",
-            "n",
-            "logit_bias",
-            "allowed_token_ids",
-            "bad_words",
-            "extra_args",
-            "skip_reading_prefix_cache",
-        )
-    },
-    "stop": {
-        "max_tokens": "max_tokens",
-        "min_tokens": "min_tokens",
-        "stop_strings": "stop",
-        "stop_token_ids": "stop_token_ids",
-        "include_stop": "include_stop_str_in_output",
-        "ignore_eos": "ignore_eos",
-        "truncate_prompt_tokens": "truncate_prompt_tokens",
-        "repetition_detection": "repetition_detection",
-    },
-    "output": {
-        "text": "detokenize",
-        "logprobs": "logprobs",
-        "prompt_logprobs": "prompt_logprobs",
-        "logprob_token_ids": "logprob_token_ids",
-        "skip_special_tokens": "skip_special_tokens",
-    },
-    "stream": {"interval_tokens": "stream_interval"},
-}
+
+def _sampling_names() -> dict[str, dict[str, str]]:
+    names: dict[str, dict[str, str]] = {}
+    for name, path in {**GENERATE_FIELDS, **STREAM_FIELDS}.items():
+        section, _, own = path.partition(".")
+        if own and name in SamplingParams.__dataclass_fields__:
+            names.setdefault(section, {})[own] = name
+    return names
+
+
+# Section of GenerateRequest -> its field -> the name in SamplingParams: the client's table. `call_of` reads the others.
+SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = _sampling_names()
 _TOOL_CHOICES: Mapping[int, ToolChoice] = {
     types_pb2.TOOL_CHOICE_UNSPECIFIED: None,
     types_pb2.TOOL_CHOICE_NONE: "none",

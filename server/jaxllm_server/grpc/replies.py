@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.duration_pb2 import Duration
 
+from jaxllm.client import reading
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.state import Cleared, Removed, Stored
@@ -27,13 +28,7 @@ if TYPE_CHECKING:
 
 FINISH_REASONS: Mapping[str | None, types_pb2.FinishReason] = {
     None: types_pb2.FINISH_REASON_UNSPECIFIED,
-    "stop": types_pb2.FINISH_REASON_STOP,
-    "length": types_pb2.FINISH_REASON_LENGTH,
-    "context": types_pb2.FINISH_REASON_CONTEXT,
-    "time_limit": types_pb2.FINISH_REASON_TIME_LIMIT,
-    "abort": types_pb2.FINISH_REASON_ABORTED,
-    "tool_calls": types_pb2.FINISH_REASON_TOOL_CALLS,
-    "repetition": types_pb2.FINISH_REASON_REPETITION,
+    **{reason: number for number, reason in reading.FINISH_REASONS.items()},
 }
 
 

@@ -12,12 +12,12 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
 
-import grpc.aio
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
+from grpc.aio import ServicerContext
 
 from jaxllm.errors import (
     DeadlineError,
@@ -43,15 +43,6 @@ _LEAST_REMAINING = 0.001  # seconds before its deadline at which a call can stil
 _MAX_METADATA_CHARS = 256
 _NO_ADAPTERS = "This server has no adapters: jaxllm cannot load any yet."
 _API_REVISION = 2  # counts the additions to jaxllm.v1
-_STATES = {
-    "loading": control_pb2.SERVER_STATE_LOADING,
-    "serving": control_pb2.SERVER_STATE_SERVING,
-    "paused": control_pb2.SERVER_STATE_PAUSED,
-    "draining": control_pb2.SERVER_STATE_DRAINING,
-    "hung": control_pb2.SERVER_STATE_HUNG,
-    "dead": control_pb2.SERVER_STATE_DEAD,
-    "stopped": control_pb2.SERVER_STATE_DEAD,
-}
 _PAUSE_MODES: Mapping[int, PauseMode] = {
     control_pb2.PAUSE_MODE_UNSPECIFIED: "abort",
     control_pb2.PAUSE_MODE_ABORT: "abort",
@@ -69,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._keys = keys
 
     async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+        self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> inference_pb2.GenerateResponse:
         """Answer once every sequence has ended."""
         chunks, reply = self._begin(request, context, stream=False)
@@ -78,7 +69,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             await context.send_initial_metadata(((REQUEST_ID, chunk.request_id),))
             return reply.response(chunk)
 
-    async def StreamGenerate(self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def StreamGenerate(self, request: inference_pb2.GenerateRequest, context: ServicerContext) -> None:
         """Send what is new as it comes; nothing, headers included, before the first tokens, so that retries work."""
         chunks, reply = self._begin(request, context, stream=True)
         is_first = True
@@ -92,14 +83,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     await context.send_initial_metadata(((REQUEST_ID, chunk.request_id),))
                 await writer.write(message)
 
-    async def Embed(
-        self, request: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext
-    ) -> inference_pb2.EmbedResponse:
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: ServicerContext) -> NoReturn:
         """Refuse: no embedding model can be served yet."""
         raise FeatureDisabledError("This server generates text; it has no embedding model.")
 
     async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+        self, request: inference_pb2.TokenizeRequest, context: ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         """Turn text or a conversation into token ids."""
         most = self._serving.options.max_json_depth
@@ -108,7 +97,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._serving.engine.model.max_model_len)
 
     async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+        self, request: inference_pb2.DetokenizeRequest, context: ServicerContext
     ) -> inference_pb2.DetokenizeResponse:
         """Turn token ids into text."""
         ids = messages.detokenize_ids_of(request)
@@ -117,7 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
-        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
+        self, request: inference_pb2.ListModelsRequest, context: ServicerContext
     ) -> inference_pb2.ListModelsResponse:
         """Name the model, its sizes and its defaults."""
         engine, options = self._serving.engine, self._serving.options
@@ -138,7 +127,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse(models=[model])
 
     def _begin(
-        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext, *, stream: bool
+        self, request: inference_pb2.GenerateRequest, context: ServicerContext, *, stream: bool
     ) -> tuple[AsyncGenerator[Chunk, None], replies.Reply]:
         """Return the chunks that answer a request, of which none is computed yet, and how to write them."""
         remaining = context.time_remaining()
@@ -159,7 +148,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         chunks = self._hinted(call) if hint else self._serving.generate(call)
         return chunks, replies.reply_of(request, model)
 
-    def _client_of(self, context: grpc.aio.ServicerContext) -> str:
+    def _client_of(self, context: ServicerContext) -> str:
         key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # the gate has let it in
         return client_of(key, host_of_peer(context.peer()))
 
@@ -188,16 +177,17 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self._start_time = _now()
 
     async def GetServerInfo(
-        self, request: control_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext
+        self, request: control_pb2.GetServerInfoRequest, context: ServicerContext
     ) -> control_pb2.GetServerInfoResponse:
         """Describe the server; the model's sizes once it is loaded."""
         engine = self._serving.engine
+        state = "dead" if engine.state == "stopped" else engine.state
         info = control_pb2.GetServerInfoResponse(
             version=__version__,
             api_revision=_API_REVISION,
             instance_id=self._instance_id,
             start_time=self._start_time,
-            state=_STATES[engine.state],
+            state=f"SERVER_STATE_{state.upper()}",
             model_names=self._serving.names,
         )
         try:
@@ -215,7 +205,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return info
 
     async def GetLoad(
-        self, request: control_pb2.GetLoadRequest, context: grpc.aio.ServicerContext
+        self, request: control_pb2.GetLoadRequest, context: ServicerContext
     ) -> control_pb2.GetLoadResponse:
         """Say how busy the engine is."""
         load = self._serving.engine.get_load()
@@ -232,21 +222,19 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             snapshot_time=_now(),
         )
 
-    async def Abort(
-        self, request: control_pb2.AbortRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.AbortResponse:
+    async def Abort(self, request: control_pb2.AbortRequest, context: ServicerContext) -> control_pb2.AbortResponse:
         """End requests; ids that are not known change nothing."""
         await self._serving.engine.abort(request.request_ids)
         return control_pb2.AbortResponse()
 
     async def ResetPrefixCache(
-        self, request: control_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
+        self, request: control_pb2.ResetPrefixCacheRequest, context: ServicerContext
     ) -> control_pb2.ResetPrefixCacheResponse:
         """Forget all cached prefixes, if no request is running."""
         return control_pb2.ResetPrefixCacheResponse(was_reset=await self._serving.engine.reset_prefix_cache())
 
     async def PauseGeneration(
-        self, request: control_pb2.PauseGenerationRequest, context: grpc.aio.ServicerContext
+        self, request: control_pb2.PauseGenerationRequest, context: ServicerContext
     ) -> control_pb2.PauseGenerationResponse:
         """Stop generating."""
         if request.mode not in _PAUSE_MODES:
@@ -259,36 +247,28 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.PauseGenerationResponse()
 
     async def ResumeGeneration(
-        self, request: control_pb2.ResumeGenerationRequest, context: grpc.aio.ServicerContext
+        self, request: control_pb2.ResumeGenerationRequest, context: ServicerContext
     ) -> control_pb2.ResumeGenerationResponse:
         """Generate again."""
         await self._serving.engine.resume()
         return control_pb2.ResumeGenerationResponse()
 
-    async def StreamKvEvents(
-        self, request: control_pb2.StreamKvEventsRequest, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def StreamKvEvents(self, request: control_pb2.StreamKvEventsRequest, context: ServicerContext) -> None:
         """Send what enters and leaves the prefix cache."""
         events = self._serving.engine.kv_events(request.start_sequence)
         async with aclosing(events) as batches, Writer(context, self._stall_timeout) as writer:
             async for batch in batches:
                 await writer.write(replies.kv_events_of(batch))
 
-    async def LoadAdapter(
-        self, request: control_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.LoadAdapterResponse:
+    async def LoadAdapter(self, request: control_pb2.LoadAdapterRequest, context: ServicerContext) -> NoReturn:
         """Refuse: adapters are not built yet."""
         raise FeatureDisabledError(_NO_ADAPTERS)
 
-    async def UnloadAdapter(
-        self, request: control_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.UnloadAdapterResponse:
+    async def UnloadAdapter(self, request: control_pb2.UnloadAdapterRequest, context: ServicerContext) -> NoReturn:
         """Refuse: adapters are not built yet."""
         raise FeatureDisabledError(_NO_ADAPTERS)
 
-    async def ListAdapters(
-        self, request: control_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
-    ) -> control_pb2.ListAdaptersResponse:
+    async def ListAdapters(self, request: control_pb2.ListAdaptersRequest, context: ServicerContext) -> NoReturn:
         """Refuse: adapters are not built yet."""
         raise FeatureDisabledError(_NO_ADAPTERS)
 
@@ -300,7 +280,7 @@ class Writer:
     for the stream, which looks at the write that is under way: a timeout around each write costs 7 microseconds.
     """
 
-    def __init__(self, context: grpc.aio.ServicerContext, stall_timeout: float) -> None:
+    def __init__(self, context: ServicerContext, stall_timeout: float) -> None:
         self._context = context
         self._stall_timeout = stall_timeout
         self._loop = asyncio.get_running_loop()

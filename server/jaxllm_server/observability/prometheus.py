@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 import psutil
+from google.rpc import code_pb2
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -51,17 +52,12 @@ GRPC_ROUTES = tuple(
     for service in file.services_by_name.values()
     for method in service.methods
 )
-GRPC_CODES = (
-    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
-    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
-    *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
-)
 CLIENT_GONE = 499  # as nginx and the table of errors call it; no HTTPStatus
 _ROUTES = MappingProxyType({"http": frozenset(HTTP_ROUTES), "grpc": frozenset(GRPC_ROUTES)})
 _CODES = MappingProxyType(
     {
         "http": frozenset([str(CLIENT_GONE), *(str(int(status)) for status in HTTPStatus)]),
-        "grpc": frozenset(GRPC_CODES),
+        "grpc": frozenset(code_pb2.Code.keys()),
     }
 )
 

@@ -569,26 +569,30 @@ def details_of(failure: error_details.Failure) -> dict[str, Any]:
     return found
 
 
+SAID = "It has failed."
+ERRORS = [
+    (errors.UserError(SAID, "top_p"), "INVALID_ARGUMENT", "INVALID_PARAMETER", {"BadRequest"}),
+    (errors.UnsupportedError(SAID, "bad_words"), "INVALID_ARGUMENT", "UNSUPPORTED_PARAMETER", {"BadRequest"}),
+    (errors.ContextLengthError(SAID, 9, 8), "INVALID_ARGUMENT", "CONTEXT_LENGTH_EXCEEDED", {"BadRequest"}),
+    (errors.NotFoundError(SAID, "model"), "NOT_FOUND", "MODEL_NOT_FOUND", set()),
+    (errors.FeatureDisabledError(SAID, "adapter"), "FAILED_PRECONDITION", "FEATURE_DISABLED", set()),
+    (errors.RequestIdInUseError(SAID, "request_id"), "ALREADY_EXISTS", "REQUEST_ID_IN_USE", set()),
+    (errors.OverloadedError(SAID, 1.5), "RESOURCE_EXHAUSTED", "QUEUE_FULL", {"RetryInfo"}),
+    (errors.SlowConsumerError(SAID), "RESOURCE_EXHAUSTED", "SLOW_CONSUMER", set()),
+    (errors.UnavailableError(SAID), "UNAVAILABLE", "NOT_READY", set()),
+    (errors.DrainingError(SAID), "UNAVAILABLE", "DRAINING", set()),
+    (errors.EngineDeadError(SAID), "UNAVAILABLE", "ENGINE_DEAD", set()),
+    (errors.RequestFailedError(SAID), "INTERNAL", "ENGINE_ERROR", set()),
+    (errors.DeadlineError(SAID), "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", set()),
+    (AuthError(SAID, True), "UNAUTHENTICATED", "AUTH_MISSING", set()),
+    (AuthError(SAID, False), "UNAUTHENTICATED", "AUTH_INVALID", set()),
+    (AdminRequiredError(SAID), "PERMISSION_DENIED", "ADMIN_REQUIRED", set()),
+]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "reason", "others"),
-    [
-        (errors.UserError("no.", "top_p"), "INVALID_ARGUMENT", "INVALID_PARAMETER", {"BadRequest"}),
-        (errors.UnsupportedError("no.", "bad_words"), "INVALID_ARGUMENT", "UNSUPPORTED_PARAMETER", {"BadRequest"}),
-        (errors.ContextLengthError("no.", 9, 8), "INVALID_ARGUMENT", "CONTEXT_LENGTH_EXCEEDED", {"BadRequest"}),
-        (errors.NotFoundError("no.", "model"), "NOT_FOUND", "MODEL_NOT_FOUND", set()),
-        (errors.FeatureDisabledError("no.", "adapter"), "FAILED_PRECONDITION", "FEATURE_DISABLED", set()),
-        (errors.RequestIdInUseError("no.", "request_id"), "ALREADY_EXISTS", "REQUEST_ID_IN_USE", set()),
-        (errors.OverloadedError("no.", 1.5), "RESOURCE_EXHAUSTED", "QUEUE_FULL", {"RetryInfo"}),
-        (errors.SlowConsumerError("no."), "RESOURCE_EXHAUSTED", "SLOW_CONSUMER", set()),
-        (errors.UnavailableError("no."), "UNAVAILABLE", "NOT_READY", set()),
-        (errors.DrainingError("no."), "UNAVAILABLE", "DRAINING", set()),
-        (errors.EngineDeadError("no."), "UNAVAILABLE", "ENGINE_DEAD", set()),
-        (errors.RequestFailedError("no."), "INTERNAL", "ENGINE_ERROR", set()),
-        (errors.DeadlineError("no."), "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", set()),
-        (AuthError("no.", True), "UNAUTHENTICATED", "AUTH_MISSING", set()),
-        (AuthError("no.", False), "UNAUTHENTICATED", "AUTH_INVALID", set()),
-        (AdminRequiredError("no."), "PERMISSION_DENIED", "ADMIN_REQUIRED", set()),
-    ],
+    ERRORS,
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_the_error_map(error: Exception, code: str, reason: str, others: set[str]) -> None:
@@ -597,7 +601,7 @@ def test_the_error_map(error: Exception, code: str, reason: str, others: set[str
     info = details["ErrorInfo"]
     assert (failure.code, info.reason, info.domain) == (code, reason, "jaxllm")
     assert set(details) == {"ErrorInfo"} | others
-    assert failure.status.message == "no." and info.metadata["request_id"] == "r1"
+    assert failure.status.message == SAID and info.metadata["request_id"] == "r1"
     if isinstance(error, errors.OverloadedError):
         assert failure.pushback_ms == 1500 and details["RetryInfo"].retry_delay.ToMilliseconds() == 1500
     else:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from jaxllm_server.http import server
 from jaxllm_server.http.server import Listener
@@ -46,7 +45,7 @@ def listening() -> Iterator[socket.socket]:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EPERM])
-def test_it_waits_where_no_connection_can_be_taken(
+async def test_it_waits_where_no_connection_can_be_taken(
     listening: socket.socket, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And takes all that have waited, afterwards; one line tells of it."""
@@ -58,35 +57,28 @@ def test_it_waits_where_no_connection_can_be_taken(
         made.append(asyncio.Protocol())
         return made[-1]
 
-    async def check() -> None:
-        listener = Listener(scarce, make, None)
-        with socket.create_connection(listening.getsockname()), socket.create_connection(listening.getsockname()):
-            async with asyncio.timeout(5.0):
-                while len(made) < 2:
-                    await asyncio.sleep(0.01)
-        listener.close()
-        await listener.wait_closed()
-
-    uvloop.run(check())
+    listener = Listener(scarce, make, None)
+    with socket.create_connection(listening.getsockname()), socket.create_connection(listening.getsockname()):
+        async with asyncio.timeout(5.0):
+            while len(made) < 2:
+                await asyncio.sleep(0.01)
+    listener.close()
+    await listener.wait_closed()
     assert all(later - earlier > 0.09 for earlier, later in zip(scarce.asked, scarce.asked[1:4], strict=False))
     assert [record.getMessage() for record in caplog.records] == ["connections cannot be taken: short of something"]
 
 
-def test_it_ends_at_once_while_a_client_says_nothing_of_tls(listening: socket.socket, certificates: Path) -> None:
+async def test_it_ends_at_once_while_a_client_says_nothing_of_tls(listening: socket.socket, certificates: Path) -> None:
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificates / "server.pem", certificates / "server.key")
-
-    async def check() -> None:
-        listener = Listener(listening, asyncio.Protocol, tls)
-        with socket.create_connection(listening.getsockname()) as client:
-            async with asyncio.timeout(5.0):
-                while not listener._opening:
-                    await asyncio.sleep(0.01)
-            began = time.monotonic()
-            listener.close()
-            await listener.wait_closed()
-            assert time.monotonic() - began < 1.0
-            client.settimeout(5.0)
-            assert client.recv(1) == b""
-
-    uvloop.run(check())
+    listener = Listener(listening, asyncio.Protocol, tls)
+    with socket.create_connection(listening.getsockname()) as client:
+        async with asyncio.timeout(5.0):
+            while not listener._opening:
+                await asyncio.sleep(0.01)
+        began = time.monotonic()
+        listener.close()
+        await listener.wait_closed()
+        assert time.monotonic() - began < 1.0
+        client.settimeout(5.0)
+        assert client.recv(1) == b""

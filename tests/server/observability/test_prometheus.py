@@ -273,20 +273,16 @@ def test_a_line_tells_what_happened_in_between_in_the_words_of_vllm() -> None:
     assert stats_line(same, same._replace(seconds=20.0), Load(waiting=1)) is not None
 
 
-def test_lines_come_while_there_is_traffic_and_stop_with_it() -> None:
+async def test_lines_come_while_there_is_traffic_and_stop_with_it() -> None:
     engine = _Engine()
     lines: list[str] = []
-
-    async def serve() -> None:
-        task = asyncio.create_task(log_stats(engine, 0.02, lines.append))
-        await asyncio.sleep(0.07)
-        assert lines == []
-        engine.metrics.generated_tokens += 5
-        while not lines:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.07)
-        task.cancel()
-        await log_stats(engine, 0.0, lines.append)  # off: returns at once
-
-    asyncio.run(serve())
+    task = asyncio.create_task(log_stats(engine, 0.02, lines.append))
+    await asyncio.sleep(0.07)
+    assert lines == []
+    engine.metrics.generated_tokens += 5
+    while not lines:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.07)
+    task.cancel()
+    await log_stats(engine, 0.0, lines.append)  # off: returns at once
     assert len(lines) == 1 and "Avg generation throughput: " in lines[0]

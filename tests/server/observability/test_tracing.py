@@ -43,57 +43,42 @@ def traced() -> Iterator[_Traced]:
     own.tracer.close()
 
 
-def test_a_request_becomes_one_span_with_the_names_of_vllm(traced: _Traced) -> None:
-    async def answer() -> None:
-        span = traced.tracer.start(f"00-{_TRACE}-{_PARENT}-01", "jaxllm.v1.X/Generate", {"rpc.system": "grpc"})
-        await generate()
-        span.end()
-        span.end(ValueError("only the first end counts"))
-        span.set({"late": 1})
-
+async def test_a_request_becomes_one_span_with_the_names_of_vllm(traced: _Traced) -> None:
     async def generate() -> None:
         params = SamplingParams(n=2, temperature=0.5, top_p=0.9, max_tokens=None)
         times = RequestMetrics(10.0, 10.5, 11.5, 14.0)
         current_span().set(request_attributes("r1", "tiny", params, times, 7, 40), name=tracing.REQUEST_SPAN)
 
-    asyncio.run(answer())
+    span = traced.tracer.start(f"00-{_TRACE}-{_PARENT}-01", "jaxllm.v1.X/Generate", {"rpc.system": "grpc"})
+    await generate()
+    span.end()
+    span.end(ValueError("only the first end counts"))
+    span.set({"late": 1})
     (span,) = traced.spans()
     assert span.name == "llm_request"
     assert format(span.context.trace_id, "032x") == _TRACE
     assert format(span.parent.span_id, "016x") == _PARENT
     assert span.status.status_code is StatusCode.UNSET
     assert dict(span.attributes) == {
-        "rpc.system": "grpc",
-        "gen_ai.response.model": "tiny",
-        "gen_ai.request.id": "r1",
-        "gen_ai.request.temperature": 0.5,
-        "gen_ai.request.top_p": 0.9,
-        "gen_ai.request.n": 2,
-        "gen_ai.usage.num_sequences": 2,
-        "gen_ai.usage.prompt_tokens": 7,
-        "gen_ai.usage.completion_tokens": 40,
-        "gen_ai.latency.time_in_queue": 0.5,
-        "gen_ai.latency.time_to_first_token": 1.5,
-        "gen_ai.latency.e2e": 4.0,
-        "gen_ai.latency.time_in_model_prefill": 1.0,
-        "gen_ai.latency.time_in_model_decode": 2.5,
+        **{"rpc.system": "grpc", "gen_ai.response.model": "tiny", "gen_ai.request.id": "r1"},
+        **{"gen_ai.request.temperature": 0.5, "gen_ai.request.top_p": 0.9, "gen_ai.request.n": 2},
+        **{"gen_ai.usage.num_sequences": 2, "gen_ai.usage.prompt_tokens": 7, "gen_ai.usage.completion_tokens": 40},
+        **{"gen_ai.latency.time_in_queue": 0.5, "gen_ai.latency.time_to_first_token": 1.5, "gen_ai.latency.e2e": 4.0},
+        **{"gen_ai.latency.time_in_model_prefill": 1.0, "gen_ai.latency.time_in_model_decode": 2.5},
         "gen_ai.latency.time_in_model_inference": 3.5,
     }
     assert span.resource.attributes["service.name"] == "jaxllm"
 
 
-def test_concurrent_calls_have_their_own_spans(traced: _Traced) -> None:
+async def test_concurrent_calls_have_their_own_spans(traced: _Traced) -> None:
     async def answer(number: int) -> None:
         span = traced.tracer.start(None, "call", {"number": number})
         await asyncio.sleep(0.001 * (number % 3))
         current_span().set({"again": number})
         span.end()
 
-    async def serve() -> None:
-        await asyncio.gather(*(answer(number) for number in range(20)))
-        assert current_span() is NO_SPAN
-
-    asyncio.run(serve())
+    await asyncio.gather(*(answer(number) for number in range(20)))
+    assert current_span() is NO_SPAN
     spans = traced.spans()
     assert sorted(span.attributes["number"] for span in spans) == list(range(20))
     assert all(span.attributes["again"] == span.attributes["number"] for span in spans)
@@ -114,20 +99,10 @@ def test_an_error_is_the_status_and_a_cancelled_call_is_none(traced: _Traced) ->
 @pytest.mark.parametrize(
     "garbage",
     [
-        "",
-        "-",
-        "00",
-        f"00-{_TRACE}-{_PARENT}",
-        f"00-{_TRACE.upper()}-{_PARENT}-01",
-        f"ff-{_TRACE}-{_PARENT}-01",
-        f"00-{'0' * 32}-{_PARENT}-01",
-        f"00-{_TRACE}-{'0' * 16}-01",
-        f"00-{_TRACE}-{_PARENT}-01-more",
-        f"00-{_TRACE[:-1]}é-{_PARENT}-01",
-        f"00-{_TRACE}-{_PARENT}-01\r\nx: y",
-        "٠٠-" + "a" * 50,
-        "\x00" * 55,
-        "-" * 1_000_000,
+        *("", "-", "00", f"00-{_TRACE}-{_PARENT}", f"00-{_TRACE.upper()}-{_PARENT}-01", f"ff-{_TRACE}-{_PARENT}-01"),
+        *(f"00-{'0' * 32}-{_PARENT}-01", f"00-{_TRACE}-{'0' * 16}-01", f"00-{_TRACE}-{_PARENT}-01-more"),
+        *(f"00-{_TRACE[:-1]}é-{_PARENT}-01", f"00-{_TRACE}-{_PARENT}-01\r\nx: y", "٠٠-" + "a" * 50),
+        *("\x00" * 55, "-" * 1_000_000),
     ],
 )
 def test_a_traceparent_that_is_none_begins_a_new_trace(traced: _Traced, garbage: str) -> None:
