@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -190,3 +191,18 @@ def test_a_bad_schema_leaves_others_unharmed(http: httpx.Client) -> None:
         answers = list(pool.map(ask, range(24)))
     assert [status for status, _ in answers] == [400, 200, 200] * 8
     assert all(is_person(text) for _, text in answers[1::3])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("style", ["qwen3", "deepseek_r1"])
+def test_with_a_reasoning_parser_a_prompt_without_reasoning_is_constrained_at_once(style: str, tmp_path: Path) -> None:
+    template = tmp_path / "closed.jinja"
+    turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    template.write_text(turns + "<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    arguments = ("--reasoning-parser", style, "--chat-template", str(template))
+    with ServingProcess(*arguments, *QUICK) as server, httpx.Client(base_url=server.http, timeout=60.0) as http:
+        for stream in (False, True):
+            (choice,) = chat(http, response_format=FORM, stream=stream)
+            assert is_person(choice["message"]["content"]) and "reasoning" not in choice["message"]
+            (choice,) = chat(http, tools=TOOLS, tool_choice=NAMED, stream=stream)
+            assert is_person(choice["message"]["tool_calls"][0]["function"]["arguments"])
