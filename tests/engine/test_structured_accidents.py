@@ -20,6 +20,7 @@ from jaxllm.metrics import Metrics
 from jaxllm.structured_output.constraint import Constraint
 from jaxllm.structured_output.grammars import Grammar, Grammars
 from jaxllm.structured_outputs_params import StructuredOutputsParams
+from tests.engine.structured_requests import FLAT
 from tests.support import paths
 from tests.support.sizes import SLOTS
 
@@ -166,6 +167,28 @@ def test_a_constraint_that_goes_wrong_ends_its_request_alone(llm: LLM) -> None:
             assert engine.scheduler.state.pool.num_available == engine.scheduler.state.pool.num_blocks
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("half", ["dispatch_held", "sample"])
+def test_a_half_of_a_step_that_fails_costs_no_token(llm: LLM, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, calls = llm.engine, 0
+    own = [sampled({"regex": DATE}, n=2), sampled(), sampled({"regex": "[a-z ]{30,50}"}), sampled({"json": FLAT})]
+    expected = told([output for each in own for output in generate(llm, each)])
+    real = getattr(engine.runner, half)
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (1, 4, 9, 10, 23):
+            for leaf in engine.runner._state:
+                leaf.delete()
+            raise RuntimeError("the device said no")
+        return real(*arguments)
+
+    monkeypatch.setattr(engine.runner, half, failing)
+    before = engine.metrics.recoveries
+    assert told(generate(llm, *own)) == expected
+    assert engine.metrics.recoveries == before + 5
 
 
 REFUSED: list[dict[str, Any]] = [
