@@ -220,9 +220,9 @@ class LLMEngine:
 
         Returns the requests that ended because their grammars cannot go on.
         """
-        if not self._in_flight or not isinstance(self._in_flight[0][1], HeldStep):
+        plan, held = self._in_flight[0] if self._in_flight else (None, None)
+        if plan is None or not isinstance(held, HeldStep):
             return []
-        plan, held = self._in_flight[0]
         self._planned = plan
         with span("masks"):
             masks = self._constrained.masks(self.scheduler.state, plan)

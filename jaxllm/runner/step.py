@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -258,10 +258,10 @@ def _step(
     buffer: jax.Array,
 ) -> tuple[DeviceState[jax.Array], Sampled]:
     field = _fields(shape, buffer)
-    state, logits, samples = _forward(model, shape, variant is Variant.FULL, params, state, field)
-    rows = field["row_slot"], field["row_position"]
-    tokens, sampled = _sample(model, variant, state.tokens, state.sampling, state.extras, logits, *rows, samples)
-    return state.replace(tokens=tokens), sampled
+    following, logits, samples = _forward(model, shape, variant is Variant.FULL, params, state, field)
+    slots = following.tokens, following.sampling, following.extras
+    tokens, sampled = _sample(model, variant, *slots, logits, field["row_slot"], field["row_position"], samples)
+    return replace(following, tokens=tokens), sampled
 
 
 def _forward(
