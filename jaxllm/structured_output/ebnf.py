@@ -29,7 +29,7 @@ _SET_OPERATIONS = ("&&", "--", "~~")  # of Rust's classes; in GBNF plain charact
 # As llguidance's lexer (parser/src/lark/lexer.rs), as far as it takes to tell names from texts.
 _LARK = re.compile(
     r'(?P<text>(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/)'
-    r"|(?P<special><[^<>\s]+>)|(?P<keyword>%(?:json|llguidance|regex))\b|(?P<attribute>[a-z_]+)\s*=|(?P<bracket>[(){}\[\]])"
+    r"|(?P<special><[^<>\s]+>)|(?P<keyword>%(?:json|llguidance|regex))\b|(?P<attribute>(?<![a-z_])[a-z_]+)\s*=|(?P<bracket>[(){}\[\]])"
     r"|(?P<colon>:)"
 )
 _REPEATS = re.compile(r"\{\s*0*(\d{1,9})")
