@@ -220,9 +220,11 @@ class LLMEngine:
 
         Returns the requests that ended because their grammars cannot go on.
         """
-        if not self._in_flight or not isinstance(self._in_flight[0][1], HeldStep):
+        if not self._in_flight:
             return []
         plan, held = self._in_flight[0]
+        if not isinstance(held, HeldStep):
+            return []
         self._planned = plan
         with span("masks"):
             masks = self._constrained.masks(self.scheduler.state, plan)

@@ -31,7 +31,7 @@ DATE = r"On \d\d of the month of (May|June), in the year of our lord \d\d\d\d"
 TOO_MUCH = 'start: "Once upon a time: " A\nA: ' + " & ".join(f"/.*[{one}-m].{{40}}{one}.*/" for one in "abc") + "\n"
 
 
-def sampled(asked: dict[str, Any] | None = None, **own: Any) -> SamplingParams:
+def sampled(asked: Any = None, **own: Any) -> SamplingParams:
     params = {"temperature": 1.0, "seed": 1, "max_tokens": 60, **own}
     return SamplingParams(**params, structured_outputs=asked)
 
