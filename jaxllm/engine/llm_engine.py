@@ -220,8 +220,10 @@ class LLMEngine:
 
         Returns the requests that ended because their grammars cannot go on.
         """
-        plan, held = self._in_flight[0] if self._in_flight else (None, None)
-        if plan is None or not isinstance(held, HeldStep):
+        if not self._in_flight:
+            return []
+        plan, held = self._in_flight[0]
+        if not isinstance(held, HeldStep):
             return []
         self._planned = plan
         with span("masks"):

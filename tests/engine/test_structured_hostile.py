@@ -100,7 +100,7 @@ def _hostile() -> Iterator[tuple[str, dict[str, Any]]]:
 HOSTILE = dict(_hostile())
 
 
-def params(asked: dict[str, Any] | None = None, **own: Any) -> SamplingParams:
+def params(asked: Any = None, **own: Any) -> SamplingParams:
     return SamplingParams(structured_outputs=asked, **{"temperature": 1.0, "seed": 1, "max_tokens": 8, **own})
 
 

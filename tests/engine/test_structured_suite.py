@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import jsonschema
 import pytest
@@ -26,7 +27,7 @@ def test_outputs_of_a_model_satisfy_the_schemas_of_the_suite(own: dict[str, bool
     num_ended = num_other = 0
     with LLM(**MANY_SLOTS) as llm:
         for number, schema in enumerate(schemas):
-            asked = {"json": json.dumps(schema), **own}
+            asked: Any = {"json": json.dumps(schema), **own}
             one = SamplingParams(temperature=1.0, seed=number, max_tokens=64, n=OUTPUTS, structured_outputs=asked)
             prompt = f"Write JSON of this schema: {asked['json'][:200]}\n"
             try:
