@@ -158,7 +158,7 @@ def commit(
         stopped = _stops(editor, row_slots, sampled)
     else:
         wanted = np.minimum(room, 1 if counts is None else counts[rows])
-        num_new, stopped, sampled = _cut(editor, row_slots, sampled.reshape(len(rows), -1), wanted)
+        num_new, stopped, sampled = _cut(editor, row_slots, sampled if sampled.ndim == 2 else sampled[:, None], wanted)
     known = slots.known[row_slots] + num_new
     editor.own_slots.known[row_slots] = known
     editor.own_slots.done[row_slots] = turns
@@ -176,9 +176,7 @@ def commit(
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
         _vacate(editor, limits, failed_slots, may_publish=False)
         _vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())
-    return editor.done(), Events(
-        rows=rows, ids=ids, counts=num_new, tokens=sampled, finished=finished, failed=failed
-    )
+    return editor.done(), Events(rows=rows, ids=ids, counts=num_new, tokens=sampled, finished=finished, failed=failed)
 
 
 def is_live(state: State, step: Plan) -> np.ndarray:
