@@ -21,6 +21,7 @@ from jaxllm.scheduler.state import Plan, State
 from jaxllm.structured_output.grammars import Grammars
 
 LEAST_FORCED = 2  # tokens worth a row of their own: the row that is in flight for the first of them is lost
+Stuck = list[tuple[Sequence, str]]  # whose grammar cannot go on, and why
 
 
 class Masks(NamedTuple):
@@ -28,7 +29,7 @@ class Masks(NamedTuple):
 
     words: np.ndarray  # int32[R, W], a bit for each token
     is_masked: np.ndarray  # bool[R]: the rows that they hold for
-    failed: list[tuple[Sequence, str]]  # whose grammar cannot go on, and why; such a row of words is zero
+    stuck: Stuck  # such a row of words is zero
 
 
 class ConstrainedRows:
@@ -77,15 +78,15 @@ class ConstrainedRows:
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in live.nonzero()[0].tolist()}
         wanted = [(own.constraint, row) for row, own in owners.items() if own.constraint is not None]
         self._grammars.fill(wanted, words)
-        failed = []
+        stuck: Stuck = []
         for row, own in owners.items():
             is_masked[row] = True
             assert own.constraint is not None
             if own.constraint.error is not None:
-                failed.append((own, own.constraint.error))
+                stuck.append((own, own.constraint.error))
             with blaming(own):
                 _hold_back(words[row], own)
-        return Masks(words, is_masked, failed)
+        return Masks(words, is_masked, stuck)
 
 
 def _advance(own: Sequence, token: int) -> list[int]:
