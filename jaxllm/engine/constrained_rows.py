@@ -8,6 +8,7 @@ Letters: R rows of a plan, W words of a mask, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -18,8 +19,10 @@ from jaxllm.engine.sequence import Sequence
 from jaxllm.runner.step import Result
 from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.state import Plan, State
+from jaxllm.structured_output.constraint import Constraint
 from jaxllm.structured_output.grammars import Grammars
 
+_log = logging.getLogger(__name__)
 LEAST_FORCED = 2  # tokens worth a row of their own: the row that is in flight for the first of them is lost
 Stuck = list[tuple[Sequence, str]]  # whose grammar cannot go on, and why
 
@@ -56,8 +59,7 @@ class ConstrainedRows:
         yielded: dict[int, list[int]] = {}
         for row in rows:
             own = self._batch.owner(int(plan.slots[row]))
-            with blaming(own):
-                forced = _advance(own, int(result.tokens[row]))
+            forced = _advance(own, int(result.tokens[row]))
             if len(forced) >= LEAST_FORCED:
                 yielded[row] = forced
         if not yielded:
@@ -90,9 +92,22 @@ class ConstrainedRows:
 
 
 def _advance(own: Sequence, token: int) -> list[int]:
-    """Let a sequence's grammar read a token; return what it forces behind it, which it has read too."""
-    constraint, stops = own.constraint, own.stop_ids
-    assert constraint is not None
+    """Let a sequence's grammar read a token; return what it forces behind it, which it has read too.
+
+    An exception ends the grammar and not the step: if that were computed again, the grammars of other rows would read
+    its tokens twice.
+    """
+    assert own.constraint is not None
+    try:
+        return _read(own, own.constraint, token)
+    except Exception:
+        _log.exception("the grammar of request %s failed", own.group.request_id)
+        own.constraint.fail("the engine could not go on with it")
+        return []
+
+
+def _read(own: Sequence, constraint: Constraint, token: int) -> list[int]:
+    stops = own.stop_ids
     constraint.consume(token)
     # Forced tokens have no log-probabilities: nothing computes any for them.
     if token in stops or own.logprobs is not None:
