@@ -31,6 +31,7 @@ from jaxllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxllm.sampling.sampler import Extras
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.scheduler.state import Limits
+from jaxllm.structured_output.grammars import Grammars
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.v1 import inference_pb2
 from jaxllm_server.grpc import messages, replies
@@ -100,7 +101,8 @@ class Doors:
             vocab_size=VOCABULARY,
             max_model_len=CONTEXT,
         )
-        parts = Parts(model=model, runner=runner)
+        grammars = Grammars(tokenizer(), VOCABULARY, model.eos_ids)
+        parts = Parts(model=model, runner=runner, grammars=grammars)
         self.llm = AsyncLLM(str(MODEL_DIR), max_queued_requests=10**6)
         self.llm._engine = LLMEngine(config, metrics=Metrics(), parts=parts)
         self.llm._life.on("ready")
