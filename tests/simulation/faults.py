@@ -47,14 +47,7 @@ class StepFaults:
             submit(world, {"name": "probe", "ids": [5], "params": {}})
             world.loop.run()
             world.is_hung = False
-        limit = world.armed.get("out_of_memory")
-        if limit is not None and shape.tokens >= limit:
-            # Once, or until a request has made room, or as long as requests may be given up.
-            times = world.armed.get("exhausted", 0) + 1
-            world.armed["exhausted"] = times
-            if times == {1: 1, 4: MAX_FAILURES, 16: MAX_EXHAUSTED * MAX_FAILURES}[limit]:
-                del world.armed["out_of_memory"], world.armed["exhausted"]
-            self.fail("out_of_memory", is_lost=True, words="RESOURCE_EXHAUSTED")
+        self._exhaust("out_of_memory", shape.tokens)
         if "dies" in world.armed:
             self.fail("dies", is_lost=False)
         for kind in ("raise_before", "raise_after"):
@@ -63,9 +56,21 @@ class StepFaults:
 
     def before_sample(self) -> None:
         """Fail between the halves of a step."""
+        self._exhaust("sample_out_of_memory")
         for kind in ("sample_raises_before", "sample_raises_after"):
             if self.world.armed.pop(kind, None):
                 self.fail(kind, is_lost=kind == "sample_raises_after")
+
+    def _exhaust(self, kind: str, tokens: int = 16) -> None:
+        """Have no memory for a step: once, or until a request has made room, or as long as requests may be given up."""
+        armed = self.world.armed
+        limit = armed.get(kind)
+        if limit is None or tokens < limit:
+            return
+        times = armed[f"{kind} times"] = armed.get(f"{kind} times", 0) + 1
+        if times == {1: 1, 4: MAX_FAILURES, 16: MAX_EXHAUSTED * MAX_FAILURES}[limit]:
+            del armed[kind], armed[f"{kind} times"]
+        self.fail(kind, is_lost=True, words="RESOURCE_EXHAUSTED")
 
     def before_fill(self) -> None:
         """Fail while masks are made."""
