@@ -118,7 +118,7 @@ def row_of(params: SamplingParams, seed: int, num_prompt: int) -> np.ndarray:
 class Place(NamedTuple):
     """How far an output has come in a grammar: all of that is a hash of the grammar and of the output's tokens."""
 
-    number: int  # the hash, since the grammar began
+    number: int  # the hash since the grammar began; its lowest bits are the grammar's
     forced: tuple[int, ...] = ()  # tokens that must come next
     marker: int | None = None  # it constrains nothing before this token
     has_failed: bool = False
@@ -128,13 +128,13 @@ class Place(NamedTuple):
         """Return where an output begins."""
         if asked.begin_after is not None:
             return cls(seed_of(asked), marker=PIECES.index(asked.begin_after.encode()))
-        return cls._reach(mix(seed_of(asked), 0))
+        return cls._reach(_continued(seed_of(asked), 0))
 
     @classmethod
-    def _reach(cls, number: int) -> Place:
-        """Decide by the hash alone what comes next."""
+    def _reach(cls, number: int, last: int = EOS) -> Place:
+        """Decide by the hash alone what comes next; some grammars often fail behind what most stop strings end in."""
         draw = mix(number, VOCABULARY + 1) >> 16
-        if draw % 64 == 1:
+        if draw % 256 == 1 or (last == PIECES.index(b"b") and not number & 3 and draw >> 16 & 1):
             return cls(number, has_failed=True)
         if draw % 8:
             return cls(number)
@@ -146,11 +146,11 @@ class Place(NamedTuple):
         if self.has_failed:
             return self
         if self.marker is not None:
-            return self._reach(mix(self.number, 0)) if token == self.marker else self
+            return self._reach(_continued(self.number, 0)) if token == self.marker else self
         if not self.allowed() >> token & 1:
             return self._replace(has_failed=True)
-        number = mix(self.number, token)
-        return Place(number, self.forced[1:]) if len(self.forced) > 1 else self._reach(number)
+        number = _continued(self.number, token)
+        return Place(number, self.forced[1:]) if len(self.forced) > 1 else self._reach(number, token)
 
     def allowed(self) -> int:
         """Return the tokens that may come next, a bit for each; none where the output cannot go on."""
@@ -167,6 +167,11 @@ class Place(NamedTuple):
         if kind < 14:
             return _USUAL | end
         return end | (_LETTERS if kind < 24 else mix(draw, 1) & mix(draw, 2) & _USUAL)
+
+
+def _continued(number: int, token: int) -> int:
+    """Continue a hash that keeps its two lowest bits."""
+    return mix(number, token) & ~3 | number & 3
 
 
 def seed_of(asked: StructuredOutputsParams) -> int:
