@@ -24,6 +24,7 @@ from jaxllm.structured_output.grammars import Grammars
 
 _log = logging.getLogger(__name__)
 LEAST_FORCED = 2  # tokens worth a row of their own: the row that is in flight for the first of them is lost
+Stuck = list[tuple[Sequence, str]]  # whose grammar cannot go on, and why
 
 
 class Masks(NamedTuple):
@@ -31,7 +32,7 @@ class Masks(NamedTuple):
 
     words: np.ndarray  # int32[R, W], a bit for each token
     is_masked: np.ndarray  # bool[R]: the rows that they hold for
-    failed: list[tuple[Sequence, str]]  # whose grammar cannot go on, and why; such a row of words is zero
+    stuck: Stuck  # such a row of words is zero
 
 
 class ConstrainedRows:
@@ -78,28 +79,29 @@ class ConstrainedRows:
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in live.nonzero()[0].tolist()}
         wanted = [(own.constraint, row) for row, own in owners.items() if own.constraint is not None]
         self._grammars.fill(wanted, words)
-        failed = []
+        stuck: Stuck = []
         for row, own in owners.items():
             is_masked[row] = True
             assert own.constraint is not None
             if own.constraint.error is not None:
-                failed.append((own, own.constraint.error))
+                stuck.append((own, own.constraint.error))
             with blaming(own):
                 _hold_back(words[row], own)
-        return Masks(words, is_masked, failed)
+        return Masks(words, is_masked, stuck)
 
 
 def _advance(own: Sequence, token: int) -> list[int]:
     """Let a sequence's grammar read a token; return what it forces behind it, which it has read too.
 
-    Nothing is raised: the step would be computed again, and the grammars of other rows have read theirs already.
+    An exception ends the grammar and not the step: if that were computed again, the grammars of other rows would read
+    its tokens twice.
     """
     assert own.constraint is not None
     try:
         return _read(own, own.constraint, token)
-    except Exception as error:
+    except Exception:
         _log.exception("the grammar of request %s failed", own.group.request_id)
-        own.constraint.fail(str(error))
+        own.constraint.fail("the engine could not go on with it")
         return []
 
 

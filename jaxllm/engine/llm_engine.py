@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from jaxllm.config import EngineConfig, config_of
-from jaxllm.engine.constrained_rows import ConstrainedRows
+from jaxllm.engine.constrained_rows import ConstrainedRows, Stuck
 from jaxllm.engine.input_batch import VARIANTS, InputBatch, RequestFault, blaming
 from jaxllm.engine.input_processor import Accepted, InputProcessor, Prompt
 from jaxllm.engine.interrupts import uninterrupted
@@ -174,7 +174,7 @@ class LLMEngine:
                 if issued is None:
                     break
                 self._in_flight.append(issued)
-                ended += self._sample_held()
+                ended += self._end_stuck(self._sample_held())
             if not self._in_flight:
                 raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
             plan, flight = self._in_flight.popleft()
@@ -188,9 +188,10 @@ class LLMEngine:
         self._failed_steps.reset()
         with span("commit"):
             events = self.scheduler.commit(plan, tokens, result.is_finite, counts)
-        outputs = []
+        outputs: list[RequestOutput] = []
+        stuck: Stuck = []
         try:
-            ended += self._sample_held()
+            stuck = self._sample_held()
         except Exception as error:
             outputs = self._recover(error)
         with span("output"):
@@ -199,6 +200,7 @@ class LLMEngine:
             self.metrics.generated_tokens += len(events.tokens)
             self.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))
             outputs += self.outputs.take_in(result, events)
+            ended += self._end_stuck(stuck)  # of those that did not end by their text just now
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
 
     def _issue(self) -> tuple[Plan, StepInFlight | HeldStep] | None:
@@ -215,10 +217,10 @@ class LLMEngine:
         dispatch = self.runner.dispatch_held if self._constrained.any(plan) else self.runner.dispatch
         return plan, dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored)
 
-    def _sample_held(self) -> list[SequenceGroup]:
+    def _sample_held(self) -> Stuck:
         """Let the next step in flight be sampled if it was held: all tokens before it are known now.
 
-        Returns the requests that ended because their grammars cannot go on.
+        Returns the sequences whose grammars cannot go on, and why.
         """
         if not self._in_flight:
             return []
@@ -229,8 +231,12 @@ class LLMEngine:
         with span("masks"):
             masks = self._constrained.masks(self.scheduler.state, plan)
         self._in_flight[0] = plan, self.runner.sample(held, masks.words, masks.is_masked)
+        return masks.stuck
+
+    def _end_stuck(self, stuck: Stuck) -> list[SequenceGroup]:
+        """End the requests whose grammars cannot go on, if they have not ended; return them."""
         ended = []
-        for own, why in masks.failed:
+        for own, why in stuck:
             if own.finish_reason is None:
                 self.outputs.end_group(own.group, f"its grammar cannot go on: {why}")
                 ended.append(own.group)

@@ -160,7 +160,7 @@ def commit(
         ended |= stopped
     else:
         wanted = np.minimum(limit - known + 1, 1 if counts is None else counts[rows])
-        num_new, stopped, sampled = _cut(editor, row_slots, sampled.reshape(len(rows), -1), wanted)
+        num_new, stopped, sampled = _cut(editor, row_slots, sampled if sampled.ndim == 2 else sampled[:, None], wanted)
         known += num_new - 1
         ended = stopped | (known >= limit)
     editor.own_slots.known[row_slots] = known

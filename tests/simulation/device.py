@@ -3,7 +3,8 @@
 The runner is the production one but for its programs: it chooses among compiled shapes, packs the buffer and sends
 ahead what does not fit. A program here reads that buffer as `step.py` does. Each place of the cache holds the hash of
 the sequence that wrote it, conditioning included; a step writes, then checks every place of every row against the
-truth of the request whose seed stands in the slot's sampling row. What it samples is what `oracle.Truth` says.
+truth of the request whose seed stands in the slot's sampling row. What it samples is what `oracle.Truth` says, and the
+mask of a row that obeys a grammar must be the truth's at that position.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxllm.runner import batch
 from jaxllm.runner.batch import TILE, Shape
 from jaxllm.runner.compiled_programs import Key, Programs
 from jaxllm.runner.device_state import DeviceState, Geometry
-from jaxllm.runner.model_runner import Runner
+from jaxllm.runner.model_runner import HeldStep, Runner, StepInFlight
 from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob
@@ -38,6 +39,8 @@ class Faults(Protocol):
     """Decides what goes wrong with a step."""
 
     def before_dispatch(self, shape: Shape) -> None: ...
+    def before_sample(self) -> None: ...
+    def is_wanted(self, number: int, row: int) -> bool: ...
     def while_in_flight(self, flight: Flight) -> None: ...
     def not_finite(self, samples: Sequence[bool]) -> Sequence[int]: ...
     def strikes_score(self) -> bool: ...
@@ -63,6 +66,29 @@ class Flight:
         return self.joined
 
 
+class Logits:
+    """What the first half of a step leaves for the second."""
+
+    def __init__(
+        self,
+        number: int,
+        slots: np.ndarray,
+        ends: np.ndarray,
+        samples: list[bool],
+        owners: list[Truth],
+        last_places: np.ndarray,
+        poisoned: set[int],
+    ) -> None:
+        self.number = number  # of the step
+        self.slots = slots
+        self.ends = ends
+        self.samples = samples
+        self.owners = owners
+        self.last_places = last_places  # in the cache, of each row
+        self.poisoned = poisoned  # rows
+        self.num_chunk_tokens = 0
+
+
 class Device:
     """The memory of a device, and programs over it."""
 
@@ -72,6 +98,7 @@ class Device:
         self.extras = extras
         self.faults = faults
         self.num_steps = self.num_tokens = self.generation = 0
+        self.sampling = 0  # the number of the plan whose second half is dispatched
         self.num_chunk_tokens = 0  # of prompts, in steps whose results were read
         size, longest = geometry.block_size, geometry.max_blocks * geometry.block_size
         positions = np.arange(longest)
@@ -97,24 +124,43 @@ class Device:
         self._chains = np.zeros((slots, longest + 2), np.uint64)
         self._truths = np.full((slots, longest + 2), -1, np.int32)
 
-    def program(self, key: Key) -> Callable[..., tuple[Any, Flight]]:
-        """Return what runs a plan in one shape."""
-        shape, variant = key.shape, VARIANTS.index(key.variant)
+    @property
+    def leaves(self) -> tuple[np.ndarray, ...]:
+        """The state in the order of `DeviceState`."""
+        return self.tables, self.tokens, self.rows, self.slot_extras, self.hidden
 
-        def run(params: Any, state: Any, buffer: np.ndarray) -> tuple[Any, Flight]:
+    def program(self, key: Key) -> Callable[..., tuple[Any, Any]]:
+        """Return what runs a plan in one shape, or a half of that."""
+        shape = key.shape
+        variant = -1 if key.variant is None else VARIANTS.index(key.variant)
+
+        def forward(params: Any, state: Any, buffer: np.ndarray) -> tuple[Any, Logits]:
             self.faults.before_dispatch(shape)
-            if self.is_lost:
-                raise Violation("a step was given a state that is gone")
+            self._check_state()
             if len(buffer) != batch.buffer_size(shape):
                 raise Violation("I12: the buffer is not one of the program's")
             field = batch.views(buffer, shape)
-            num_chunk_tokens = 0
+            logits = self._forward(shape, field)
             if not shape.is_decode:
                 num_tokens = np.count_nonzero(field["token_slot"] < self.geometry.num_slots)
-                num_chunk_tokens = int(num_tokens - field["num_decodes"][0])
-            return state, Flight(self._run(shape, variant, field), num_chunk_tokens, self)
+                logits.num_chunk_tokens = int(num_tokens - field["num_decodes"][0])
+            return state, logits
 
-        return run
+        def run(params: Any, state: Any, buffer: np.ndarray) -> tuple[Any, Flight]:
+            state, logits = forward(params, state, buffer)
+            return state, Flight(self._sample(shape.rows, variant, logits, None), logits.num_chunk_tokens, self)
+
+        def sample(
+            tokens: np.ndarray, sampling: np.ndarray, extras: np.ndarray, logits: Logits, buffer: np.ndarray
+        ) -> tuple[np.ndarray, Flight]:
+            self.faults.before_sample()
+            self._check_state()
+            if tokens is not self.tokens or sampling is not self.rows or extras is not self.slot_extras:
+                raise Violation("the second half of a step is given something else for the state")
+            masks = self._read_masks(shape.rows, logits, buffer)
+            return tokens, Flight(self._sample(shape.rows, variant, logits, masks), logits.num_chunk_tokens, self)
+
+        return {"step": run, "forward": forward, "sample": sample}[key.part]
 
     def patch(self, tables: np.ndarray, tokens: np.ndarray, changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Write what is sent ahead of a step."""
@@ -149,9 +195,9 @@ class Device:
 
     def _check_state(self) -> None:
         if self.is_lost:
-            raise Violation("something was written to a state that is gone")
+            raise Violation("a program was given a state that is gone")
 
-    def _run(self, shape: Shape, variant: int, field: Mapping[str, np.ndarray]) -> np.ndarray:
+    def _forward(self, shape: Shape, field: Mapping[str, np.ndarray]) -> Logits:
         geometry = self.geometry
         num_slots, size = geometry.num_slots, geometry.block_size
         self.num_steps += 1
@@ -203,12 +249,35 @@ class Device:
                     raise Violation(f"I3: slot {slots[row]} reads a place that holds something else")
                 poisoned.add(row)  # by a failed row, of which the host could not know
 
-        # Sample.
-        joined = np.zeros((shape.rows, WIDTHS[variant]), np.int32)
-        joined[:num_rows, 1] = 1
-        for row, (slot, owner, end) in enumerate(zip(slot_list, owners, end_list, strict=True)):
-            assert owner is not None
-            if not samples[row]:
+        last = places if shape.is_decode else places[field["row_last"][:num_rows]]
+        living = [owner for owner in owners if owner is not None]
+        return Logits(self.num_steps, slots, ends, samples, living, last, poisoned)
+
+    def _read_masks(self, num_rows: int, logits: Logits, buffer: np.ndarray) -> list[int | None]:
+        """Check that the buffer of a second half belongs to its first; return the mask of each row, if it has one."""
+        if logits.number != self.num_steps:
+            raise Violation("a step came between the halves of another")
+        columns, used = len(batch.MASK_COLUMNS), len(logits.slots)
+        if buffer.shape != (num_rows, columns + VOCABULARY // 32):
+            raise Violation("I12: the buffer is not one of the program's")
+        slot, position, samples, is_masked = buffer[:, :columns].T
+        if (
+            slot[:used].tolist() != logits.slots.tolist()
+            or (slot[used:] < self.geometry.num_slots).any()
+            or position[:used].tolist() != (logits.ends - 1).tolist()
+            or (samples[:used] > 0).tolist() != logits.samples
+        ):
+            raise Violation("the halves of a step have different rows")
+        words = np.ascontiguousarray(buffer[:used, columns:]).view(np.uint64)[:, 0].tolist()
+        return [word if has_mask else None for word, has_mask in zip(words, is_masked.tolist(), strict=False)]
+
+    def _sample(self, num_rows: int, variant: int, logits: Logits, masks: list[int | None] | None) -> np.ndarray:
+        """Sample the rows of a step; without `masks` it is one program and its host did not wait for any."""
+        joined = np.zeros((num_rows, WIDTHS[variant]), np.int32)
+        joined[: len(logits.slots), 1] = 1
+        rows = zip(logits.slots.tolist(), logits.owners, logits.ends.tolist(), strict=True)
+        for row, (slot, owner, end) in enumerate(rows):
+            if not logits.samples[row]:
                 continue
             if end < owner.num_prompt:
                 raise Violation("a row samples inside its prompt")
@@ -216,22 +285,28 @@ class Device:
                 raise Violation("a row samples beyond its limit")
             if owner.variant > variant:
                 raise Violation("a program samples less widely than its row needs")
-            if owner.variant == 3:
-                self._check_full(slot, owner, end)
             owner.ensure(end + 1)
             token = int(owner.tokens[end])
+            mask = None if masks is None else masks[row]
+            if owner.is_constrained:
+                if masks is not None and not self.faults.is_wanted(self.sampling, row):
+                    self.tokens[slot, end] = joined[row, 0] = (token + 1) % VOCABULARY  # whatever its mask allows
+                    continue
+                joined[row, 1] = _check_mask(owner, end, mask)
+            elif mask is not None:
+                raise Violation("a row has a mask and no grammar")
+            if owner.variant == 3:
+                self._check_full(slot, owner, end)
             self.tokens[slot, end] = self._truths[slot, end] = joined[row, 0] = token
             self._chains[slot, end] = owner.chain[end]
             if owner.params.logprobs is not None:
                 _fill_logprobs(joined[row : row + 1], [int(owner.chain[end - 1])], [token])
-        struck = self.faults.not_finite(samples)
-        for row in {*struck, *poisoned}:
-            owner = owners[row]
-            assert owner is not None
-            owner.may_fail = True
+        struck = self.faults.not_finite(logits.samples)
+        for row in {*struck, *logits.poisoned}:
+            logits.owners[row].may_fail = True
             joined[row, 1] = 0
             joined[row, 0] = -1
-            self.content[places[token_slots == slots[row]][-1]] = POISON
+            self.content[logits.last_places[row]] = POISON
         return joined
 
     def _read_ragged(
@@ -309,6 +384,18 @@ class Device:
         self._with_extras[slot] = owner
 
 
+def _check_mask(owner: Truth, end: int, mask: int | None) -> bool:
+    """Check the mask of a row that is wanted; return whether it leaves a token."""
+    due = 0 if owner.has_lost_grammar else owner.masks[end - owner.num_prompt]
+    if due is None:
+        raise Violation("a row samples a token that its grammar forces")
+    if mask is None:
+        raise Violation("a row that obeys a grammar is sampled without a mask")
+    if mask != due:
+        raise Violation(f"a row has the mask {mask:016x}, where {due:016x} is due")
+    return not owner.has_lost_grammar and (owner.fails_at is None or end < owner.fails_at)
+
+
 def _fill_logprobs(joined: np.ndarray, chains: list[int], tokens: list[int]) -> None:
     """Write the columns of log-probabilities: the token's own, its rank, then the likeliest ones and their ids."""
     for row, (chain, token) in enumerate(zip(chains, tokens, strict=True)):
@@ -327,7 +414,9 @@ class SimulatedRunner(Runner):
         self.metrics = metrics
         self.extras = Extras(VOCABULARY)
         self.num_logprobs = NUM_LOGPROBS
-        self.setup: Any = SimpleNamespace(max_num_batched_tokens=max_step_tokens)
+        self.setup: Any = SimpleNamespace(
+            max_num_batched_tokens=max_step_tokens, spec=SimpleNamespace(vocab_size=VOCABULARY)
+        )
         self._config = config
         self._running_thread = None
         self.device = Device(geometry, self.extras, faults)
@@ -337,12 +426,12 @@ class SimulatedRunner(Runner):
             kv=(),
             tables=device.tables,
             tokens=device.tokens,
-            sampling=(),
+            sampling=device.rows,
             extras=device.slot_extras,
             hidden=device.hidden,
         )
         self._state_shapes = shapes
-        self._state = (device.tables, device.tokens, device.slot_extras, device.hidden)
+        self._state = device.leaves
         self._patch_program = device.patch
         self._patch_extras_program = device.patch_extras
         self._score_programs = [device.score, device.score]
@@ -359,8 +448,15 @@ class SimulatedRunner(Runner):
         """Make a program ready, as a thread in the background does."""
         self.programs._ready[key] = self.device.program(key)
 
+    def sample(
+        self, held: HeldStep, masks: np.ndarray | None = None, is_masked: np.ndarray | None = None
+    ) -> StepInFlight:
+        self.device.sampling = held.plan.number
+        return super().sample(held, masks, is_masked)
+
     def renew(self) -> None:
         self.device.renew()
+        self._state = self.device.leaves
 
     def close(self) -> None:
         self.programs.close()

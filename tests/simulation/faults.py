@@ -21,6 +21,7 @@ from jaxllm.scheduler.block_pool import PoolEditor
 from jaxllm.scheduler.state import Plan
 from tests.simulation.device import VARIANTS, Flight, Violation
 from tests.simulation.events import happen
+from tests.simulation.grammars import Constraint
 from tests.simulation.requests import submit
 from tests.simulation.stand_ins import InjectedError, no_span
 
@@ -46,19 +47,53 @@ class StepFaults:
             submit(world, {"name": "probe", "ids": [5], "params": {}})
             world.loop.run()
             world.is_hung = False
-        limit = world.armed.get("out_of_memory")
-        if limit is not None and shape.tokens >= limit:
-            # Once, or until a request has made room, or as long as requests may be given up.
-            times = world.armed.get("exhausted", 0) + 1
-            world.armed["exhausted"] = times
-            if times == {1: 1, 4: MAX_FAILURES, 16: MAX_EXHAUSTED * MAX_FAILURES}[limit]:
-                del world.armed["out_of_memory"], world.armed["exhausted"]
-            self.fail("out_of_memory", is_lost=True, words="RESOURCE_EXHAUSTED")
+        self._exhaust("out_of_memory", shape.tokens)
         if "dies" in world.armed:
             self.fail("dies", is_lost=False)
         for kind in ("raise_before", "raise_after"):
             if world.armed.pop(kind, None):
                 self.fail(kind, is_lost=kind == "raise_after")
+
+    def before_sample(self) -> None:
+        """Fail between the halves of a step."""
+        self._exhaust("sample_out_of_memory")
+        for kind in ("sample_raises_before", "sample_raises_after"):
+            if self.world.armed.pop(kind, None):
+                self.fail(kind, is_lost=kind == "sample_raises_after")
+
+    def _exhaust(self, kind: str, tokens: int = 16) -> None:
+        """Have no memory for a step: once, or until a request has made room, or as long as requests may be given up."""
+        armed = self.world.armed
+        limit = armed.get(kind)
+        if limit is None or tokens < limit:
+            return
+        times = armed[f"{kind} times"] = armed.get(f"{kind} times", 0) + 1
+        if times == {1: 1, 4: MAX_FAILURES, 16: MAX_EXHAUSTED * MAX_FAILURES}[limit]:
+            del armed[kind], armed[f"{kind} times"]
+        self.fail(kind, is_lost=True, words="RESOURCE_EXHAUSTED")
+
+    def before_fill(self) -> None:
+        """Fail while masks are made."""
+        if self.world.armed.pop("fill_raises", None):
+            self.fail("fill_raises", is_lost=False)
+
+    def in_consume(self, constraint: Constraint) -> None:
+        """Fail while a grammar reads a token: that ends its request alone, and no step."""
+        world = self.world
+        if not world.armed.pop("grammar_raises", None):
+            return
+        world.fired["grammar_raises"] += 1
+        own = next(each for each in world.engine.outputs.sequences.values() if each.constraint is constraint)
+        truths = world.client_of[own.sequence_id].truths
+        truths[own.index].has_lost_grammar = True
+        for truth in truths:
+            truth.may_fail = True
+        raise InjectedError("grammar_raises")
+
+    def is_wanted(self, number: int, row: int) -> bool:
+        """Whether anybody waits for what a row of a plan samples."""
+        entry, turn, samples, admission = self.world.reference.plans[number][row]
+        return samples and entry.slot >= 0 and entry.admission == admission and turn > entry.done
 
     def while_in_flight(self, flight: Flight) -> None:
         """The device computes: the world goes on, and perhaps no result comes."""

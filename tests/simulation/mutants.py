@@ -95,6 +95,40 @@ HISTORY = [
         "if timeout is not None:",
         "if False:",
     ),
+    Mutant(
+        "a mask is made when its step is planned, before the last token was read",
+        "engine.llm_engine.LLMEngine._issue",
+        "return plan, dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored)",
+        "issued = dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored)\n"
+        "    if isinstance(issued, HeldStep):\n"
+        "        masks = self._constrained.masks(self.scheduler.state, plan)\n"
+        "        issued = self.runner.sample(issued, masks.words, masks.is_masked)\n"
+        "    return plan, issued",
+    ),
+    Mutant(
+        "forced tokens do not void the row in flight",
+        "scheduler.scheduler._give",
+        "own.done[slots] = own.turn[slots]",
+        "pass",
+    ),
+    Mutant(
+        "forced tokens get one block, however many they are",
+        "scheduler.scheduler._grow",
+        "counts = -(-(slots.length[growing] - slots.capacity[growing]) // limits.block_size)",
+        "counts = np.ones(len(growing), np.int32)",
+    ),
+    Mutant(
+        "the step behind a recovery does not wait for its masks",
+        "engine.llm_engine.LLMEngine._issue",
+        "if self._constrained.any(plan)",
+        "if self._constrained.any(plan) and not self._failed_steps.count",
+    ),
+    Mutant(
+        "a grammar reads a token that is dropped because of a preemption",
+        "engine.constrained_rows.ConstrainedRows.take_in",
+        "scheduler.is_live(state, plan)",
+        "plan.samples",
+    ),
 ]
 
 

@@ -11,12 +11,14 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxllm.errors import UserError
 from jaxllm.sampling.sampler import ROW_WIDTH
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.text.tokenizer import Decoding
 
 EOS, BEGIN, BROKEN = 0, 1, 63
@@ -26,7 +28,9 @@ SPECIAL = frozenset((EOS, BEGIN))
 _TEXTS = [b"</s>", b"<s>", *(bytes([letter]) for letter in b"ab .cdefghijklmnopqrstuvwxyz"), b"ab", b"ba", b"aba"]
 _PARTS = [bytes([byte]) for byte in b"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xff"]  # of characters
 PIECES = (_TEXTS + _PARTS + [f"<{number}>".encode() for number in range(VOCABULARY)])[:VOCABULARY]
-_MASK = 2**64 - 1
+EVERY = _MASK = 2**64 - 1  # a bit for each token of the vocabulary
+LONGEST_RUN = 20  # tokens that a grammar forces at once
+LEAST_FORCED = 2  # tokens that a grammar must force to be taken unsampled
 _SPREAD = 0x9E3779B97F4A7C15
 
 
@@ -39,6 +43,8 @@ def _likely() -> tuple[int, ...]:
 
 
 LIKELY = _likely()
+_LETTERS = sum(1 << PIECES.index(piece) for piece in (b"a", b"b", b" ", b"\xc3", b"\xa9"))
+_USUAL = EVERY & ~sum(1 << token for token in SPECIAL)
 
 
 def mix(value: int, token: int) -> int:
@@ -92,13 +98,14 @@ class Tokenizer:
 def row_of(params: SamplingParams, seed: int, num_prompt: int) -> np.ndarray:
     """Write what the device must be told of a sample."""
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
-    held = sorted(stops) if params.min_tokens else []
+    min_tokens = params.min_tokens if params.structured_outputs is None else 0  # the masks see to that
+    held = sorted(stops) if min_tokens else []
     floats = (
         *(params.temperature, params.top_p, params.min_p),
         *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
     )
     integers = (
-        *(params.top_k, num_prompt, num_prompt + params.min_tokens),
+        *(params.top_k, num_prompt, num_prompt + min_tokens),
         *(len(params.logit_bias or ()), 0, params.allowed_token_ids is not None, 0),
     )
     head = struct.pack("<6f7i2I", *floats, *integers, seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF)
@@ -106,6 +113,71 @@ def row_of(params: SamplingParams, seed: int, num_prompt: int) -> np.ndarray:
     row[:15] = np.frombuffer(head, np.int32)
     row[15 : 15 + len(held)] = held
     return row
+
+
+class Place(NamedTuple):
+    """How far an output has come in a grammar: all of that is a hash of the grammar and of the output's tokens."""
+
+    number: int  # the hash since the grammar began; its lowest bits are the grammar's
+    forced: tuple[int, ...] = ()  # tokens that must come next
+    marker: int | None = None  # it constrains nothing before this token
+    has_failed: bool = False
+
+    @classmethod
+    def begin(cls, asked: StructuredOutputsParams) -> Place:
+        """Return where an output begins."""
+        if asked.begin_after is not None:
+            return cls(seed_of(asked), marker=PIECES.index(asked.begin_after.encode()))
+        return cls._reach(_continued(seed_of(asked), 0))
+
+    @classmethod
+    def _reach(cls, number: int, last: int = EOS) -> Place:
+        """Decide by the hash alone what comes next; some grammars often fail behind what most stop strings end in."""
+        draw = mix(number, VOCABULARY + 1) >> 16
+        if draw % 256 == 1 or (last == PIECES.index(b"b") and not number & 3 and draw >> 16 & 1):
+            return cls(number, has_failed=True)
+        if draw % 8:
+            return cls(number)
+        run = (LIKELY[mix(draw, at) >> 16 & 255] for at in range(1 + (draw >> 8) % LONGEST_RUN))
+        return cls(number, tuple(PIECES.index(b"b") if token in SPECIAL else token for token in run))
+
+    def after(self, token: int) -> Place:
+        """Return where the output is behind one more token."""
+        if self.has_failed:
+            return self
+        if self.marker is not None:
+            return self._reach(_continued(self.number, 0)) if token == self.marker else self
+        if not self.allowed() >> token & 1:
+            return self._replace(has_failed=True)
+        number = _continued(self.number, token)
+        return Place(number, self.forced[1:]) if len(self.forced) > 1 else self._reach(number, token)
+
+    def allowed(self) -> int:
+        """Return the tokens that may come next, a bit for each; none where the output cannot go on."""
+        if self.has_failed:
+            return 0
+        if self.marker is not None:
+            return EVERY
+        if self.forced:
+            return 1 << self.forced[0]
+        draw = mix(self.number, VOCABULARY) >> 16
+        kind, end = draw % 32, int(draw >> 8 & 7 == 0) << EOS
+        if kind == 0:  # the end must come; or nothing can
+            return 0 if draw >> 16 & 3 == 0 else 1 << EOS
+        if kind < 14:
+            return _USUAL | end
+        return end | (_LETTERS if kind < 24 else mix(draw, 1) & mix(draw, 2) & _USUAL)
+
+
+def _continued(number: int, token: int) -> int:
+    """Continue a hash that keeps its two lowest bits."""
+    return mix(number, token) & ~3 | number & 3
+
+
+def seed_of(asked: StructuredOutputsParams) -> int:
+    """Return which toy is asked for."""
+    assert asked.regex is not None
+    return int(asked.regex.removeprefix("toy"))
 
 
 @dataclass(frozen=True)
@@ -130,7 +202,10 @@ class Truth:
         self.limit = limit
         self.num_prompt = len(self.prompt)
         self.row_bytes = row_of(params, seed, self.num_prompt).tobytes()
-        self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
+        asked = params.structured_outputs
+        # A grammar's end is an end even where `ignore_eos` is: it comes only where nothing else may.
+        self._ignores_eos = params.ignore_eos and asked is None
+        self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if self._ignores_eos else {EOS})
         self.has_extras = bool(params.logit_bias or params.allowed_token_ids)
         self.reads_history = bool(
             params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
@@ -144,6 +219,12 @@ class Truth:
         self.chain = np.zeros(limit + 2, np.uint64)
         self._is_broken = is_broken
         self._allowed = sorted(params.allowed_token_ids or ())
+        self._allowed_mask = sum(1 << token for token in self._allowed) or EVERY
+        self._place = None if asked is None else Place.begin(asked)
+        self._forced: tuple[int, ...] = ()  # tokens that come next, and are not sampled
+        self.masks: list[int | None] = []  # by output token: among which it is sampled; None: it is not
+        self.fails_at: int | None = None  # the position where no token can be sampled
+        self.has_lost_grammar = False  # a fault has ended its constraint
         bias = repr(sorted((params.logit_bias or {}).items())).encode()
         self._salted = zlib.crc32(self.row_bytes) | zlib.crc32(bias) << 32
         self._last = root
@@ -165,14 +246,49 @@ class Truth:
             self.chain[self.length] = self._last
             self.length += 1
 
+    @property
+    def is_constrained(self) -> bool:
+        return self._place is not None
+
+    def is_forced(self, position: int) -> bool:
+        """Whether a token of the output is given by the grammar, and not sampled."""
+        return self.is_constrained and self.masks[position - self.num_prompt] is None
+
     def _next(self) -> int:
         number = mix(self._last ^ self._salted, self.length)
+        if self._place is not None:
+            return self._follow(self._place, number)
         if self._allowed:
             return self._allowed[number % len(self._allowed)]
         token = LIKELY[number & 255]
         if self.length < self.num_prompt + self.params.min_tokens:
             while token in self.stop_ids:
                 token = (token + 1) % VOCABULARY
+        return token
+
+    def _follow(self, place: Place, number: int) -> int:
+        """Choose among the tokens that the grammar allows, or take the one that it forces."""
+        if self._forced:
+            token, *rest = self._forced
+            self._forced, self._place = tuple(rest), place.after(token)
+            self.masks.append(None)
+            return token
+        params = self.params
+        held = self.stop_ids if len(self.masks) < params.min_tokens else frozenset()
+        held |= {EOS} if params.ignore_eos else frozenset()
+        mask = place.allowed()
+        mask = mask & ~sum(1 << token for token in held) or mask
+        self.masks.append(mask)
+        choices = mask & self._allowed_mask
+        if not choices:
+            self.fails_at = self.length if self.fails_at is None else self.fails_at
+            return EOS  # nobody gets it
+        token = next(each for at in range(256) if choices >> (each := LIKELY[(number + at) & 255]) & 1)
+        self._place = place = place.after(token)
+        if token not in self.stop_ids and params.logprobs is None and place.marker is None and not place.has_failed:
+            stops = [at for at, each in enumerate(place.forced) if each in self.stop_ids]
+            run = place.forced[: stops[0]] if stops else place.forced
+            self._forced = run if len(run) >= LEAST_FORCED else ()
         return token
 
     def output(self, count: int) -> tuple[int, ...]:
@@ -191,10 +307,12 @@ class Truth:
         tokens: list[int] = []
         for count in range(1, most + 1):
             self.ensure(self.num_prompt + count)
+            if self.fails_at == self.num_prompt + count - 1:
+                return self._ended(tokens, "error", None)
             token = int(self.tokens[self.num_prompt + count - 1])
             tokens.append(token)
             if token in self.stop_ids:
-                is_end = token == EOS and not params.ignore_eos
+                is_end = token == EOS and not self._ignores_eos
                 return self._ended(tokens, "stop", None if is_end else token, skip_last=True)
             if count == most:
                 return self._ended(tokens, "length", None)
@@ -208,6 +326,8 @@ class Truth:
         raise AssertionError("a limit leaves room for a token")
 
     def _ended(self, tokens: list[int], reason: str, stop: int | str | None, skip_last: bool = False) -> Outcome:
+        if reason == "error":
+            return Outcome(tuple(tokens), "", reason, stop)
         text, matched = self.text(len(tokens) - skip_last, is_final=True)
         if matched is not None and not skip_last:
             reason, stop = "stop", matched

@@ -54,21 +54,25 @@ class Entry:
         return self.truth.limit
 
 
+def is_stuck(entry: Entry) -> bool:
+    """Whether a request has come to where its grammar, or what else it asks for, allows no token."""
+    return entry.truth.outcome().reason == "error" and entry.known == entry.truth.fails_at
+
+
 class Reference:
     """The naive scheduler. `claim` gives the truth of a request that is queued, by its id."""
 
     def __init__(self, limits: Limits, claim: Callable[[Sequence[Request]], list[Entry]]) -> None:
         self.limits = limits
         self.core: RecordedScheduler | None = None  # that it is compared with
-        self.plans: dict[
-            int, list[tuple[Entry, int, bool, int]]
-        ] = {}  # rows by number: entry, turn, samples, admission
+        # Rows by number: entry, turn, whether it samples, admission.
+        self.plans: dict[int, list[tuple[Entry, int, bool, int]]] = {}
         self.by_id: dict[int, Entry] = {}
         self.waiting: list[Entry] = []
         self.running: dict[int, Entry] = {}  # by slot
         self.num_added = 0
         self.num_planned = 0
-        self.num_generated = 0
+        self.num_generated = self.num_forced = 0
         self.num_preempted = 0
         self.num_resets = 0
         self._claim = claim
@@ -246,6 +250,9 @@ class Reference:
             given = [int(tokens[row])] if counts is None else tokens[row, : counts[row]].tolist()
             got = 0
             for token in given[: entry.limit - entry.known]:
+                entry.truth.ensure(entry.known + 1)
+                if got > 0 and not entry.truth.is_forced(entry.known):
+                    raise Violation(f"request {entry.id} got a token that nobody sampled and nothing forces")
                 if token != entry.truth.tokens[entry.known]:
                     raise Violation(f"I6: request {entry.id} got a token that is not its own")
                 entry.known += 1
@@ -254,6 +261,7 @@ class Reference:
                     reasons[entry.id] = "stop"
                     break
             self.num_generated += got
+            self.num_forced += max(0, got - 1)
             ids.append(entry.id)
             fresh[entry.id] = got
             if entry.id not in reasons and entry.known >= entry.limit:
@@ -332,7 +340,7 @@ class Reference:
 
     def _publish_chunk(self, entry: Entry, start: int, length: int) -> None:
         size = self.limits.block_size
-        self._publish(entry, range(start // size, min((start + length) // size, entry.given // size)))
+        self._publish(entry, range(start // size, min((start + length) // size, entry.brought)))
 
     def _publish(self, entry: Entry, indices: range) -> None:
         if entry.is_shared:
@@ -345,7 +353,7 @@ class Reference:
         written = min(entry.issued, entry.known - fresh)
         full = written // self.limits.block_size
         if publishes:
-            self._publish(entry, range(min(entry.given // self.limits.block_size, full), full))
+            self._publish(entry, range(min(entry.brought, full), full))
         for index in reversed(range(len(entry.table))):
             block = entry.table[index]
             self.references[block] -= 1

@@ -20,6 +20,7 @@ from jaxllm.errors import (
 from jaxllm.sampling_params import SamplingParams
 from tests.simulation.client import Client
 from tests.simulation.device import Violation
+from tests.simulation.grammars import is_refused
 from tests.simulation.oracle import BrokenTextError
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def edges(world: World, client: Client) -> Iterator[tuple[str, bool]]:
     yield "length_block+1", length == size + 1
     yield "length_max-1", length == most - 1
     yield "forks", client.params.n > 1
+    yield "constrained", client.params.structured_outputs is not None
     yield "limit_of_pool", -(-(client.limit - 1) // size) == world.setting["num_blocks"]
 
 
@@ -144,6 +146,8 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
         return UserError
     if num_ids >= world.max_model_len or num_ids + params.min_tokens > world.max_model_len:
         return ContextLengthError
+    if is_refused(params.structured_outputs):
+        return UserError
     if -(-(client.limit - 1) // setting["block_size"]) > setting["num_blocks"]:
         return ContextLengthError
     if params.n > setting["num_slots"] + (setting["most_queued"] or QUEUED_PER_SLOT * setting["num_slots"]):

@@ -102,5 +102,7 @@ class Recorder(Reference):
         counts: np.ndarray | None,
         events: Events,
     ) -> None:
+        num_forced = self.num_forced
         super().committed(plan, tokens, is_finite, counts, events)
+        self.world.fired["forced"] += self.num_forced > num_forced
         self.world.last_commit = plan, tokens, is_finite, counts

@@ -18,6 +18,7 @@ FAULTS = (
     *("result_lost", "result_late", "result_duplicated", "result_of_gone", "not_finite", "out_of_memory"),
     *("compile_stall", "tokenizer_error", "detokenizer_error", "same_prefix", "prefix_thrash", "priority_inversion"),
     *("burst", "drain", "restart", "reset_cache", "pause", "dies", "request_fault", "leave_early"),
+    *("sample_raises_before", "sample_raises_after", "fill_raises", "grammar_raises", "sample_out_of_memory"),
 )
 # What a prompt may end in: characters that it has begun, of two bytes, three and four.
 HALVES = tuple(tuple(PIECES.index(bytes([byte])) for byte in end) for end in (b"ab\xc3", b"a\xe2\x82", b"\xf0\x9f\x98"))
@@ -111,6 +112,8 @@ class _Maker:
             "not_finite": 0.012, "out_of_memory": 0.008, "compile_stall": 0.008, "tokenizer_error": 0.01,
             "burst": 0.005, "drain": 0.006, "restart": 0.006, "reset_cache": 0.01, "pause": 0.02, "dies": 0.005,
             "request_fault": 0.01, "leave_early": 0.01,
+            "sample_raises_before": 0.008, "sample_raises_after": 0.008, "sample_out_of_memory": 0.008,
+            "fill_raises": 0.008, "grammar_raises": 0.012,
             "resume_reading": 0.2,
         }  # fmt: skip
         is_on = [(kind, rate) for kind, rate in rates.items() if kind in faults or kind == "resume_reading"]
@@ -140,7 +143,7 @@ class _Maker:
                 return [chance.randint(1, 3)]
             case "not_finite":
                 return [chance.randrange(8)]
-            case "out_of_memory":
+            case "out_of_memory" | "sample_out_of_memory":
                 return [chance.choice((1, 4, 16))]
             case "leave_early":
                 return [self._request()]
@@ -272,4 +275,8 @@ class _Maker:
             }
         if chance.random() < 0.1:
             params["skip_reading_prefix_cache"] = True
+        if chance.random() < 0.25:
+            params["structured_outputs"] = {"regex": f"toy{chance.randrange(10**6)}"}
+            if chance.random() < 0.25:
+                params["structured_outputs"]["begin_after"] = chance.choice("aab")
         return params

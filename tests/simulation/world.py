@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -41,9 +41,10 @@ from tests.simulation.client import Client
 from tests.simulation.device import SimulatedRunner, Violation
 from tests.simulation.events import happen, resume
 from tests.simulation.faults import HANG, StepFaults
+from tests.simulation.grammars import Grammars
 from tests.simulation.loop import Loop
 from tests.simulation.oracle import EOS, VOCABULARY, Tokenizer, Truth, mix
-from tests.simulation.reference import Entry
+from tests.simulation.reference import Entry, is_stuck
 from tests.simulation.stand_ins import Condition, InjectedError, Recorder, SimulatedThread
 from tests.simulation.trace import Trace
 
@@ -154,7 +155,8 @@ class World:
             vocab_size=VOCABULARY,
             max_model_len=self.max_model_len,
         )
-        llm._parts = Parts(model=model, runner=self.runner, clock=lambda: self.now)
+        grammars: Any = Grammars(self.faults)
+        llm._parts = Parts(model=model, runner=self.runner, grammars=grammars, clock=lambda: self.now)
         llm._clock = llm._parts.clock
         self.condition = llm._inbox._changed = Condition()  # type: ignore[assignment]
         add = llm._inbox.add
@@ -179,8 +181,9 @@ class World:
         self.engine._recover = self._recover  # type: ignore[method-assign]
         due = self.engine.outputs.due
 
-        def make(changed: Iterable[Any], now: float) -> list[RequestOutput]:
-            self.last_interval = self.interval
+        def make(changed: Collection[Any], now: float) -> list[RequestOutput]:
+            if not all(group.is_finished for group in changed):  # of those that have ended all is due
+                self.last_interval = self.interval
             return due(changed, now)
 
         self.engine.outputs.due = make  # type: ignore[method-assign]
@@ -311,7 +314,8 @@ class World:
             return
         may = {
             RequestFailedError: client.is_unreadable
-            or any(truth.may_fail or truth.breaks_at() is not None for truth in client.truths),
+            or any(truth.may_fail or truth.breaks_at() is not None for truth in client.truths)
+            or any(map(is_stuck, client.entries)),
             DeadlineError: client.timeout is not None
             and max(self.now, client.latest) >= client.arrival + client.timeout - ROUNDING,
             EngineDeadError: self.is_dead,
@@ -324,6 +328,7 @@ class World:
         if isinstance(error, DrainingError):
             self.num_drain_failures += 1
         self.num_cut_off += self.is_draining and isinstance(error, EngineDeadError)
+        self.fired["stuck"] += isinstance(error, RequestFailedError) and any(map(is_stuck, client.entries))
         if isinstance(error, DeadlineError):
             self.fired["deadline"] += 1
         if isinstance(error, RequestFailedError) and any(truth.breaks_at() is not None for truth in client.truths):
