@@ -11,7 +11,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from jaxllm.text.tokenizer import Tokenizer
 
 MAX_KEPT = 64  # grammars: one of few characters can take 10 MB
 MAX_KEPT_CHARS = 2**20  # of their sources, all together
+# Requests that share one that is kept: states of its lexer are kept for all its outputs and count against their limit.
+MAX_USES = 256
 # A model that prefers whitespace to an end would write it for ever.
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
@@ -49,6 +51,12 @@ _LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
+
+
+@dataclass
+class _Kept:
+    matcher: LLMatcher
+    uses: int = 1
 
 
 class Grammar:
@@ -74,7 +82,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._made_vocabulary: Vocabulary | None = None
         self._executor: LLExecutor | None = None
-        self._kept: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutputsParams, _Kept] = OrderedDict()
         self._kept_chars = 0
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
@@ -86,9 +94,13 @@ class Grammars:
         vocabulary = self._vocabulary()
         key = replace(asked, begin_after=None)
         with self._lock:
-            matcher = self._kept.get(key)
-            if matcher is not None:
+            kept = self._kept.get(key)
+            if kept is not None:
                 self._kept.move_to_end(key)
+                kept.uses += 1
+                if kept.uses == MAX_USES:
+                    self._drop(key)
+        matcher = None if kept is None else kept.matcher
         if matcher is None:
             matcher = _compiled(vocabulary, _source(asked), asked.kind)
             self._keep(key, matcher)
@@ -133,10 +145,13 @@ class Grammars:
         with self._lock:
             if key not in self._kept:
                 self._kept_chars += _num_chars(key)
-            self._kept[key] = matcher
+            self._kept[key] = _Kept(matcher)
             while len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS:
-                oldest, _ = self._kept.popitem(last=False)
-                self._kept_chars -= _num_chars(oldest)
+                self._drop(next(iter(self._kept)))
+
+    def _drop(self, key: StructuredOutputsParams) -> None:
+        del self._kept[key]
+        self._kept_chars -= _num_chars(key)
 
 
 _PARAMETER = "structured_outputs"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -27,6 +28,7 @@ MAX_DIVISOR = 10_000  # the least common multiple of all `multipleOf`: an automa
 MAX_TEXT = 2**13  # characters of one text: what must come next is tokenized anew in each step
 MAX_LEVELS = 2**12  # that compiling may descend, 2 kB of stack each: all references' targets one inside the other
 
+_UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f]")  # in JSON only as \\u escapes, which grammars.py turns off
 _DATA = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired", "type"})
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -57,6 +59,12 @@ def prepare(schema: Any, close_objects: bool) -> Any:
         # llguidance lets an object have a name twice among those that only a pattern or nothing describes.
         message = "json has a minProperties of more than one property besides the required ones; name them in required."
         raise UserError(message, "structured_outputs")
+    properties = schema.get("properties")
+    named = list(properties) if isinstance(properties, dict) else []
+    for text in _texts([schema.get("const"), schema.get("enum"), named]):
+        if _UNWRITABLE.search(text):
+            message = f"json has {checks.shown(text)}, whose control character no output can hold."
+            raise UserError(message, "structured_outputs")
     prepared = {name: _value(name, value, close_objects) for name, value in schema.items()}
     # As vLLM does it: an object without any named properties stays open.
     if close_objects and any(name in schema for name in _OBJECT) and not any(name in schema for name in _CLOSING):
@@ -70,6 +78,19 @@ def _value(name: str, value: Any, close_objects: bool) -> Any:
     if name in _BY_NAME and isinstance(value, dict):
         return {key: prepare(each, close_objects) for key, each in value.items()}
     return prepare(value, close_objects)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Give the texts in a value of JSON, names of members too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield name
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
 
 
 def check_size(schema: Any) -> None:

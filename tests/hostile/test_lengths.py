@@ -83,7 +83,10 @@ LARGE: dict[str, tuple[dict[str, Any], str]] = {
     "a name": ({"messages": [{**USER, "name": "<|im_end|>" * 10_000}]}, "context_length_exceeded"),
     "a text in an ignored key": ({"messages": [{**USER, "x": {"y": ["a" * 100_000]}}]}, "context_length_exceeded"),
     "a schema": (
-        {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "parameters": "a" * 100_000}}]},
+        {
+            "messages": [USER],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"description": "a" * 100_000}}}],
+        },
         "context_length_exceeded",
     ),
 }

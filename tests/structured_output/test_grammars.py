@@ -434,3 +434,16 @@ def test_threads_compile_the_same_at_once(tokenizer):
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+@pytest.mark.parametrize("schema", [{"const": "a\0b"}, {"enum": [1, {"a\x01": 1}]}, {"properties": {"a\x1f": {}}}])
+def test_what_json_can_write_only_as_an_escape_is_refused(schema: dict, drawing: Drawing) -> None:
+    with pytest.raises(UserError, match="control character"):
+        drawing.grammars.compile(Params(json=schema))
+
+
+def test_a_kept_grammar_is_compiled_anew_now_and_then(drawing: Drawing) -> None:
+    """The states of its lexer grow with its outputs and count against a limit."""
+    asked = Params(regex="x[ab]*a[ab]{9}")
+    kept = [drawing.grammars.compile(asked)._matcher for _ in range(grammars_module.MAX_USES + 1)]
+    assert kept[0] is kept[-2] and kept[0] is not kept[-1]

@@ -108,6 +108,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
     ("prompt_tokens", "Prompt tokens of requests that began.", lambda own: own.prompt_tokens),
     ("prompt_tokens_cached", "Those of them found in the prefix cache.", lambda own: own.cached_tokens),
     ("generation_tokens", "Generated tokens.", lambda own: own.generated_tokens),
+    ("forced_tokens", "Those of them that a grammar forced.", lambda own: own.forced_tokens),
     ("steps", "Engine steps.", lambda own: own.steps),
     ("computed_tokens", "Rows of programs that were tokens of requests.", lambda own: own.computed_tokens),
     ("padded_tokens", "Rows of programs, padding included.", lambda own: own.padded_tokens),

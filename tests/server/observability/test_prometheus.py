@@ -43,6 +43,7 @@ _HISTOGRAMS = {
 }
 _COUNTERS = (
     "prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens prompt_tokens_cached "
+    "forced_tokens "
     "request_success programs_compiled compile_seconds compilations_after_ready recoveries padded_tokens "
     "computed_tokens steps requests_handled"
 ).split()
