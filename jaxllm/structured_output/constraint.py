@@ -40,7 +40,7 @@ class Constraint:
 
     def check(self) -> None:
         """Ask the matcher whether it has failed, after each use: one that has failed allows the end, as if complete."""
-        if self.matcher.is_error():
+        if self._error is None and self.matcher.is_error():
             self.fail(self.matcher.get_error() or "The grammar cannot be followed.")
 
     def consume(self, token: int) -> None:

@@ -119,13 +119,14 @@ class Grammars:
                 masks[row] = self._vocabulary().every
             else:
                 computed.append((constraint, row))
-        if len(computed) == 1:
-            fill_next_token_bitmask(computed[0][0].matcher, masks, computed[0][1])
-        elif computed:
-            if self._executor is None:
-                self._executor = LLExecutor(max(1, (os.cpu_count() or 1) - 1))
-            pairs = [(constraint.matcher, row) for constraint, row in computed]
-            fill_next_token_bitmask_par(self._executor, pairs, masks)
+        try:
+            self._compute(computed, masks)
+        except Exception:  # in one of them
+            for constraint, row in computed:
+                try:
+                    self._compute([(constraint, row)], masks)
+                except Exception as error:
+                    constraint.fail(one_line(str(error)))
         for constraint, row in computed:
             constraint.check()
             masks[row] &= self._vocabulary().allowed
@@ -133,6 +134,16 @@ class Grammars:
                 constraint.fail("The grammar allows no token here.")
             if constraint.error is not None:
                 masks[row] = 0
+
+    def _compute(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
+        if len(wanted) == 1:
+            ((constraint, row),) = wanted
+            fill_next_token_bitmask(constraint.matcher, masks, row)
+        elif wanted:
+            if self._executor is None:
+                self._executor = LLExecutor(max(1, (os.cpu_count() or 1) - 1))
+            pairs = [(constraint.matcher, row) for constraint, row in wanted]
+            fill_next_token_bitmask_par(self._executor, pairs, masks)
 
     def _vocabulary(self) -> Vocabulary:
         if self._made_vocabulary is None:

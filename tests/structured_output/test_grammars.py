@@ -447,3 +447,12 @@ def test_a_kept_grammar_is_compiled_anew_now_and_then(drawing: Drawing) -> None:
     asked = Params(regex="x[ab]*a[ab]{9}")
     kept = [drawing.grammars.compile(asked)._matcher for _ in range(grammars_module.MAX_USES + 1)]
     assert kept[0] is kept[-2] and kept[0] is not kept[-1]
+
+
+def test_a_mask_that_raises_is_one_constraints(drawing: Drawing) -> None:
+    grammar = drawing.grammars.compile(Params(regex="ab+"))
+    broken, fine = grammar.begin(), grammar.begin()
+    broken.matcher = None  # type: ignore[assignment]
+    masks = np.zeros((2, -(-drawing.vocab_size // 32)), np.int32)
+    drawing.grammars.fill([(broken, 0), (fine, 1)], masks)
+    assert broken.error and not masks[0].any() and fine.error is None and masks[1].any()
