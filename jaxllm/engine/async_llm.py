@@ -184,6 +184,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         owner: str = "",
+        client: str | None = None,
         priority: int = 0,
         time_limit: float | None = None,
         timeout: float | None = None,
@@ -195,7 +196,8 @@ class AsyncLLM:
         Outputs that a slow reader has not taken are merged into one. After `time_limit` seconds the request ends with
         what it has; after `timeout` it fails with DeadlineError. A problem with the request is raised by the first
         step of the iterator: UserError, OverloadedError if the queue is full, UnavailableError, EngineDeadError.
-        Among the running requests of an `owner` an id must be unique.
+        Among the running requests of an `owner` an id must be unique. What is slow to prepare is shared out among
+        `client`s, by their names.
         `arrival`, of the monotonic clock, is when the request came, if that was before this call;
         `name` is its name in logs and recordings, if that is more than its id.
         """
@@ -209,7 +211,7 @@ class AsyncLLM:
         if self._streams.has(request_id, owner):
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
         with self.preparing(1):
-            accepted = await self._accept(request_id, prompt, sampling_params, priority, owner)
+            accepted = await self._accept(request_id, prompt, sampling_params, priority, client, timeout)
         if self._streams.has(request_id, owner):
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
         self._check_serving()
@@ -423,14 +425,25 @@ class AsyncLLM:
             raise error
 
     async def _accept(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int, owner: str
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int,
+        client: str | None,
+        timeout: float | None,
     ) -> Accepted:
         """Check a request; a long text is tokenized, and a grammar compiled, off the event loop."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
         is_long = isinstance(text, str) and len(text) > LONG_TEXT
-        if is_long or (isinstance(params, SamplingParams) and params.structured_outputs is not None):
-            return await self.off_loop(self.engine.accept, request_id, prompt, params, priority, client=owner or None)
-        return self.engine.accept(request_id, prompt, params, priority)
+        if not is_long and (not isinstance(params, SamplingParams) or params.structured_outputs is None):
+            return self.engine.accept(request_id, prompt, params, priority)
+        try:
+            async with asyncio.timeout(timeout):
+                return await self.off_loop(self.engine.accept, request_id, prompt, params, priority, client=client)
+        except TimeoutError as error:
+            assert timeout is not None
+            raise late(timeout) from error
 
     def _close(self, stream: Stream) -> None:
         """Forget a stream; a request that has not ended is aborted. Never waits: it runs while a task is cancelled."""

@@ -336,11 +336,24 @@ class Runner:
         while True:
             self._compile_small()
             self.programs.wait()
-            temporaries = max(map(_temporary_bytes, (self.programs[key] for key in self.programs.covering)))
+            temporaries = max(self._temporary_bytes(key) for key in self.programs.covering)
             fitting = plan_memory(self._config, self.setup, self._mesh, free, temporaries)
             if fitting.num_blocks >= self.geometry.num_blocks:
                 return
             self._start_programs(fitting, progress)
+
+    def _temporary_bytes(self, key: Key) -> int:
+        """Return what a program needs on one device beside weights and state."""
+        memory = self.programs[key].memory_analysis()
+        own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        logits = 4 * key.shape.rows * self._num_columns // self._mesh.size if key.part == "sample" else 0
+        return own + logits
+
+    @property
+    def _num_columns(self) -> int:
+        """Columns of the logits over all devices: the vocabulary with its padding."""
+        shards = self._mesh.size
+        return -(-self.setup.spec.vocab_size // shards) * shards
 
     def _compile_small(self) -> None:
         """Compile the small programs that run before or after a step, while other threads compile steps."""
@@ -383,9 +396,7 @@ class Runner:
         width = len(batch.MASK_COLUMNS) + -(-spec.vocab_size // 32)
         buffer = jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=everywhere)
         columns = jax.NamedSharding(self._mesh, jax.sharding.PartitionSpec(None, sharding.AXIS))
-        shards = self._mesh.size
-        vocabulary = -(-spec.vocab_size // shards) * shards  # with its padding
-        logits = jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32, sharding=columns)
+        logits = jax.ShapeDtypeStruct((rows, self._num_columns), jnp.float32, sharding=columns)
         run = step.build_sample(self._step_model, rows, variant)
         return jax.jit(run, donate_argnums=(0,), compiler_options=self._options).lower(
             shapes.tokens, shapes.sampling, shapes.extras, logits, buffer
@@ -432,12 +443,6 @@ class Runner:
         """Count a compilation that delays requests: one on the thread that is starting a step."""
         if threading.get_ident() == self._running_thread:
             self.metrics.compilations_after_ready += 1
-
-
-def _temporary_bytes(program: Any) -> int:
-    """Return what a program needs beside its arguments: temporaries, and results that take nobody's place."""
-    memory = program.memory_analysis()
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:

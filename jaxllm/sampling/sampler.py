@@ -304,7 +304,9 @@ def sample(
     if variant is Variant.FULL or mask is not None:
         # A processor may return NaN, and a request may forbid every token that there is.
         is_finite &= jnp.isfinite(vocabulary.maximum(adjusted)[:, 0])
-    choose = _chosen if kernel is None or kernel.name == "xla" else partial(_chosen_by_kernel, kernel)
+    choose = _chosen
+    if kernel is not None and kernel.name != "xla":
+        choose = partial(_chosen_by_kernel, kernel, mask is not None)
     tokens, is_finite = choose(adjusted, is_finite, rows, positions, variant, vocabulary)
     if variant in (Variant.GREEDY, Variant.RANDOM):
         return Sampled(tokens, is_finite)
@@ -466,6 +468,7 @@ def _chosen(
 
 def _chosen_by_kernel(
     kernel: Choice,
+    is_masked: bool,
     logits: jax.Array,
     is_finite: jax.Array,
     rows: SamplingRows,
@@ -489,7 +492,7 @@ def _chosen_by_kernel(
         implementation=kernel,
     )
     # Where tokens were banned, infinity stands for that; elsewhere the kernel has looked, and nothing else need to.
-    return tokens, is_finite if has_filters else is_all_finite
+    return tokens, is_finite if has_filters or is_masked else is_all_finite
 
 
 def kept_tokens(logits: jax.Array, divisor: jax.Array | float, rows: SamplingRows, vocabulary: Vocabulary) -> jax.Array:

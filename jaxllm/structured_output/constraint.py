@@ -15,9 +15,10 @@ class Constraint:
     """Follows one output; belongs to one thread at a time."""
 
     def __init__(
-        self, matcher: LLMatcher, begin_after: str | None, bytes_of: Callable[[int], bytes], eos_ids: Collection[int]
+        self, origin: LLMatcher, begin_after: str | None, bytes_of: Callable[[int], bytes], eos_ids: Collection[int]
     ) -> None:
-        self.matcher = matcher  # for Grammars.fill
+        self.origin = origin  # the matcher of all outputs of the grammar, at its beginning
+        self.matcher = origin.deep_copy()  # for Grammars.fill
         self._marker = (begin_after or "").encode()
         self._bytes_of = bytes_of
         self._eos_ids = eos_ids

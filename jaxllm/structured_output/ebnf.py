@@ -33,7 +33,6 @@ _LARK = re.compile(
     r"|(?P<colon>:)"
 )
 _REPEATS = re.compile(r"\{\s*0*(\d{1,9})")
-_SPACE = re.compile(r"\s*")
 _ATTRIBUTES = ("lazy", "suffix", "capture", "")
 _OPTIONS = ("no_forcing", "allow_initial_skip", "ignore_once")
 
@@ -126,9 +125,15 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any]) -> str:
     return "".join(written) + lark[position:]
 
 
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _json_at(text: str, position: int) -> tuple[Any, int]:
+    while text[position : position + 1].isspace():
+        position += 1
     try:
-        value, end = json.JSONDecoder().raw_decode(text, _SPACE.match(text, position).end())  # type: ignore[union-attr]
+        value, end = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode(text, position)
     except ValueError as error:
         raise _refusal(f"has JSON that cannot be read: {error}") from error
     if not isinstance(value, dict):

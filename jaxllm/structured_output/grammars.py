@@ -30,7 +30,7 @@ from jaxllm.text.tokenizer import Tokenizer
 MAX_KEPT = 64  # grammars: one of few characters can take 10 MB
 MAX_KEPT_CHARS = 2**20  # of their sources, all together
 # Requests that share one that is kept: states of its lexer are kept for all its outputs and count against their limit.
-MAX_USES = 256
+MAX_USES = 64
 # A model that prefers whitespace to an end would write it for ever.
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
@@ -69,9 +69,8 @@ class Grammar:
 
     def begin(self) -> Constraint:
         """Give the constraint of a new output."""
-        return Constraint(
-            self._matcher.deep_copy(), self._begin_after, self._vocabulary.bytes_of, self._vocabulary.eos_ids
-        )
+        vocabulary = self._vocabulary
+        return Constraint(self._matcher, self._begin_after, vocabulary.bytes_of, vocabulary.eos_ids)
 
 
 class Grammars:
@@ -81,6 +80,7 @@ class Grammars:
         self._of_vocabulary = (tokenizer, vocab_size, eos_ids)
         self._lock = threading.Lock()
         self._made_vocabulary: Vocabulary | None = None
+        self._refused: str | None = None  # why this model's vocabulary cannot follow grammars
         self._executor: LLExecutor | None = None
         self._kept: OrderedDict[StructuredOutputsParams, _Kept] = OrderedDict()
         self._kept_chars = 0
@@ -134,6 +134,15 @@ class Grammars:
                 constraint.fail("The grammar allows no token here.")
             if constraint.error is not None:
                 masks[row] = 0
+        for constraint, _ in wanted:
+            if constraint.error is not None:
+                self._forget(constraint)
+
+    def _forget(self, constraint: Constraint) -> None:
+        """Keep no grammar whose output came into error: outputs share its lexer, which may be what is full."""
+        with self._lock:
+            for key in [key for key, kept in self._kept.items() if kept.matcher is constraint.origin]:
+                self._drop(key)
 
     def _compute(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
         if len(wanted) == 1:
@@ -148,8 +157,14 @@ class Grammars:
     def _vocabulary(self) -> Vocabulary:
         if self._made_vocabulary is None:
             with self._lock:
+                if self._refused is not None:  # looking through a large vocabulary takes seconds
+                    raise UserError(self._refused, _PARAMETER)
                 if self._made_vocabulary is None:
-                    self._made_vocabulary = Vocabulary(*self._of_vocabulary)
+                    try:
+                        self._made_vocabulary = Vocabulary(*self._of_vocabulary)
+                    except UserError as error:
+                        self._refused = str(error)
+                        raise
         return self._made_vocabulary
 
     def _keep(self, key: StructuredOutputsParams, matcher: LLMatcher) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from fractions import Fraction
+from decimal import Decimal
 from typing import Any
 
 from jaxllm import checks
@@ -163,12 +163,14 @@ def _depth(value: Any) -> int:
 
 def _digits(multiple: Any) -> int:
     """Give the digits of a divisor as an integer: 25 for 2.5 and for 25,000."""
-    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple or math.isinf(multiple):
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not math.isfinite(_as_float(multiple)):
         return 1
-    exact = Fraction(json.dumps(abs(multiple)))
-    while exact.denominator > 1:
-        exact *= 10
-    digits = exact.numerator
-    while digits % 10 == 0:
-        digits //= 10
-    return digits
+    digits = "".join(map(str, Decimal(json.dumps(multiple)).as_tuple().digits)).rstrip("0")
+    return int(digits or "1")
+
+
+def _as_float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # a whole number beyond the largest float
+        return 0.0

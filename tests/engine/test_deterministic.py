@@ -272,6 +272,7 @@ def test_a_step_has_room_for_few_tokens() -> None:
     assert sizes(True, compiled | {"deterministic": True}) == (3, 9)
 
 
+@pytest.mark.ci
 def test_doctor_and_the_start_say_that_it_is_on(
     run_jaxllm: Callable[..., tuple[int, str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import EngineError
+from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import (
     ROW_WIDTH,
     Variant,
@@ -24,6 +25,7 @@ from jaxllm.sampling.sampler import (
 )
 from jaxllm.sampling.vocab_parallel import Vocabulary
 from jaxllm.sampling_params import MAX_MASKED_STOP_IDS, SamplingParams
+from pallas_kernels import Choice
 from tests.support.draws import HISTORY, MANY, WHOLE, V, draw, naive_penalized, random_logits, rows_of
 
 WITH_FILTERS = (Variant.FILTERED, Variant.FULL)
@@ -467,3 +469,29 @@ def test_no_likeliest_tokens_can_be_asked_for():
     sampled = jax.jit(run)(logits, TWO_GREEDY, np.array([1, 1], np.int32), None, None)
     assert sampled.top_logprobs.shape == sampled.top_ids.shape == (2, 0)
     assert sampled.rank.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("variant", [Variant.RANDOM, Variant.FILTERED])
+def test_a_kernel_that_sees_banned_tokens_does_not_decide_whether_a_row_is_finite(
+    variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels look at the logits that they are given, in which a mask has put infinities."""
+
+    def kernel(logits, *_, implementation):
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.all(jnp.isfinite(logits), axis=-1)
+
+    monkeypatch.setattr(sampler.pallas_kernels, "sample", kernel)
+    params = SamplingParams(temperature=0.0)
+    row = sampler.unpack_rows(jnp.asarray(sampler.pack_row(params, 0, 1, (), 64))[None].repeat(2, axis=0))
+    logits = jnp.stack([jnp.arange(64.0)] * 2)
+    mask = jnp.array([[1 << 5, 1 << 1], [0, 0]], jnp.int32), jnp.array([1, 0], jnp.int32)
+    vocabulary = Vocabulary(64)
+    sampled = sampler.sample(
+        logits, row, jnp.array([1, 1]), None, None, variant, 1, vocabulary, (), Choice("another"), mask
+    )
+    assert sampled.tokens.tolist() == [33, 63] and sampled.is_finite.tolist() == [True, True]
+    none_left = jnp.zeros((2, 2), jnp.int32), jnp.array([1, 0], jnp.int32)
+    sampled = sampler.sample(
+        logits, row, jnp.array([1, 1]), None, None, variant, 1, vocabulary, (), Choice("another"), none_left
+    )
+    assert sampled.is_finite.tolist() == [False, True]

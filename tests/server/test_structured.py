@@ -14,6 +14,8 @@ import pytest
 from jaxllm import Client, UserError
 from tests.support.serving_process import QUICK, ServingProcess
 
+pytestmark = pytest.mark.ci  # a process of its own; the mapping is tested in tests/server/openai
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["Ada", "Grace"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},

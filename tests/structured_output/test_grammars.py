@@ -449,6 +449,32 @@ def test_a_kept_grammar_is_compiled_anew_now_and_then(drawing: Drawing) -> None:
     assert kept[0] is kept[-2] and kept[0] is not kept[-1]
 
 
+def test_a_grammar_whose_output_came_into_error_is_kept_no_longer(drawing: Drawing) -> None:
+    asked = Params(regex="a+b")
+    first = drawing.grammars.compile(asked)
+    constraint, masks = first.begin(), np.zeros((1, -(-drawing.vocab_size // 32)), np.int32)
+    constraint.consume(drawing.tokenizer.encode("b", add_special_tokens=False)[0])
+    drawing.grammars.fill([(constraint, 0)], masks)
+    assert constraint.error and drawing.grammars.compile(asked)._matcher is not first._matcher
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"json": {"multipleOf": 10**400}},
+        {"json": {"anyOf": [{"multipleOf": 1e-300}] * 9000}},
+        {"grammar": 'start: %json {"multipleOf": NaN}'},
+    ],
+)
+def test_strange_divisors_are_judged_at_once(asked: dict, drawing: Drawing) -> None:
+    began = time.process_time()
+    try:
+        drawing.grammars.compile(Params(**asked))
+    except UserError as error:
+        assert "\n" not in str(error)
+    assert time.process_time() - began < 2.0
+
+
 def test_a_mask_that_raises_is_one_constraints(drawing: Drawing) -> None:
     grammar = drawing.grammars.compile(Params(regex="ab+"))
     broken, fine = grammar.begin(), grammar.begin()

@@ -98,7 +98,7 @@ class ChatReply:
         conversation = conversation_of(fields)
         choice = _tool_choice(fields.get("tool_choice"), conversation["tools"] is not None)
         self._is_named = isinstance(choice, NamedTool)
-        if is_forced(choice) and "response_format" in fields:
+        if is_forced(choice) and fields.get("structured_outputs") is None and "response_format" in fields:
             # As in vLLM (tool_parsers/abstract_tool_parser.py, adjust_request) the calls' form goes first: the other
             # one is that of the content, and a forced call leaves none.
             sampling.pop("structured_outputs", None)

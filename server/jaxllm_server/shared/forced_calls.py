@@ -90,7 +90,7 @@ def _moved(schema: Any, to: str) -> Any:
         return schema
     moved = {}
     for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             value = to + value[1:]
         elif key in _BY_NAME and isinstance(value, Mapping):
             value = {name: _moved(each, to) for name, each in value.items()}

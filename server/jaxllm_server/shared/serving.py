@@ -136,6 +136,7 @@ class Serving:
                 params,
                 request_id,
                 owner=call.client if self._has_tenants else "",
+                client=call.client,
                 priority=call.priority,
                 time_limit=call.time_limit,
                 timeout=self.options.request_timeout or None,
@@ -446,7 +447,10 @@ def _is_switched_off(template_kwargs: Mapping[str, Any]) -> bool:
 def given_of(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that are not at their defaults."""
     shown = {own.name: (getattr(params, own.name), own.default) for own in fields(params)}
-    return {name: value for name, (value, default) in shown.items() if value != default and name != "output_kind"}
+    given = {name: value for name, (value, default) in shown.items() if value != default and name != "output_kind"}
+    if params.structured_outputs is not None:
+        given["structured_outputs"] = params.structured_outputs.kind  # a schema can be long
+    return given
 
 
 async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
