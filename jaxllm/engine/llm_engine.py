@@ -185,13 +185,13 @@ class LLMEngine:
             tokens, counts = self._constrained.take_in(self.scheduler.state, plan, result)
         except Exception as error:
             return [*self.outputs.due(ended, self._clock()), *self._recover(error)]
+        self._failed_steps.reset()  # whatever becomes of the next one, a step has ended
         with span("commit"):
             events = self.scheduler.commit(plan, tokens, result.is_finite, counts)
         outputs: list[RequestOutput] = []
         stuck: Stuck = []
         try:
             stuck = self._sample_held()
-            self._failed_steps.reset()
         except Exception as error:
             outputs = self._recover(error)
         with span("output"):
