@@ -200,7 +200,10 @@ class LLMEngine:
             self.metrics.generated_tokens += len(events.tokens)
             self.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))
             outputs += self.outputs.take_in(result, events)
-            ended += self._end_stuck(stuck)  # of those that did not end by their text just now
+            try:
+                ended += self._end_stuck(stuck)  # of those that did not end by their text just now
+            except Exception as error:
+                outputs += self._recover(error)
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
 
     def _issue(self) -> tuple[Plan, StepInFlight | HeldStep] | None:

@@ -58,13 +58,13 @@ def break_requests() -> None:
     commit, advance = RecordedScheduler.commit, Sequence.advance
 
     def commit_with_nan(
-        core: RecordedScheduler, plan: Any, tokens: np.ndarray, is_finite: np.ndarray | None = None
+        core: RecordedScheduler, plan: Any, tokens: np.ndarray, is_finite: np.ndarray | None = None, *counts: Any
     ) -> Any:
         owners = [core.requests.get(owner) for owner in core.state.slots.ids[plan.slots].tolist()]
         bad = np.array([owner is not None and owner.tokens[0] == NAN for owner in owners], np.bool_)
         if bad.any():
             is_finite = ~bad if is_finite is None else is_finite & ~bad
-        return commit(core, plan, tokens, is_finite)
+        return commit(core, plan, tokens, is_finite, *counts)
 
     def advance_or_fail(sequence: Sequence, *arguments: Any) -> Any:
         if sequence.tokens[0] == UNTOLD:

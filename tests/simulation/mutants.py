@@ -42,9 +42,9 @@ HISTORY = [
     Mutant(
         "a finished request is freed again when it is aborted",
         "scheduler.scheduler.commit",
-        "_vacate(editor, limits, row_slots[ended].tolist(), num_new=1)",
+        "_vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())",
         "editor.pool.release(editor.tables[row_slots[ended][0]], ()) if ended.any() else None\n"
-        "        _vacate(editor, limits, row_slots[ended].tolist(), num_new=1)",
+        "        _vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())",
     ),
     Mutant(
         "a preempted request counts as computed",
@@ -54,7 +54,7 @@ HISTORY = [
     ),
     Mutant(
         "a late output is taken after a preemption",
-        "scheduler.scheduler.commit",
+        "scheduler.scheduler.is_live",
         "slots.epochs is not step.epochs",
         "False",
     ),
@@ -67,8 +67,8 @@ HISTORY = [
     Mutant(
         "off by one at a block's end",
         "scheduler.scheduler._grow",
-        "editor.slots.issued >= ",
-        "editor.slots.issued > ",
+        "slots.length > slots.capacity",
+        "slots.length > slots.capacity + 1",
     ),
     Mutant(
         "a request that can never fit is queued",
