@@ -14,6 +14,7 @@ from typing import Any
 from jaxllm import LLM, SamplingParams
 from jaxllm.scheduler import scheduler
 from tests.benchmarks.aims import require
+from tests.benchmarks.bare import compile_greedy
 
 ROWS, STEPS, LIMIT_MS = 256, 160, 1.0
 
@@ -32,6 +33,7 @@ def main() -> None:
 
     with LLM(max_num_seqs=ROWS, num_kv_blocks=ROWS * 16, precompile="covering", enable_prefix_caching=False) as llm:
         engine = llm.engine
+        compile_greedy(engine, [ROWS], [])  # else every step is two halves
         params = SamplingParams(temperature=0.0, max_tokens=STEPS + 200, ignore_eos=True)
         for number in range(ROWS):
             engine.add_request(str(number), [3 + number] * 16, params)
