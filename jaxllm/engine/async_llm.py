@@ -47,6 +47,7 @@ from jaxllm.scheduler.recorded import Recorder
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 PauseMode = Literal["abort", "wait", "keep"]
+LEAST_SECONDS = 1e-9  # of a request: gRPC's durations count nanoseconds
 MAX_SECONDS = 10**9  # of a request: 30 years, which timers can hold
 _MOST_THREADS = 4  # for slow work beside the event loop, one for each core: more would wait for Python's lock
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
@@ -204,7 +205,7 @@ class AsyncLLM:
         arrival = self._clock() if arrival is None else arrival
         for limit, seconds in (("time_limit", time_limit), ("timeout", timeout)):
             is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-            if seconds is not None and not (is_number and 0.0 < seconds <= MAX_SECONDS):
+            if seconds is not None and not (is_number and LEAST_SECONDS <= seconds <= MAX_SECONDS):
                 raise UserError(f"{limit} must be a number of seconds above 0, at most {MAX_SECONDS}.", limit)
         self._check_serving()
         request_id = uuid.uuid4().hex if request_id is None else request_id
