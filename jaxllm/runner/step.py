@@ -87,42 +87,46 @@ def build(
 
     Flat, because flattening a tree in each call costs other engines 17 to 34 ms a step (DECISIONS, "Flat arguments").
     """
-    params, state = model.params, model.state
-    params_tree, state_tree = jax.tree.structure(params), jax.tree.structure(state)
 
-    def on_shard(params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array) -> tuple[Leaves, jax.Array]:
-        weights = jax.tree.unflatten(params_tree, params_leaves)
-        current = jax.tree.unflatten(state_tree, state_leaves)
-        following, sampled = _step(model, shape, variant, weights, current, buffer)
-        return tuple(jax.tree.leaves(following)), join(sampled)
+    def run(
+        weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array
+    ) -> tuple[DeviceState[jax.Array], jax.Array]:
+        following, sampled = _step(model, shape, variant, weights, state, buffer)
+        return following, join(sampled)
 
-    # What a trace calls the program. Part of its name in the compilation cache, too: what is found there has the scopes
-    # of the code that compiled it, for keys hold no scopes.
-    on_shard.__name__ = program_name(shape, variant)
-    params_specs, state_specs = (
-        tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state)
-    )
-    return jax.shard_map(
-        on_shard,
-        mesh=model.mesh,
-        in_specs=(params_specs, state_specs, PartitionSpec()),
-        out_specs=(state_specs, PartitionSpec()),
-        check_vma=False,  # kernels inside of shard_map declare no varying axes
-    )
+    return _on_shards(model, run, program_name(shape, variant), PartitionSpec())
 
 
 def build_forward(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
     """Return the first half of a step: (weights, state, buffer) -> (state, logits), f32[R, V] over the shards."""
+
+    def run(
+        weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array
+    ) -> tuple[DeviceState[jax.Array], jax.Array]:
+        following, logits, _ = _forward(model, shape, True, weights, state, _fields(shape, buffer))
+        return following, logits
+
+    return _on_shards(model, run, program_name(shape, None), PartitionSpec(None, AXIS))
+
+
+def _on_shards(
+    model: StepModel,
+    run: Callable[[Params[jax.Array], DeviceState[jax.Array], jax.Array], tuple[DeviceState[jax.Array], jax.Array]],
+    name: str,
+    result: PartitionSpec,
+) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
+    """Return a function of trees as one of flat tuples over the mesh; `result` is how its second result is divided."""
     params, state = model.params, model.state
     params_tree, state_tree = jax.tree.structure(params), jax.tree.structure(state)
 
     def on_shard(params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array) -> tuple[Leaves, jax.Array]:
         weights = jax.tree.unflatten(params_tree, params_leaves)
-        current = jax.tree.unflatten(state_tree, state_leaves)
-        following, logits, _ = _forward(model, shape, True, weights, current, _fields(shape, buffer))
-        return tuple(jax.tree.leaves(following)), logits
+        following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer)
+        return tuple(jax.tree.leaves(following)), returned
 
-    on_shard.__name__ = program_name(shape, None)
+    # What a trace calls the program. Part of its name in the compilation cache, too: what is found there has the scopes
+    # of the code that compiled it, for keys hold no scopes.
+    on_shard.__name__ = name
     params_specs, state_specs = (
         tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state)
     )
@@ -130,8 +134,8 @@ def build_forward(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, j
         on_shard,
         mesh=model.mesh,
         in_specs=(params_specs, state_specs, PartitionSpec()),
-        out_specs=(state_specs, PartitionSpec(None, AXIS)),
-        check_vma=False,
+        out_specs=(state_specs, result),
+        check_vma=False,  # kernels inside of shard_map declare no varying axes
     )
 
 

@@ -91,7 +91,7 @@ class StepFaults:
         raise InjectedError("grammar_raises")
 
     def is_wanted(self, number: int, row: int) -> bool:
-        """Whether anybody waits for what a row of a plan samples."""
+        """Whether the result of a row of a plan is still wanted."""
         entry, turn, samples, admission = self.world.reference.plans[number][row]
         return samples and entry.slot >= 0 and entry.admission == admission and turn > entry.done
 

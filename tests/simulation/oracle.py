@@ -282,7 +282,7 @@ class Truth:
         choices = mask & self._allowed_mask
         if not choices:
             self.fails_at = self.length if self.fails_at is None else self.fails_at
-            return EOS  # nobody gets it
+            return EOS  # no request gets it: with nothing allowed it fails
         token = next(each for at in range(256) if choices >> (each := LIKELY[(number + at) & 255]) & 1)
         self._place = place = place.after(token)
         if token not in self.stop_ids and params.logprobs is None and place.marker is None and not place.has_failed:

@@ -252,7 +252,7 @@ class Reference:
             for token in given[: entry.limit - entry.known]:
                 entry.truth.ensure(entry.known + 1)
                 if got > 0 and not entry.truth.is_forced(entry.known):
-                    raise Violation(f"request {entry.id} got a token that nobody sampled and nothing forces")
+                    raise Violation(f"request {entry.id} got a token that was neither sampled nor forced")
                 if token != entry.truth.tokens[entry.known]:
                     raise Violation(f"I6: request {entry.id} got a token that is not its own")
                 entry.known += 1
