@@ -1,4 +1,4 @@
-"""What comes out of a request: `RequestOutput`, its completions and their log-probabilities.
+"""What comes out of a request: `RequestOutput` with its completions, `PoolingRequestOutput` with its vector.
 
 Names are vLLM's. Standard library only, so that a client can import it in milliseconds.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 FinishReason = Literal["stop", "length", "repetition", "abort", "time_limit", "error"]
 
@@ -65,3 +65,75 @@ class RequestOutput:
     # has them once, as soon as there are all.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     internal_id: str = field(default="", repr=False, compare=False)  # the engine's own id of the request
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What became of a prompt that was pooled, float32[W]: an embedding, or a number for each label."""
+
+    data: Any  # a numpy array
+    finish_reason: FinishReason | None = "stop"  # "error": `data` is empty
+    stop_reason: str | None = None  # why it failed
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """A prompt and its result."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    outputs: PoolingOutput
+    finished: bool = True
+    num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None
+    internal_id: str = field(default="", repr=False, compare=False)  # the engine's own id of the request
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """An embedding."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many numbers it has."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """A number for each label: probabilities, unless the activation was left out."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts belong together."""
+
+    score: float
+
+
+Pooled = TypeVar("Pooled", EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(slots=True)
+class PooledRequestOutput(Generic[Pooled]):
+    """A prompt, or a pair of them, and what its task made of it."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    outputs: Pooled
+    finished: bool = True
+    num_cached_tokens: int | None = None
+
+
+EmbeddingRequestOutput = PooledRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PooledRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PooledRequestOutput[ScoringOutput]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 NormKind = Literal["rms", "rms+1", "layer"]
-NormPlace = Literal["pre", "post", "sandwich"]
+NormPlace = Literal["pre", "post", "sandwich", "after"]
 Residual = Literal["serial", "parallel", "parallel, one norm"]
 QkNorm = Literal["each head", "own per head", "all heads"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -129,7 +129,8 @@ class Spec:
     norm: NormKind = "rms"  # "rms+1": the stored weight is the distance from one
     norm_bias: bool = False
     norm_eps: float = 1e-6
-    norm_place: NormPlace = "pre"  # of attention and of the feed-forward; "post": before the residual; "sandwich": both
+    # Of attention and of the feed-forward. "post": before the residual; "sandwich": both; "after": of the sum with it.
+    norm_place: NormPlace = "pre"
     residual: Residual = "serial"  # "parallel": attention and feed-forward read the same hidden states
     residual_scale: float = 1.0  # of what attention and feed-forward add
     qk_norm: QkNorm | None = None  # of q and k before the rotation; "own per head": each head has its own weights
@@ -148,6 +149,12 @@ class Spec:
     experts: Experts | None = None
     embed_scale: float = 1.0
     tie_embeddings: bool = False  # the output head is the token embedding
+    is_causal: bool = True  # False: a token sees those behind it too; a window is then how far it sees to both sides
+    embed_norm: bool = False
+    final_norm: bool = True
+    token_types: int = 0  # rows of a learned table that is added to embeddings: the first text of a pair, the second
+    relative_buckets: int = 0  # a stored number per head for each bucket of distances is added to scores (T5's)
+    relative_distance: int = 128  # … from which on all distances are in one bucket
 
 
 def heads_per_shard(spec: Spec, shards: int) -> tuple[int, int]:
