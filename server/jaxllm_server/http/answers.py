@@ -20,7 +20,7 @@ from jaxllm_server.http.error_bodies import ClientGone, log_failure
 from jaxllm_server.http.protocol import transport_of
 from jaxllm_server.http.sse import DONE, EventWriter, dumps, event
 from jaxllm_server.openai.messages import Reply, error_body_of
-from jaxllm_server.shared.serving import merge
+from jaxllm_server.shared.merge import merge
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.tracing import Tracer
