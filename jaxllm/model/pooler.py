@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
 from jaxllm.model import layers
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.spec import Activation as Elementwise
+from jaxllm.pooling_params import PoolingParams
 
 Pooling = Literal["cls", "last", "mean"]
 Activation = Elementwise | Literal["tanh"]
@@ -95,3 +97,17 @@ def apply(pooler: Pooler, top: Mapping[str, Any], pooled: Float[Array, "R D"]) -
         if dense.norm:
             x = layers.norm(x, top[f"{name}_norm"], None, "layer", dense.norm_eps)
     return x
+
+
+def finish(pooler: Pooler, row: np.ndarray, params: PoolingParams) -> np.ndarray:
+    """Make a prompt's result of what the device gave, float32[W]: cut and scaled to length 1, or probabilities."""
+    if not pooler.labels:
+        vector = row[: params.dimensions]
+        if pooler.normalize if params.normalize is None else params.normalize:
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # as torch's, which leaves zeros
+        return vector.astype(np.float32)
+    if params.use_activation is False or pooler.activation == "none":
+        return row.astype(np.float32)
+    wide = row.astype(np.float64)
+    powers = np.exp(-wide) if pooler.activation == "sigmoid" else np.exp(wide - wide.max())
+    return (1 / (1 + powers) if pooler.activation == "sigmoid" else powers / powers.sum()).astype(np.float32)
