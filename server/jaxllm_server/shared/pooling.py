@@ -158,11 +158,13 @@ async def _outputs(
                     name=f"{own_id} ({call.client_id})" if call.client_id else None,
                 )
                 async with aclosing(outputs):
-                    return _checked(await anext(outputs), item, len(items))
+                    return _checked(await anext(outputs))
             except OverloadedError:
                 if timeout is not None and time.monotonic() > arrival + timeout:
                     raise late(timeout) from None
                 await asyncio.sleep(_FULL_SECONDS)
+            except (UserError, RequestFailedError) as error:
+                raise _naming(error, item, len(items)) from None
 
     async def work() -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
         for number in numbers:
@@ -181,7 +183,8 @@ async def _outputs(
             _log.info("request %s: %s, %d prompts of %d tokens", request_id, params.task, len(items), num_tokens)
         most_queued = engine.max_queued_tokens or max(LEAST_QUEUED_TOKENS, 16 * model.max_model_len)
         window = max(1, min(window, most_queued * len(items) // (2 * num_tokens)))
-        numbers = iter(range(len(items)))
+        # Prompts of like lengths run together: a step is padded by its longest.
+        numbers = iter(sorted(range(len(items)), key=lambda number: -prompts[number].num_tokens))
         async with aclosing(merge([work() for _ in range(window)])) as outputs:
             async for _, output in outputs:
                 yield output
@@ -295,14 +298,14 @@ def _pair(first: str, second: str, most: int, tokenizer: Tokenizer) -> dict[str,
     return {"prompt_token_ids": ids, **({"token_type_ids": types} if any(types) else {})}
 
 
-def _checked(output: PoolingRequestOutput, item: _Item, num_items: int) -> PoolingRequestOutput:
+def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:
     """Return an output if it is one, finite numbers."""
     told = output.outputs
     if told.finish_reason == "abort":
         raise UnavailableError("The request was aborted.")
     if told.finish_reason == "error" or not np.isfinite(told.data).all():
         why = told.stop_reason or "the model's numbers are not finite"
-        raise _naming(RequestFailedError(f"The request failed, others go on: {why}."), item, num_items)
+        raise RequestFailedError(f"The request failed, others go on: {why}.")
     return output
 
 
