@@ -10,6 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from jaxllm.pooling_params import PoolingParams
+
 Pooling = Literal["cls", "last", "mean"]
 Activation = Literal["tanh", "relu", "gelu", "silu"]
 
@@ -43,3 +47,17 @@ class Pooler:
     def size(self, width: int) -> int:
         """Return how many numbers a result has, W, where the hidden states have `width`."""
         return self.layers[-1].size if self.layers else width
+
+
+def finish(pooler: Pooler, row: np.ndarray, params: PoolingParams) -> np.ndarray:
+    """Make a prompt's result of what the device gave, float32[W]: cut and scaled to length 1, or probabilities."""
+    if not pooler.labels:
+        vector = row[: params.dimensions]
+        if pooler.normalize if params.normalize is None else params.normalize:
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # as torch's, which leaves zeros
+        return vector.astype(np.float32)
+    if params.use_activation is False or pooler.activation == "none":
+        return row.astype(np.float32)
+    wide = row.astype(np.float64)
+    powers = np.exp(-wide) if pooler.activation == "sigmoid" else np.exp(wide - wide.max())
+    return (1 / (1 + powers) if pooler.activation == "sigmoid" else powers / powers.sum()).astype(np.float32)
