@@ -31,7 +31,6 @@ from jaxllm.errors import (
 )
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams, PoolingTask
-from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span
 from jaxllm_server.shared.merge import merge
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
@@ -132,7 +131,7 @@ async def _outputs(
 ) -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
     """Give the engine's outputs as they come, each with its item's number."""
     arrival, engine = time.monotonic(), serving.engine
-    model, tokenizer = engine.model, engine.model.tokenizer
+    model = engine.model
     timeout = serving.options.request_timeout or None
     request_id = call.request_id or uuid.uuid4().hex
     most = _most_tokens(call, model.max_model_len)
@@ -141,7 +140,7 @@ async def _outputs(
         item, own_id = items[number], request_id if len(items) == 1 else f"{request_id}-{number}"
         prompt: dict[str, Any] = {"prompt_token_ids": prompts[number].ids, **serving.salt_of(call)}
         if item.second is not None:
-            arguments = str(item.first), item.second, most, tokenizer
+            arguments = str(item.first), item.second, most, model
             is_long = len(item.first) + len(item.second) > LONG_TEXT
             prompt |= await serving.off_loop(call, _pair, *arguments) if is_long else _pair(*arguments)
         while True:
@@ -287,15 +286,16 @@ def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: 
     return _Prompt(len(ids), np.array(ids, np.int32))  # pyright: ignore[reportArgumentType] - a tenth of a list's size
 
 
-def _pair(first: str, second: str, most: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def _pair(first: str, second: str, most: int, model: ModelInfo) -> dict[str, Any]:
     """Make the prompt of two texts; where it is too long, the second one loses its end."""
-    ids, types = tokenizer.encode_pair(first, second)
+    prompt = model.pair(first, second)
+    ids = prompt["prompt_token_ids"]
     over = len(ids) - most
     if over > 0:
-        last = tokenizer.encode("a", add_special_tokens=False)[-1]
-        end = len(ids) - tokenizer.encode_pair("a", "a")[0][::-1].index(last)
-        del ids[end - over : end], types[end - over : end]
-    return {"prompt_token_ids": ids, **({"token_type_ids": types} if any(types) else {})}
+        last = model.tokenizer.encode("a", add_special_tokens=False)[-1]
+        end = len(ids) - model.tokenizer.encode_pair("a", "a")[0][::-1].index(last)
+        prompt = {name: [*values[: end - over], *values[end:]] for name, values in prompt.items()}
+    return prompt
 
 
 def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:

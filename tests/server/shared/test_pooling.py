@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import (
     ContextLengthError,
     DeadlineError,
@@ -25,6 +26,7 @@ from jaxllm.errors import (
 from jaxllm.metrics import Load
 from jaxllm.model.pooler import Pooler
 from jaxllm.outputs import PoolingOutput, PoolingRequestOutput
+from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.shared import pooling
 from jaxllm_server.shared.calls import Call
 from jaxllm_server.shared.options import ServerOptions
@@ -58,12 +60,16 @@ class Engine:
     """Pools a prompt after a few turns of the loop; remembers how many it had at once and what became of them."""
 
     def __init__(self, labels: tuple[str, ...] | None = EMBEDDER) -> None:
-        tasks = ("embed",) if not labels else ("classify", "score") if len(labels) == 1 else ("classify",)
-        pooler = None if labels is None else Pooler("cls", labels=labels)
-        self.model = SimpleNamespace(
-            pooler=pooler, tasks=() if pooler is None else tasks, tokenizer=Tokenizer(), max_model_len=LONGEST,
+        self.model = ModelInfo(
+            tokenizer=Tokenizer(),  # type: ignore[arg-type]
+            generation_config={},
+            default_params=SamplingParams(),
+            eos_ids=frozenset(),
             vocab_size=VOCABULARY,
-        )  # fmt: skip
+            max_model_len=LONGEST,
+            pooler=None if labels is None else Pooler("cls", labels=labels),
+            num_token_types=2,
+        )
         self.config = SimpleNamespace(model="some/model")
         self.max_queued_requests: int | None = None
         self.max_queued_tokens: int | None = None
