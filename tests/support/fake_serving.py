@@ -51,7 +51,9 @@ class FakeServing:
         self.engine = SimpleNamespace(
             state="serving",
             model=SimpleNamespace(
-                max_model_len=64, pooler=Pooler("cls", labels=LABELS), tokenizer=SimpleNamespace(token=lambda token: self.script[token % len(self.script)])
+                max_model_len=64,
+                pooler=Pooler("cls", labels=LABELS),
+                tokenizer=SimpleNamespace(token=lambda token: self.script[token % len(self.script)]),
             ),
             get_load=lambda: Load(running=1, waiting=2),
             off_loop=self._off_loop,

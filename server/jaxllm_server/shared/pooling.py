@@ -262,7 +262,8 @@ def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int
             if prompt.num_tokens > most:
                 raise too_long(most, prompt.num_tokens, None)
         except UserError as error:
-            error.parameter = item.parameter
+            if error.parameter in (None, "prompt"):
+                error.parameter = item.parameter
             raise _naming(error, item, len(items)) from None
         prompts.append(prompt)
     return prompts

@@ -20,10 +20,11 @@ from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 OPTIONS = ServerOptions(max_pooling_inputs=5)
 LABELS = ("dull", "witty\n")
 # Of each path the least that a body has.
-LEAST: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), {"input": "a"}),
-    **dict.fromkeys(("/score", "/v1/score"), {"text_1": "a", "text_2": "b"}),
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), {"query": "a", "documents": ["b"]}),
+INPUT, PAIR, RANKED = {"input": "a"}, {"text_1": "a", "text_2": "b"}, {"query": "a", "documents": ["b"]}
+LEAST: dict[str, dict[str, Any]] = {"/v1/embeddings": INPUT, "/pooling": INPUT, "/classify": INPUT} | {
+    f"{version}/{name}": body
+    for name, body, versions in (("score", PAIR, ("", "/v1")), ("rerank", RANKED, ("", "/v1", "/v2")))
+    for version in versions
 }
 
 
@@ -106,7 +107,12 @@ def test_texts_that_are_compared_and_what_errors_call_them() -> None:
             with pytest.raises(UserError) as caught:
                 read("/score", **{one: first, other: second})
             assert caught.value.parameter == one
-    for body in ({}, {"text_1": "a"}, {"text_1": "a", "documents": "b"}, {"text_1": "a", "text_2": "b", "queries": "c"}):
+    for body in (
+        {},
+        {"text_1": "a"},
+        {"text_1": "a", "documents": "b"},
+        {"text_1": "a", "text_2": "b", "queries": "c"},
+    ):
         with pytest.raises(UserError) as caught:
             read("/score", **body)
         assert caught.value.parameter == "text_1"
@@ -188,7 +194,18 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["text", "a", ""]), inner, max_size=3),
 )
 FIELDS = (
-    *("input", "model", "task", "encoding_format", "dimensions", "normalize", "priority", "text_1", "text_2", "queries"),
+    *(
+        "input",
+        "model",
+        "task",
+        "encoding_format",
+        "dimensions",
+        "normalize",
+        "priority",
+        "text_1",
+        "text_2",
+        "queries",
+    ),
     *("documents", "query", "top_n", "return_documents", "request_id", "user", "messages", "x", "add_special_tokens"),
 )
 
