@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from jaxllm.engine.llm import LLM
     from jaxllm.engine.llm_engine import LLMEngine
     from jaxllm.errors import EngineError, UserError
-    from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxllm.outputs import (
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
+    from jaxllm.pooling_params import PoolingParams
     from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
     from jaxllm.structured_outputs_params import StructuredOutputsParams
 
@@ -28,17 +37,22 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "ClassificationRequestOutput",
     "Client",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "EngineError",
     "LLMEngine",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "UserError",
     "__version__",
@@ -59,6 +73,9 @@ _HOMES = {
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
     "RequestOutput": "outputs",
+    **dict.fromkeys(("ClassificationRequestOutput", "EmbeddingRequestOutput"), "outputs"),
+    **dict.fromkeys(("PoolingRequestOutput", "ScoringRequestOutput"), "outputs"),
+    "PoolingParams": "pooling_params",
 }
 
 

@@ -24,6 +24,8 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 Precompile = Literal["covering", "background", "all"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["int8"]
+RunnerKind = Literal["auto", "generate", "pooling"]
+PoolingType = Literal["CLS", "LAST", "MEAN"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,11 @@ class EngineConfig:
     logits_processors: Sequence[Callable[..., Any] | str] = setting(
         (), "function that requests may name, as package.module:function; may be repeated", "FUNCTION"
     )
+    runner: RunnerKind = setting("auto", "what the engine does; auto: what the model was made for")
+    # Of a model that pools: "pooling_type", one of `PoolingType`, and "normalize"; what it leaves out the model says.
+    pooler_config: Mapping[str, Any] | None = setting(
+        None, 'how a model pools, as \'{"pooling_type": "MEAN", "normalize": true}\'', "JSON"
+    )
     kernels: Sequence[str] = setting(
         (),
         "operation=implementation, as paged_decode=xla; may be repeated (default: the best, see jaxllm doctor)",
@@ -108,6 +115,8 @@ class EngineConfig:
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise UserError(f"{name} must be a list, got {value!r:.80}.", name)
             object.__setattr__(self, name, tuple(value))
+        if self.pooler_config is not None:
+            _check_pooler_config(self.pooler_config)
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise UserError(f"gpu_memory_utilization must be in (0, 1], got {share!r}.", "gpu_memory_utilization")
@@ -129,6 +138,18 @@ class EngineConfig:
         if "JAXLLM_CACHE_DIR" in os.environ:
             return Path(os.environ["JAXLLM_CACHE_DIR"]).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxllm"
+
+
+def _check_pooler_config(given: Mapping[str, Any]) -> None:
+    known: dict[str, tuple[Any, ...]] = {"pooling_type": get_args(PoolingType), "normalize": (True, False)}
+    if not isinstance(given, Mapping):
+        raise UserError(f"pooler_config must be an object, got {given!r:.80}.", "pooler_config")
+    for name, value in given.items():
+        if name not in known:
+            raise UserError(f"pooler_config has no {name!r:.80}, only {' and '.join(known)}.", "pooler_config")
+        if value not in known[name]:
+            choices = ", ".join(map(str, known[name]))
+            raise UserError(f"pooler_config: {name} must be one of {choices}, got {value!r:.80}.", "pooler_config")
 
 
 class EngineArgs(EngineConfig):
@@ -188,7 +209,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "cpu_offload_gb": (0,),
     "hf_overrides": (None,),
     "task": ("auto", "generate"),
-    "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
 }
 # Arguments of vLLM, old ones too, that change no result here: any value is accepted, and one warning names them. These
@@ -220,6 +240,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": get_args(Device),
     "scheduling_policy": get_args(SchedulingPolicy),
     "precompile": get_args(Precompile),
+    "runner": get_args(RunnerKind),
     "load_format": get_args(LoadFormat),
 }
 _RANGES: dict[str, tuple[int, int]] = {

@@ -34,6 +34,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
     seed: int | None = None  # that gives the same tokens again; None where nothing is drawn
+    pooled: Any = None  # of a prompt that was pooled: its vector, float32[W]
 
     def finished(self) -> bool:
         """Whether no token will be added."""
@@ -71,8 +72,8 @@ class RequestOutput:
 class PoolingOutput:
     """What became of a prompt that was pooled, float32[W]: an embedding, or a number for each label."""
 
-    data: Any  # a numpy array
-    finish_reason: FinishReason | None = "stop"  # "error": `data` is empty
+    data: Any  # a numpy array; None where the prompt failed or was aborted
+    finish_reason: FinishReason | None = "stop"
     stop_reason: str | None = None  # why it failed
 
 
@@ -89,6 +90,20 @@ class PoolingRequestOutput:
     internal_id: str = field(default="", repr=False, compare=False)  # the engine's own id of the request
 
 
+def pooled_output(output: RequestOutput) -> PoolingRequestOutput:
+    """Return the output of a prompt that was pooled."""
+    own = output.outputs[0]
+    return PoolingRequestOutput(
+        request_id=output.request_id,
+        prompt_token_ids=output.prompt_token_ids,
+        outputs=PoolingOutput(own.pooled, own.finish_reason, None if own.stop_reason is None else str(own.stop_reason)),
+        finished=output.finished,
+        num_cached_tokens=output.num_cached_tokens,
+        metrics=output.metrics,
+        internal_id=output.internal_id,
+    )
+
+
 @dataclass(slots=True)
 class EmbeddingOutput:
     """An embedding."""
@@ -103,7 +118,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """A number for each label: probabilities, unless the activation was left out."""
+    """A number for each label: probabilities, unless `use_activation` is False."""
 
     probs: list[float]
 
@@ -132,6 +147,13 @@ class PooledRequestOutput(Generic[Pooled]):
     outputs: Pooled
     finished: bool = True
     num_cached_tokens: int | None = None
+
+
+def pooled_as(output: PoolingRequestOutput, made: Pooled) -> PooledRequestOutput[Pooled]:
+    """Return a prompt with what its task made of its vector."""
+    return PooledRequestOutput(
+        output.request_id, output.prompt_token_ids, made, output.finished, output.num_cached_tokens
+    )
 
 
 EmbeddingRequestOutput = PooledRequestOutput[EmbeddingOutput]

@@ -159,6 +159,8 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
     for literal in (kind, inner):  # a choice, or a choice or None
         if get_origin(literal) is Literal:
             return {"choices": get_args(literal)} | ({"type": _dtype} if field.name == "dtype" else {})
+    if get_origin(inner) is Mapping:
+        return {"type": _object, "metavar": field.metadata["metavar"]}
     convert = {int: _integer, float: float, str: str}[inner]
     if type(None) in members and inner is int:
         convert = _integer_or_none
@@ -168,6 +170,17 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
 def _dtype(text: str) -> str:
     """Read a type of numbers: vLLM's other names are accepted, too."""
     return DTYPE_NAMES.get(text, text)
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Read a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
 def _integer(text: str) -> int:

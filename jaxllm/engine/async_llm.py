@@ -40,7 +40,8 @@ from jaxllm.errors import (
     late,
 )
 from jaxllm.metrics import DeviceReport, Load, Metrics, Observer, StepReport
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import PoolingRequestOutput, RequestOutput, pooled_output
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.recorded import Recorder
 
@@ -181,7 +182,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | PoolingParams | None = None,
         request_id: str | None = None,
         *,
         owner: str = "",
@@ -236,6 +237,15 @@ class AsyncLLM:
             for timer in timers:
                 timer.cancel()
             self._close(stream)
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput]:
+        """Yield the one output of a prompt that is embedded, classified or scored; options as of `generate`."""
+        outputs = self.generate(prompt, pooling_params or PoolingParams(), request_id, **options)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield pooled_output(output)
 
     async def abort(self, request_ids: str | Iterable[str]) -> None:
         """End the requests of these ids, of all owners; unknown ids change nothing.
@@ -429,7 +439,7 @@ class AsyncLLM:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: SamplingParams | PoolingParams | None,
         priority: int,
         client: str | None,
         timeout: float | None,

@@ -84,6 +84,10 @@ class InputBatch:
                 chunks.append(np.asarray(sequence.tokens[start : start + length], np.int32))
         return chunks
 
+    def token_types(self, plan: Plan) -> list[np.ndarray | None]:
+        """Return the types of the tokens of a plan's whole prompts, int32[·] each; None: zeros."""
+        return [self.owner(slot).token_types for slot in plan.slots.tolist()]
+
     def scored(self, plan: Plan) -> list[Scored]:
         """List the positions to score separately: prompt tokens, and rows that want more than a step returns."""
         scored: list[Scored] = []

@@ -7,18 +7,19 @@ may be called by any thread.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine import sequence
+from jaxllm.engine import pooled_input, sequence
 from jaxllm.engine.model_info import ModelInfo
+from jaxllm.engine.prompts import Prompt, checked_ids, parts_of
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.errors import UserError, too_long
 from jaxllm.outputs import RequestMetrics
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling import sampler
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, validate_for_model
 from jaxllm.scheduler import scheduler
@@ -29,7 +30,7 @@ from jaxllm.text.repetition_detector import RepetitionDetector
 from jaxllm.text.stop_strings import StopMatcher
 from jaxllm.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | PoolingParams
 _BAD_WORD_CHARACTERS = 32  # that a token of bad_words has at most, on the average
 
 
@@ -46,10 +47,14 @@ class Accepted:
     salt: bytes
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences
     grammar: Grammar | None = None
+    pooling: PoolingParams | None = None  # of a prompt that is pooled; `params` mean nothing then
+    token_types: tuple[int, ...] | None = None
     name: str  # for logs and recordings
 
     def limit(self, max_model_len: int) -> int:
         """Return the most tokens that prompt and output can have together."""
+        if self.pooling is not None:
+            return len(self.prompt_token_ids)
         if self.params.max_tokens is None:
             return max_model_len
         return min(max_model_len, len(self.prompt_token_ids) + self.params.max_tokens)
@@ -69,14 +74,16 @@ class InputProcessor:
         self._random = np.random.default_rng(config.seed % 2**64)
         self._num_sequences = 0
 
-    def accept(self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int) -> Accepted:
+    def accept(self, request_id: str, prompt: Prompt, params: Params | None, priority: int) -> Accepted:
         """Check a request and make its token ids; a problem with it is a UserError. Any thread may call this.
 
-        `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt".
+        `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt"; of a
+        model that pools perhaps with "token_type_ids".
         """
         config, model = self._config, self._model
+        pooled_input.check_kind(params, model, config.model)
         params = model.default_params if params is None else params
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams | PoolingParams):
             raise UserError(f"Sampling parameters are a SamplingParams, not {type(params).__name__}.", "params")
         if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
             raise UserError(f"priority must be an integer, got {priority!r}.", "priority")
@@ -86,6 +93,8 @@ class InputProcessor:
                 "start the engine with scheduling_policy='priority'.",
                 "priority",
             )
+        if isinstance(params, PoolingParams):
+            return self._accept_pooled(request_id, prompt, params, int(priority))
         validate_for_model(params, model.vocab_size, config.max_logprobs, model.eos_ids, self._extras.processors)
         if params.stop and config.skip_tokenizer_init:
             raise UserError("stop needs the text, and skip_tokenizer_init left it out: use stop_token_ids.", "stop")
@@ -108,6 +117,23 @@ class InputProcessor:
         )
         scheduler.check_fits(self._limits, len(ids), accepted.limit(model.max_model_len))
         return accepted
+
+    def _accept_pooled(self, request_id: str, prompt: Prompt, params: PoolingParams, priority: int) -> Accepted:
+        """Check a prompt that is to be pooled."""
+        read = pooled_input.read(prompt, params, self._model)
+        scheduler.check_fits(self._limits, len(read.token_ids), len(read.token_ids))
+        return Accepted(
+            request_id=request_id,
+            internal_id=request_id,
+            prompt=read.text,
+            prompt_token_ids=read.token_ids,
+            params=pooled_input.SAMPLING,
+            priority=priority,
+            salt=read.salt,
+            pooling=params,
+            token_types=read.token_types,
+            name=request_id,
+        )
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Compile what an output must look like, if anything is asked."""
@@ -135,15 +161,22 @@ class InputProcessor:
             num_prompt_logprobs=params.prompt_logprobs,
         )
         salt: bytes | None = accepted.salt
-        if not self._config.enable_prefix_caching:
+        if self._limits.whole_prompts:  # there is no cache
+            salt = None
+        elif not self._config.enable_prefix_caching:
             # The n sequences of a prompt still share its blocks, under a salt that no other request has.
             salt = f"{self._num_sequences}".encode() if params.n > 1 else None
         requests = []
         for index in range(params.n):
             own = self._make_sequence(group, index, params, accepted.grammar)
+            own.pooling = accepted.pooling
+            if accepted.token_types is not None:
+                own.token_types = np.asarray(accepted.token_types, np.int32)
             group.sequences.append(own)
             # The first sequence computes the whole prompt if its log-probabilities are wanted.
             reads_cache = params.prompt_logprobs is None or index > 0
+            if self._model.pooler is not None:
+                reads_cache = self._model.pooler.pooling == "last"  # a mean needs the hidden states of all tokens
             requests.append(
                 Request(
                     sequence_id=own.sequence_id,
@@ -165,6 +198,9 @@ class InputProcessor:
         Apart from `make_group`, so that a request that could not be made changes no seed of those after it.
         """
         params, extras = accepted.params, self._extras
+        if accepted.pooling is not None:
+            group.sequences[0].row = pooled_input.ROW
+            return
         if accepted.grammar is not None:
             params = replace(params, min_tokens=0)  # its masks see to that, see constrained_rows.py
         seed = params.seed
@@ -210,31 +246,17 @@ def read_prompt(
     `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt". One that
     leaves no room for a token in `max_model_len` is refused, unless `truncate_prompt_tokens` cuts it.
     """
-    salt = b""
-    if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown:
-            raise UserError(f"{min(unknown)!r} is not something that a jaxllm prompt can have yet.", min(unknown))
-        salt = _salt(prompt["cache_salt"]) if "cache_salt" in prompt else b""
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-    elif isinstance(prompt, str):
-        text, ids = prompt, None
-    else:
-        text, ids = None, prompt
+    text, ids, salt = parts_of(prompt)
     if ids is None:
-        if not isinstance(text, str):
-            raise UserError(f"A prompt is text or a list of token ids, not {type(text).__name__}.", "prompt")
+        assert text is not None
         ids = tokenizer.encode(text_to_encode(text, params, tokenizer, max_model_len))
-    if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes):
-        raise UserError(f"A prompt is text or a list of token ids, not {type(ids).__name__}.", "prompt")
     if not len(ids):
         raise UserError("The decoder prompt cannot be empty", "prompt")
     if (kept := _num_kept(params, max_model_len)) is not None:
         ids = ids[-kept:]
     if len(ids) >= max_model_len:
         raise too_long(max_model_len, len(ids), None)
-    ids = _token_ids(ids, vocab_size)
-    return text, ids, salt
+    return text, checked_ids(ids, vocab_size), salt
 
 
 def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int) -> str:
@@ -297,27 +319,3 @@ def check_allows_a_token(
             "allowed_token_ids leave no token that can come first: bad_words, or min_tokens, forbid all of them.",
             "allowed_token_ids",
         )
-
-
-def _salt(salt: Any) -> bytes:
-    """Check a cache salt. An empty one would share blocks with requests without a salt."""
-    try:
-        if isinstance(salt, str) and salt:
-            return salt.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        pass
-    raise UserError("cache_salt must be a text that is not empty.", "cache_salt", salt)
-
-
-def _token_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Check token ids as Python integers, before numpy could wrap 2**32 + 5 to a valid one."""
-    plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-    if set(map(type, plain)) != {int}:
-        for token in plain:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise UserError(f"A token id is an integer, not {token!r}.", "prompt")
-        plain = [int(token) for token in plain]
-    if not 0 <= min(plain) <= max(plain) < vocab_size:
-        outside = next(token for token in plain if not 0 <= token < vocab_size)
-        raise UserError(f"Token id {outside} is out of vocabulary (0 to {vocab_size - 1})", "prompt")
-    return plain

@@ -15,18 +15,29 @@ from tqdm import tqdm
 from jaxllm.config import EngineConfig
 from jaxllm.engine.input_processor import Prompt
 from jaxllm.engine.llm_engine import LLMEngine
-from jaxllm.errors import UserError
-from jaxllm.outputs import RequestOutput
+from jaxllm.errors import EngineError, UserError
+from jaxllm.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    pooled_as,
+    pooled_output,
+)
+from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-_NO_POOLING = "it generates text only, and makes no embeddings, classes or scores"
 _NO_WORKERS = "there are no workers; `llm.engine` is the engine, in this process"
 _NO_SLEEP = "`llm.close()` gives the device's memory back, and a new LLM takes it again"
 _NO_QUEUE = "use `llm.engine` (add_request, step)"
 _MISSING = {  # what vLLM's `LLM` has, and what to do here
-    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _NO_POOLING),
+    "reward": "use `llm.classify(prompts, pooling_params=PoolingParams(use_activation=False))`",
     "beam_search": "SamplingParams(n=…) gives several outputs",
     **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _NO_WORKERS),
     **dict.fromkeys(("init_weight_transfer_engine", "update_weights"), "weights are loaded once"),
@@ -91,23 +102,13 @@ class LLM:
         """
         items = _as_list(prompts)
         params = self._params_for(len(items), sampling_params)
-        if priority is not None and len(priority) != len(items):
-            raise UserError(
-                f"The lengths of prompts ({len(items)}) and priority ({len(priority)}) must be the same.", "priority"
-            )
-        accepted = []
-        for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
-            final = replace(own, output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(own, SamplingParams) else own
-            rank = 0 if priority is None else priority[index]
-            accepted.append(self.engine.accept(str(self._num_requests + index), prompt, final, rank))
-        self._num_requests += len(items)
-        ids = [request.request_id for request in accepted]
-        self.engine.add(accepted)
-        try:
-            return self._run(ids, use_tqdm)
-        finally:
-            for request_id in ids:  # those that have ended are unknown by now: nothing happens to them
-                self.engine.abort_request(request_id)
+        if priority is not None:
+            _check_lengths("priority", len(items), len(priority))
+        final = [
+            replace(own, output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(own, SamplingParams) else own
+            for own in params
+        ]
+        return self._complete(items, final, use_tqdm, priority)
 
     def chat(
         self,
@@ -143,6 +144,84 @@ class LLM:
         text, ids = self.engine.model.tokenizer.encode_chat(messages, **template_args)
         return {"prompt": text, "prompt_token_ids": ids}
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Make an embedding of each prompt; outputs stand in the order of the prompts."""
+        pooled = self.encode(prompts, pooling_params, pooling_task="embed", use_tqdm=use_tqdm)
+        return [pooled_as(each, EmbeddingOutput(each.outputs.data.tolist())) for each in pooled]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """Say of each prompt how well each of a classifier's labels fits."""
+        pooled = self.encode(prompts, pooling_params, pooling_task="classify", use_tqdm=use_tqdm)
+        return [pooled_as(each, ClassificationOutput(each.outputs.data.tolist())) for each in pooled]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Say how well texts belong together: one and one, one and each of many, or pair by pair.
+
+        A cross-encoder reads both texts of a pair; of a model that embeds it is the cosine of two embeddings.
+        """
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        first = first * len(second) if len(first) == 1 else first
+        if len(first) != len(second) or not all(isinstance(text, str) for text in (*first, *second)):
+            message = f"score takes two texts, one and many, or as many as others; got {len(first)} and {len(second)}."
+            raise UserError(message, "data_2")
+        model = self.engine.model
+        if model.tasks == ("embed",):
+            texts = list(dict.fromkeys((*first, *second)))
+            params = replace(pooling_params or PoolingParams(), normalize=True)
+            embedded = self.encode(texts, params, pooling_task="embed", use_tqdm=use_tqdm)
+            of = dict(zip(texts, embedded, strict=True))
+            return [
+                replace(
+                    pooled_as(of[one], ScoringOutput(float(of[one].outputs.data @ of[other].outputs.data))),
+                    prompt_token_ids=(*of[one].prompt_token_ids, *of[other].prompt_token_ids),
+                )
+                for one, other in zip(first, second, strict=True)
+            ]
+        pairs = [model.pair(one, other) for one, other in zip(first, second, strict=True)]
+        pooled = self.encode(pairs, pooling_params, pooling_task="score", use_tqdm=use_tqdm)
+        return [pooled_as(each, ScoringOutput(float(each.outputs.data[0]))) for each in pooled]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput]:
+        """Pool each prompt for a task; `outputs.data` is a numpy array. If one prompt is refused, none runs."""
+        items = _as_list(prompts)
+        if pooling_params is None or isinstance(pooling_params, PoolingParams):
+            params = [replace(pooling_params or PoolingParams(), task=pooling_task)] * len(items)
+        else:
+            params = [replace(own, task=pooling_task) for own in pooling_params]
+            _check_lengths("pooling_params", len(items), len(params))
+        # Prompts of like lengths run together: a step is padded by its longest.
+        outputs = [pooled_output(output) for output in self._complete(items, params, use_tqdm, sorts=True)]
+        for output in outputs:
+            if output.outputs.finish_reason == "error":
+                raise EngineError(f"prompt {output.request_id} failed: {output.outputs.stop_reason}")
+        return outputs
+
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer."""
         return self.engine.model.tokenizer
@@ -164,12 +243,32 @@ class LLM:
     ) -> Sequence[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.engine.model.default_params] * count
-        if len(given) != count:
-            raise UserError(
-                f"The lengths of prompts ({count}) and sampling_params ({len(given)}) must be the same.",
-                "sampling_params",
-            )
+        _check_lengths("sampling_params", count, len(given))
         return given
+
+    def _complete(
+        self,
+        items: Sequence[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        use_tqdm: bool,
+        priority: Sequence[int] | None = None,
+        sorts: bool = False,
+    ) -> list[RequestOutput]:
+        """Run requests to their ends; with `sorts` the longest prompts go first."""
+        accepted = []
+        for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
+            rank = 0 if priority is None else priority[index]
+            accepted.append(self.engine.accept(str(self._num_requests + index), prompt, own, rank))
+        self._num_requests += len(items)
+        ids = [request.request_id for request in accepted]
+        if sorts:
+            accepted.sort(key=lambda request: -len(request.prompt_token_ids))
+        self.engine.add(accepted)
+        try:
+            return self._run(ids, use_tqdm)
+        finally:
+            for request_id in ids:  # those that have ended are unknown by now: nothing happens to them
+                self.engine.abort_request(request_id)
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
         """Step until all requests have ended."""
@@ -188,6 +287,11 @@ class LLM:
                     )
                     bar.update()
         return [done[request_id] for request_id in ids]
+
+
+def _check_lengths(name: str, num_prompts: int, count: int) -> None:
+    if count != num_prompts:
+        raise UserError(f"The lengths of prompts ({num_prompts}) and {name} ({count}) must be the same.", name)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxllm.config import EngineConfig, config_of
 from jaxllm.engine.constrained_rows import ConstrainedRows, Stuck
 from jaxllm.engine.input_batch import VARIANTS, InputBatch, RequestFault, blaming
-from jaxllm.engine.input_processor import Accepted, InputProcessor, Prompt
+from jaxllm.engine.input_processor import Accepted, InputProcessor, Params, Prompt
 from jaxllm.engine.interrupts import uninterrupted
 from jaxllm.engine.loader import Parts, load_parts
 from jaxllm.engine.output_processor import OutputProcessor
@@ -26,11 +26,13 @@ from jaxllm.errors import EngineError, RequestIdInUseError
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.runner.model_runner import HeldStep, StepInFlight
+from jaxllm.runner.pooling_runner import PooledInFlight, PoolingRunner
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
 from jaxllm.sampling import sampler
-from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
 from jaxllm.scheduler.state import BlockEvent, Plan
+
+Flight = StepInFlight | HeldStep | PooledInFlight
 
 
 class LLMEngine:
@@ -63,12 +65,14 @@ class LLMEngine:
         limits = self.runner.limits
         self.scheduler = RecordedScheduler(limits, recorder)
         self.inputs = InputProcessor(config, self.model, limits, self.runner.extras, parts.grammars)
-        self.outputs = OutputProcessor(self.model.tokenizer, self.scheduler, self.metrics, self._clock)
+        self.outputs = OutputProcessor(
+            self.model.tokenizer, self.scheduler, self.metrics, self._clock, self.model.pooler
+        )
         self._batch = InputBatch(limits.num_slots, self.runner.num_logprobs)
         self._constrained = ConstrainedRows(self._batch, parts.grammars, self.model.vocab_size)
         self._depth = 2 if config.async_scheduling else 1  # steps in flight
         # A step whose rows need masks waits for them between its halves, until the one before it is committed.
-        self._in_flight: deque[tuple[Plan, StepInFlight | HeldStep]] = deque()
+        self._in_flight: deque[tuple[Plan, Flight]] = deque()
         self._planned: Plan | None = None  # the step that is being dispatched or waited for
         self._failed_steps = FailedSteps()
         self._profile: Profile | None = None  # a trace that is being made
@@ -81,15 +85,11 @@ class LLMEngine:
         """Make an engine of `EngineArgs`, or of the arguments of `LLM`: a model and fields of `EngineConfig`."""
         return cls(config_of(engine_args, settings), progress=progress)
 
-    def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
-    ) -> None:
+    def add_request(self, request_id: str, prompt: Prompt, params: Params | None = None, priority: int = 0) -> None:
         """Queue a request; a problem with it is a UserError and leaves the engine as it was."""
         self.add([self.accept(request_id, prompt, params, priority)])
 
-    def accept(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
-    ) -> Accepted:
+    def accept(self, request_id: str, prompt: Prompt, params: Params | None = None, priority: int = 0) -> Accepted:
         """Check a request and make its token ids, see `InputProcessor.accept`; nothing is queued."""
         return self.inputs.accept(request_id, prompt, params, priority)
 
@@ -179,7 +179,7 @@ class LLMEngine:
                 raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
             plan, flight = self._in_flight.popleft()
             self._planned = plan
-            assert isinstance(flight, StepInFlight)
+            assert not isinstance(flight, HeldStep)
             with span("wait"):
                 result = flight.result()
             tokens, counts = self._constrained.take_in(self.scheduler.state, plan, result)
@@ -206,13 +206,17 @@ class LLMEngine:
                 outputs += self._recover(error)
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
 
-    def _issue(self) -> tuple[Plan, StepInFlight | HeldStep] | None:
+    def _issue(self) -> tuple[Plan, Flight] | None:
         """Plan a step and give it to the device; None if all requests wait for tokens of steps in flight."""
         with span("plan"):
             plan = self._planned = self.scheduler.plan(self._clock())
             history, extras = self._admit(plan)
         if not len(plan.slots):
             return None
+        if isinstance(self.runner, PoolingRunner):
+            with span("pack"):
+                prompts, types = self._batch.chunks(plan), self._batch.token_types(plan)
+            return plan, self.runner.pool(plan, prompts, types)
         with span("pack"):
             scored = self._batch.scored(plan)
             variant = VARIANTS[-1] if scored else self._batch.variant(plan)

@@ -18,6 +18,7 @@ from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
 from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.model_setup import prepare
+from jaxllm.runner.pooling_runner import make_runner
 from jaxllm.runner.startup_timing import Phase, Phases, describe
 from jaxllm.sampling_params import default_sampling_params
 from jaxllm.structured_output.grammars import Grammars
@@ -46,7 +47,7 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         tokenizer = NoTokenizer(str(source)) if config.skip_tokenizer_init else load_tokenizer(source)
     eos_ids = _eos_ids(tokenizer, setup.generation_config, setup.spec.vocab_size)
     default_params = default_sampling_params(setup.generation_config)
-    runner = Runner(config, setup, metrics, progress, phases=phases)
+    runner = make_runner(config, setup, metrics, progress, phases=phases)
     start_phases = phases.finished()
     text = describe(start_phases)
     if progress:
@@ -67,6 +68,9 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         num_kv_blocks=geometry.num_blocks,
         dtype=setup.dtype.name,
         device_kind=setup.devices[0].device_kind,
+        pooler=setup.pooler,
+        pooled_size=0 if setup.pooler is None else setup.pooler.size(setup.spec.width),
+        num_token_types=setup.spec.token_types,
     )
     grammars = Grammars(tokenizer, setup.spec.vocab_size, eos_ids)
     return Parts(model=model, runner=runner, grammars=grammars, start_phases=start_phases)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.model.pooler import Pooler
+from jaxllm.pooling_params import PoolingTask
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -26,3 +28,20 @@ class ModelInfo:
     num_kv_blocks: int = 0
     dtype: str = ""
     device_kind: str = ""
+    pooler: Pooler | None = None  # None: the model generates
+    pooled_size: int = 0  # numbers of a result
+    num_token_types: int = 0  # 0: tokens have no types
+
+    @property
+    def tasks(self) -> tuple[PoolingTask, ...]:
+        """What a model that pools can do with a prompt; one label is a score."""
+        if self.pooler is None:
+            return ()
+        if not self.pooler.labels:
+            return ("embed",)
+        return ("classify", "score") if len(self.pooler.labels) == 1 else ("classify",)
+
+    def pair(self, first: str, second: str) -> dict[str, Any]:
+        """Return the prompt of two texts that a cross-encoder reads together."""
+        ids, types = self.tokenizer.encode_pair(first, second)
+        return {"prompt_token_ids": ids} | ({"token_type_ids": types} if self.num_token_types else {})

@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.engine import sequence
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.metrics import Metrics
+from jaxllm.model.pooler import Pooler, finish
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.runner.scoring import Score
 from jaxllm.runner.step import Result
@@ -25,6 +26,7 @@ from jaxllm.text.tokenizer import Tokenizer
 FEW_STREAMS = 32  # running sequences up to which every token is an output of its own …
 # … and from which on so many tokens are one: an output costs 30 to 50 us, however many tokens it has.
 MANY_STREAMS_INTERVAL = 8
+_NOT_FINITE = "no token could be sampled: the logits were not finite, or all were forbidden"
 _log = logging.getLogger(__name__)
 
 
@@ -32,7 +34,12 @@ class OutputProcessor:
     """The requests of one engine that have not finished, and their sequences that have not ended."""
 
     def __init__(
-        self, tokenizer: Tokenizer, scheduler: RecordedScheduler, metrics: Metrics, clock: Callable[[], float]
+        self,
+        tokenizer: Tokenizer,
+        scheduler: RecordedScheduler,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        pooler: Pooler | None = None,
     ) -> None:
         self.groups: dict[str, SequenceGroup] = {}  # by internal id
         self.sequences: dict[int, sequence.Sequence] = {}  # by sequence id
@@ -40,6 +47,7 @@ class OutputProcessor:
         self._scheduler = scheduler
         self._metrics = metrics
         self._clock = clock
+        self._pooler = pooler
 
     def add(self, groups: Sequence[SequenceGroup]) -> None:
         """Take in requests that were queued."""
@@ -97,7 +105,7 @@ class OutputProcessor:
             if own is None:
                 continue
             changed[own.group.internal_id] = own.group
-            self._end(own, "error", "no token could be sampled: the logits were not finite, or all were forbidden")
+            self._end(own, "error", _NOT_FINITE if own.pooling is None else "its vector was not finite")
         return self.due(changed.values(), now)
 
     def fail(self, group: SequenceGroup) -> None:
@@ -131,6 +139,10 @@ class OutputProcessor:
             return
         if own.group.metrics.first_token_time is None:
             own.group.metrics.first_token_time = now
+        if own.pooling is not None and self._pooler is not None and result.pooled is not None:
+            own.pooled = finish(self._pooler, result.pooled[row], own.pooling)
+            self._end(own, "stop", None)
+            return
         if own.logprobs is not None:  # then it yields one token at most
             own.add_logprobs(self._tokenizer, own.tokens[-1], result, row)
         end = own.advance(self._tokenizer, count, events.finished.get(own.sequence_id))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.scoring import Score
 from jaxllm.runner.step import Result
 from jaxllm.sampling.sampler import Variant
@@ -44,6 +45,9 @@ class Sequence:
     extras: np.ndarray | None = None  # its packed extras, see sampling.Extras
     repetition: RepetitionDetector | None = None
     constraint: Constraint | None = None  # the grammar that it obeys, as far as it has come
+    pooling: PoolingParams | None = None  # of a prompt that is pooled: it yields a vector, and no tokens
+    token_types: np.ndarray | None = None  # of its prompt, int32; None: zeros
+    pooled: np.ndarray | None = None  # its vector, float32[W]
     text: list[str] = field(default_factory=list)  # in pieces
     num_read: int = 0  # output tokens that `text` is made of
     num_shown: int = 0  # output tokens that `show` has returned; -1 once it returned the end
@@ -172,6 +176,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             seed=None if self.params.temperature == 0.0 else _signed(self.seed),
+            pooled=self.pooled,
         )
 
     def _append(self, text: str) -> None:

@@ -355,3 +355,45 @@ def slides(fields: Fields, pattern: int | None = None) -> tuple[bool, ...]:
     """Let all layers slide, but for every `pattern`th."""
     layers = range(fields.layers())
     return tuple(pattern is None or (layer + 1) % pattern != 0 for layer in layers)
+
+
+def read_learned(fields: Fields, *, width: int, num_heads: int, num_layers: int, **own: Any) -> Spec:
+    """Read what the older families share: learned positions, layer norms, biases, one key head per query head."""
+    if width % num_heads != 0:
+        raise UserError(f"config.json: the width {width} is not a multiple of {num_heads} heads.")
+    shared: dict[str, Any] = {
+        "num_layers": num_layers,
+        "width": width,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_size": width // num_heads,
+        "vocab_size": fields.size("vocab_size"),
+        "windows": (None,) * num_layers,
+        "ropes": (None,) * num_layers,
+        "attention_scale": (width // num_heads) ** -0.5,
+        "norm": "layer",
+        "norm_bias": True,
+        "learned_positions": True,
+        "mlp_gated": False,
+        "tie_embeddings": fields.take("tie_word_embeddings", bool, True),
+    }
+    return Spec(**(shared | own))
+
+
+def read_two_ropes(
+    fields: Fields, windows: tuple[int | None, ...], head_size: int, max_position: int, thetas: tuple[float, float]
+) -> tuple[Rope, ...]:
+    """Read two rotations, of the layers that see everything and of those with a window; the latter is never scaled.
+
+    In the older spelling "rope_scaling" is that of the former. The length has any scaling in it already.
+    """
+    newer = fields.inner("rope_parameters")
+    settings = (
+        newer.inner("full_attention") if newer.has("full_attention") else fields.inner("rope_scaling"),
+        newer.inner("sliding_attention"),
+    )
+    newer.finish()
+    whole, local = (
+        parse_rope(one, head_size, max_position, None, theta)[0] for one, theta in zip(settings, thetas, strict=True)
+    )
+    return tuple(local if window else whole for window in windows)

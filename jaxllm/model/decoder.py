@@ -23,7 +23,9 @@ from jax import Array, lax, named_scope
 from jaxtyping import Float, Int
 
 from jaxllm.model import layers, mla, moe
+from jaxllm.model import pooler as pooling
 from jaxllm.model.parameters import Part, Weight
+from jaxllm.model.pooler import Pooler
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
 
 Leaf = TypeVar("Leaf")
@@ -73,6 +75,7 @@ class Context:
     attend: Attend
     linear: Linear = plain_linear
     axis: str = "tp"
+    token_types: Array | None = None  # int32[T]; None: all are of type 0
 
 
 @flax.struct.dataclass
@@ -83,28 +86,39 @@ class Params(Generic[Leaf]):
     layers: tuple[dict[str, Leaf], ...]
 
 
-def declare(spec: Spec, shards: int, quantization: str | None = None) -> Params[Weight]:
+def declare(spec: Spec, shards: int, quantization: str | None = None, pooler: Pooler | None = None) -> Params[Weight]:
     """List every weight of the decoder as it is laid out over `shards` devices. Matrices are [out, in].
 
-    With the quantization "int8", matrices of the plain decoder and the head are such; experts and latent attention have
-    none (`model_setup.prepare` refuses them), and embeddings have only as the head that they are tied to.
+    A model with a pooler has that in the place of a head. With the quantization "int8", matrices of the plain decoder
+    and the head are such; experts and latent attention have none (`model_setup.prepare` refuses them), and embeddings
+    have only as the head that they are tied to.
     """
     vocabulary = -(-spec.vocab_size // shards) * shards  # rows beyond the real ones are zero and are never sampled
-    head = "embed" if spec.tie_embeddings else "head"
-    embedding = {
+    head = None if pooler else "embed" if spec.tie_embeddings else "head"
+    top = {
         name: Weight(
             (vocabulary, spec.width), ("vocab", "width"), (Part(name, spec.vocab_size),), is_product=name == head
         )
         for name in dict.fromkeys(("embed", head))
+        if name is not None
     }
-    if spec.learned_positions:
-        rows = spec.max_position + spec.position_offset
-        embedding["positions"] = Weight((rows, spec.width), ("position", "width"), (Part("positions", rows),))
+    rows = spec.max_position + spec.position_offset
+    for name, size in (("positions", spec.learned_positions * rows), ("token_types", spec.token_types)):
+        if size:
+            top[name] = Weight((size, spec.width), ("position", "width"), (Part(name, size),))
+    if spec.relative_buckets:
+        part = Part("relative_bias", spec.relative_buckets)
+        top["relative_bias"] = Weight((spec.relative_buckets, spec.num_heads), (None, "heads"), (part,))
+    for name, is_there in (("embed_norm", spec.embed_norm), ("final_norm", spec.final_norm)):
+        top |= _norm_weights(spec, name) if is_there else {}
+    top |= pooling.declare(pooler, spec.width) if pooler else {}
     attention = _attention_weights(spec, shards) if spec.latent is None else _latent_weights(spec, spec.latent)
     plain, routed = attention | _mlp_weights(spec), attention | _expert_weights(spec)
     has_experts = spec.experts.layers if spec.experts else (False,) * spec.num_layers
-    each = tuple(routed if is_routed else plain for is_routed in has_experts)
-    declared = Params(embedding | _norm_weights(spec, "final_norm"), each)
+    each = [routed if is_routed else plain for is_routed in has_experts]
+    if spec.embed_norm:
+        each[0] = {name: weight for name, weight in each[0].items() if not name.startswith("attn_norm")}
+    declared = Params(top, tuple(each))
     if quantization is None:
         return declared
     return Params(_as_int8(declared.top), tuple(map(_as_int8, declared.layers)))
@@ -120,7 +134,7 @@ def _attention_weights(spec: Spec, shards: int) -> dict[str, Weight]:
     rows = queries + 2 * keys * copies
     parts = (("q", queries, 1), ("k", keys, copies), ("v", keys, copies))
     block = spec.head_size
-    weights = {} if spec.norm_place == "post" else _norm_weights(spec, "attn_norm")
+    weights = {} if spec.norm_place in ("post", "after") else _norm_weights(spec, "attn_norm")
     pieces = tuple(Part(name, size, number, block) for name, size, number in parts)
     weights["qkv"] = Weight((rows, spec.width), ("heads", "width"), pieces, is_product=True)
     if spec.qkv_bias:
@@ -162,7 +176,7 @@ def _expert_weights(spec: Spec) -> dict[str, Weight]:
 def _mlp_weights(spec: Spec) -> dict[str, Weight]:
     names = ("gate", "up") if spec.mlp_gated else ("up",)
     rows = len(names) * spec.ffn_width
-    has_norm = spec.norm_place != "post" and spec.residual != "parallel, one norm"
+    has_norm = spec.norm_place not in ("post", "after") and spec.residual != "parallel, one norm"
     weights = _norm_weights(spec, "mlp_norm") if has_norm else {}
     pieces = tuple(Part(name, spec.ffn_width) for name in names)
     weights["up"] = Weight((rows, spec.width), ("ffn", "width"), pieces, is_product=True)
@@ -192,19 +206,23 @@ def forward(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context
 
 
 def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context) -> Float[Array, "T D"]:
-    """Look up the embeddings of `tokens` [T], with learned positions where the model has them."""
+    """Look up the embeddings of `tokens` [T], with learned positions, types and a norm where the model has them."""
     with named_scope("embedding"):
         table = params.top["embed"]  # [Vx, D]
         size = -(-spec.vocab_size // lax.axis_size(context.axis))  # Vx
         row = tokens - lax.axis_index(context.axis) * size
         is_here = (row >= 0) & (row < size)
-        found = layers.lookup(table, row, params.top["final_norm"].dtype)  # norms are never quantized
+        norm = params.top["final_norm" if spec.final_norm else "embed_norm"]
+        found = layers.lookup(table, row, norm.dtype)  # norms are never quantized
         x = _all_reduce(jnp.where(is_here[:, None], found, 0), context.axis)
         if spec.embed_scale != 1.0:
             x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded to the weights' type, as the models were trained
         if spec.learned_positions:
             x = x + params.top["positions"].at[context.positions + spec.position_offset].get(mode="clip")
-        return x
+        if spec.token_types:
+            types = 0 if context.token_types is None else context.token_types
+            x = x + params.top["token_types"].at[types].get(mode="clip")
+        return _norm(spec, params.top, "embed_norm", x)
 
 
 def run_layers(
@@ -226,16 +244,16 @@ def run_layers(
         weights = params.layers[layer]
         with named_scope(f"layer_{layer:02}/attention"):
             mixed = _mixer(spec, weights, layer, _norm(spec, weights, "attn_norm", x), turns, context)
-            attended = x + _scaled(_norm(spec, weights, "attn_post_norm", mixed), spec.residual_scale)
+            attended = _added(spec, weights, "attn_post_norm", x, mixed)
         x = attended if spec.residual == "serial" else x
         with named_scope(f"layer_{layer:02}/mlp"):
             mixed = _feed_forward(spec, weights, layer, _norm(spec, weights, mlp_norm, x), context)
-            x = attended + _scaled(_norm(spec, weights, "mlp_post_norm", mixed), spec.residual_scale)
+            x = _added(spec, weights, "mlp_post_norm", attended, mixed)
     return x
 
 
 def final_norm(spec: Spec, params: Params[Array], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    """Norm the last layer's output."""
+    """Norm the last layer's output, where the model does."""
     with named_scope("final_norm"):
         return _norm(spec, params.top, "final_norm", x)
 
@@ -248,6 +266,13 @@ def head(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Floa
     weight = params.top["embed" if spec.tie_embeddings else "head"]  # [Vx, D]
     with named_scope("logits"):
         return layers.softcap(_scaled(layers.linear(hidden, weight), spec.logit_scale), spec.logit_softcap)
+
+
+def _added(spec: Spec, weights: Arrays, name: str, x: Array, mixed: Array) -> Array:
+    """Add what a layer's half computed to its input; the norm `name` is of one or of the sum."""
+    if spec.norm_place == "after":
+        return _norm(spec, weights, name, x + _scaled(mixed, spec.residual_scale))
+    return x + _scaled(_norm(spec, weights, name, mixed), spec.residual_scale)
 
 
 def _scaled(x: Array, factor: float) -> Array:

@@ -9,8 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.model.config_fields import Fields, parse_rope, read_decoder, read_multipliers, read_windows, slides
-from jaxllm.model.family import LLAMA_TENSORS, Family, named
+from jaxllm.model.config_fields import (
+    Fields,
+    read_decoder,
+    read_learned,
+    read_multipliers,
+    read_two_ropes,
+    read_windows,
+    slides,
+)
+from jaxllm.model.family import LLAMA_TENSORS, Family, named, one_product, two_products
 from jaxllm.model.spec import Spec
 
 _BIASES = ("qkv_bias", "out_bias", "mlp_bias")
@@ -46,7 +54,8 @@ def _qwen3(fields: Fields) -> Spec:
 
 def _gemma(fields: Fields, **own: Any) -> Spec:
     """Read what the three of them share; the first has only this."""
-    fields.only("use_bidirectional_attention", False)
+    if "is_causal" not in own:
+        fields.only("use_bidirectional_attention", False)
     for key in ("hidden_act", "hidden_activation"):  # an old name, and "gelu" an old value, of the same
         fields.only(key, "gelu", "gelu_pytorch_tanh")
     shared: dict[str, Any] = {
@@ -75,14 +84,8 @@ def _gemma2(fields: Fields, pattern: int = 2, **own: Any) -> Spec:
 def _gemma3(fields: Fields) -> Spec:
     fields.only("attn_logit_softcapping")
     pattern = fields.size("sliding_window_pattern", fields.size("_sliding_window_pattern", 6))
-    head_size, max_position = fields.size("head_dim", 256), fields.size("max_position_embeddings")
-    # Two rotations; in the older spelling "rope_theta" and "rope_scaling" are those of the layers that see everything.
-    theta = fields.positive("rope_theta", 1e6), fields.positive("rope_local_base_freq", 1e4)
-    newer = fields.inner("rope_parameters")
-    whole = newer.inner("full_attention") if newer.has("full_attention") else fields.inner("rope_scaling")
-    whole_rope, _ = parse_rope(whole, head_size, max_position, None, theta[0])  # the length has the scaling in it
-    local_rope, _ = parse_rope(newer.inner("sliding_attention"), head_size, max_position, None, theta[1])
-    newer.finish()
+    thetas = fields.positive("rope_theta", 1e6), fields.positive("rope_local_base_freq", 1e4)
+    is_causal = not fields.take("use_bidirectional_attention", bool, False)
     spec = _gemma2(
         fields,
         pattern,
@@ -90,8 +93,12 @@ def _gemma3(fields: Fields) -> Spec:
         ropes=(),
         attention_softcap=None,
         logit_softcap=fields.optional("final_logit_softcapping", float),
+        is_causal=is_causal,
     )
-    return replace(spec, ropes=tuple(local_rope if window else whole_rope for window in spec.windows))
+    # The file says how far a token sees to both sides together.
+    windows = tuple(window if is_causal or window is None else window // 2 + 1 for window in spec.windows)
+    ropes = read_two_ropes(fields, windows, spec.head_size, spec.max_position, thetas)
+    return replace(spec, windows=windows, ropes=ropes)
 
 
 def _phi3(fields: Fields) -> Spec:
@@ -276,36 +283,13 @@ def _exaone4(fields: Fields) -> Spec:
     )
 
 
-def _learned(fields: Fields, *, width: int, num_heads: int, num_layers: int, **own: Any) -> Spec:
-    """Read what the older families share: learned positions, layer norms, biases, one key head per query head."""
-    if width % num_heads != 0:
-        raise UserError(f"config.json: the width {width} is not a multiple of {num_heads} heads.")
-    return Spec(
-        num_layers=num_layers,
-        width=width,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=width // num_heads,
-        vocab_size=fields.size("vocab_size"),
-        windows=(None,) * num_layers,
-        ropes=(None,) * num_layers,
-        attention_scale=(width // num_heads) ** -0.5,
-        norm="layer",
-        norm_bias=True,
-        learned_positions=True,
-        mlp_gated=False,
-        tie_embeddings=fields.take("tie_word_embeddings", bool, True),
-        **own,
-    )
-
-
 def _gpt2(fields: Fields) -> Spec:
     fields.only("scale_attn_weights", True)
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.only("reorder_and_upcast_attn", False, True)  # scores are float32 here in any case
     width, positions = fields.size("n_embd"), fields.size("n_positions", 1024)
     fields.only("n_ctx", positions)
-    return _learned(
+    return read_learned(
         fields,
         width=width,
         num_heads=fields.size("n_head"),
@@ -324,7 +308,7 @@ def _opt(fields: Fields) -> Spec:
     fields.only("_remove_final_layer_norm", False)
     fields.only("layer_norm_elementwise_affine", True)
     fields.only("word_embed_proj_dim", width)
-    return _learned(
+    return read_learned(
         fields,
         width=width,
         num_heads=fields.size("num_attention_heads"),
@@ -399,15 +383,27 @@ _OPT_TENSORS = named(
     }
 )
 
+
+def _with_poolers(name: str) -> tuple[str, ...]:
+    """List a family's architectures: one generates, the others embed and classify."""
+    return f"{name}ForCausalLM", f"{name}Model", f"{name}ForSequenceClassification"
+
+
 DENSE: tuple[Family, ...] = (
-    Family(("LlamaForCausalLM",), _llama),
-    Family(("MistralForCausalLM",), _mistral),
-    Family(("Qwen2ForCausalLM",), _qwen2),
-    Family(("Qwen3ForCausalLM",), _qwen3),
-    Family(("GemmaForCausalLM",), _gemma),
-    Family(("Gemma2ForCausalLM",), _gemma2, _GEMMA2_TENSORS),
-    Family(("Gemma3ForCausalLM",), _gemma3, _GEMMA2_TENSORS),
-    Family(("Phi3ForCausalLM",), _phi3, _PHI3_TENSORS),
+    Family(_with_poolers("Llama"), _llama, head=one_product),
+    Family(_with_poolers("Mistral"), _mistral, head=one_product),
+    Family(_with_poolers("Qwen2"), _qwen2, head=one_product),
+    Family(("Qwen2ForRewardModel",), _qwen2, head=two_products("last", "score.0", "relu", "score.2")),
+    Family(_with_poolers("Qwen3"), _qwen3, head=one_product),
+    Family(_with_poolers("Gemma"), _gemma, head=one_product),
+    Family(_with_poolers("Gemma2"), _gemma2, _GEMMA2_TENSORS, head=one_product),
+    Family(
+        ("Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3TextForSequenceClassification"),
+        _gemma3,
+        _GEMMA2_TENSORS,
+        head=one_product,
+    ),
+    Family(_with_poolers("Phi3"), _phi3, _PHI3_TENSORS, head=one_product),
     Family(("Olmo2ForCausalLM",), _olmo2, _POST_TENSORS),
     Family(("GraniteForCausalLM",), _granite),
     Family(("SmolLM3ForCausalLM",), _smollm3),

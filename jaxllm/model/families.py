@@ -1,7 +1,8 @@
 """The table of model families: which row a config.json belongs to, and the Spec that the row makes of it.
 
-The rows are in `dense_families` and `moe_families`, the only files that know family names. A key that the row's
-reader did not look at, and that is not known to be without effect on the computation, is an error that names it.
+The rows are in `dense_families`, `moe_families` and `encoder_families`, the only files that know family names. A key
+that the row's reader did not look at, and that is not known to be without effect on the computation, is an error that
+names it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm.model.config_fields import Fields
 from jaxllm.model.dense_families import DENSE
+from jaxllm.model.encoder_families import ENCODERS
 from jaxllm.model.family import Family
 from jaxllm.model.moe_families import ROUTED
 from jaxllm.model.spec import Spec
 
-FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED)
+FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS)
 
 # Keys about training, bookkeeping, other programs, or things the engine reads elsewhere (token ids): no effect on the
 # forward pass.
@@ -35,7 +37,11 @@ _WITHOUT_EFFECT = frozenset(
     output_router_logits router_aux_loss_coef router_jitter_noise aux_loss_alpha seq_aux ep_size
     transformers.js_config custom_pipelines max_sequence_length n_special predict_special_tokens output_past _num_labels
     tf_legacy_loss do_sample max_length early_stopping num_beam_groups diversity_penalty length_penalty output_scores
-    return_dict_in_generate remove_invalid_values
+    return_dict_in_generate remove_invalid_values sentence_transformers sbert_ce_default_activation_function
+    matryoshka_dimensions is_matryoshka classifier_pooling classifier_bias classifier_activation qa_dropout
+    seq_classif_dropout mlp_dropout decoder_bias deterministic_flash_attn sparse_prediction sparse_pred_ignore_index
+    initializer_cutoff_factor reference_compile repad_logits_with_grad directionality pooler_fc_size
+    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type tie_weights_
     """.split()
 )
 # Sampling settings, which transformers 4 wrote here with the values that change nothing.

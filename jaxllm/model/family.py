@@ -9,7 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jaxllm.model.config_fields import Fields
+from jaxllm.model.pooler import Activation, Dense, Pooling
 from jaxllm.model.spec import Spec
+
+# Says of a classifier's config.json, the model's width and the number of labels what makes its numbers.
+Head = Callable[[Fields, int, int], tuple[Pooling, tuple[Dense, ...]]]
 
 
 def named(stems: Mapping[str, str]) -> dict[str, str]:
@@ -48,6 +52,20 @@ LLAMA_TENSORS = named(
 )
 
 
+def one_product(fields: Fields, width: int, labels: int) -> tuple[Pooling, tuple[Dense, ...]]:
+    """Classify by the last token, as decoders do."""
+    return "last", (Dense(labels, bias=False, stem="score"),)
+
+
+def two_products(pooling: Pooling, inner: str, activation: Activation, outer: str) -> Head:
+    """Classify by two products with an activation between, given what their tensors are called."""
+
+    def head(fields: Fields, width: int, labels: int) -> tuple[Pooling, tuple[Dense, ...]]:
+        return pooling, (Dense(width, activation=activation, stem=inner), Dense(labels, stem=outer))
+
+    return head
+
+
 @dataclass(frozen=True)
 class Family:
     """One row of the table. `prefix` is what tensor names may start with; they are compared without it.
@@ -55,7 +73,8 @@ class Family:
     Parts that name the same tensor lie in it one after the other, `alternating` ones row by row, or head by head. Those
     named in `transposed` are stored [in, out]. A part of an expert (or head) whose name has no second {} is a tensor of
     all of them. `ignored` are endings of tensor names that hold no weights; `has_layers_behind`: nor do layers behind
-    the last.
+    the last; `heads` are beginnings of names of heads, which an embedder does not need. `head` is that of the
+    classifiers among the architectures, None where there are none.
     """
 
     architectures: tuple[str, ...]
@@ -66,3 +85,5 @@ class Family:
     alternating: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     has_layers_behind: bool = False
+    heads: tuple[str, ...] = ()
+    head: Head | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,21 @@ def inside(folder: Path, name: str, parameter: str = "model") -> Path:
 
 def read_object(folder: Path, name: str, parameter: str = "model") -> dict[str, Any] | None:
     """Read a JSON object; None where the folder has no such file, a UserError where it holds anything else."""
+    return _read_json(folder, name, parameter, parse_object)
+
+
+def read_objects(folder: Path, name: str, parameter: str = "model") -> list[dict[str, Any]] | None:
+    """Read a list of JSON objects, as `read_object` does one."""
+    return _read_json(folder, name, parameter, parse_objects)
+
+
+def _read_json(folder: Path, name: str, parameter: str, parse: Callable[[bytes], Any]) -> Any:
     path = inside(folder, name, parameter)
     raw = _read(path, MOST_BYTES, parameter)
     if raw is None:
         return None
     try:
-        return parse_object(raw)
+        return parse(raw)
     except ValueError as error:
         raise UserError(f"{path} {error}.", parameter) from None
 
@@ -58,17 +68,29 @@ def read_template(folder: Path, name: str) -> str | None:
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Read a JSON object in which every name stands once; anything else is a ValueError that says what it is."""
+    value = _parse(raw)
+    if not isinstance(value, dict):
+        raise ValueError(f"must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def parse_objects(raw: bytes) -> list[dict[str, Any]]:
+    """Read a list of JSON objects, as `parse_object` does one."""
+    value = _parse(raw)
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ValueError("must hold a list of JSON objects")
+    return value
+
+
+def _parse(raw: bytes) -> Any:
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=_unique)
+        return json.loads(raw.decode(), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 (byte {error.start})") from None
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def _read(path: Path, most: int, parameter: str) -> bytes | None:

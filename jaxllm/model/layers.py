@@ -153,3 +153,18 @@ def rotation(rope: Rope, positions: Array) -> tuple[Array, Array]:
     """Compute cosine and sine, each [T, size / 2] float32, of every token's rotation."""
     angles = positions.astype(jnp.float32)[:, None] * inverse_frequencies(rope)  # [T, size / 2]
     return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
+
+
+def relative_bias(table: Array, length: int, buckets: int, distance: int) -> Array:
+    """Give what is added to the scores of each query and key: [H, length, length] of `table` [buckets, H].
+
+    Half of the buckets are for keys behind the query. Of each half, one half is for single distances, the other for
+    ranges that grow evenly in logarithm up to `distance` (Raffel et al. 2020, §2.1).
+    """
+    steps = np.arange(1 - length, length, dtype=np.float32)  # from the query to the key
+    half, exact = buckets // 2, buckets // 4
+    far = np.log(np.maximum(np.abs(steps), 1) / exact) / math.log(distance / exact) * (half - exact)
+    near = np.where(np.abs(steps) < exact, np.abs(steps), np.minimum(exact + np.trunc(far), half - 1))
+    values = table[(near + half * (steps > 0)).astype(np.int32)]  # [2 length - 1, H]
+    places = jnp.arange(length)
+    return values.T[:, places - places[:, None] + length - 1]

@@ -150,7 +150,7 @@ class Spec:
     embed_scale: float = 1.0
     tie_embeddings: bool = False  # the output head is the token embedding
     is_causal: bool = True  # False: a token sees those behind it too; a window is then how far it sees to both sides
-    embed_norm: bool = False
+    embed_norm: bool = False  # … and with it, where norms are before, none before the first layer's attention
     final_norm: bool = True
     token_types: int = 0  # rows of a learned table that is added to embeddings: the first text of a pair, the second
     relative_buckets: int = 0  # a stored number per head for each bucket of distances is added to scores (T5's)

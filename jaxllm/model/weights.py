@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ from tqdm import tqdm
 
 from jaxllm.errors import UserError
 from jaxllm.model import int8, orbax_checkpoint
+from jaxllm.model import pooler as pooling
 from jaxllm.model.checkpoint import Tensor, open_tensors
 from jaxllm.model.decoder import Leaf, Params, declare
 from jaxllm.model.families import Family
-from jaxllm.model.files import read_object
+from jaxllm.model.files import inside, read_object
 from jaxllm.model.parameters import Comb, Part, Weight
+from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import SPLIT_AXES, named
 from jaxllm.model.spec import Spec
 
@@ -62,7 +64,8 @@ def resolve(model: str, revision: str | None = None, tokenizer_only: bool = Fals
                 model,
                 revision=revision,
                 allow_patterns=_TOKENIZER_FILES if tokenizer_only else [*_TOKENIZER_FILES, "*.safetensors"],
-                ignore_patterns=["*/*", "consolidated*"],  # other formats of the same weights
+                # Other formats of the same weights; folders like 1_Pooling are parts of the model.
+                ignore_patterns=["[!0-9]*/*", "?[!_]*/*", "consolidated*"],
             )
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
@@ -109,13 +112,14 @@ def check_shards(spec: Spec, shards: int) -> None:
             )
 
 
-def check(folder: Path, spec: Spec, family: Family, shards: int) -> None:
+def check(folder: Path, spec: Spec, family: Family, shards: int, pooler: Pooler | None = None) -> None:
     """Refuse a checkpoint whose files are broken or do not hold the weights of `spec`; reads headers only."""
     check_shards(spec, shards)
+    declared = declare(spec, shards, pooler=pooler)
     if orbax_checkpoint.is_here(folder):
-        orbax_checkpoint.check(folder, declare(spec, shards))
+        orbax_checkpoint.check(folder, declared)
         return
-    _find_sources(declare(spec, shards), family, _by_name(open_tensors(folder), family))
+    _open_sources(folder, declared, family, pooler)
 
 
 def load(
@@ -126,6 +130,7 @@ def load(
     dtype: DTypeLike,
     progress: bool = False,
     quantization: str | None = None,
+    pooler: Pooler | None = None,
 ) -> Params[Array]:
     """Read a checkpoint into arrays of `dtype`, and into an `Int8` what is quantized, as `decoder.declare` says.
 
@@ -135,11 +140,10 @@ def load(
     """
     shards = mesh.devices.size
     check_shards(spec, shards)
-    declared = declare(spec, shards, quantization)
+    declared = declare(spec, shards, quantization, pooler)
     if orbax_checkpoint.is_here(folder):
         return orbax_checkpoint.load(folder, declared, mesh, dtype, progress)
-    tensors = _by_name(open_tensors(folder), family)
-    sources = _find_sources(declared, family, tensors)
+    sources = _open_sources(folder, declared, family, pooler)
     total = num_bytes(jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declared))
     bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress)
     pending: Any = None
@@ -175,10 +179,12 @@ class StoredPart:
     release: Callable[[], None]
 
 
-def stored_parts(folder: Path, spec: Spec, family: Family) -> dict[orbax_checkpoint.Name, StoredPart]:
+def stored_parts(
+    folder: Path, spec: Spec, family: Family, pooler: Pooler | None = None
+) -> dict[orbax_checkpoint.Name, StoredPart]:
     """Look up every part of every weight in a safetensors checkpoint, by layer and name; refuses what `load` does."""
-    declared = declare(spec, 1)
-    sources = _find_sources(declared, family, _by_name(open_tensors(folder), family))
+    declared = declare(spec, 1, pooler=pooler)
+    sources = _open_sources(folder, declared, family, pooler)
     return {
         (layer, name): StoredPart(source.whole(part), source.tensor.release)
         for layer, weights in [(None, declared.top), *enumerate(declared.layers)]
@@ -189,12 +195,13 @@ def stored_parts(folder: Path, spec: Spec, family: Family) -> dict[orbax_checkpo
     }
 
 
-def abstract(spec: Spec, mesh: Mesh, dtype: DTypeLike, quantization: str | None = None) -> Params[jax.ShapeDtypeStruct]:
+def abstract(
+    spec: Spec, mesh: Mesh, dtype: DTypeLike, quantization: str | None = None, pooler: Pooler | None = None
+) -> Params[jax.ShapeDtypeStruct]:
     """Describe the parameters, shapes, type and shardings, with nothing allocated: what programs are compiled for."""
     shards = mesh.devices.size
     check_shards(spec, shards)
-
-    return jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declare(spec, shards, quantization))
+    return jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declare(spec, shards, quantization, pooler))
 
 
 def num_bytes(tree: Any) -> int:
@@ -203,7 +210,12 @@ def num_bytes(tree: Any) -> int:
 
 
 def load_random(
-    spec: Spec, mesh: Mesh, dtype: DTypeLike, seed: int = 0, quantization: str | None = None
+    spec: Spec,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    seed: int = 0,
+    quantization: str | None = None,
+    pooler: Pooler | None = None,
 ) -> Params[Array]:
     """Make parameters of the right shapes without a checkpoint: deviation 0.02, norms neutral."""
     shards = mesh.devices.size
@@ -214,7 +226,7 @@ def load_random(
         array = _random_maker(weight, weight.type_of(jnp.dtype(dtype)), mesh)(seeds.integers(2**32, dtype=np.uint32))
         return int8.quantize(array, weight, mesh) if weight.is_int8 else array
 
-    return _build(declare(spec, shards, quantization), build)
+    return _build(declare(spec, shards, quantization, pooler), build)
 
 
 def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], Leaf]) -> Params[Leaf]:
@@ -281,13 +293,25 @@ class _Source:
 Sources = dict[tuple[int | None, str], tuple[tuple[_Source, ...], ...]]
 
 
-def _by_name(tensors: dict[str, Tensor], family: Family) -> dict[str, Tensor]:
-    """Drop the family's prefix: a checkpoint saved from the bare model, without the head, lacks it."""
-    return {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
+def _open_sources(folder: Path, declared: Params[Weight], family: Family, pooler: Pooler | None) -> Sources:
+    """Look up the tensors behind every weight of a folder; refuse missing, misshapen and unexpected ones."""
+    # A checkpoint saved from the bare model, without the head, lacks the prefix.
+    tensors = {_usual(name.removeprefix(family.prefix)): tensor for name, tensor in open_tensors(folder).items()}
+    names = dict(family.tensors)
+    if pooler is not None:
+        names |= pooling.tensors(pooler)
+        for path in {dense.stem.rpartition("/")[0] for dense in pooler.layers} - {""}:
+            inside(folder, path)
+            tensors |= {f"{path}/{name}": tensor for name, tensor in open_tensors(folder / path).items()}
+    return _find_sources(declared, replace(family, tensors=names), tensors)
+
+
+def _usual(name: str) -> str:
+    """Rename what the first checkpoints of transformers have under other names."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _find_sources(declared: Params[Weight], family: Family, tensors: dict[str, Tensor]) -> Sources:
-    """Look up the tensors behind every weight; refuse missing, misshapen and unexpected ones."""
     sources: Sources = {}
     used: set[str] = set()
     for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
@@ -302,7 +326,8 @@ def _find_sources(declared: Params[Weight], family: Family, tensors: dict[str, T
     copies = set() if "head" in declared.top else {family.tensors["head"]}
     behind = f"layers.{len(declared.layers)}."  # layers that guess further tokens ahead, which are not built
     for name in sorted(set(tensors) - used - copies):
-        if not name.endswith(family.ignored) and not (family.has_layers_behind and name.startswith(behind)):
+        is_behind = family.has_layers_behind and name.startswith(behind)
+        if not name.endswith(family.ignored) and not name.startswith(family.heads) and not is_behind:
             raise UserError(
                 f"{tensors[name].file.name}: tensor {tensors[name].name} is not part of the model that config.json "
                 "describes; the two do not belong together.",

@@ -139,14 +139,15 @@ class FileRecorder:
     def _disguised(self, tokens: np.ndarray, events: Events, pseudonyms: Pseudonyms) -> np.ndarray:
         """Return a step's tokens with a pseudonym for each that a request got."""
         known = np.full(tokens.shape, _PSEUDONYM, np.int32)
-        rows = known.reshape(len(known), -1)
-        given = iter(events.tokens.tolist())
-        for row, sequence, count in zip(events.rows.tolist(), events.ids.tolist(), events.counts.tolist(), strict=True):
-            is_stopped = events.finished.get(sequence) == "stop"
-            for place in range(count):
-                token = next(given)
-                is_stop = is_stopped and place == count - 1  # no block of such a token is ever shared
-                rows[row, place] = token if is_stop else pseudonyms.extend(sequence, token)
+        sequences = np.repeat(events.ids, events.counts)
+        hidden = np.asarray(pseudonyms.extend(sequences.tolist(), events.tokens.tolist()), np.int32)
+        ends = np.cumsum(events.counts)
+        for sequence, reason in events.finished.items():
+            if reason == "stop":  # no block of such a token is ever shared
+                last = ends[events.ids == sequence] - 1
+                hidden[last] = events.tokens[last]
+        places = np.arange(len(hidden)) - np.repeat(ends - events.counts, events.counts)
+        known.reshape(len(known), -1)[np.repeat(events.rows, events.counts), places] = hidden
         return known
 
     def close(self) -> None:
@@ -192,18 +193,20 @@ class Pseudonyms:
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
-        self._states: dict[int, bytes] = {}  # by sequence: the hash of all its tokens
+        self._states: dict[int, bytes] = {}  # by sequence: the hash of the key and all its tokens
 
-    def begin(self, sequence: int, tokens: Iterable[int]) -> array[int]:
+    def begin(self, sequence: int, tokens: Sequence[int]) -> array[int]:
         """Return the pseudonyms of a new sequence's prompt."""
-        self._states[sequence] = b""
-        return array("i", (self.extend(sequence, token) for token in tokens))
+        self._states[sequence] = self._key
+        return array("i", self.extend([sequence] * len(tokens), tokens))
 
-    def extend(self, sequence: int, token: int) -> int:
-        """Return the pseudonym of a sequence's next token."""
-        state = blake2b(self._states[sequence] + token.to_bytes(4, "little"), key=self._key, digest_size=16).digest()
-        self._states[sequence] = state
-        return _PSEUDONYM | int.from_bytes(state[:4], "little") >> 2
+    def extend(self, sequences: Sequence[int], tokens: Sequence[int]) -> list[int]:
+        """Return the pseudonyms of further tokens, each the next of its sequence."""
+        states, hidden = self._states, []
+        for sequence, token in zip(sequences, tokens, strict=True):
+            state = states[sequence] = blake2b(states[sequence] + token.to_bytes(4, "little"), digest_size=32).digest()
+            hidden.append(_PSEUDONYM | int.from_bytes(state[:4], "little") >> 2)
+        return hidden
 
     def of_bytes(self, value: bytes) -> bytes:
         """Return a pseudonym of a cache salt."""

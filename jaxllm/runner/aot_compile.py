@@ -11,8 +11,8 @@ from pathlib import Path
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import Metrics
 from jaxllm.runner import aot_manifest
-from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.model_setup import describe_programs, prepare
+from jaxllm.runner.pooling_runner import make_runner
 
 
 def compile_ahead(config: EngineConfig, folder: Path, progress: bool = False) -> int:
@@ -25,7 +25,7 @@ def compile_ahead(config: EngineConfig, folder: Path, progress: bool = False) ->
     folder.mkdir(parents=True, exist_ok=True)
     aot_manifest.path(folder, setup.spec).unlink(missing_ok=True)
     setup = prepare(config, needs_weights=False)
-    runner = Runner(config, setup, Metrics(), progress, needs_weights=False)
+    runner = make_runner(config, setup, Metrics(), progress, needs_weights=False)
     try:
         record = describe_programs(config, setup, config.tensor_parallel_size, runner.memory_plan)
         aot_manifest.write(folder, setup.spec, record)

@@ -31,16 +31,19 @@ class Shape:
 
     tokens: int  # T; equal to the rows in a decode program
     rows: int  # R
-    tiles: int  # Y; 0 where every token attends by itself, as in a decode program
+    tiles: int  # Y; 0 where every token attends by itself, as in a decode program; bins of an encoder's program
     entries: int  # U: changes of the block table that fit into the buffer
     sampling_fields: int  # F; 0 in a decode program, whose rows are on the device
+    bin_tokens: int = 0  # of an encoder's program, see encoder_batch.py
 
     @property
     def is_decode(self) -> bool:
         """Whether every row is one token that was sampled on the device."""
-        return self.sampling_fields == 0
+        return self.sampling_fields == 0 and not self.bin_tokens
 
     def __str__(self) -> str:
+        if self.bin_tokens:
+            return f"encode[{self.tiles} × {self.bin_tokens}]"
         return f"decode[{self.rows}]" if self.is_decode else f"ragged[{self.tokens}]"
 
 
@@ -157,25 +160,33 @@ def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
             "sampling": (shape.rows, shape.sampling_fields),
             **table,
         }
-    placed, offset = {}, 0
+    return placed(sizes)
+
+
+def placed(sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+    """Lay fields one behind the other: each one's offset, and its shape."""
+    table, offset = {}, 0
     for name, size in sizes.items():
-        placed[name] = (offset, size)
+        table[name] = (offset, size)
         offset += math.prod(size)
-    return placed
+    return table
 
 
 @lru_cache(maxsize=1024)
 def buffer_size(shape: Shape) -> int:
     """Return the number of int32 in the buffer."""
-    offset, size = list(fields(shape).values())[-1]
+    return size_of(fields(shape))
+
+
+def size_of(table: Mapping[str, tuple[int, tuple[int, ...]]]) -> int:
+    """Return the number of int32 in a buffer with a table of fields."""
+    offset, size = list(table.values())[-1]
     return offset + math.prod(size)
 
 
-def views(buffer: np.ndarray, shape: Shape) -> dict[str, np.ndarray]:
+def views(buffer: np.ndarray, table: Mapping[str, tuple[int, tuple[int, ...]]]) -> dict[str, np.ndarray]:
     """Return the fields of a buffer, which share its memory."""
-    return {
-        name: buffer[offset : offset + math.prod(size)].reshape(size) for name, (offset, size) in fields(shape).items()
-    }
+    return {name: buffer[offset : offset + math.prod(size)].reshape(size) for name, (offset, size) in table.items()}
 
 
 def pack(
@@ -191,7 +202,7 @@ def pack(
     tokens, tiles and entries have slot S, which the device drops.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
-    view = views(buffer, shape)
+    view = views(buffer, fields(shape))
     num_rows = len(plan.slots)
     view["row_slot"][:num_rows] = plan.slots
     view["row_slot"][num_rows:] = num_slots

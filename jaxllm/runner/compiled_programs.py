@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,18 +45,18 @@ class Key:
 
     shape: Shape  # of "sample" only the rows count
     variant: Variant | None  # None: no sampling
-    part: Literal["step", "forward", "sample"] = "step"
+    part: Literal["step", "forward", "sample", "pool"] = "step"
 
     @property
     def name(self) -> str:
         """What a trace calls the program, behind `jit_`."""
         if self.part == "sample" and self.variant is not None:
             return f"sample_{self.shape.rows}_{self.variant.value}"
-        return program_name(self.shape, self.variant)
+        return program_name(self.shape, self.variant, self.part)
 
     def __str__(self) -> str:
         shape = f"sample[{self.shape.rows}]" if self.part == "sample" else str(self.shape)
-        return f"{shape}.{'forward' if self.variant is None else self.variant.value}"
+        return f"{shape}.{self.part if self.variant is None else self.variant.value}"
 
 
 Way = tuple[Key, ...]  # to run a plan: a program, or a forward half and the sampling behind it
@@ -68,41 +68,15 @@ def halves(shape: Shape, variant: Variant) -> Way:
     return Key(shape, None, "forward"), Key(rows, variant, "sample")
 
 
-class Programs:
+class ProgramTable:
     """A table from `Key` to compiled program that fills while the engine serves."""
 
     def __init__(
-        self,
-        decode: Sequence[Shape],
-        ragged: Sequence[Shape],
-        lower: Callable[[Key], Any],
-        metrics: Metrics,
-        variants: Sequence[Variant] = VARIANTS,
+        self, covering: Sequence[Key], all_keys: Iterable[Key], lower: Callable[[Key], Any], metrics: Metrics
     ) -> None:
-        """Without `decode` shapes ragged programs run every plan; `variants` are those of steps of one program."""
-        widest = VARIANTS[-1]
-        largest = [halves(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
-        self.covering = list(dict.fromkeys(key for way in largest for key in way))
-        # What is rare, the widest sampling and halves, gets a coarser table: at most twice the plan's size.
-        coarse = [*batch.coarser(ragged), *batch.coarser(decode)]
-        ways: list[Way] = []
-        for variant in variants:
-            ways += [(Key(shape, variant),) for shape in (coarse if variant is widest else [*ragged, *decode])]
-        if variants:
-            ways += [halves(shape, variant) for shape in coarse for variant in VARIANTS[1:]]
-        else:
-            ways += [halves(shape, widest) for shape in [*ragged, *decode]]
-        everything = dict.fromkeys(key for way in ways for key in way)
-        self.rest = sorted((key for key in everything if key not in self.covering), key=_urgency)
-        # Each with the index of its variant: looking it up took half of the time of `choose`.
-        self._by_cost = {
-            is_decode: [
-                (VARIANTS.index(way[-1].variant), way)
-                for way in sorted(ways, key=_cost)
-                if way[0].shape in shapes and way[-1].variant is not None
-            ]
-            for is_decode, shapes in ((True, decode or ragged), (False, ragged))
-        }
+        """`covering` are compiled before the first request, the others of `all_keys` when plans ask for them."""
+        self.covering = list(covering)
+        self.rest = sorted((key for key in dict.fromkeys(all_keys) if key not in self.covering), key=_urgency)
         self._lower = lower
         self._tracing = threading.Lock()
         self._traced_for = self._compiled_until = 0.0  # how long the last tracing took; when the last compilation ended
@@ -139,18 +113,14 @@ class Programs:
         """The number of possible programs."""
         return len(self.covering) + len(self.rest)
 
-    def choose(self, plan: Plan, variant: Variant, is_held: bool = False) -> Way:
-        """Return the cheapest ready way to run a plan with sampling as wide as `variant`; halves if it `is_held`.
+    def first_ready(self, ways: Iterable[Way]) -> Way | None:
+        """Return the first of the ways to run a plan, cheapest first, that is ready; None if none is.
 
-        What a cheaper one needs and is not ready yet is queued for the background.
+        What a cheaper one needs is queued for the background.
         """
         self._last_step = time.monotonic()
-        size = batch.extent(plan)
         is_wanted = True
-        least = VARIANTS.index(variant)
-        for width, way in self._by_cost[not size.tiles]:
-            if width < least or (len(way) == 1 and is_held) or not batch.fits(size, way[0].shape):
-                continue
+        for way in ways:
             missing = [key for key in way if key not in self._ready]
             if not missing:
                 return way
@@ -158,7 +128,7 @@ class Programs:
                 for key in missing:
                     self.want(key)
                 is_wanted = False
-        raise RuntimeError(f"no program holds {len(plan.slots)} rows of {plan.num_tokens} tokens")
+        return None
 
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
         """Start to compile `keys`; `wait` ends it."""
@@ -294,6 +264,56 @@ class Programs:
             self._traced_for = time.monotonic() - start
             self._metrics.trace_seconds += self._traced_for
         return None if in_background and self._is_over else lowered
+
+
+class Programs(ProgramTable):
+    """The programs of an engine that generates."""
+
+    def __init__(
+        self,
+        decode: Sequence[Shape],
+        ragged: Sequence[Shape],
+        lower: Callable[[Key], Any],
+        metrics: Metrics,
+        variants: Sequence[Variant] = VARIANTS,
+    ) -> None:
+        """Without `decode` shapes ragged programs run every plan; `variants` are those of steps of one program."""
+        widest = VARIANTS[-1]
+        largest = [halves(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
+        # What is rare, the widest sampling and halves, gets a coarser table: at most twice the plan's size.
+        coarse = [*batch.coarser(ragged), *batch.coarser(decode)]
+        ways: list[Way] = []
+        for variant in variants:
+            ways += [(Key(shape, variant),) for shape in (coarse if variant is widest else [*ragged, *decode])]
+        if variants:
+            ways += [halves(shape, variant) for shape in coarse for variant in VARIANTS[1:]]
+        else:
+            ways += [halves(shape, widest) for shape in [*ragged, *decode]]
+        covering = dict.fromkeys(key for way in largest for key in way)
+        super().__init__(list(covering), (key for way in ways for key in way), lower, metrics)
+        # Each with the index of its variant: looking it up took half of the time of `choose`.
+        self._by_cost = {
+            is_decode: [
+                (VARIANTS.index(way[-1].variant), way)
+                for way in sorted(ways, key=_cost)
+                if way[0].shape in shapes and way[-1].variant is not None
+            ]
+            for is_decode, shapes in ((True, decode or ragged), (False, ragged))
+        }
+
+    def choose(self, plan: Plan, variant: Variant, is_held: bool = False) -> Way:
+        """Return the cheapest ready way to run a plan with sampling as wide as `variant`; halves if it `is_held`."""
+        size = batch.extent(plan)
+        least = VARIANTS.index(variant)
+        fitting = (
+            way
+            for width, way in self._by_cost[not size.tiles]
+            if width >= least and (len(way) > 1 or not is_held) and batch.fits(size, way[0].shape)
+        )
+        way = self.first_ready(fitting)
+        if way is None:
+            raise RuntimeError(f"no program holds {len(plan.slots)} rows of {plan.num_tokens} tokens")
+        return way
 
 
 def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:

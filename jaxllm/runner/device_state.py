@@ -9,7 +9,7 @@ F numbers of a slot's extras.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -70,15 +70,9 @@ def abstract(
     def whole(shape: tuple[int, ...], kind: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding.replicated(mesh))
 
-    heads = heads_per_shard(spec, mesh.size)[1] * mesh.size
-    block = jax.ShapeDtypeStruct(
-        (geometry.num_blocks, heads, geometry.block_size, spec.head_size),
-        dtype,
-        sharding=sharding.named(mesh, KV_AXES),
-    )
     int32 = jnp.dtype(jnp.int32)
     return DeviceState(
-        kv=((block, block if spec.latent is None else None),) * spec.num_layers,
+        kv=abstract_kv(spec, geometry, mesh, dtype),
         tables=whole((geometry.num_slots, geometry.max_blocks), int32),
         tokens=whole((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32),
         sampling=whole((geometry.num_slots, ROW_WIDTH), int32),
@@ -87,7 +81,20 @@ def abstract(
     )
 
 
-def allocate(state: DeviceState[jax.ShapeDtypeStruct]) -> DeviceState[jax.Array]:
+def abstract_kv(
+    spec: Spec, geometry: Geometry, mesh: Mesh, dtype: jnp.dtype
+) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None], ...]:
+    """Describe the KV blocks of each layer."""
+    heads = heads_per_shard(spec, mesh.size)[1] * mesh.size
+    block = jax.ShapeDtypeStruct(
+        (geometry.num_blocks, heads, geometry.block_size, spec.head_size),
+        dtype,
+        sharding=sharding.named(mesh, KV_AXES),
+    )
+    return ((block, block if spec.latent is None else None),) * spec.num_layers
+
+
+def allocate(state: Any) -> Any:
     """Make the state, all zeros. A slot's part is written when a request gets the slot.
 
     Each array is made in place on its devices, so the pool never exists twice.

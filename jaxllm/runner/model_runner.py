@@ -97,11 +97,13 @@ class Runner:
             self.extras = extras_of(config, setup.spec)
             self.num_logprobs = step.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
             self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
-            self._params_shapes = weights.abstract(setup.spec, self._mesh, setup.dtype, config.quantization)
+            self._params_shapes = weights.abstract(
+                setup.spec, self._mesh, setup.dtype, config.quantization, setup.pooler
+            )
             free = free_bytes(setup, self._mesh.size)
             plan = plan_memory(config, setup, self._mesh, free)
             if needs_weights and config.load_format != "dummy":
-                weights.check(setup.folder, setup.spec, setup.family, self._mesh.size)
+                weights.check(setup.folder, setup.spec, setup.family, self._mesh.size, setup.pooler)
         self._params: step.Leaves = ()
         self._state: step.Leaves = ()
         self._running_thread: int | None = None
@@ -273,10 +275,10 @@ class Runner:
         self._params = ()
 
     def _load(self, config: EngineConfig, progress: bool) -> decoder.Params[jax.Array]:
-        setup, kind = self.setup, config.quantization
+        setup, options = self.setup, (config.quantization, self.setup.pooler)
         if config.load_format == "dummy":
-            return weights.load_random(setup.spec, self._mesh, setup.dtype, config.seed % 2**32, kind)
-        return weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress, kind)
+            return weights.load_random(setup.spec, self._mesh, setup.dtype, config.seed % 2**32, *options)
+        return weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress, *options)
 
     def _start_programs(self, plan: MemoryPlan, progress: bool) -> None:
         """Begin to compile the covering programs for a memory plan, while the weights are read."""
@@ -285,12 +287,10 @@ class Runner:
         self.geometry = geometry = Geometry(
             num_slots=setup.max_num_seqs,
             num_blocks=plan.num_blocks,
-            block_size=self._config.block_size,
+            block_size=plan.need.block_size,
             max_model_len=plan.max_model_len,
         )
-        self._state_shapes = device_state.abstract(
-            setup.spec, geometry, setup.max_num_batched_tokens, self.extras, self._mesh, setup.dtype
-        )
+        self._state_shapes = self._describe_state()
         self._step_model = StepModel(
             spec=setup.spec,
             geometry=geometry,
@@ -301,16 +301,9 @@ class Runner:
             params=self._params_shapes,
             state=self._state_shapes,
             kernels=setup.kernels,
+            pooler=setup.pooler,
         )
-        sizes = setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH
-        if self._config.deterministic:
-            self.programs = Programs([], [batch.uniform_shape(*sizes)], self._lower, self.metrics, ())
-        else:
-            is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
-            # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row, and
-            # on a GPU it makes two kernels of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
-            decode = batch.decode_shapes(geometry.num_slots, 1 if setup.platform == "cpu" and not is_narrow else 2)
-            self.programs = Programs(decode, batch.ragged_shapes(*sizes), self._lower, self.metrics)
+        self.programs = self._list_programs()
         text = describe_memory(plan, setup, shards)
         differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, shards, plan))
         if differs:
@@ -318,7 +311,11 @@ class Runner:
         start = (
             f"{len(self.programs.covering)} of {self.programs.num_all} programs before the first request; compiled for "
             "this machine, or found in its cache\n"
-            + (f"deterministic: every step computes {sizes[0]} tokens\n" if self._config.deterministic else "")
+            + (
+                f"deterministic: every step computes {setup.max_num_batched_tokens} tokens\n"
+                if self._config.deterministic
+                else ""
+            )
             + "kernels: "
             + ", ".join(
                 f"{operation}={chosen}" + (f" ({chosen.reason})" if chosen.reason else "")
@@ -330,6 +327,25 @@ class Runner:
         else:
             _log.info("%s\n%s", text, start)
         self.programs.begin(self.programs.covering, os.cpu_count() or 2)
+
+    def _describe_state(self) -> Any:
+        """Describe the device's state."""
+        setup = self.setup
+        return device_state.abstract(
+            setup.spec, self.geometry, setup.max_num_batched_tokens, self.extras, self._mesh, setup.dtype
+        )
+
+    def _list_programs(self) -> Programs:
+        """List the programs that can run plans."""
+        setup, geometry = self.setup, self.geometry
+        sizes = setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH
+        if self._config.deterministic:
+            return Programs([], [batch.uniform_shape(*sizes)], self._lower, self.metrics, ())
+        is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
+        # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row, and
+        # on a GPU it makes two kernels of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
+        decode = batch.decode_shapes(geometry.num_slots, 1 if setup.platform == "cpu" and not is_narrow else 2)
+        return Programs(decode, batch.ragged_shapes(*sizes), self._lower, self.metrics)
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""

@@ -24,6 +24,8 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.model import weights
 from jaxllm.model.families import Family, read_spec
+from jaxllm.model.pooler import Pooler
+from jaxllm.model.pooler_files import read_pooler
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import aot_manifest, device_state, memory_plan
 from jaxllm.runner.memory_plan import MemoryPlan
@@ -46,6 +48,7 @@ class Setup:
     folder: Path
     spec: Spec
     family: Family
+    pooler: Pooler | None  # None: the model generates
     generation_config: dict[str, Any]
     platform: str
     devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
@@ -125,6 +128,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
     checkpoint = weights.read_config(folder)
     spec, family = read_spec(checkpoint, config.max_model_len)
+    own_pooler = read_pooler(folder, checkpoint, spec, family, config.runner, config.pooler_config)
     devices = choose_devices(config)
     platform = devices[0].platform
     if spec.vocab_size > MOST_TOKENS:
@@ -146,18 +150,28 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     dtype = choose_dtype(config, checkpoint, platform)
     recorded = aot_manifest.read(config.cache_dir(), spec)
     if config.deterministic:
-        _check_deterministic(config, is_cpu)
-    slots, tokens = step_sizes(config, recorded, is_cpu)
+        _check_deterministic(config, is_cpu, own_pooler is not None)
+    longest = config.max_model_len or recorded.get("max_model_len") or spec.max_position
+    slots, tokens = step_sizes(config, recorded, is_cpu, own_pooler is not None)
+    if not spec.is_causal and tokens < longest:  # its prompts are computed whole
+        if config.max_num_batched_tokens is not None:
+            raise UserError(
+                f"max_num_batched_tokens ({tokens}) must be at least max_model_len ({longest}), because "
+                f"{family.architectures[0]} reads whole prompts. Raise it, or lower max_model_len.",
+                "max_num_batched_tokens",
+            )
+        tokens = longest
     return Setup(
         folder=folder,
         spec=spec,
         family=family,
+        pooler=own_pooler,
         # Older checkpoints name the end of a text in config.json only.
         generation_config={"eos_token_id": checkpoint.get("eos_token_id")} | weights.read_generation_config(folder),
         platform=platform,
         devices=devices,
         dtype=dtype,
-        max_model_len=config.max_model_len or recorded.get("max_model_len") or spec.max_position,
+        max_model_len=longest,
         max_num_seqs=slots,
         max_num_batched_tokens=tokens,
         kernels=choose_kernels(config, spec, devices[0], dtype),
@@ -165,8 +179,10 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     )
 
 
-def _check_deterministic(config: EngineConfig, is_cpu: bool) -> None:
+def _check_deterministic(config: EngineConfig, is_cpu: bool, pools: bool) -> None:
     """Refuse configurations that cannot be deterministic."""
+    if pools:
+        raise UserError("deterministic mode is for models that generate; leave it out.", "deterministic")
     if not is_cpu and config.tensor_parallel_size > 2:
         # A ring all-reduce sums each piece of an array in another order; with two devices there is only one order.
         raise UserError(
@@ -182,7 +198,7 @@ def _check_deterministic(config: EngineConfig, is_cpu: bool) -> None:
         )
 
 
-def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool) -> tuple[int, int]:
+def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, pools: bool = False) -> tuple[int, int]:
     """Return the requests that run at once, and the tokens of a step.
 
     A deterministic step always computes its full size, so that is small, and sizes `recorded` without the mode are not
@@ -194,6 +210,8 @@ def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool) 
     tokens = config.max_num_batched_tokens or recorded.get("max_num_batched_tokens")
     if config.deterministic:
         usual_slots, usual_tokens = (16, 32) if is_cpu else (128, 256)
+    elif pools:  # each prompt takes one step, or few
+        usual_slots, usual_tokens = (256, 2048) if is_cpu else (1024, 16384)
     else:
         usual_slots, usual_tokens = (64, 160) if is_cpu else (256, 8192)
     tokens = tokens or max(usual_tokens, 2 * (slots or 0))  # at least half of a step is left for prompts
@@ -221,7 +239,7 @@ def plan_memory(
     spec = setup.spec
     longest = -(-setup.max_model_len // config.block_size)
     is_cpu = setup.platform == "cpu"
-    leaves = jax.tree.leaves(weights.abstract(spec, mesh, setup.dtype, config.quantization))
+    leaves = jax.tree.leaves(weights.abstract(spec, mesh, setup.dtype, config.quantization, setup.pooler))
     device = memory_plan.Device(
         free=free,
         share=CPU_SHARE if is_cpu else GPU_SHARE,
@@ -234,8 +252,8 @@ def plan_memory(
         # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
         slots=4 * setup.max_num_seqs * (longest + setup.max_model_len + extras_of(config, spec).width)
         + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize,
-        block=device_state.block_bytes(spec, config.block_size, setup.dtype, mesh.size),
-        block_size=config.block_size,
+        block=device_state.block_bytes(spec, config.block_size, setup.dtype, mesh.size) if spec.is_causal else 0,
+        block_size=config.block_size if spec.is_causal else setup.max_model_len,
         num_slots=setup.max_num_seqs,
         is_measured=temporaries is not None,
         model_len=setup.max_model_len,
@@ -243,7 +261,8 @@ def plan_memory(
     asked = memory_plan.Asked(
         max_model_len=config.max_model_len,
         kv_bytes=config.kv_cache_memory_bytes,
-        num_blocks=config.num_kv_blocks,
+        # Without a cache a block is a number: one for each request, and one more that admissions leave free for it.
+        num_blocks=config.num_kv_blocks if spec.is_causal else 2 * setup.max_num_seqs,
         prepared_blocks=setup.prepared.get("num_kv_blocks"),
     )
     return memory_plan.share_out(device, need, asked)
@@ -280,6 +299,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "quantization": config.quantization,
         "deterministic": config.deterministic,
         "tensor_parallel_size": shards,
+        "pools": setup.pooler is not None,
         "block_size": config.block_size,
         "num_kv_blocks": plan.num_blocks,
         "max_model_len": plan.max_model_len,

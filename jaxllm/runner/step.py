@@ -25,6 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 import pallas_kernels
 from jaxllm.model import decoder
 from jaxllm.model.decoder import Heads, Params
+from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import AXIS
 from jaxllm.model.spec import Spec
 from jaxllm.runner import batch
@@ -63,6 +64,7 @@ class Result:
     top_ids: np.ndarray | None  # int32[R, n]
     reported: np.ndarray | None  # float32[R, MAX_REPORTED_TOKENS]
     scores: Sequence[Score] = ()  # of the positions that `Runner.dispatch` was given
+    pooled: np.ndarray | None = None  # float32[R, W], of a model that pools, where no tokens are sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +78,9 @@ class StepModel:
     processors: Sequence[Processor]
     mesh: Mesh
     params: Params[jax.ShapeDtypeStruct]
-    state: DeviceState[jax.ShapeDtypeStruct]
+    state: Any  # the device's state, described: a DeviceState, or a PoolState
     kernels: Mapping[str, Choice]
+    pooler: Pooler | None = None  # of a model that pools
 
 
 def build(
@@ -94,7 +97,7 @@ def build(
         following, sampled = _step(model, shape, variant, weights, state, buffer)
         return following, join(sampled)
 
-    return _on_shards(model, run, program_name(shape, variant), PartitionSpec())
+    return on_shards(model, run, program_name(shape, variant), PartitionSpec())
 
 
 def build_forward(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
@@ -103,15 +106,15 @@ def build_forward(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, j
     def run(
         weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
-        following, logits, _ = _forward(model, shape, True, weights, state, _fields(shape, buffer))
+        following, logits, _ = _forward(model, shape, True, weights, state, fields_of(batch.fields(shape), buffer))
         return following, logits
 
-    return _on_shards(model, run, program_name(shape, None), PartitionSpec(None, AXIS))
+    return on_shards(model, run, program_name(shape, None), PartitionSpec(None, AXIS))
 
 
-def _on_shards(
+def on_shards(
     model: StepModel,
-    run: Callable[[Params[jax.Array], DeviceState[jax.Array], jax.Array], tuple[DeviceState[jax.Array], jax.Array]],
+    run: Callable[[Params[jax.Array], Any, jax.Array], tuple[Any, jax.Array]],
     name: str,
     result: PartitionSpec,
 ) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
@@ -193,13 +196,15 @@ def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str,
     return options | {"xla_gpu_enable_command_buffer": kinds}
 
 
-def program_name(shape: Shape, variant: Variant | None) -> str:
+def program_name(shape: Shape, variant: Variant | None, part: str = "forward") -> str:
     """Name the program of a shape and a variant, as decode_64_greedy; a trace writes `jit_` before it.
 
-    None names the first half of a step alone, as decode_64_forward.
+    Without a variant it is named after its `part` of a step, as decode_64_forward.
     """
     kind = "decode" if shape.is_decode else "ragged"
-    return f"{kind}_{shape.tokens}_{'forward' if variant is None else variant.value}"
+    if shape.bin_tokens:
+        kind = f"encode_{shape.bin_tokens}"
+    return f"{kind}_{shape.tokens}_{part if variant is None else variant.value}"
 
 
 def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
@@ -245,11 +250,11 @@ def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:
     return extras.at[changes[:, 0]].set(changes[:, 1:], mode="drop")
 
 
-def _fields(shape: Shape, buffer: jax.Array) -> dict[str, jax.Array]:
-    """Take a packed batch apart."""
+def fields_of(table: Mapping[str, tuple[int, tuple[int, ...]]], buffer: jax.Array) -> dict[str, jax.Array]:
+    """Take a packed batch apart by the table of its fields."""
     return {
         name: lax.slice_in_dim(buffer, offset, offset + int(np.prod(size))).reshape(size)
-        for name, (offset, size) in batch.fields(shape).items()
+        for name, (offset, size) in table.items()
     }
 
 
@@ -261,7 +266,7 @@ def _step(
     state: DeviceState[jax.Array],
     buffer: jax.Array,
 ) -> tuple[DeviceState[jax.Array], Sampled]:
-    field = _fields(shape, buffer)
+    field = fields_of(batch.fields(shape), buffer)
     following, logits, samples = _forward(model, shape, variant is Variant.FULL, params, state, field)
     slots = following.tokens, following.sampling, following.extras
     tokens, sampled = _sample(model, variant, *slots, logits, field["row_slot"], field["row_position"], samples)
@@ -294,7 +299,7 @@ def _forward(
         last, samples = field["row_last"], field["row_samples"] > 0
 
     kv = list(state.kv)
-    attend = _attention(model, shape, kv, tables, field, slots, positions)
+    attend = attention(model, shape, kv, tables, field, slots, positions)
     context = decoder.Context(positions, attend, axis=AXIS)
     hidden = decoder.forward(spec, params, tokens, context)  # [T, D]
     kept = state.hidden
@@ -343,7 +348,7 @@ def _sample(
         return tokens.at[slots, ends].set(sampled.tokens, mode="drop"), sampled
 
 
-def _attention(
+def attention(
     model: StepModel,
     shape: Shape,
     kv: list[tuple[jax.Array, jax.Array | None]],

@@ -293,6 +293,8 @@ def _admit(
     for entry in editor.waiting:
         if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
             break
+        if limits.whole_prompts and entry.known > budget:  # a step without other rows has room for any
+            break
         # The last known token is always computed: its logits are what the next token is sampled from.
         readable = (entry.known - 1) // limits.block_size if entry.request.reads_cache else 0
         hits = editor.pool.look_up(entry.digests[:readable])

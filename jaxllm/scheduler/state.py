@@ -33,6 +33,7 @@ class Limits:
     max_step_tokens: int  # tokens computed in one step, at least num_slots
     max_step_chunks: int  # requests whose prompts are computed in one step
     records_blocks: bool = False  # whether states carry `block_events`
+    whole_prompts: bool = False  # no prompt is computed in chunks; `max_step_tokens` holds the longest
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -199,15 +199,17 @@ class Disguise:
         return twin
 
 
-def encoding_of(backend: Any, text: str, add_special_tokens: bool = False) -> Any:
+def encoding_of(backend: Any, text: str, add_special_tokens: bool = False, pair: str | None = None) -> Any:
     """Encode a text with a backend of the `tokenizers` library; a long one lets other threads run meanwhile.
+
+    With `pair`, both texts are one prompt.
 
     `encode` holds the GIL throughout: 600 kB kept the event loop waiting for 0.61 of 0.62 s. `encode_batch` lets it go
     (0.02 s), and gives the same; it costs 3 to 6 µs more, a tenth of what 100 characters take (all measured).
     """
-    if len(text) <= _LONG_TEXT:
-        return backend.encode(text, add_special_tokens=add_special_tokens)
-    (encoding,) = backend.encode_batch([text], add_special_tokens=add_special_tokens)
+    if len(text) + len(pair or "") <= _LONG_TEXT:
+        return backend.encode(text, pair, add_special_tokens=add_special_tokens)
+    (encoding,) = backend.encode_batch([text if pair is None else (text, pair)], add_special_tokens=add_special_tokens)
     return encoding
 
 

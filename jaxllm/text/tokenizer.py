@@ -129,11 +129,34 @@ class Tokenizer:
         Special tokens spelled out in the text become those tokens, unless the tokenizer's config says
         `split_special_tokens`. Raises `UserError` for what is no valid Unicode text.
         """
-        if not isinstance(text, str):
-            raise UserError(f"A text must be a string, got {type(text).__name__}.", "prompt")
-        special_token_guard.check_unicode(text, "prompt")
+        return self._encoding_of(text, add_special_tokens).ids
+
+    def encode_first(self, text: str, most: int) -> list[int]:
+        """Give the ids of a text's first tokens: at most `most`, with what the model expects around a prompt."""
+        room = most - self._backend.num_special_tokens_to_add(False)
+        if room < 0:
+            raise UserError(
+                f"A prompt of {most} tokens has no room for the {most - room} that the model puts around it.",
+                "truncate_prompt_tokens",
+                most,
+            )
+        encoding = self._encoding_of(text, add_special_tokens=False)
+        encoding.truncate(room)
         with typed_errors(self._refusal):
-            return special_token_guard.encoding_of(self._backend, text, add_special_tokens).ids
+            return self._backend.post_process(encoding).ids
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Give the ids of two texts in one prompt, and for each the type of token: of the first or of the second."""
+        encoding = self._encoding_of(first, True, second)
+        return encoding.ids, encoding.type_ids
+
+    def _encoding_of(self, text: str, add_special_tokens: bool, pair: str | None = None) -> Any:
+        for one in (text,) if pair is None else (text, pair):
+            if not isinstance(one, str):
+                raise UserError(f"A text must be a string, got {type(one).__name__}.", "prompt")
+            special_token_guard.check_unicode(one, "prompt")
+        with typed_errors(self._refusal):
+            return special_token_guard.encoding_of(self._backend, text, add_special_tokens, pair)
 
     def check_length(self, text: str, max_model_len: int, most_tokens: int | None = None) -> None:
         """Refuse a text that must be longer than the context, without tokenizing it: that takes 2 s a megabyte.
@@ -338,6 +361,7 @@ class NoTokenizer(Tokenizer):
         raise UserError("There is no tokenizer, since skip_tokenizer_init left it out: use token ids.", "prompt")
 
     vocab_size = property(_refuse)
+    encode_first = encode_pair = _refuse
     token = token_id = encode = check_length = end_of = decode = apply_chat_template = encode_chat = _refuse
 
 

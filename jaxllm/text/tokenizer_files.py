@@ -24,6 +24,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
     "config.json",
+    "sentence_bert_config.json",
     "tokenizer.model",
     "vocab.json",
     "vocab.txt",
@@ -63,6 +64,8 @@ def read_tokenizer_files(folder_or_id: str | Path, revision: str | None = None) 
         backend, named_tokens = _convert(folder)
     else:
         raise UserError(f"{folder} has no tokenizer: expected tokenizer.json (or {', '.join(_CONVERTIBLE)}).")
+    if _read_settings(folder, "sentence_bert_config.json").get("do_lower_case") is True:
+        _add_lowercase(backend)
     # A file may carry the truncation and padding of its training run; a prompt is never cut or padded.
     backend.no_truncation()
     backend.no_padding()
@@ -112,6 +115,13 @@ def _read_backend(path: Path) -> Any:
 
     with typed_errors(lambda said: UserError(f"{path} cannot be read as a tokenizer: {said}", "tokenizer")):
         return Backend.from_file(str(path))
+
+
+def _add_lowercase(backend: Any) -> None:
+    """Lower all texts first, as sentence-transformers does where its file says so."""
+    from tokenizers.normalizers import Lowercase, Sequence
+
+    backend.normalizer = Sequence([Lowercase(), *([backend.normalizer] if backend.normalizer else [])])
 
 
 def _try(backend: Any, folder: Path) -> None:

@@ -108,7 +108,7 @@ def test_integers_with_units(text: str, value: int) -> None:
         (["serve", "--enable-auto-tool-choice"], "--enable-auto-tool-choice requires --tool-call-parser"),
         (["generate", "--enable-lora", "x"], "--enable-lora is not supported by jaxllm yet; leave it out"),
         (["generate", "--quantization", "awq", "x"], "argument --quantization: invalid choice: 'awq'"),
-        (["generate", "--runner", "pooling", "x"], "--runner pooling is not supported by jaxllm yet"),
+        (["generate", "--convert", "embed", "x"], "--convert embed is not supported by jaxllm yet"),
         (["serve", "-pp", "2"], "-pp 2 is not supported by jaxllm yet; leave it out"),
         (["serve", "--kv-cache-dtype=fp8"], "--kv-cache-dtype fp8 is not supported by jaxllm yet"),
         (["serve", "--enforce-eage"], "unknown argument --enforce-eage (see"),

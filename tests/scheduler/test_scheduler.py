@@ -21,6 +21,7 @@ from jaxllm.scheduler.state import Cleared, Limits, Plan, Removed, Request, Stat
 from tests.support.fake_device import VOCABULARY, FakeDevice, next_token
 
 SALTS = (b"", b"other", None)
+MOST_PROMPT = 14  # tokens
 
 
 def fingerprint(value: Any) -> bytes:
@@ -90,13 +91,22 @@ class Machine(RuleBasedStateMachine):
         extra_tokens=st.integers(0, 12),
         max_chunks=st.integers(1, 4),
         depth=st.integers(1, 3),
+        is_whole=st.booleans(),
     )
     def start(
-        self, num_slots: int, num_blocks: int, block_size: int, extra_tokens: int, max_chunks: int, depth: int
+        self,
+        num_slots: int,
+        num_blocks: int,
+        block_size: int,
+        extra_tokens: int,
+        max_chunks: int,
+        depth: int,
+        is_whole: bool,
     ) -> None:
         self.depth = depth
+        extra_tokens += MOST_PROMPT * is_whole
         self.in_flight: deque[tuple[Plan, np.ndarray, np.ndarray, list[int]]] = deque()
-        self.limits = Limits(num_slots, num_blocks, block_size, num_slots + extra_tokens, max_chunks, True)
+        self.limits = Limits(num_slots, num_blocks, block_size, num_slots + extra_tokens, max_chunks, True, is_whole)
         self.state = initial(self.limits)
         self.indexed: set[bytes] = set()  # what the block events say
         self.device = FakeDevice(self.limits)
@@ -114,14 +124,16 @@ class Machine(RuleBasedStateMachine):
         return result
 
     @rule(
-        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14),
-        num_new=st.integers(1, 12),
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=MOST_PROMPT),
+        num_new=st.integers(0, 12),
         salt=st.sampled_from(SALTS),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         stops=st.sets(st.integers(0, VOCABULARY - 1), max_size=3),
     )
     def add(self, prompt: list[int], num_new: int, salt: bytes | None, priority: int, stops: set[int]) -> None:
         request_id = len(self.requests) + 1
+        if self.limits.whole_prompts:  # of models that yield no tokens
+            num_new, salt = 0, None
         request = Request(
             sequence_id=request_id,
             tokens=array("i", prompt),
@@ -131,7 +143,7 @@ class Machine(RuleBasedStateMachine):
             priority=priority,
             salt=salt,
         )
-        needed = -(-(request.limit - 1) // self.limits.block_size)
+        needed = -(-max(len(prompt), request.limit - 1) // self.limits.block_size)
         if needed > self.limits.num_blocks:
             with pytest.raises(UserError, match="whole pool"):
                 scheduler.add(self.state, self.limits, [request])
@@ -154,6 +166,9 @@ class Machine(RuleBasedStateMachine):
         self.state, plan = self.call("plan", 0.0)
         self.plans.append(plan_bytes(plan))
         assert not (plan.admitted and plan.preempted), "no admission in a step that preempted"
+        if self.limits.whole_prompts:
+            whole = [(each.slot, 0, each.num_known) for each in plan.admitted]
+            assert list(zip(*(column.tolist() for column in plan[2:3] + plan[4:6]), strict=True)) == whole
         if not len(plan.slots):
             assert self.in_flight, "work waits but nothing is planned"
             return False
@@ -180,8 +195,14 @@ class Machine(RuleBasedStateMachine):
         }
         self.state, events = self.call("commit", plan, tokens, is_finite)
         assert sorted([*events.ids.tolist(), *events.failed]) == sorted(waiting), "who is awaited is answered"
-        for request_id, token in zip(events.ids.tolist(), events.tokens.tolist(), strict=True):
-            self.receive(request_id, token, events.finished.get(request_id))
+        given = iter(events.tokens.tolist())
+        for request_id, count in zip(events.ids.tolist(), events.counts.tolist(), strict=True):
+            if count == 0:
+                assert self.requests[request_id].limit == self.requests[request_id].num_prompt
+                assert events.finished[request_id] == "length"
+                self.end(request_id, "length")
+            for _ in range(count):
+                self.receive(request_id, next(given), events.finished.get(request_id))
         for request_id in events.failed:
             self.end(request_id, "error")
         # A result that comes twice, or for a request that has gone, changes nothing.

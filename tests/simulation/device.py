@@ -139,7 +139,7 @@ class Device:
             self._check_state()
             if len(buffer) != batch.buffer_size(shape):
                 raise Violation("I12: the buffer is not one of the program's")
-            field = batch.views(buffer, shape)
+            field = batch.views(buffer, batch.fields(shape))
             logits = self._forward(shape, field)
             if not shape.is_decode:
                 num_tokens = np.count_nonzero(field["token_slot"] < self.geometry.num_slots)

@@ -166,7 +166,7 @@ class Reference:
         at = sum(counts)
         while self.waiting and not preempted and budget and len(chunks) < self.limits.max_step_chunks:
             entry = self.waiting[0]
-            if len(self.running) == self.limits.num_slots:
+            if len(self.running) == self.limits.num_slots or (self.limits.whole_prompts and entry.known > budget):
                 break
             hits = self._hits(entry)
             num_new = -(-entry.known // size) - len(hits)

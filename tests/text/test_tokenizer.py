@@ -108,6 +108,54 @@ def test_same_as_the_class_of_a_family(name: str, tmp_path: Path) -> None:
     _same_as_transformers(tmp_path, load_tokenizer(tmp_path))
 
 
+def _encoder_tokenizer(name: str, folder: Path) -> Path:
+    """Save a tokenizer of a class that encoders have; "vocab.txt" is BERT's before there was a tokenizer.json."""
+    import transformers
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "na", "##ive", "fox", "##es", ",", ".", "a", "##a"]
+    if name == "vocab.txt":
+        folder.mkdir(exist_ok=True)
+        (folder / "vocab.txt").write_text("\n".join(words))
+    elif name == "BertTokenizer":
+        transformers.BertTokenizer(vocab={word: at for at, word in enumerate(words)}).save_pretrained(folder)
+    elif name == "RobertaTokenizer":
+        model = json.loads(build("byte_level").to_str())["model"]
+        vocabulary = dict.fromkeys(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *model["vocab"]])
+        merges = [tuple(merge) for merge in model["merges"]]
+        numbered = {token: at for at, token in enumerate(vocabulary)}
+        transformers.RobertaTokenizer(vocab=numbered, merges=merges).save_pretrained(folder)
+    else:
+        pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), ("▁the", -1.0), ("a", -1.5)]
+        transformers.XLMRobertaTokenizer(vocab=pieces).save_pretrained(folder)
+    kind = {"RobertaTokenizer": "roberta", "XLMRobertaTokenizer": "xlm-roberta"}.get(name, "bert")
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["BertTokenizer", "vocab.txt", "RobertaTokenizer", "XLMRobertaTokenizer"])
+def test_pairs_and_first_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = _encoder_tokenizer(name, tmp_path)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(str(folder))
+    _same_as_transformers(folder, ours)
+    around = theirs.num_special_tokens_to_add()
+    for first, second in itertools.pairwise([*SAMPLES, "The foxes, naïve."]):
+        (pair,) = theirs([first], [second]).encodings
+        assert ours.encode_pair(first, second) == (pair.ids, pair.type_ids)
+        for most in range(around, 12):
+            assert ours.encode_first(first, most) == theirs(first, truncation=True, max_length=most).input_ids
+    with pytest.raises(UserError, match=f"no room for the {around} "):
+        ours.encode_first("the", around - 1)
+
+
+def test_texts_are_lowered_where_sentence_transformers_says_so(tmp_path: Path) -> None:
+    folder = _write(tmp_path, build("wordpiece"), {})
+    assert load_tokenizer(folder).encode("THE") != load_tokenizer(folder).encode("the")
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    assert load_tokenizer(folder).encode("THE") == load_tokenizer(folder).encode("the")
+
+
 @pytest.mark.parametrize("legacy", [False, True])
 def test_special_tokens_named_in_the_config_are_added(legacy: bool, tmp_path: Path) -> None:
     """Tokens that tokenizer.json lacks, from the config's table, from names, from lists and from the older file."""

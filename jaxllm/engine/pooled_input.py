@@ -1,0 +1,101 @@
+"""From a prompt that is to be pooled to what the engine queues: checks, token ids, token types.
+
+Knows the model's tokenizer and limits. Any thread may call these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxllm.engine.model_info import ModelInfo
+from jaxllm.engine.prompts import Prompt, checked_ids, parts_of
+from jaxllm.errors import UserError, too_long
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.sampling.sampler import ROW_WIDTH
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+
+# What the engine keeps of a request that samples nothing.
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+ROW = np.zeros(ROW_WIDTH, np.int32)
+
+
+class PooledPrompt(NamedTuple):
+    """A prompt that has passed every check."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    token_types: tuple[int, ...] | None  # None: zeros
+    salt: bytes
+
+
+def check_kind(params: Any, model: ModelInfo, name: str) -> None:
+    """Refuse a request for what this kind of model does not do."""
+    if model.pooler is None and isinstance(params, PoolingParams):
+        raise UserError(f"{name} generates text; it has no task {params.task or 'embed'!r}.", "model")
+    if model.pooler is not None and (params is None or isinstance(params, SamplingParams)):
+        raise UserError(f"{name} generates no text; it can {' and '.join(model.tasks)}.", "model")
+
+
+def read(prompt: Prompt, params: PoolingParams, model: ModelInfo) -> PooledPrompt:
+    """Check a prompt and its parameters; a problem with them is a UserError.
+
+    A prompt that the model cannot hold is refused unless `truncate_prompt_tokens` cuts it: the first tokens stay, and
+    those that the tokenizer puts around a text.
+    """
+    _check_params(params, model)
+    text, ids, salt = parts_of(prompt, also="token_type_ids")
+    longest, kept = model.max_model_len, params.truncate_prompt_tokens
+    if kept is not None and kept > longest:
+        message = f"truncate_prompt_tokens value ({kept}) is greater than max_model_len ({longest})."
+        raise UserError(f"{message} Please select a smaller truncation size.", "truncate_prompt_tokens", kept)
+    most = longest if kept == -1 else kept
+    if ids is None:
+        assert text is not None
+        if most is None:
+            model.tokenizer.check_length(text, longest)
+            ids = model.tokenizer.encode(text)
+        else:
+            ids = model.tokenizer.encode_first(text, most)
+    ids = ids[:most]
+    if not len(ids):
+        raise UserError("A prompt cannot be empty.", "prompt")
+    if len(ids) > longest:
+        raise too_long(longest, len(ids), None)
+    checked = checked_ids(ids, model.vocab_size)
+    types = prompt.get("token_type_ids") if isinstance(prompt, Mapping) else None
+    return PooledPrompt(text, tuple(checked), None if types is None else _types(types, most, len(ids), model), salt)
+
+
+def _check_params(params: PoolingParams, model: ModelInfo) -> None:
+    own = model.pooler
+    assert own is not None
+    if params.task is not None and params.task not in model.tasks:
+        raise UserError(f"This model has no task {params.task!r}; it can {' and '.join(model.tasks)}.", "task")
+    dimensions = params.dimensions
+    if dimensions is None:
+        return
+    if own.labels or own.dimensions is None:
+        raise UserError("This model's embeddings cannot be cut: leave dimensions out.", "dimensions", dimensions)
+    if own.dimensions and dimensions not in own.dimensions:
+        known = ", ".join(map(str, own.dimensions))
+        raise UserError(f"dimensions must be one of {known}, got {dimensions}.", "dimensions", dimensions)
+    if dimensions > model.pooled_size:
+        message = f"dimensions must be at most {model.pooled_size}, got {dimensions}."
+        raise UserError(message, "dimensions", dimensions)
+
+
+def _types(types: Any, most: int | None, count: int, model: ModelInfo) -> tuple[int, ...]:
+    if not isinstance(types, Sequence) or isinstance(types, str | bytes):
+        raise UserError(f"token_type_ids must be a list of integers, not {type(types).__name__}.", "token_type_ids")
+    own = tuple(types[:most])
+    if len(own) != count:
+        raise UserError(f"token_type_ids must be as many as the tokens, {count}, not {len(own)}.", "token_type_ids")
+    if not model.num_token_types:
+        raise UserError("This model knows no token types; leave token_type_ids out.", "token_type_ids")
+    if any(type(each) is not int or not 0 <= each < model.num_token_types for each in own):
+        message = f"token_type_ids must be integers from 0 to {model.num_token_types - 1}."
+        raise UserError(message, "token_type_ids")
+    return own

@@ -1,0 +1,60 @@
+"""What a prompt can be, and the checks that all prompts pass. Any thread may call these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import UserError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+def parts_of(prompt: Prompt, also: str | None = None) -> tuple[str | None, Sequence[int] | None, bytes]:
+    """Return a prompt's text, its token ids, and its cache salt; one of the first two is there.
+
+    `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt", or what it
+    may have as well. What is wrong with it is a UserError.
+    """
+    salt = b""
+    if isinstance(prompt, Mapping):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", also}
+        if unknown:
+            raise UserError(f"{min(unknown)!r} is not something that a jaxllm prompt can have yet.", min(unknown))
+        salt = _salt(prompt["cache_salt"]) if "cache_salt" in prompt else b""
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    elif isinstance(prompt, str):
+        text, ids = prompt, None
+    else:
+        text, ids = None, prompt
+    if ids is None and not isinstance(text, str):
+        raise UserError(f"A prompt is text or a list of token ids, not {type(text).__name__}.", "prompt")
+    if ids is not None and (not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes)):
+        raise UserError(f"A prompt is text or a list of token ids, not {type(ids).__name__}.", "prompt")
+    return text, ids, salt
+
+
+def _salt(salt: Any) -> bytes:
+    """Check a cache salt. An empty one would share blocks with requests without a salt."""
+    try:
+        if isinstance(salt, str) and salt:
+            return salt.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        pass
+    raise UserError("cache_salt must be a text that is not empty.", "cache_salt", salt)
+
+
+def checked_ids(ids: Any, vocab_size: int) -> list[int]:
+    """Check token ids as Python integers, before numpy could wrap 2**32 + 5 to a valid one."""
+    plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+    if set(map(type, plain)) != {int}:
+        for token in plain:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise UserError(f"A token id is an integer, not {token!r}.", "prompt")
+        plain = [int(token) for token in plain]
+    if not 0 <= min(plain) <= max(plain) < vocab_size:
+        outside = next(token for token in plain if not 0 <= token < vocab_size)
+        raise UserError(f"Token id {outside} is out of vocabulary (0 to {vocab_size - 1})", "prompt")
+    return plain

@@ -1,0 +1,198 @@
+"""A step of a model that pools, as a traced function: the layers over whole prompts or chunks, then a vector each.
+
+A decoder that pools reads and writes KV blocks as it does when it generates, so prompts are computed in chunks and
+prefixes are shared. A model whose tokens see those behind them has no cache: see encoder_batch.py.
+
+Letters: T flat tokens, R rows, S slots, D width, W numbers of a result, L tokens of a bin, H heads on one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax, named_scope
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxllm.metrics import Metrics
+from jaxllm.model import decoder, layers, pooler, sharding
+from jaxllm.model.decoder import Attend, Heads, Params
+from jaxllm.model.pooler import Pooler
+from jaxllm.model.sharding import AXIS
+from jaxllm.model.spec import Spec, heads_per_shard
+from jaxllm.runner import batch, device_state, encoder_batch, step
+from jaxllm.runner.batch import Shape
+from jaxllm.runner.compiled_programs import Key, ProgramTable, Way
+from jaxllm.runner.device_state import Geometry, Leaf
+from jaxllm.runner.step import Leaves, StepModel
+from jaxllm.scheduler.state import Plan
+from pallas_kernels.kv_cache.xla import rotate
+
+# Queries of a bin that attend at once, so that their scores stay in a processor's cache. 2,048 tokens in bins of 512,
+# 12 heads of 32, take 30 ms of processor time, and 58 with all queries at once (two Zen 5 cores; torch's attention 31).
+_PIECE = 128
+_LOWEST = -1e30  # below every score, and finite, see pallas_kernels/attention/xla.py
+
+
+@struct.dataclass
+class PoolState(Generic[Leaf]):
+    """What a step of a model that pools reads and replaces; nothing where it reads whole prompts."""
+
+    kv: tuple[tuple[Leaf, Leaf | None], ...] = ()  # as of DeviceState
+    tables: Leaf | None = None  # int32[S, M]
+    sums: Leaf | None = None  # float32[S, D]: of the hidden states of a prompt's chunks so far, where it pools the mean
+
+
+def abstract(spec: Spec, own: Pooler, geometry: Geometry, mesh: Mesh, dtype: Any) -> PoolState[jax.ShapeDtypeStruct]:
+    """Describe the state: shapes, types and shardings, nothing allocated."""
+    if not spec.is_causal:
+        return PoolState()
+    whole = partial(jax.ShapeDtypeStruct, sharding=sharding.replicated(mesh))
+    return PoolState(
+        kv=device_state.abstract_kv(spec, geometry, mesh, dtype),
+        tables=whole((geometry.num_slots, geometry.max_blocks), jnp.int32),
+        sums=whole((geometry.num_slots, spec.width), jnp.float32) if own.pooling == "mean" else None,
+    )
+
+
+class PoolPrograms(ProgramTable):
+    """The programs of an engine that pools: one a step."""
+
+    def __init__(self, made: Sequence[Shape], lower: Callable[[Key], Any], metrics: Metrics) -> None:
+        self._ways: list[Way] = [(Key(shape, None, "pool"),) for shape in made]
+        first = encoder_batch.covering(made) if made[0].bin_tokens else [made[-1], made[0]]
+        super().__init__([Key(shape, None, "pool") for shape in first], (key for (key,) in self._ways), lower, metrics)
+
+    def choose(self, plan: Plan) -> Key:
+        """Return the cheapest ready program that holds a plan."""
+        way = self.first_ready(way for way in self._ways if _fits(plan, way[0].shape))
+        if way is None:
+            raise RuntimeError(f"no program holds {len(plan.slots)} prompts of {plan.num_tokens} tokens")
+        return way[0]
+
+
+def _fits(plan: Plan, shape: Shape) -> bool:
+    if shape.bin_tokens:
+        return encoder_batch.place(plan.lengths, shape) is not None
+    return batch.fits(batch.extent(plan), shape)
+
+
+def build(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
+    """Return a step of (weights, state, buffer) -> (state, results float32[R, W]), flat as `step.build`'s."""
+    compute = _encode if shape.bin_tokens else _pool_chunks
+    name = step.program_name(shape, None, "pool")
+    return step.on_shards(model, partial(compute, model, shape), name, PartitionSpec())
+
+
+def _pool_chunks(
+    model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
+) -> tuple[PoolState[jax.Array], jax.Array]:
+    """Compute chunks of prompts through the cache. What a row gives is wanted where its prompt ends."""
+    own = model.pooler
+    assert own is not None and state.tables is not None
+    field = step.fields_of(batch.fields(shape), buffer)
+    table, slots, last = field["table"], field["token_slot"], field["row_last"]
+    tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
+    kv, positions = list(state.kv), field["token_position"]
+    attend = step.attention(model, shape, kv, tables, field, slots, positions)
+    context = decoder.Context(positions, attend, axis=AXIS)
+    hidden = decoder.forward(model.spec, params, field["tokens"], context)  # [T, D]
+    row_slot, sums = field["row_slot"], state.sums
+    with named_scope("pooling"):
+        if sums is None:
+            vectors = hidden.at[last].get(mode="clip")  # [R, D]
+        else:
+            is_own = slots[None] == row_slot[:, None]  # [R, T]
+            ends = field["row_position"] + 1
+            is_first = ends == jnp.sum(is_own, axis=1)  # the chunk begins the prompt
+            before = jnp.where(is_first[:, None], 0, sums.at[row_slot].get(mode="clip"))
+            total = before + _sums(is_own, hidden)
+            sums = sums.at[row_slot].set(total, mode="drop")
+            vectors = total / ends[:, None]
+        result = pooler.apply(own, params.top, vectors)
+    return PoolState(kv=tuple(kv), tables=tables, sums=sums), result
+
+
+def _encode(
+    model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
+) -> tuple[PoolState[jax.Array], jax.Array]:
+    """Compute whole prompts, whose tokens see each other."""
+    own = model.pooler
+    assert own is not None
+    field = step.fields_of(encoder_batch.fields(shape), buffer)
+    row, first, lengths = field["token_row"], field["row_first"], field["row_length"]
+    context = decoder.Context(
+        field["token_position"],
+        _attention_in_bins(model.spec, params, shape, row),
+        axis=AXIS,
+        token_types=field["token_types"],
+    )
+    hidden = decoder.forward(model.spec, params, field["tokens"], context)  # [T, D]
+    with named_scope("pooling"):
+        if own.pooling == "mean":
+            is_own = row[None] == jnp.arange(shape.rows)[:, None]  # [R, T]
+            vectors = _sums(is_own, hidden) / jnp.maximum(lengths, 1)[:, None]
+        else:
+            vectors = hidden.at[first + (lengths - 1 if own.pooling == "last" else 0)].get(mode="clip")
+        return state, pooler.apply(own, params.top, vectors)
+
+
+def _sums(is_own: jax.Array, hidden: jax.Array) -> jax.Array:
+    """Add up each row's hidden states: float32[R, D]."""
+    kind = hidden.dtype
+    return jnp.matmul(is_own.astype(kind), hidden, precision="highest", preferred_element_type=jnp.float32)
+
+
+def _attention_in_bins(spec: Spec, params: Params[jax.Array], shape: Shape, row: jax.Array) -> Attend:
+    """Return the attention of tokens to those of their own row, all of which lie in one bin."""
+    length = shape.bin_tokens
+    rows = row.reshape(-1, length)
+    bias = None
+    if spec.relative_buckets:
+        table = params.top["relative_bias"]
+        bias = layers.relative_bias(table, length, spec.relative_buckets, spec.relative_distance)  # [H, L, L]
+    heads, kv_heads = heads_per_shard(spec, lax.axis_size(AXIS))
+
+    def attend(layer: int, own: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
+        assert sinks is None
+        q, k, v = jnp.split(own.qkv, (heads, heads + kv_heads), axis=1)
+        if own.turn is not None:
+            q, k = (rotate(one, *own.turn, own.is_interleaved) for one in (q, k))
+        q, k, v = (one.reshape(-1, length, kv_heads, one.shape[1] // kv_heads, one.shape[2]) for one in (q, k, v))
+        q = q.transpose(0, 2, 3, 1, 4)  # [b, K, G, L, C]
+        k, v = k[:, :, :, 0].swapaxes(1, 2), v[:, :, :, 0].swapaxes(1, 2)  # [b, K, L, C]
+
+        def attend_piece(start: jax.Array, size: int) -> jax.Array:
+            """Let `size` queries of each bin attend, those from `start` on: [b, K, G, size, C]."""
+            some = lax.dynamic_slice_in_dim(q, start, size, axis=3)
+            scores = jnp.einsum("bkgqc,bksc->bkgqs", some, k, preferred_element_type=jnp.float32) * spec.attention_scale
+            scores = layers.softcap(scores, spec.attention_softcap)
+            if bias is not None:
+                own_bias = lax.dynamic_slice_in_dim(bias, start, size, axis=1)
+                scores += own_bias.reshape(kv_heads, heads // kv_heads, size, length)
+            is_seen = lax.dynamic_slice_in_dim(rows, start, size, axis=1)[:, :, None] == rows[:, None]  # [b, size, L]
+            if window is not None:
+                is_seen &= jnp.abs(start + jnp.arange(size)[:, None] - jnp.arange(length)) < window
+            scores = jnp.where(is_seen[:, None, None], scores, _LOWEST)
+            weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            return (
+                jnp.einsum("bkgqs,bksc->bkgqc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
+            )
+
+        with named_scope("attend"):
+            whole = length // _PIECE * _PIECE if length > _PIECE else 0
+            parts = []
+            if whole:
+                found = lax.map(lambda start: attend_piece(start, _PIECE), jnp.arange(0, whole, _PIECE))
+                parts.append(jnp.moveaxis(found, 0, 3).reshape(*q.shape[:3], whole, -1))
+            if whole < length:
+                parts.append(attend_piece(jnp.int32(whole), length - whole))
+            mixed = jnp.concatenate(parts, axis=3).transpose(0, 3, 1, 2, 4)  # [b, L, K, G, C]
+            return mixed.reshape(shape.tokens, heads, -1).astype(own.qkv.dtype)
+
+    return attend

@@ -1,0 +1,82 @@
+"""Our decoder over one whole prompt at a time, with the plainest attention: what an engine that pools must compute."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxllm.model import decoder, layers, pooler_files, sharding, weights
+from jaxllm.model import pooler as pooling
+from jaxllm.model.families import read_spec
+from jaxllm.model.pooler import Pooler
+from jaxllm.model.spec import Spec
+from pallas_kernels import rotate
+
+
+class PooledDriver:
+    """The model of a folder in float32, on `shards` devices."""
+
+    def __init__(self, folder: Path, shards: int = 1, **options: Any) -> None:
+        config = weights.read_config(folder)
+        self.spec, family = read_spec(config)
+        pooler = pooler_files.read_pooler(folder, config, self.spec, family, **options)
+        assert pooler is not None
+        self.pooler: Pooler = pooler
+        mesh = sharding.make_mesh(jax.devices("cpu"), shards)
+        self._params = weights.load(folder, self.spec, family, mesh, "float32", pooler=pooler)
+        declared = decoder.declare(self.spec, shards, pooler=pooler)
+        places = jax.tree.map(lambda weight: sharding.partition(weight.axes), declared)
+        whole = PartitionSpec()
+        self._run = jax.jit(
+            jax.shard_map(
+                partial(_on_shard, self.spec, pooler),
+                mesh=mesh,
+                in_specs=(places, whole, whole),
+                out_specs=(whole, whole),
+                check_vma=False,
+            ),
+            compiler_options={"xla_backend_optimization_level": 0},
+        )
+
+    def run(self, tokens: list[int], token_types: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the hidden states [T, D] and the result [W] of a prompt: not cut, activated or normalised."""
+        types = np.zeros(len(tokens), np.int32) if token_types is None else np.asarray(token_types, np.int32)
+        hidden, result = self._run(self._params, np.asarray(tokens, np.int32), types)
+        return np.asarray(hidden), np.asarray(result)[0]
+
+    def embed(self, tokens: list[int]) -> np.ndarray:
+        """Return the embedding of a prompt."""
+        _, result = self.run(tokens)
+        return result / np.linalg.norm(result) if self.pooler.normalize else result
+
+
+def _on_shard(spec: Spec, pooler: Pooler, params, tokens, token_types):
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)
+    distance = positions - positions[:, None]  # from each query to each key
+
+    def attend(layer, heads, window, sinks):
+        qkv = heads.qkv
+        key_heads = qkv.shape[1] * spec.num_kv_heads // (spec.num_heads + 2 * spec.num_kv_heads)
+        q, k, v = jnp.split(qkv, (qkv.shape[1] - 2 * key_heads, qkv.shape[1] - key_heads), axis=1)
+        if heads.turn is not None:
+            q, k = (rotate(one, *heads.turn, heads.is_interleaved) for one in (q, k))
+        k, v = (jnp.repeat(one, q.shape[1] // key_heads, axis=1) for one in (k, v))
+        scores = layers.softcap(jnp.einsum("qhc,khc->hqk", q, k) * spec.attention_scale, spec.attention_softcap)
+        if spec.relative_buckets:
+            table = params.top["relative_bias"]
+            scores += layers.relative_bias(table, len(tokens), spec.relative_buckets, spec.relative_distance)
+        seen = jnp.ones_like(distance, bool) if window is None else jnp.abs(distance) < window
+        if spec.is_causal:
+            seen &= distance <= 0
+        return jnp.einsum("hqk,khc->qhc", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
+
+    context = decoder.Context(positions, attend, token_types=token_types)
+    hidden = decoder.forward(spec, params, tokens, context)
+    pooled = {"cls": hidden[:1], "last": hidden[-1:], "mean": jnp.mean(hidden, axis=0, keepdims=True)}[pooler.pooling]
+    return hidden, pooling.apply(pooler, params.top, pooled)
