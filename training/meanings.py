@@ -232,6 +232,7 @@ SHARES: dict[str, float] = dict.fromkeys(KINDS, 1.0) | {
 }  # fmt: skip
 _LOOSE = "loose"
 _GLUE: Row = tuple("the a of and in is to with on for my your not was are this that it at from".split())
+_ENDINGS: Row = ("s", "ing", "er", "ed", "n")
 _SMALL: frozenset[str] = frozenset(
     ("the a an of is are do does did in to that it me tell you know please what's as has was which one and").split()
 )
@@ -275,12 +276,25 @@ def held_out_pairs(seed: int, count: int = 200) -> list[Text]:
     return list(found.values())[:count]
 
 
+def _bent(rng: random.Random, word: str) -> str:
+    """Return a word in another form, or with a slip of the hand."""
+    at = rng.randrange(len(word))
+    return rng.choice((word + rng.choice(_ENDINGS), word.rstrip("se"), word[:at] + word[at + 1 :])) or word
+
+
 def _typed(rng: random.Random, text: str) -> str:
-    """Return the sentence as people type it: now and then without its mark, or without the small words."""
-    lot = rng.random()
+    """Return the sentence as people type it: at times without its mark or small words, bent, or among other words."""
+    lot, bare = rng.random(), text.rstrip("?.!")
+    said = bare.split()
     if lot < 0.1:
-        return " ".join(word for word in text.rstrip("?.!").split() if word.lower() not in _SMALL) or text
-    return text.rstrip("?.!") if lot < 0.3 else text
+        return " ".join(word for word in said if word.lower() not in _SMALL) or text
+    if lot < 0.2 and len(bent := rng.choice(said)) > 3:
+        return bare.replace(bent, _bent(rng, bent))
+    if lot < 0.35:
+        for _ in range(rng.randint(1, 4)):
+            said.insert(rng.randint(0, len(said)), rng.choice(rng.choice((_GLUE, words.WORDS))))
+        return " ".join(said)
+    return bare if lot < 0.5 else text
 
 
 def _loose_pair(rng: random.Random, pool: list[str]) -> tuple[Text, Text]:

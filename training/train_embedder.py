@@ -28,7 +28,7 @@ from training.train import Phase, make_optimizer
 
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]")
 SIZES = (32, 64, 128)  # of the embeddings that are trained
-PHASES = (Phase("constant", 700, 512, 0, 0, 0), Phase("falling", 700, 512, 0, 0, 0))
+PHASES = (Phase("constant", 450, 512, 0, 0, 0), Phase("falling", 600, 512, 0, 0, 0))
 MOST_TOKENS = 40
 TEMPERATURE = 0.05
 

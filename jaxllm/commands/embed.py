@@ -1,6 +1,6 @@
 """`jaxllm embed`: the texts of a file become vectors in another, or the lines that are nearest to a question are shown.
 
-Knows what it reads; texts stream through in windows, so that memory does not grow with the file.
+Knows what it reads; texts stream through in batches, so that memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ from jaxllm.pooling_params import PoolingParams
 
 if TYPE_CHECKING:
     import numpy as np
-    from tqdm import tqdm
 
     from jaxllm.engine.llm import LLM
-
-WINDOW = 4096  # texts that are read and written at once; sorted by length, since a step takes as long as its longest
 
 
 class Line(NamedTuple):
@@ -60,7 +57,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--truncate", action="store_true", help="cut texts that are too long, instead of refusing them")
     parser.add_argument("--skip-empty", action="store_true", help="leave empty lines out, instead of refusing them")
     parser.add_argument(
-        "--batch-size", type=int, default=512, metavar="N", help="texts that the engine is given at once (default: 512)"
+        "--batch-size", type=int, default=1024, metavar="N", help="texts to embed and write at once (default: 1024)"
     )
     add_model(parser, "the small embedder within jaxllm")
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False)
@@ -85,12 +82,12 @@ def run(options: dict[str, Any]) -> int:
         if not count:
             raise UserError(f"{name} holds no text.", "input")
         with open_llm(options) as llm:
-            embed = _Embed(llm, options)
+            embed = _Embed(llm, options, count)
             if output is None:
-                _show_nearest(embed, lines(), options["query"], count)
+                _show_nearest(embed, lines(), options["query"])
                 return 0
             settings = {name: options[name] for name in ("field", "truncate", "skip_empty")}
-            return _write(embed, lines, output, count, {"input": digest.hexdigest(), **settings})
+            return _write(embed, lines, output, {"input": digest.hexdigest(), **settings})
 
 
 @contextmanager
@@ -143,87 +140,70 @@ def _text_of(line: str, field: str) -> str:
 
 
 class _Embed:
-    """Embeds lines with a model, in batches of like length."""
+    """Embeds lines with a model; the engine runs texts of like lengths together."""
 
-    def __init__(self, llm: LLM, options: Mapping[str, Any]) -> None:
-        self._llm, self._size = llm, options["batch_size"]
+    def __init__(self, llm: LLM, options: Mapping[str, Any], count: int) -> None:
+        self.size, self._llm, self._count = options["batch_size"], llm, count
         self._params = PoolingParams(
             dimensions=options["dimensions"],
             normalize=options["normalize"],
             truncate_prompt_tokens=-1 if options["truncate"] else None,
         )
 
-    def __call__(self, lines: Sequence[Line], bar: tqdm[Any] | None = None) -> np.ndarray:
+    def vectors(self, lines: Sequence[Line]) -> np.ndarray:
         """Return the vectors of lines, float32[N, D]."""
         import numpy as np
 
-        order = sorted(range(len(lines)), key=lambda index: -len(lines[index].text))
-        found: list[Any] = [None] * len(lines)
-        for start in range(0, len(order), self._size):
-            some = order[start : start + self._size]
-            for index, vector in zip(some, self._vectors([lines[index] for index in some]), strict=True):
-                found[index] = vector
-            if bar is not None:
-                bar.update(len(some))
-        return np.asarray(found, np.float32)
-
-    def _vectors(self, lines: Sequence[Line]) -> Iterator[Any]:
         try:
-            outputs = self._llm.encode(
-                [line.text for line in lines], self._params, pooling_task="embed", use_tqdm=False
-            )
-        except UserError as error:
-            if len(lines) == 1:
-                raise UserError(f"line {lines[0].number}: {error}", error.parameter) from None
-            for line in lines:  # one of them is refused, the longest first
-                yield from self._vectors([line])
-            return
-        for line, output in zip(lines, outputs, strict=True):
-            if output.outputs.finish_reason != "stop":
-                raise EngineError(f"line {line.number}: {output.outputs.stop_reason}")
-            yield output.outputs.data
+            texts = [line.text for line in lines]
+            outputs = self._llm.encode(texts, self._params, pooling_task="embed", use_tqdm=False)
+        except (UserError, EngineError) as error:
+            is_refused = isinstance(error, UserError)
+            if is_refused and error.parameter != "prompt":
+                raise
+            if len(lines) > 1:
+                return np.concatenate([self.vectors([line]) for line in lines])  # one of them it is
+            where = f"line {lines[0].number}" if lines[0].number else "--query"
+            raise (UserError if is_refused else EngineError)(f"{where}: {error}") from error
+        return np.stack([output.outputs.data for output in outputs])
+
+    def batches(self, lines: Iterator[Line], done: int = 0) -> Iterator[tuple[list[Line], np.ndarray]]:
+        """Yield lines with their vectors, without the first `done`, and show how far it is."""
+        from tqdm import tqdm
+
+        lines = islice(lines, done, None)
+        with tqdm(total=self._count, initial=done, unit="text", disable=not sys.stderr.isatty()) as bar:
+            while batch := list(islice(lines, self.size)):
+                yield batch, self.vectors(batch)
+                bar.update(len(batch))
 
 
-def _progress(count: int, done: int) -> tqdm[Any]:
-    from tqdm import tqdm
-
-    return tqdm(total=count, initial=done, unit="text", disable=not sys.stderr.isatty())
-
-
-def _windows(lines: Iterator[Line]) -> Iterator[list[Line]]:
-    while window := list(islice(lines, WINDOW)):
-        yield window
-
-
-def _write(embed: _Embed, lines: Lines, path: Path, count: int, job: Mapping[str, Any]) -> int:
+def _write(embed: _Embed, lines: Lines, path: Path, job: Mapping[str, Any]) -> int:
     """Write the vectors that are not there yet."""
     from jaxllm.commands.vector_file import VectorFile
 
-    (first,) = embed([next(lines())])
-    file = VectorFile(path, job, first)
-    try:
-        with file, _progress(count, file.num_rows) as bar:
-            for window in _windows(islice(lines(), file.num_rows, None)):
-                file.append([line.number for line in window], [line.text for line in window], embed(window, bar))
-            file.finish()
-    except KeyboardInterrupt:
-        print(f"{file.num_rows} of {count} texts are in {path}; the same command goes on", file=sys.stderr)
-        return 130
-    print(f"{path} holds {count} vectors of {len(first)} numbers")
+    (first,) = embed.vectors([next(lines())])
+    with VectorFile(path, job, first) as file:
+        try:
+            for batch, vectors in embed.batches(lines(), file.num_rows):
+                file.append([line.number for line in batch], [line.text for line in batch], vectors)
+        except KeyboardInterrupt:
+            print(f"{path} holds {file.num_rows} vectors; the same command goes on", file=sys.stderr)
+            return 130
+        file.finish()
+    print(f"{path} holds {file.num_rows} vectors of {len(first)} numbers")
     return 0
 
 
-def _show_nearest(embed: _Embed, lines: Iterator[Line], query: str, count: int, most: int = 5) -> None:
+def _show_nearest(embed: _Embed, lines: Iterator[Line], query: str, most: int = 5) -> None:
     """Show the lines whose vectors point most in the direction of the query's."""
     import numpy as np
 
-    (asked,) = embed([Line(0, query)])
+    (asked,) = embed.vectors([Line(0, query)])
     best: list[tuple[float, int, str]] = []
-    with _progress(count, 0) as bar:
-        for window in _windows(lines):
-            vectors = embed(window, bar)
-            cosines = vectors @ asked / np.maximum(np.linalg.norm(vectors, axis=1) * np.linalg.norm(asked), 1e-12)
-            found = [(cosine, -line.number, line.text) for cosine, line in zip(cosines.tolist(), window, strict=True)]
-            best = heapq.nlargest(most, best + found)
+    for batch, vectors in embed.batches(lines):
+        cosines = vectors @ asked / np.maximum(np.linalg.norm(vectors, axis=1) * np.linalg.norm(asked), 1e-12)
+        found = [(cosine, -line.number, line.text) for cosine, line in zip(cosines.tolist(), batch, strict=True)]
+        best = heapq.nlargest(most, best + found)
     for cosine, _, text in best:
         print(f"{cosine:6.3f}  {text}")

@@ -1,4 +1,4 @@
-"""A file of vectors that grows by whole windows, and goes on where it was broken off.
+"""A file of vectors that grows by whole batches, and goes on where it was broken off.
 
 Knows .npy, JSON lines, and the note beside an unfinished file; not where vectors come from.
 """

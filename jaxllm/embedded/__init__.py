@@ -4,3 +4,5 @@ from pathlib import Path
 
 MODEL_DIR: Path = Path(__file__).resolve().parent / "model"
 EMBEDDER_DIR: Path = Path(__file__).resolve().parent / "embedder"
+# By the names under which the server reports them.
+SHIPPED: dict[str, Path] = {"jaxllm-embedded": MODEL_DIR, "jaxllm-embedder": EMBEDDER_DIR}

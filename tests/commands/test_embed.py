@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxllm.commands import embed
 from jaxllm.embedded import EMBEDDER_DIR
-from jaxllm.errors import UserError
+from jaxllm.errors import EngineError, UserError
 from jaxllm.outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from tests.support.fake_llm import FakeLLM, Run
@@ -30,7 +29,7 @@ class Pooling:
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
-        self.params: list[PoolingParams] = []
+        self.params: set[PoolingParams] = set()
         self.ends_at: int | None = None
         self.seed = 0
 
@@ -43,17 +42,18 @@ class Pooling:
         if any(len(text) > 200 for text in texts):
             raise UserError("The prompt is too long.", "prompt")
         self.calls.append(list(texts))
-        self.params.append(params)
-        failed = PoolingOutput(np.zeros(0, np.float32), "error", "a number is not finite")
-        results = [failed if text == "NaN" else PoolingOutput(vector(text, self.seed)) for text in texts]
-        return [PoolingRequestOutput("0", (), result) for result in results]
+        self.params.add(params)
+        if params.dimensions == 7:
+            raise UserError("dimensions of this model is 8", "dimensions")
+        if "NaN" in texts:
+            raise EngineError("prompt 7 failed: a number is not finite")
+        return [PoolingRequestOutput("0", (), PoolingOutput(vector(text, self.seed))) for text in texts]
 
 
 @pytest.fixture
 def pooling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pooling]:
     stand_in = Pooling()
     monkeypatch.setattr(FakeLLM, "encode", staticmethod(stand_in), raising=False)
-    monkeypatch.setattr(embed, "WINDOW", 10)
     return stand_in
 
 
@@ -91,12 +91,8 @@ def test_vectors_stand_in_the_order_of_the_texts(ending: str, pooling: Pooling, 
         if ending == ".jsonl":
             records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
             assert [(record["index"], record["text"]) for record in records] == list(enumerate(texts))
-        _, *calls = pooling.calls
-        for window in range(0, len(texts), embed.WINDOW):
-            ordered = sorted(texts[window : window + embed.WINDOW], key=len, reverse=True)
-            for at in range(0, len(ordered), size):
-                assert calls.pop(0) == ordered[at : at + size]
-        assert not calls and not output.with_name(f"{output.name}.progress.json").exists()
+        assert pooling.calls == [texts[:1], *(texts[at : at + size] for at in range(0, len(texts), size))]
+        assert not output.with_name(f"{output.name}.progress.json").exists()
 
 
 @pytest.mark.parametrize("ending", [".npy", ".jsonl"])
@@ -111,8 +107,8 @@ def test_what_was_broken_off_goes_on(ending: str, pooling: Pooling, run: Run, tm
         pooling.calls.clear()
         pooling.ends_at = ends_at
         code, _, err = run(*arguments, str(output))
-        done = (ends_at - 1) // 3 * 10  # three calls a window; the first of all is for the first text alone
-        assert (code, err) == (130, f"{done} of 47 texts are in {output}; the same command goes on\n")
+        done = (ends_at - 1) * 4  # the first call is for the first text alone
+        assert (code, err) == (130, f"{output} holds {done} vectors; the same command goes on\n")
         assert np.array_equal(read(output).reshape(-1, WIDTH), read(whole)[:done])
         with output.open("ab") as file:
             file.write(b"half of a row")  # as where the process was killed while it wrote
@@ -127,20 +123,20 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(pooling: Pooling, run: Run
     source, output = tmp_path / "texts", tmp_path / "vectors.npy"
     texts = "\n".join(lines_of(2, 25))
     source.write_text(texts)
+    arguments = ("embed", str(source), "--batch-size", "4", "-o", str(output))
     pooling.ends_at = 2
-    assert run("embed", str(source), "-o", str(output))[0] == 130
+    assert run(*arguments)[0] == 130
     begun, pooling.ends_at = output.read_bytes(), None
-    pooling.seed = 1
     for changed, more in (("input", ()), ("truncate", ("--truncate",)), ("model", ())):
         source.write_text(texts + "\nmore" * (changed == "input"))
         pooling.seed = int(changed == "model")
-        code, _, err = run("embed", str(source), "-o", str(output), *more)
+        code, _, err = run(*arguments, *more)
         assert code == 1 and f"was begun with another {changed}; remove {output}.progress.json" in err
         assert output.read_bytes() == begun
     pooling.seed = 0
-    assert run("embed", str(source), "-o", str(output))[0] == 0 and len(read(output)) == 25
+    assert run(*arguments)[0] == 0 and len(read(output)) == 25
     source.write_text("another")
-    assert run("embed", str(source), "-o", str(output))[0] == 0 and len(read(output)) == 1
+    assert run(*arguments)[0] == 0 and len(read(output)) == 1
 
 
 @pytest.mark.parametrize(
@@ -154,8 +150,9 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(pooling: Pooling, run: Run
         (b'{"text": "a"}\n' + b"[" * 100_000, (), "line 2: its lists and objects are nested too deeply"),
         (b"a", ("--field", "body"), "line 1: Expecting value"),
         (b"a\nb\n" + b"c" * 201, (), "line 3: The prompt is too long."),
-        (b"a\nNaN", (), "line 2: a number is not finite"),
-        (b"a", ("--dimensions", "0"), "dimensions must be"),
+        (b"a\nNaN", (), "line 2: prompt 7 failed: a number is not finite"),
+        (b"a", ("--dimensions", "0"), "error: dimensions must be"),
+        (b"a", ("--dimensions", "7"), "error: dimensions of this model is 8"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -187,7 +184,7 @@ def test_options_reach_the_engine(pooling: Pooling, run: Run, tmp_path: Path) ->
     source.write_text('{"body": "a"}\n\n{"body": " "}\n{"body": "b"}\n')
     flags = ("--field", "body", "--skip-empty", "--no-normalize", "--dimensions", "4", "--truncate", "-m", "other")
     assert run("embed", str(source), "-o", str(output), *flags, "--max-num-seqs", "3")[0] == 0
-    assert set(pooling.params) == {PoolingParams(dimensions=4, normalize=False, truncate_prompt_tokens=-1)}
+    assert pooling.params == {PoolingParams(dimensions=4, normalize=False, truncate_prompt_tokens=-1)}
     assert (FakeLLM.made.model, FakeLLM.made.settings) == ("other", {"max_num_seqs": 3})
     assert [json.loads(line)["index"] for line in output.read_text().splitlines()] == [0, 3]
 
@@ -197,7 +194,13 @@ def test_the_nearest_lines_are_shown(pooling: Pooling, run: Run) -> None:
     code, out, _ = run("embed", "--query", texts[7], stdin="\n".join(texts))
     unit = {text: vector(text) / np.linalg.norm(vector(text)) for text in texts}
     nearest = sorted(texts, key=lambda text: -unit[text] @ unit[texts[7]])[:5]
+    assert run("embed", "--query", "a" * 201, stdin="a")[2] == "jaxllm: error: --query: The prompt is too long.\n"
     assert code == 0 and out == "".join(f"{unit[text] @ unit[texts[7]]:6.3f}  {text}\n" for text in nearest)
+
+
+class Forgetful(list[list[str]]):
+    def append(self, _: list[str]) -> None:
+        pass
 
 
 def test_memory_does_not_grow_with_the_input(pooling: Pooling, run: Run, tmp_path: Path) -> None:
@@ -205,11 +208,11 @@ def test_memory_does_not_grow_with_the_input(pooling: Pooling, run: Run, tmp_pat
     for count in (300, 3000):
         source = tmp_path / f"{count}.txt"
         source.write_text("\n".join(lines_of(4, count)))
+        pooling.calls = Forgetful()
         tracemalloc.start()
         try:
-            assert run("embed", str(source), "-o", str(tmp_path / f"{count}.npy"), stdin="")[0] == 0
+            assert run("embed", str(source), "-o", str(tmp_path / "vectors.npy"), "--batch-size", "50")[0] == 0
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-        pooling.calls.clear()
     assert peaks[1] < 1.2 * peaks[0]
