@@ -31,7 +31,6 @@ from jaxllm.errors import (
 )
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams, PoolingTask
-from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span
 from jaxllm_server.shared.merge import merge
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
@@ -132,7 +131,7 @@ async def _outputs(
 ) -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
     """Give the engine's outputs as they come, each with its item's number."""
     arrival, engine = time.monotonic(), serving.engine
-    model, tokenizer = engine.model, engine.model.tokenizer
+    model = engine.model
     timeout = serving.options.request_timeout or None
     request_id = call.request_id or uuid.uuid4().hex
     most = _most_tokens(call, model.max_model_len)
@@ -141,7 +140,7 @@ async def _outputs(
         item, own_id = items[number], request_id if len(items) == 1 else f"{request_id}-{number}"
         prompt: dict[str, Any] = {"prompt_token_ids": prompts[number].ids, **serving.salt_of(call)}
         if item.second is not None:
-            arguments = str(item.first), item.second, most, tokenizer
+            arguments = str(item.first), item.second, most, model
             is_long = len(item.first) + len(item.second) > LONG_TEXT
             prompt |= await serving.off_loop(call, _pair, *arguments) if is_long else _pair(*arguments)
         while True:
@@ -158,11 +157,13 @@ async def _outputs(
                     name=f"{own_id} ({call.client_id})" if call.client_id else None,
                 )
                 async with aclosing(outputs):
-                    return _checked(await anext(outputs), item, len(items))
+                    return _checked(await anext(outputs))
             except OverloadedError:
                 if timeout is not None and time.monotonic() > arrival + timeout:
                     raise late(timeout) from None
                 await asyncio.sleep(_FULL_SECONDS)
+            except (UserError, RequestFailedError) as error:
+                raise _naming(error, item, len(items)) from None
 
     async def work() -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
         for number in numbers:
@@ -181,7 +182,8 @@ async def _outputs(
             _log.info("request %s: %s, %d prompts of %d tokens", request_id, params.task, len(items), num_tokens)
         most_queued = engine.max_queued_tokens or max(LEAST_QUEUED_TOKENS, 16 * model.max_model_len)
         window = max(1, min(window, most_queued * len(items) // (2 * num_tokens)))
-        numbers = iter(range(len(items)))
+        # Prompts of like lengths run together: a step is padded by its longest.
+        numbers = iter(sorted(range(len(items)), key=lambda number: -prompts[number].num_tokens))
         async with aclosing(merge([work() for _ in range(window)])) as outputs:
             async for _, output in outputs:
                 yield output
@@ -269,7 +271,8 @@ def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int
             if prompt.num_tokens > most:
                 raise too_long(most, prompt.num_tokens, None)
         except UserError as error:
-            error.parameter = item.parameter
+            if error.parameter in (None, "prompt"):
+                error.parameter = item.parameter
             raise _naming(error, item, len(items)) from None
         prompts.append(prompt)
     return prompts
@@ -293,25 +296,26 @@ def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: 
     return _Prompt(len(ids), np.array(ids, np.int32))  # pyright: ignore[reportArgumentType] - a tenth of a list's size
 
 
-def _pair(first: str, second: str, most: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def _pair(first: str, second: str, most: int, model: ModelInfo) -> dict[str, Any]:
     """Make the prompt of two texts; where it is too long, the second one loses its end."""
-    ids, types = tokenizer.encode_pair(first, second)
+    prompt = model.pair(first, second)
+    ids = prompt["prompt_token_ids"]
     over = len(ids) - most
     if over > 0:
-        last = tokenizer.encode("a", add_special_tokens=False)[-1]
-        end = len(ids) - tokenizer.encode_pair("a", "a")[0][::-1].index(last)
-        del ids[end - over : end], types[end - over : end]
-    return {"prompt_token_ids": ids, **({"token_type_ids": types} if any(types) else {})}
+        last = model.tokenizer.encode("a", add_special_tokens=False)[-1]
+        end = len(ids) - model.tokenizer.encode_pair("a", "a")[0][::-1].index(last)
+        prompt = {name: [*values[: end - over], *values[end:]] for name, values in prompt.items()}
+    return prompt
 
 
-def _checked(output: PoolingRequestOutput, item: _Item, num_items: int) -> PoolingRequestOutput:
+def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:
     """Return an output if it is one, finite numbers."""
     told = output.outputs
     if told.finish_reason == "abort":
         raise UnavailableError("The request was aborted.")
     if told.finish_reason == "error" or not np.isfinite(told.data).all():
         why = told.stop_reason or "the model's numbers are not finite"
-        raise _naming(RequestFailedError(f"The request failed, others go on: {why}."), item, num_items)
+        raise RequestFailedError(f"The request failed, others go on: {why}.")
     return output
 
 
