@@ -12,30 +12,33 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
 from jaxllm.model import orbax_checkpoint, weights
 from jaxllm.model.checkpoint import INDEX
 from jaxllm.model.families import read_spec
 from jaxllm.model.files import inside
+from jaxllm.model.pooler_files import read_pooler
 
-EMBEDDED = "jaxllm-embedded"  # the small model's name, as the server reports it
-_KEPT = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*")
+_KEPT = (
+    *("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*"),
+    "[0-9]_*/config.json",  # of sentence-transformers' modules
+)
 
 
 def convert(source: str, target: Path, revision: str | None = None, progress: bool = False) -> Path:
-    """Write the model `source` (folder, hub id or "jaxllm-embedded") into the folder `target`; return its path.
+    """Write the model `source` (folder, hub id or name of a shipped one) into the folder `target`; return its path.
 
     `target` may be an empty folder; it appears under its name once all is written. Whatever is wrong with either is a
     UserError of one line, found before the first byte is written where possible.
     """
     target = target.expanduser().absolute()
     _check_target(target)
-    folder = MODEL_DIR if source == EMBEDDED else weights.resolve(source, revision)
+    folder = weights.resolve(source, revision)
     if orbax_checkpoint.is_here(folder):
         raise UserError(f"{folder} holds an Orbax checkpoint already; copy the folder.", "model")
-    spec, family = read_spec(weights.read_config(folder))
-    parts = weights.stored_parts(folder, spec, family)
+    config = weights.read_config(folder)
+    spec, family = read_spec(config)
+    parts = weights.stored_parts(folder, spec, family, read_pooler(folder, config, spec, family))
     num_bytes = sum(part.values.nbytes for part in parts.values())
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free

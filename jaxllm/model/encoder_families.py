@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxllm.errors import UserError
 from jaxllm.model.config_fields import Fields, parse_rope, read_decoder, read_learned, read_two_ropes, read_windows
 from jaxllm.model.family import LLAMA_TENSORS, Family, named, two_products
 from jaxllm.model.pooler import Dense, Pooling
@@ -20,6 +21,10 @@ _BIASES = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 def _bert(fields: Fields, position_offset: int = 0, eps: float = 1e-12, **own: Any) -> Spec:
     fields.only("position_embedding_type", "absolute")
     fields.only("is_decoder", False)
+    positions = fields.size("max_position_embeddings", 512)
+    if not 0 <= position_offset < positions:
+        message = f"config.json: max_position_embeddings {positions} leaves no position behind padding's."
+        raise UserError(message, "max_position_embeddings")
     if "token_types" not in own:
         own["token_types"] = fields.size("type_vocab_size", 2)
     return read_learned(
@@ -28,7 +33,7 @@ def _bert(fields: Fields, position_offset: int = 0, eps: float = 1e-12, **own: A
         num_heads=fields.size("num_attention_heads"),
         num_layers=fields.layers(),
         ffn_width=fields.size("intermediate_size"),
-        max_position=fields.size("max_position_embeddings", 512) - position_offset,
+        max_position=positions - position_offset,
         position_offset=position_offset,
         norm_eps=fields.positive("layer_norm_eps", eps),
         activation=fields.activation("hidden_act", "gelu"),
@@ -50,7 +55,6 @@ def _mpnet(fields: Fields) -> Spec:
 
 
 def _distilbert(fields: Fields) -> Spec:
-    fields.raw("sinusoidal_pos_embds")  # how positions were made; they are stored
     return read_learned(
         fields,
         width=fields.size("dim"),
@@ -136,6 +140,17 @@ def _nomic(fields: Fields) -> Spec:
         ("rotary_emb_scale_base", None),
     ):
         fields.only(key, value)
+    for key in (
+        "dense_seq_output",  # of training, and which kernels computed it
+        "fused_bias_fc",
+        "fused_dropout_add_ln",
+        "pad_vocab_size_multiple",
+        "parallel_block_tied_norm",
+        "reorder_and_upcast_attn",
+        "use_flash_attn",
+        "use_xentropy",
+    ):
+        fields.raw(key)
     width, heads, layers = fields.size("n_embd"), fields.size("n_head"), fields.layers("n_layer")
     positions, factor = fields.size("n_positions", 2048), fields.take("rotary_scaling_factor", float, 1.0)
     settings: dict[str, Any] = {"rope_theta": fields.positive("rotary_emb_base", 10000.0)}

@@ -40,8 +40,8 @@ _WITHOUT_EFFECT = frozenset(
     return_dict_in_generate remove_invalid_values sentence_transformers sbert_ce_default_activation_function
     matryoshka_dimensions is_matryoshka classifier_pooling classifier_bias classifier_activation qa_dropout
     seq_classif_dropout mlp_dropout decoder_bias deterministic_flash_attn sparse_prediction sparse_pred_ignore_index
-    initializer_cutoff_factor reference_compile repad_logits_with_grad directionality pooler_fc_size
-    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type tie_weights_
+    initializer_cutoff_factor reference_compile repad_logits_with_grad sinusoidal_pos_embds directionality
+    pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type tie_weights_
     """.split()
 )
 # Sampling settings, which transformers 4 wrote here with the values that change nothing.

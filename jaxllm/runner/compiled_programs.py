@@ -308,7 +308,7 @@ class Programs(ProgramTable):
         fitting = (
             way
             for width, way in self._by_cost[not size.tiles]
-            if width >= least and (len(way) > 1 or not is_held) and batch.fits(size, way[0].shape)
+            if width >= least and not (is_held and len(way) == 1) and batch.fits(size, way[0].shape)
         )
         way = self.first_ready(fitting)
         if way is None:

@@ -155,13 +155,13 @@ def _attention_in_bins(spec: Spec, params: Params[jax.Array], shape: Shape, row:
     if spec.relative_buckets:
         table = params.top["relative_bias"]
         bias = layers.relative_bias(table, length, spec.relative_buckets, spec.relative_distance)  # [H, L, L]
-    heads, kv_heads = heads_per_shard(spec, lax.axis_size(AXIS))
+    num_heads, kv_heads = heads_per_shard(spec, lax.axis_size(AXIS))
 
-    def attend(layer: int, own: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
+    def attend(layer: int, heads: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
         assert sinks is None
-        q, k, v = jnp.split(own.qkv, (heads, heads + kv_heads), axis=1)
-        if own.turn is not None:
-            q, k = (rotate(one, *own.turn, own.is_interleaved) for one in (q, k))
+        q, k, v = jnp.split(heads.qkv, (num_heads, num_heads + kv_heads), axis=1)
+        if heads.turn is not None:
+            q, k = (rotate(one, *heads.turn, heads.is_interleaved) for one in (q, k))
         q, k, v = (one.reshape(-1, length, kv_heads, one.shape[1] // kv_heads, one.shape[2]) for one in (q, k, v))
         q = q.transpose(0, 2, 3, 1, 4)  # [b, K, G, L, C]
         k, v = k[:, :, :, 0].swapaxes(1, 2), v[:, :, :, 0].swapaxes(1, 2)  # [b, K, L, C]
@@ -173,7 +173,7 @@ def _attention_in_bins(spec: Spec, params: Params[jax.Array], shape: Shape, row:
             scores = layers.softcap(scores, spec.attention_softcap)
             if bias is not None:
                 own_bias = lax.dynamic_slice_in_dim(bias, start, size, axis=1)
-                scores += own_bias.reshape(kv_heads, heads // kv_heads, size, length)
+                scores += own_bias.reshape(kv_heads, num_heads // kv_heads, size, length)
             is_seen = lax.dynamic_slice_in_dim(rows, start, size, axis=1)[:, :, None] == rows[:, None]  # [b, size, L]
             if window is not None:
                 is_seen &= jnp.abs(start + jnp.arange(size)[:, None] - jnp.arange(length)) < window
@@ -193,6 +193,6 @@ def _attention_in_bins(spec: Spec, params: Params[jax.Array], shape: Shape, row:
             if whole < length:
                 parts.append(attend_piece(jnp.int32(whole), length - whole))
             mixed = jnp.concatenate(parts, axis=3).transpose(0, 3, 1, 2, 4)  # [b, L, K, G, C]
-            return mixed.reshape(shape.tokens, heads, -1).astype(own.qkv.dtype)
+            return mixed.reshape(shape.tokens, num_heads, -1).astype(heads.qkv.dtype)
 
     return attend

@@ -34,8 +34,8 @@ class PooledInFlight(NamedTuple):
     def result(self) -> Result:
         """Wait for the step's result. A failure on the device is raised here, and by every later step."""
         pooled = np.asarray(self.rows)[: self.num_rows]
-        tokens = np.zeros(self.num_rows, np.int32)
-        return Result(tokens, np.isfinite(pooled).all(axis=1), *(None,) * 5, pooled=pooled)
+        tokens, is_finite = np.zeros(self.num_rows, np.int32), np.isfinite(pooled).all(axis=1)
+        return Result(tokens, is_finite, pooled=pooled)
 
 
 class PoolingRunner(Runner):

@@ -58,11 +58,11 @@ class Result:
 
     tokens: np.ndarray  # int32[R]
     is_finite: np.ndarray  # bool[R]
-    logprob: np.ndarray | None  # float32[R]; this and what follows only where the variant computes it
-    rank: np.ndarray | None  # int32[R]
-    top_logprobs: np.ndarray | None  # float32[R, n]
-    top_ids: np.ndarray | None  # int32[R, n]
-    reported: np.ndarray | None  # float32[R, MAX_REPORTED_TOKENS]
+    logprob: np.ndarray | None = None  # float32[R]; this and what follows only where the variant computes it
+    rank: np.ndarray | None = None  # int32[R]
+    top_logprobs: np.ndarray | None = None  # float32[R, n]
+    top_ids: np.ndarray | None = None  # int32[R, n]
+    reported: np.ndarray | None = None  # float32[R, MAX_REPORTED_TOKENS]
     scores: Sequence[Score] = ()  # of the positions that `Runner.dispatch` was given
     pooled: np.ndarray | None = None  # float32[R, W], of a model that pools, where no tokens are sampled
 
@@ -217,7 +217,7 @@ def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> Result:
     joined = np.ascontiguousarray(joined[:num_rows].T)  # [W, R]
     tokens, is_finite = joined[0], joined[1].astype(np.bool_)
     if len(joined) == 2:
-        return Result(tokens, is_finite, None, None, None, None, None)
+        return Result(tokens, is_finite)
     ids_at, reported_at = 4 + num_logprobs, 4 + 2 * num_logprobs
     return Result(
         tokens=tokens,

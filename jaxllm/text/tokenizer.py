@@ -54,14 +54,19 @@ def load_tokenizer(folder_or_id: str | Path, revision: str | None = None) -> Tok
     Raises `UserError` when there is none, or when it has a decoder that cannot be streamed exactly.
     """
     files = read_tokenizer_files(folder_or_id, revision)
-    return Tokenizer(files.backend, files.named_tokens, files.chat_templates, str(folder_or_id))
+    return Tokenizer(files.backend, files.named_tokens, files.chat_templates, str(folder_or_id), files.has_types)
 
 
 class Tokenizer:
     """A model's tokenizer. Safe to share between threads; build it with `load_tokenizer`."""
 
     def __init__(
-        self, backend: Any, named_tokens: Mapping[str, str], chat_templates: Mapping[str, str], name: str
+        self,
+        backend: Any,
+        named_tokens: Mapping[str, str],
+        chat_templates: Mapping[str, str],
+        name: str,
+        has_types: bool = True,
     ) -> None:
         self._backend = backend  # a tokenizers.Tokenizer; not named as a type to keep the import lazy
         self._named_tokens = dict(named_tokens)
@@ -69,6 +74,7 @@ class Tokenizer:
         self._compile = functools.lru_cache(maxsize=16)(compile_template)
         self._pieces: dict[int, Piece] = {}
         self.name = name
+        self._has_types = has_types
         decoder = backend.decoder
         self._decode_tokens: Callable[[list[str]], str] = " ".join if decoder is None else decoder.decode
         self.decoding = _decoding_of(None if decoder is None else json.loads(decoder.__getstate__()), name)
@@ -146,9 +152,12 @@ class Tokenizer:
             return self._backend.post_process(encoding).ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Give the ids of two texts in one prompt, and for each the type of token: of the first or of the second."""
+        """Give the ids of two texts in one prompt, and the type of each token: 1 for the second text.
+
+        All types are 0 where the model is not told them.
+        """
         encoding = self._encoding_of(first, True, second)
-        return encoding.ids, encoding.type_ids
+        return encoding.ids, encoding.type_ids if self._has_types else [0] * len(encoding.ids)
 
     def _encoding_of(self, text: str, add_special_tokens: bool, pair: str | None = None) -> Any:
         for one in (text,) if pair is None else (text, pair):

@@ -40,6 +40,7 @@ class TokenizerFiles(NamedTuple):
     backend: Any  # a tokenizers.Tokenizer; not named as a type to keep the import lazy
     named_tokens: dict[str, str]  # as "eos_token": "</s>"
     chat_templates: dict[str, str]  # by name
+    has_types: bool  # whether the model is told which of two texts a token belongs to
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -71,7 +72,7 @@ def read_tokenizer_files(folder_or_id: str | Path, revision: str | None = None) 
     backend.no_padding()
     backend.encode_special_tokens = is_split
     _try(backend, folder)
-    return TokenizerFiles(backend, named_tokens, _chat_templates(folder, settings))
+    return TokenizerFiles(backend, named_tokens, _chat_templates(folder, settings), _has_types(settings))
 
 
 def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
@@ -115,6 +116,14 @@ def _read_backend(path: Path) -> Any:
 
     with typed_errors(lambda said: UserError(f"{path} cannot be read as a tokenizer: {said}", "tokenizer")):
         return Backend.from_file(str(path))
+
+
+def _has_types(settings: Mapping[str, Any]) -> bool:
+    """Whether a config lets token types out; without a word on it, only transformers 5's own class does not."""
+    names = settings.get("model_input_names")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return settings.get("tokenizer_class") != "TokenizersBackend"
 
 
 def _add_lowercase(backend: Any) -> None:

@@ -14,7 +14,7 @@ import transformers
 from jaxllm.errors import UserError
 from jaxllm.model.families import _SAMPLING, _WITHOUT_EFFECT, FAMILIES, read_spec
 from jaxllm.model.spec import Rope
-from tests.model import test_dense_families, test_families, test_moe_families
+from tests.model import test_dense_families, test_encoder_families, test_families, test_moe_families
 from tests.model.test_dense_families import PHI_3, PYTHIA, SMOLLM_3, STABLELM
 from tests.model.test_families import GPT_2, LLAMA_2_7B, LLAMA_31_8B, MISTRAL_7B, QWEN_3_06B
 from tests.model.test_moe_families import GRANITE_3B_A800M, QWEN_3_30B_A3B
@@ -34,12 +34,13 @@ _SILENT = {
     "num_nextn_predict_layers",  # layers behind the last
     "n_group",  # beside a topk_method without groups
     "topk_group",
+    "local_attention",  # an odd number, beside the even one before it
 }
 
 
 def _defaults(architecture: str) -> dict[str, Any]:
     """What transformers writes for a model of the class's default sizes."""
-    name = _CLASSES.get(architecture, architecture.replace("ForCausalLM", "Config"))
+    name = _CLASSES.get(architecture, re.sub("ForCausalLM|ForRewardModel|Model", "Config", architecture))
     if not hasattr(transformers, name):
         pytest.skip(f"this transformers has no {name}")
     written = getattr(transformers, name)().to_dict() | {"architectures": [architecture]}
@@ -70,8 +71,9 @@ def _other_values(value: Any) -> list[Any]:
 def test_what_transformers_writes_is_read_and_every_key_of_it_counts(architecture):
     written = _defaults(architecture)
     spec, _ = read_spec(written)
-    assert (spec.vocab_size, spec.width) == (written["vocab_size"], written.get("hidden_size", written.get("n_embd")))
-    assert spec.tie_embeddings == written["tie_word_embeddings"]
+    width = next(written[key] for key in ("hidden_size", "n_embd", "dim") if key in written)
+    assert (spec.vocab_size, spec.width) == (written["vocab_size"], width)
+    assert spec.tie_embeddings == written.get("tie_word_embeddings", True)
     passed_over = set()
     for key in written.keys() - _WITHOUT_EFFECT:
         for other in _other_values(written[key]):
@@ -130,7 +132,11 @@ def test_what_stands_in_released_files_and_changes_nothing_is_accepted(config, l
         ),
         # Qwen2.5 of a million tokens
         (QWEN_3_06B, {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
-        *(case for module in (test_families, test_dense_families, test_moe_families) for case in module.REFUSED),
+        *(
+            case
+            for module in (test_families, test_dense_families, test_moe_families, test_encoder_families)
+            for case in module.REFUSED
+        ),
     ],
 )
 def test_what_is_not_built_or_would_change_something_is_refused_by_name(config, change, named):

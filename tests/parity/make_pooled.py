@@ -145,6 +145,78 @@ def save(model: Any, folder: Path) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": architectures}))
 
 
+TEXTS = ("w1", "", "w2 w3 unknown w4", " ".join(f"w{number % 120}" for number in range(100)), "w9 w8 w7 w6 w5")
+# Modules behind the model, and the base case: pooling, then widths and activations of products, then whether to norm.
+MODULES: dict[str, tuple[str, str, tuple[tuple[int, str, bool], ...], bool]] = {
+    "minilm": ("bert", "mean", (), True),
+    "mpnet": ("mpnet", "mean", ((24, "Tanh", True),), False),
+    "bge": ("xlm-roberta", "cls", (), True),
+    "distiluse": ("distilbert", "mean", ((20, "Tanh", True),), False),
+    "modern": ("modernbert", "cls", (), True),
+    "nomic": ("nomic", "mean", (), True),
+    "qwen3-embedding": ("qwen3", "lasttoken", (), True),
+    "embeddinggemma": ("gemma3", "mean", ((96, "Identity", False), (48, "Identity", False)), True),
+}
+CROSS_ENCODERS = (
+    "bert-labels",
+    "roberta-labels",
+    "distilbert-labels",
+    "modernbert-labels",
+    "mpnet-labels",
+    "qwen3-labels",
+)
+
+
+def save_tokenizer(folder: Path, has_types: bool = False) -> None:
+    """Write a tokenizer of words beside a model; with `has_types` one that tells apart the texts of a pair."""
+    import tokenizers
+    import transformers
+
+    words = ["[CLS]", "[PAD]", "[SEP]", "[UNK]", *(f"w{number}" for number in range(124))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", 0), ("[SEP]", 2)]
+    )
+    named = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if has_types else [])]
+    options = {"tokenizer_object": backend, "model_input_names": names, **named}
+    transformers.PreTrainedTokenizerFast(**options).save_pretrained(folder)
+
+
+def save_modules(name: str, folder: Path, seed: int, is_older: bool) -> Any:
+    """Write a model of sentence-transformers, its pooling in the older or the newer spelling; return it."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    case, pooling, products, is_normal = MODULES[name]
+    plain = folder / "plain"
+    save(make_model(case, seed), plain)
+    save_tokenizer(plain)
+    modules: list[Any] = [Transformer(str(plain), max_seq_length=32)]
+    width = modules[0].get_embedding_dimension()
+    modules.append(Pooling(width, pooling))
+    for size, activation, bias in products:
+        modules.append(Dense(width, size, bias, getattr(torch.nn, activation)()))
+        width = size
+    model = SentenceTransformer(modules=[*modules, *([Normalize()] if is_normal else [])], device="cpu")
+    model.save(str(folder / "model"))
+    if is_older:
+        kinds = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+        older = {f"pooling_mode_{kind}": kind.split("_")[0] == pooling for kind in kinds[:3] + kinds[5:]}
+        older |= {"word_embedding_dimension": modules[1].embedding_dimension, "include_prompt": True}
+        (folder / "model/1_Pooling/config.json").write_text(json.dumps(older))
+        listed = json.loads((folder / "model/modules.json").read_text())
+        listed = [one | {"type": f"sentence_transformers.models.{one['type'].rpartition('.')[2]}"} for one in listed]
+        (folder / "model/modules.json").write_text(json.dumps(listed))
+        (folder / "model/sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20}))
+        model.max_seq_length = 20
+    return model
+
+
 def main(cases: list[str]) -> None:
     """Write the golden files of the cases, or of those that are kept."""
     for case in cases or STORED:

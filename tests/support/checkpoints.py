@@ -13,6 +13,8 @@ from safetensors.numpy import save_file
 from jaxllm.model import sharding, weights
 from jaxllm.model.decoder import declare
 from jaxllm.model.families import read_spec
+from jaxllm.model.pooler import Pooler
+from jaxllm.model.pooler_files import GENERATING
 
 CONFIG: dict[str, Any] = {
     **{"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 64},
@@ -24,10 +26,11 @@ CONFIG: dict[str, Any] = {
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Draw every tensor of a checkpoint, under its published name and in its published shape.
 
-    For families that store every part as [out, in], and experts apart.
+    Models that do not generate are bare. For families that store every part as [out, in], and experts apart.
     """
     spec, family = read_spec(config)
-    declared, rng = declare(spec, 1), np.random.default_rng(seed)
+    pooler = None if config["architectures"][0].endswith(GENERATING) else Pooler("cls")
+    declared, rng = declare(spec, 1, pooler=pooler), np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
     for layer, own in [(None, declared.top), *enumerate(declared.layers)]:
         for weight in own.values():

@@ -189,12 +189,13 @@ async def _outputs(
                 yield output
 
 
-def _able(model: ModelInfo) -> tuple[PoolingTask, ...]:
+def tasks_of(model: ModelInfo) -> tuple[PoolingTask, ...]:
+    """Return what a model that pools can be asked for."""
     return (*model.tasks, "score") if "embed" in model.tasks else model.tasks
 
 
 def _does(model: ModelInfo) -> str:
-    return " and ".join(_DOES[task] for task in _able(model))
+    return " and ".join(_DOES[task] for task in tasks_of(model))
 
 
 def _task_of(call: PoolCall, model: ModelInfo, name: str) -> PoolingTask:
@@ -202,7 +203,7 @@ def _task_of(call: PoolCall, model: ModelInfo, name: str) -> PoolingTask:
     if model.pooler is None:
         raise FeatureDisabledError(f"The model {name} generates text; it does not embed, classify or score.", "model")
     task = model.tasks[0] if call.task is None else call.task
-    if task not in _able(model):
+    if task not in tasks_of(model):
         raise FeatureDisabledError(f"The model {name} {_does(model)}; its task is not {task!r}.", "model")
     return task
 
@@ -217,6 +218,14 @@ def _check_inputs(call: PoolCall, most: int) -> None:
         return
     if len(call.pairs) != len(call.inputs) or not all(isinstance(text, str) for text in (*call.inputs, *call.pairs)):
         raise UserError("score compares texts: give as many second as first ones.", "pairs")
+
+
+def has_room(serving: Serving, client: str, num_running: int) -> bool:
+    """Whether a client that has so many prompts of a call under way may begin another; its only one, always."""
+    if not num_running:
+        return True
+    most = int(min(num_running + 1, serving.shares.bound.share))
+    return serving.shares.room(client) >= 1 and num_running < _window(serving.engine, most)
 
 
 def _window(engine: AsyncLLM, num_prompts: int) -> int:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
 from functools import partial
@@ -30,7 +30,7 @@ from jaxllm_server.parsers import reasoning as thinking
 from jaxllm_server.parsers.forced_calls import NamedCall, RequiredCalls
 from jaxllm_server.parsers.reasoning import REASONING_PARSERS, ReasoningParser
 from jaxllm_server.parsers.tool_parsers import TOOL_PARSERS, ToolCallDelta, ToolParser
-from jaxllm_server.shared import pooling
+from jaxllm_server.shared import pool_stream, pooling
 from jaxllm_server.shared.calls import Call, Chunk, Finish, NamedTool, Part, PromptInfo, Timing, Usage, is_forced
 from jaxllm_server.shared.chat_checks import (
     check_messages,
@@ -162,6 +162,18 @@ class Serving:
     def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
         """Embed, classify or score a call's inputs. To close the iterator aborts what is left."""
         return pooling.pool(self, call)
+
+    def pool_stream(
+        self, requests: AsyncIterator[Item], read: Callable[[Item], PoolCall], client: str
+    ) -> AsyncGenerator[tuple[PoolCall, PoolResult]]:
+        """Answer any number of requests that a client sends; see `pool_stream`."""
+        return pool_stream.answers(self, requests, read, client)
+
+    @property
+    def tasks(self) -> Sequence[str]:
+        """What the model can be asked for."""
+        model = self.engine.model
+        return ("generate",) if model.pooler is None else pooling.tasks_of(model)
 
     async def prompt_of(self, call: Call, params: SamplingParams | None = None) -> dict[str, Any]:
         """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt.
