@@ -39,7 +39,7 @@ from jaxllm_server.shared.chat_checks import (
     texts_of,
     with_parsed_arguments,
 )
-from jaxllm_server.shared.client_quota import Shares
+from jaxllm_server.shared.client_quota import FairShares, Shares
 from jaxllm_server.shared.forced_calls import blaming_tools, with_forced_calls
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
@@ -65,6 +65,7 @@ class Serving:
         self.names = options.served_model_name or (_model_name(self.root),)
         self._template_kwargs = template_kwargs(options)
         self.shares = Shares(options.max_sequences_per_client)
+        self.pool_shares = FairShares()
         num_keys = len(options.api_key) + len(options.admin_api_key)
         self._has_tenants = bool(options.api_key) and num_keys > 1
         self._template: str | None = None
