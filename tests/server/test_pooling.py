@@ -7,12 +7,15 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
+from jaxllm import Client, errors
+from jaxllm.commands import cli
 from tests.hostile.conftest import wait_idle
 from tests.support.pooling_models import LETTERS, bert
 from tests.support.serving_process import ServingProcess
@@ -170,3 +173,61 @@ def test_a_model_that_generates_says_so(generating: ServingProcess) -> None:
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (400, "feature_disabled")
             assert error["message"].startswith("The model jaxllm-embedded generates text")
+    with Client(generating.grpc) as client:
+        for ask in (lambda: client.embed("a"), lambda: client.score("a", "b"), client.stream_embed(["a"]).result):
+            with pytest.raises(errors.FeatureDisabledError, match="The model jaxllm-embedded generates text"):
+                ask()
+
+
+def test_grpc_answers_as_http_does(server: ServingProcess) -> None:
+    kind, rng = server.kind, random.Random(6)  # type: ignore[attr-defined]
+    texts = [text(rng) or "a" for _ in range(100)]
+    with Client(server.grpc) as client, httpx.Client(base_url=server.http, timeout=60) as http:
+        model = client.models()[0]
+
+        def ask(path: str, **body: Any) -> list[Any]:
+            return list(numbers(path, http.post(path, json=body).raise_for_status().json()).values())
+
+        if kind == "embedder":
+            expected = ask("/v1/embeddings", input=texts, dimensions=8)
+            given = client.stream_embed(iter(texts), dimensions=8).result()
+            np.testing.assert_allclose([one.values for one in given], expected, atol=1e-6)
+            assert [one.index for one in given] == list(range(100))
+            np.testing.assert_allclose(client.embed(texts[3], dimensions=8).values, expected[3], atol=1e-6)
+            bad = client.stream_embed([*texts, "a" * 99, *texts])
+            with pytest.raises(errors.ContextLengthError, match=r"^Input 100: This model's maximum context length is"):
+                bad.result()
+            assert (model.pooled_size, model.dimensions, model.labels) == (32, (8, 16), ())
+        if kind != "scorer":
+            assert model.tasks == (("embed", "score") if kind == "embedder" else ("classify",))
+        if kind != "embedder":
+            for use in (None, False):
+                given = [client.classify(own, use_activation=use) for own in texts[:5]]
+                expected = ask("/classify", input=texts[:5], use_activation=use)
+                np.testing.assert_allclose([one.values for one in given], expected, atol=1e-6)
+                assert all(one.label == model.labels[np.argmax(one.values)] for one in given)
+        if kind != "classifier":
+            pairs = ask("/score", queries="ab", documents=texts)
+            np.testing.assert_allclose(client.score("ab", texts).values, pairs, atol=1e-6)
+        for refused in (client.classify if kind == "embedder" else client.embed, client.generate):
+            with pytest.raises(errors.FeatureDisabledError, match=r"^The model m (embeds|classifies|scores) "):
+                refused("a")
+
+
+def test_bench_serve_measures_embeddings(
+    server: ServingProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_embedder = server.kind == "embedder"  # type: ignore[attr-defined]
+    for backend, base, size in (("openai", server.http, 3), ("grpc", server.grpc, 3), ("grpc", server.grpc, 1)):
+        saved = tmp_path / f"{backend}-{size}.json"
+        arguments = ["--backend", backend, "--base-url", base, "--endpoint", "embeddings", "--num-prompts", "10"]
+        arguments += ["--input-len", "12", "--embed-batch-size", str(size), "--result-filename", str(saved)]
+        code = cli.main(["bench", "serve", *arguments, "--save-result"])
+        out, err = capsys.readouterr()
+        assert code == (0 if is_embedder else 1), err
+        if is_embedder:
+            result = json.loads(saved.read_text())
+            assert (result["completed"], result["total_texts"]) == (-(-10 // size), 10), out
+            assert (result["total_input_tokens"], result["warnings"]) == (120, [])
+        else:
+            assert "task is not 'embed'" in err

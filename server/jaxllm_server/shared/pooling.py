@@ -245,7 +245,8 @@ def has_room(serving: Serving, client: str, num_running: int) -> bool:
         return True
     load = serving.engine.get_load()
     left = _places(serving.engine) - load.running - load.waiting
-    return serving.shares.room(client) >= 1 and num_running < min(_STEPS * load.max_running, left // 2)
+    most = min(_STEPS * load.max_running, left // 2, serving.shares.bound.share)  # those that wait hold no share
+    return serving.shares.room(client) >= 1 and num_running < most
 
 
 def _places(engine: AsyncLLM) -> int:
