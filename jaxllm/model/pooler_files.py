@@ -64,7 +64,7 @@ def read_pooler(
     if architecture.endswith(_CLASSIFYING):
         pooler = _classifier(folder, config, spec, family, architecture)
     elif modules is None:
-        pooler = Pooler("last" if spec.is_causal else "cls")
+        pooler = Pooler("last" if family.architectures[0].endswith(GENERATING) else "cls")
     else:
         pooler = _by_modules(folder, modules, spec.width)
     if not pooler.labels:

@@ -201,7 +201,8 @@ def test_where_sentence_transformers_cuts_texts(files, most, tmp_path):
 
 
 def test_products_are_computed_from_their_own_files_and_converted(tmp_path):
-    folder = write_checkpoint(tmp_path / "model", BERT)
+    """The folder is one of the hub's cache, all of links."""
+    folder = write_checkpoint(tmp_path / "snapshots" / "0123", BERT)
     _write(folder, ("Pooling", POOLING), ("Dense", DENSE))
     rng = np.random.default_rng(3)
     product = {
@@ -209,14 +210,22 @@ def test_products_are_computed_from_their_own_files_and_converted(tmp_path):
         "linear.bias": rng.standard_normal(6, np.float32),
     }
     save_file(product, folder / "2_Dense/model.safetensors")
+    blob = tmp_path / "blobs" / "4567"
+    blob.parent.mkdir()
+    (folder / "2_Dense/model.safetensors").rename(blob)
+    (folder / "2_Dense/model.safetensors").symlink_to(blob)
     tokens = [3, 14, 15, 92]
     hidden, result = PooledDriver(folder).run(tokens)
     expected = np.tanh(product["linear.weight"] @ hidden.mean(0) + product["linear.bias"])
     np.testing.assert_allclose(result, expected, atol=1e-5)
     target = convert(str(folder), tmp_path / "converted")
     np.testing.assert_array_equal(PooledDriver(target).run(tokens)[1], result)
-    save_file({"linear.weight": product["linear.weight"]}, folder / "2_Dense/model.safetensors")
+    save_file({"linear.weight": product["linear.weight"]}, blob)
     with pytest.raises(UserError, match=r"2_Dense/linear\.bias"):
+        PooledDriver(folder)
+    (folder / "2_Dense/model.safetensors").unlink()
+    (folder / "2_Dense/pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"2_Dense holds neither .*\(pytorch_model\.bin is never read"):
         PooledDriver(folder)
 
 
