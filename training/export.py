@@ -1,6 +1,7 @@
-"""Writes the trained network as a Hugging Face folder."""
+"""Writes the trained networks as Hugging Face folders."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from training import corpus
+from training import corpus, encoder
 from training.network import Llama, Shape, hugging_face_weights
 from training.packing import END_OF_TEXT_ID, TURN_END_ID
 
@@ -92,6 +93,51 @@ def write_folder(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     write_json(folder / "generation_config.json", generation)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_embedder(model: encoder.Encoder, tokenizer: Tokenizer, sizes: Sequence[int], folder: Path) -> None:
+    """Write the encoder as sentence-transformers reads it; `sizes` are those that an embedding may be cut to.
+
+    The weights are stored as float16 and, as config.json says, computed with as float32.
+    """
+    (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
+    shape, name = model.shape, "sentence_transformers.models."
+    weights = {name: np.asarray(value, np.float16) for name, value in encoder.hugging_face_weights(model).items()}
+    save_file({name: np.ascontiguousarray(value) for name, value in weights.items()}, folder / "model.safetensors")
+    (folder / "model.safetensors").chmod(0o644)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "architectures": ["BertModel"],
+        "model_type": "bert",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "hidden_act": "gelu",
+        "max_position_embeddings": shape.positions,
+        "type_vocab_size": 2,
+        "layer_norm_eps": shape.epsilon,
+        "pad_token_id": 0,
+        "matryoshka_dimensions": list(sizes),
+        "torch_dtype": "float32",
+    }
+    tokens = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    modules = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+    pooling = {"word_embedding_dimension": shape.width, "pooling_mode_mean_tokens": True}
+    for path, value in {
+        "config.json": config,
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.positions, **tokens,
+        },
+        "modules.json": [
+            {"idx": idx, "name": str(idx), "path": path, "type": name + kind}
+            for idx, (kind, path) in enumerate(modules)
+        ],
+        "1_Pooling/config.json": pooling,
+        "sentence_bert_config.json": {"max_seq_length": shape.positions, "do_lower_case": False},
+    }.items():  # fmt: skip
+        write_json(folder / path, value)
+
+
+def write_json(path: Path, value: Any) -> None:
     """Write the value as indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

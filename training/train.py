@@ -68,7 +68,7 @@ def train_step(model: Llama, optimizer: nnx.Optimizer, batch: jax.Array) -> jax.
     return loss
 
 
-def make_optimizer(model: Llama, phases: tuple[Phase, ...]) -> nnx.Optimizer:
+def make_optimizer(model: nnx.Module, phases: tuple[Phase, ...]) -> nnx.Optimizer:
     """Return Muon for the matrices and AdamW for the rest, with warm-up, linear decay and clipped gradients."""
     constant, falling = phases[0].steps, sum(phase.steps for phase in phases[1:])
     rate = optax.join_schedules(

@@ -34,9 +34,9 @@ def new_command(
     return parser
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, default: str = "the small model within jaxllm") -> None:
     """Add `--model`."""
-    parser.add_argument("-m", "--model", help="folder or hub id (default: the small model within jaxllm)")
+    parser.add_argument("-m", "--model", help=f"folder or hub id (default: {default})")
 
 
 def add_profile(parser: argparse.ArgumentParser, what: str = "the first steps") -> None:

@@ -1,4 +1,5 @@
-"""The command line: `jaxllm generate`, `chat`, `serve`, `bench`, `compile`, `convert`, `doctor`, `replay`.
+"""The command line: `jaxllm generate`, `chat`, `embed`, `serve`, `bench`, `compile`, `convert`, `doctor`,
+`replay`.
 
 Finds the command, and reports every mistake and failure in one line; what a command takes and does is in its module of
 `jaxllm.commands`. JAX is imported when a command runs, not for `--help` or for a flag that is wrong.
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from jaxllm.commands import bench, chat, compile, convert, doctor, generate, replay, serve
+from jaxllm.commands import bench, chat, compile, convert, doctor, embed, generate, replay, serve
 from jaxllm.commands.arguments import Usage
 from jaxllm.commands.flags import IDLE, read_config_file
 from jaxllm.config import no_effect
@@ -26,6 +27,7 @@ from jaxllm.version import __version__
 COMMANDS = {
     "generate": generate,
     "chat": chat,
+    "embed": embed,
     "serve": serve,
     "bench": bench,
     "compile": compile,

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
 from jaxllm.model import orbax_checkpoint, weights
 from jaxllm.model.checkpoint import INDEX
@@ -20,7 +19,6 @@ from jaxllm.model.families import read_spec
 from jaxllm.model.files import inside
 from jaxllm.model.pooler_files import read_pooler
 
-EMBEDDED = "jaxllm-embedded"  # the small model's name, as the server reports it
 _KEPT = (
     *("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*"),
     "[0-9]_*/config.json",  # of sentence-transformers' modules
@@ -28,14 +26,14 @@ _KEPT = (
 
 
 def convert(source: str, target: Path, revision: str | None = None, progress: bool = False) -> Path:
-    """Write the model `source` (folder, hub id or "jaxllm-embedded") into the folder `target`; return its path.
+    """Write the model `source` (folder, hub id or name of a shipped one) into the folder `target`; return its path.
 
     `target` may be an empty folder; it appears under its name once all is written. Whatever is wrong with either is a
     UserError of one line, found before the first byte is written where possible.
     """
     target = target.expanduser().absolute()
     _check_target(target)
-    folder = MODEL_DIR if source == EMBEDDED else weights.resolve(source, revision)
+    folder = weights.resolve(source, revision)
     if orbax_checkpoint.is_here(folder):
         raise UserError(f"{folder} holds an Orbax checkpoint already; copy the folder.", "model")
     config = weights.read_config(folder)

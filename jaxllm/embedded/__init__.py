@@ -1,5 +1,8 @@
-"""The model that ships inside the package, a tiny Llama; `training/` writes its text and trains it."""
+"""The models that ship inside the package, a tiny Llama and a sentence embedder; `training/` writes their texts."""
 
 from pathlib import Path
 
 MODEL_DIR: Path = Path(__file__).resolve().parent / "model"
+EMBEDDER_DIR: Path = Path(__file__).resolve().parent / "embedder"
+# By the names under which the server reports them.
+SHIPPED: dict[str, Path] = {"jaxllm-embedded": MODEL_DIR, "jaxllm-embedder": EMBEDDER_DIR}

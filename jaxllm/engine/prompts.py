@@ -12,9 +12,7 @@ from jaxllm.errors import UserError
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
-def parts_of(
-    prompt: Prompt, also: str | None = None
-) -> tuple[str | None, Sequence[int] | np.ndarray | None, bytes]:
+def parts_of(prompt: Prompt, also: str | None = None) -> tuple[str | None, Sequence[int] | np.ndarray | None, bytes]:
     """Return a prompt's text, its token ids, and its cache salt; one of the first two is there.
 
     `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt", or what it

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
+from jaxllm.embedded import SHIPPED
 from jaxllm.errors import UserError
 from jaxllm.model import int8, orbax_checkpoint
 from jaxllm.model import pooler as pooling
@@ -41,12 +42,12 @@ _QUANTIZED_BYTES = 2**20  # quantized at once: what is between fits into a proce
 
 
 def resolve(model: str, revision: str | None = None, tokenizer_only: bool = False) -> Path:
-    """Find the folder of a model: a local one as it is, else the hub's repository of that id, downloaded if need be.
+    """Find the folder of a model: one that ships with jaxllm, a local one, or the hub's repository, downloaded.
 
     The hub is asked for the newest commit of `revision`; without a network the local copy serves. Files already here
     are not fetched again. Whatever goes wrong is a UserError of one line.
     """
-    folder = Path(model).expanduser()
+    folder = SHIPPED.get(model) or Path(model).expanduser()
     if folder.is_dir():
         if revision is not None:
             raise UserError(f"{model} is a local folder, which has no revision {revision!r}; leave it out.", "revision")

@@ -25,7 +25,7 @@ from jaxllm.errors import UserError
 from jaxllm.model import weights
 from jaxllm.model.families import Family, read_spec
 from jaxllm.model.pooler import Pooler
-from jaxllm.model.pooler_files import read_pooler
+from jaxllm.model.pooler_files import most_tokens, read_pooler
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import aot_manifest, device_state, memory_plan
 from jaxllm.runner.memory_plan import MemoryPlan
@@ -151,7 +151,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     recorded = aot_manifest.read(config.cache_dir(), spec)
     if config.deterministic:
         _check_deterministic(config, is_cpu, own_pooler is not None)
-    longest = config.max_model_len or recorded.get("max_model_len") or spec.max_position
+    most = spec.max_position if own_pooler is None else min(spec.max_position, most_tokens(folder) or spec.max_position)
+    longest = config.max_model_len or recorded.get("max_model_len") or most
     slots, tokens = step_sizes(config, recorded, is_cpu, own_pooler is not None)
     if not spec.is_causal and tokens < longest:  # its prompts are computed whole
         if config.max_num_batched_tokens is not None:

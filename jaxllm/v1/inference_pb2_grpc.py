@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Generation, tokenization and the list of models. Its name in grpc.health.v1 is jaxllm.v1.InferenceService.
+    """Generation, pooling, tokenization and the list of models. A server has one model, which generates or pools: Model.tasks
+    says which calls it answers; the others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in grpc.health.v1 is jaxllm.v1.InferenceService.
     """
 
     def __init__(self, channel):
@@ -50,6 +51,21 @@ class InferenceServiceStub:
                 request_serializer=jaxllm_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=jaxllm_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.StreamEmbed = channel.stream_stream(
+                '/jaxllm.v1.InferenceService/StreamEmbed',
+                request_serializer=jaxllm_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=jaxllm_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Classify = channel.unary_unary(
+                '/jaxllm.v1.InferenceService/Classify',
+                request_serializer=jaxllm_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=jaxllm_dot_v1_dot_inference__pb2.ClassifyResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/jaxllm.v1.InferenceService/Score',
+                request_serializer=jaxllm_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=jaxllm_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/jaxllm.v1.InferenceService/Tokenize',
                 request_serializer=jaxllm_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -68,7 +84,8 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Generation, tokenization and the list of models. Its name in grpc.health.v1 is jaxllm.v1.InferenceService.
+    """Generation, pooling, tokenization and the list of models. A server has one model, which generates or pools: Model.tasks
+    says which calls it answers; the others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in grpc.health.v1 is jaxllm.v1.InferenceService.
     """
 
     def Generate(self, request, context):
@@ -89,7 +106,36 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Computes an embedding. FAILED_PRECONDITION unless the model is an embedding model; none can be served yet.
+        """Computes the embedding of one text.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamEmbed(self, request_iterator, context):
+        """Computes embeddings of any number of texts, each with options of its own, and sends each when it is there: in any order,
+        EmbedResponse.index says of which request. The server reads on as it answers, and never refuses a text because its queue
+        is full; a client may send without end as long as it reads. The first text that fails ends the stream with its status,
+        whose message begins with "Input <index>:"; what was received is valid. So does a request that does not come, or an
+        answer that is not read, for half a minute (--stall-timeout). OK means that every request was answered.
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Classify(self, request, context):
+        """Computes one text's number for each label of a classifier.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Computes how well pairs of texts belong together: by a cross-encoder, or the cosine of an embedding model's vectors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,6 +180,21 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=jaxllm_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
                     response_serializer=jaxllm_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
+            'StreamEmbed': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamEmbed,
+                    request_deserializer=jaxllm_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=jaxllm_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Classify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Classify,
+                    request_deserializer=jaxllm_dot_v1_dot_inference__pb2.ClassifyRequest.FromString,
+                    response_serializer=jaxllm_dot_v1_dot_inference__pb2.ClassifyResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=jaxllm_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=jaxllm_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
+            ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=jaxllm_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
@@ -158,7 +219,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Generation, tokenization and the list of models. Its name in grpc.health.v1 is jaxllm.v1.InferenceService.
+    """Generation, pooling, tokenization and the list of models. A server has one model, which generates or pools: Model.tasks
+    says which calls it answers; the others are FAILED_PRECONDITION with FEATURE_DISABLED. The service's name in grpc.health.v1 is jaxllm.v1.InferenceService.
     """
 
     @staticmethod
@@ -232,6 +294,87 @@ class InferenceService:
             '/jaxllm.v1.InferenceService/Embed',
             jaxllm_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
             jaxllm_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamEmbed(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/jaxllm.v1.InferenceService/StreamEmbed',
+            jaxllm_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            jaxllm_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Classify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxllm.v1.InferenceService/Classify',
+            jaxllm_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+            jaxllm_dot_v1_dot_inference__pb2.ClassifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxllm.v1.InferenceService/Score',
+            jaxllm_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            jaxllm_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,6 +18,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm_server.http.guard import is_request_id
 from jaxllm_server.launch import Server, configure_logging
+from jaxllm_server.shared import pool_stream
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import SCRIPT, FakeServing
 
@@ -41,6 +42,9 @@ class Ordered(FakeServing):
                 yield self._chunk(call, params, number, [text], is_last=number == count - 1)
         if not call.stream:
             yield self._chunk(call, params, 0, [text] * count, is_last=True)
+
+    def pool_stream(self, *asked):
+        return pool_stream.answers(self, *asked)  # type: ignore[arg-type]
 
 
 async def run(options: ServerOptions) -> None:

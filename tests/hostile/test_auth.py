@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jaxllm.v1 import control_pb2, inference_pb2
 from jaxllm_server.http.app import Endpoints
+from jaxllm_server.openai.pooling import REPLIES
 from jaxllm_server.shared.auth import Keys
 from jaxllm_server.shared.error_table import AuthError
 from jaxllm_server.shared.options import ServerOptions
@@ -33,6 +34,7 @@ ROUTES = {
     ("POST", "/v1/chat/completions"): (401, 401, 400, 400),
     ("POST", "/tokenize"): (401, 401, 400, 400),
     ("POST", "/detokenize"): (401, 401, 400, 400),
+    **{("POST", path): (401, 401, 400, 400) for path in REPLIES},
     ("GET", "/v1/models"): (401, 401, 200, 200),
     ("GET", "/v1/models/{model:path}"): (401, 401, 404, 404),
     ("GET", "/health"): (200, 200, 200, 200),

@@ -38,6 +38,9 @@ REQUESTS: dict[str, type[Message]] = {
     f"{INFERENCE}/Tokenize": inference_pb2.TokenizeRequest,
     f"{INFERENCE}/Detokenize": inference_pb2.DetokenizeRequest,
     f"{INFERENCE}/Embed": inference_pb2.EmbedRequest,
+    f"{INFERENCE}/StreamEmbed": inference_pb2.EmbedRequest,
+    f"{INFERENCE}/Classify": inference_pb2.ClassifyRequest,
+    f"{INFERENCE}/Score": inference_pb2.ScoreRequest,
     f"{INFERENCE}/ListModels": inference_pb2.ListModelsRequest,
     f"{CONTROL}/GetServerInfo": control_pb2.GetServerInfoRequest,
     f"{CONTROL}/GetLoad": control_pb2.GetLoadRequest,
@@ -49,7 +52,7 @@ REQUESTS: dict[str, type[Message]] = {
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": reflection_pb2.ServerReflectionRequest,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": reflection_pb2.ServerReflectionRequest,
 }
-STREAMED = "ServerReflectionInfo"  # takes a stream of requests
+STREAMED = ("ServerReflectionInfo", "StreamEmbed")  # take a stream of requests
 LONGEST_PATH = 6  # messages within messages; those of Struct go on for ever
 BROKEN_TEXTS = (b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"a\xe2\x82")
 
@@ -329,6 +332,7 @@ NUM_PARCELS, PARCEL = 100, 8 << 20  # messages that are announced, and their byt
     [
         ("/grpc.health.v1.Health/Check", 300, {4}),  # 32 are received at once
         ("/grpc.health.v1.Health/Watch", 300, {4}),
+        (f"{INFERENCE}/StreamEmbed", 850, {4}),
         (f"{INFERENCE}/Generate", 850, {4}),  # which needs a key, where there are keys
     ],
 )

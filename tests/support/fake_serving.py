@@ -12,9 +12,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from zlib import crc32
+
+import numpy as np
 
 from jaxllm.errors import NotFoundError, OverloadedError, UserError
 from jaxllm.metrics import Load
+from jaxllm.model.pooler import Pooler
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.http.app import make_app
@@ -22,12 +26,22 @@ from jaxllm_server.http.protocol import server_config
 from jaxllm_server.http.server import HttpServer
 from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
 from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
 SCRIPT = ["Once", " upon", " a", " time", " there", " was", " a", " fox", "."]
 
 
+LABELS = ("dull", "witty")
+
+
+def pooled(index: int, call: PoolCall, width: int) -> np.ndarray:
+    """Stand for a model: numbers that depend on an input, and on what it is compared with."""
+    seed = crc32(repr((call.inputs[index], call.pairs and call.pairs[index])).encode())
+    return np.random.default_rng(seed).normal(size=1 if call.task == "score" else width).astype(np.float32)
+
+
 class FakeServing:
-    """Answers each call with the script; `failure` is raised before output `fails_at`."""
+    """Answers each call with the script, or with drawn numbers; `failure` is raised before output `fails_at`."""
 
     def __init__(self, script: list[str] | None = None) -> None:
         self.names = ("fake", "org/alias")
@@ -37,7 +51,9 @@ class FakeServing:
         self.engine = SimpleNamespace(
             state="serving",
             model=SimpleNamespace(
-                max_model_len=64, tokenizer=SimpleNamespace(token=lambda token: self.script[token % len(self.script)])
+                max_model_len=64,
+                pooler=Pooler("cls", labels=LABELS),
+                tokenizer=SimpleNamespace(token=lambda token: self.script[token % len(self.script)]),
             ),
             get_load=lambda: Load(running=1, waiting=2),
             off_loop=self._off_loop,
@@ -54,6 +70,7 @@ class FakeServing:
         self.num_tokens = 3  # of whatever is tokenized
         self.askers: list[str] = []  # who asked for room
         self.is_full = False
+        self.width = 2  # numbers of a result
 
     async def _off_loop(self, function, *arguments, client=None):
         self.num_off_loop += 1
@@ -120,6 +137,19 @@ class FakeServing:
         usage = Usage(3, params.n * (number + len(texts)), 1, 0)
         prompt = PromptInfo([7, 8, 9], 1) if number == 0 else None
         return Chunk(call.request_id, parts, prompt, usage, None, is_last)
+
+    async def pool(self, call):
+        self.check_model(call.model)
+        self.calls.append(call)
+        self.num_live += 1
+        try:
+            for index in reversed(range(len(call.inputs))):
+                if self.failure is not None:
+                    raise self.failure
+                await asyncio.sleep(self.delay)
+                yield PoolResult(index, pooled(index, call, self.width)[: call.dimensions], 3)
+        finally:
+            self.num_live -= 1
 
     async def tokenize(self, call):
         self.check_model(call.model)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 import uvloop
 from google.rpc import error_details_pb2, status_pb2
@@ -24,9 +25,12 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.state import Cleared, Removed, Stored
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm_server.grpc.server import GrpcServer, start_grpc
+from jaxllm_server.shared import pool_stream
 from jaxllm_server.shared.auth import Keys
 from jaxllm_server.shared.calls import Call, Chunk, Part, PromptInfo, Timing, Usage
+from jaxllm_server.shared.client_quota import Shares
 from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
 Result = TypeVar("Result")
 SOON = 3.0  # seconds, for what happens in milliseconds
@@ -34,13 +38,17 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 class ScriptedServing:
-    """Answers with the chunks of `script`; counts how many iterators are open."""
+    """Answers with the chunks of `script`, pooled calls with `pool_script`; counts how many iterators are open."""
 
     def __init__(self, options: ServerOptions, script: Callable[[Call], AsyncIterator[Chunk]] | None = None) -> None:
         self.options = options
         self.names = ("m", "alias")
         self.script = script or (lambda call: words("one ", "two"))
+        self.pool_script = pooled
+        self.tasks: tuple[str, ...] = ("generate",)
+        self.shares = Shares(options.max_sequences_per_client)
         self.calls: list[Call] = []
+        self.pool_calls: list[PoolCall] = []
         self.num_open = 0
         self.askers: list[str] = []  # who asked for room
         self.started = asyncio.Event()
@@ -64,6 +72,20 @@ class ScriptedServing:
         finally:
             self.num_open -= 1
 
+    async def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
+        self.pool_calls.append(call)
+        self.num_open += 1
+        self.started.set()
+        try:
+            with self.shares.place(call.client, 1):
+                async for result in self.pool_script(call):
+                    yield result
+        finally:
+            self.num_open -= 1
+
+    def pool_stream(self, *asked: Any) -> AsyncGenerator[tuple[PoolCall, PoolResult]]:
+        return pool_stream.answers(cast(Any, self), *asked)
+
     async def tokenize(self, call: Call) -> list[int]:
         self.calls.append(call)
         return list(range(len(call.prompt or call.messages or ())))
@@ -85,6 +107,7 @@ class FakeEngine:
         self.state = "serving"
         self.aborted: list[str] = []
         self.paused: tuple[str, bool] | None = None
+        self.max_queued_requests = None
         self.config = SimpleNamespace(tensor_parallel_size=2)
         self._model = ModelInfo(
             tokenizer=cast(Any, SimpleNamespace(has_chat_template=True)),
@@ -170,6 +193,13 @@ async def answer(call: Call, text: str = "one two") -> AsyncIterator[Chunk]:
     """Answer in one chunk, or word by word."""
     async for own in words(*(text.split(" ") if call.stream else [text])):
         yield own
+
+
+async def pooled(call: PoolCall) -> AsyncIterator[PoolResult]:
+    """Give each input's length and number, last first."""
+    for index in reversed(range(len(call.inputs))):
+        values = [len(call.inputs[index]), index] if call.pairs is None else [len(call.pairs[index])]
+        yield PoolResult(index, np.array(values, np.float32), 3)
 
 
 async def failing(error: BaseException, after: int = 0) -> AsyncIterator[Chunk]:

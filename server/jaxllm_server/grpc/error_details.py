@@ -24,6 +24,7 @@ ERROR_DOMAIN = "jaxllm"
 # 9 KB reached the client; 30 KB were replaced by another error, and the message before them was lost (measured).
 MAX_ERROR_BYTES = 320
 MAX_PATH_CHARS = 128
+_POOL_REQUESTS = (inference_pb2.EmbedRequest, inference_pb2.ClassifyRequest, inference_pb2.ScoreRequest)
 # The name of a parameter, as errors of the engine and of the shared checks have it -> path in GenerateRequest.
 _PATHS: Mapping[str, str] = {
     **GENERATE_FIELDS,
@@ -82,6 +83,10 @@ def _status_of(code: str, message: str, details: Iterable[Message]) -> status_pb
 
 def path_of(parameter: str, request: Message | None) -> str:
     """Return the path of a parameter in a request; names that are paths already come back as they are."""
+    if isinstance(request, _POOL_REQUESTS):
+        is_score = isinstance(request, inference_pb2.ScoreRequest)
+        inputs = "text_1" if is_score else request.WhichOneof("input") or "input"
+        return {"inputs": inputs, "pairs": "text_2"}.get(parameter, parameter)[:MAX_PATH_CHARS]
     if request is not None and parameter in _PROMPT_ONEOFS:
         oneof = next((name for name in _PROMPT_ONEOFS if name in request.DESCRIPTOR.oneofs_by_name), None)
         return (request.WhichOneof(oneof) or oneof) if oneof is not None else "token_ids"

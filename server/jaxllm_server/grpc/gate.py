@@ -103,7 +103,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
         async def respond(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext, asked: list[Message]) -> Any:
             if handler.request_streaming:
-                result = behaviour(_parsed(raws, parse), context)
+                result = behaviour(self._parsed(raws, parse, asked), context)
             else:
                 asked.append(_parse(await receive(context), parse))
                 result = behaviour(asked[0], context)
@@ -142,6 +142,21 @@ class Gate(grpc.aio.ServerInterceptor):
             return await _one_message(context, limit)
         finally:
             self._health.pop(limit, None)
+
+    async def _parsed(
+        self, raws: AsyncIterator[bytes], parse: Callable[[bytes], Message], asked: list[Message]
+    ) -> AsyncIterator[Message]:
+        """Give the messages of a stream; `asked` is the last of them. One that does not come is as one in pieces."""
+        while True:
+            try:
+                async with asyncio.timeout(self._stall_timeout or None):
+                    raw = await anext(raws, None)
+            except TimeoutError:
+                raise _did_not_come() from None
+            if raw is None:
+                return
+            asked[:] = [_parse(raw, parse)]
+            yield asked[0]
 
     async def _answer(
         self, method: str, context: grpc.aio.ServicerContext, respond: Respond, raws: AsyncIterator[bytes]
@@ -233,7 +248,7 @@ async def _one_message(context: grpc.aio.ServicerContext, limit: asyncio.Timeout
             await asyncio.sleep(_CANCEL_SECONDS)
             raise UserError("A call of this method sends one message, no more and no less.")
     except TimeoutError:
-        raise DeadlineError("The message did not come in time.") from None
+        raise _did_not_come() from None
 
 
 def _parse(raw: bytes, parse: Callable[[bytes], Message]) -> Message:
@@ -243,6 +258,5 @@ def _parse(raw: bytes, parse: Callable[[bytes], Message]) -> Message:
         raise UserError("The request is not a message of this method.") from error
 
 
-async def _parsed(raws: AsyncIterator[bytes], parse: Callable[[bytes], Message]) -> AsyncIterator[Message]:
-    async for raw in raws:
-        yield _parse(raw, parse)
+def _did_not_come() -> DeadlineError:
+    return DeadlineError("The message did not come in time.")

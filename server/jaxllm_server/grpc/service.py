@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from uuid import uuid4
 
 from google.protobuf.message import Message
@@ -36,13 +36,16 @@ if TYPE_CHECKING:
     from jaxllm.engine.async_llm import PauseMode
     from jaxllm_server.shared.auth import Keys
     from jaxllm_server.shared.calls import Call, Chunk
+    from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
     from jaxllm_server.shared.serving import Serving
 
+Asked = TypeVar("Asked", "Call", "PoolCall")
+Item = TypeVar("Item")
 REQUEST_ID = "x-request-id"
 _LEAST_REMAINING = 0.001  # seconds before its deadline at which a call can still be answered
 _MAX_METADATA_CHARS = 256
 _NO_ADAPTERS = "This server has no adapters: jaxllm cannot load any yet."
-_API_REVISION = 2  # counts the additions to jaxllm.v1
+_API_REVISION = 3  # counts the additions to jaxllm.v1
 _PAUSE_MODES: Mapping[int, PauseMode] = {
     control_pb2.PAUSE_MODE_UNSPECIFIED: "abort",
     control_pb2.PAUSE_MODE_ABORT: "abort",
@@ -52,7 +55,7 @@ _PAUSE_MODES: Mapping[int, PauseMode] = {
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Generation, tokenization and the list of models."""
+    """Generation, pooling, tokenization and the list of models."""
 
     def __init__(self, serving: Serving, stall_timeout: float, keys: Keys) -> None:
         self._serving = serving
@@ -83,9 +86,35 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     await context.send_initial_metadata(((REQUEST_ID, chunk.request_id),))
                 await writer.write(message)
 
-    async def Embed(self, request: inference_pb2.EmbedRequest, context: ServicerContext) -> NoReturn:
-        """Refuse: no embedding model can be served yet."""
-        raise FeatureDisabledError("This server generates text; it has no embedding model.")
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: ServicerContext) -> inference_pb2.EmbedResponse:
+        """Answer with the vector of one text."""
+        request_id, model, (result,) = await self._pooled(request, context)
+        return replies.embedding_of(request_id, model, result)
+
+    async def StreamEmbed(self, requests: AsyncIterator[inference_pb2.EmbedRequest], context: ServicerContext) -> None:
+        """Answer each request as soon as its vector is there; read on as room comes."""
+        client = self._client_of(context)
+
+        def read(request: inference_pb2.EmbedRequest) -> PoolCall:
+            return replace(messages.pool_call_of(request, request.request_id or uuid4().hex), client=client)
+
+        results = self._serving.pool_stream(requests, read, client)
+        async with aclosing(results), Writer(context, self._stall_timeout) as writer:
+            async for call, result in results:
+                await writer.write(replies.embedding_of(call.request_id or "", self._serving.names[0], result))
+
+    async def Classify(
+        self, request: inference_pb2.ClassifyRequest, context: ServicerContext
+    ) -> inference_pb2.ClassifyResponse:
+        """Answer with a number for each label."""
+        request_id, model, (result,) = await self._pooled(request, context)
+        pooler = self._serving.engine.model.pooler
+        assert pooler is not None
+        return replies.classification_of(request_id, model, result, pooler.labels)
+
+    async def Score(self, request: inference_pb2.ScoreRequest, context: ServicerContext) -> inference_pb2.ScoreResponse:
+        """Answer with the scores of all pairs."""
+        return replies.scores_of(*await self._pooled(request, context))
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: ServicerContext
@@ -110,61 +139,93 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.ListModelsResponse:
         """Name the model, its sizes and its defaults."""
         engine, options = self._serving.engine, self._serving.options
-        params = engine.model.default_params
+        params, pooler = engine.model.default_params, engine.model.pooler
         name, *aliases = self._serving.names
         model = inference_pb2.Model(
             name=name,
             aliases=aliases,
+            tasks=self._serving.tasks,
             max_model_len=engine.model.max_model_len,
             vocab_size=engine.model.vocab_size,
             eos_token_ids=sorted(engine.model.eos_ids),
-            default_sampling=replies.default_sampling_of(params),
-            default_stop=replies.default_stop_of(params, engine.model.generation_config.get("max_new_tokens")),
             has_chat=options.chat_template is not None or engine.model.tokenizer.has_chat_template,
             has_tool_calls=options.tool_call_parser is not None,
             has_reasoning=options.reasoning_parser is not None,
         )
+        if pooler is None:
+            most = engine.model.generation_config.get("max_new_tokens")
+            model.default_sampling.CopyFrom(replies.default_sampling_of(params))
+            model.default_stop.CopyFrom(replies.default_stop_of(params, most))
+        else:
+            model.pooling.CopyFrom(replies.pooling_of(pooler, engine.model.pooled_size))
         return inference_pb2.ListModelsResponse(models=[model])
 
     def _begin(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext, *, stream: bool
     ) -> tuple[AsyncGenerator[Chunk, None], replies.Reply]:
         """Return the chunks that answer a request, of which none is computed yet, and how to write them."""
-        remaining = context.time_remaining()
-        if remaining is not None and remaining < _LEAST_REMAINING:
-            raise DeadlineError("The deadline of this call was over before it began.")
-        metadata = context.invocation_metadata()
-        client = self._client_of(context)
-        self._serving.check_room(client)
-        hint = "" if request.request_id else first(metadata, REQUEST_ID) or ""
-        request_id = request.request_id or hint or uuid4().hex
-        # So that a failure, too, can be found in the log: the interceptor reads it from here.
-        if _can_be_metadata(request_id):
-            context.set_trailing_metadata(((REQUEST_ID, request_id),))
+        request_id, is_hint, client = self._admit(request, context)
         most = self._serving.options.max_json_depth
         call = messages.call_of(request, request_id, stream=stream, max_json_depth=most)
         call = replace(call, client=client)
         model = self._serving.check_model(request.model)
-        chunks = self._hinted(call) if hint else self._serving.generate(call)
+        generate = self._serving.generate
+        chunks = self._hinted(generate, call) if is_hint else generate(call)
         return chunks, replies.reply_of(request, model)
+
+    async def _pooled(
+        self, request: messages.PoolRequest, context: ServicerContext
+    ) -> tuple[str, str, list[PoolResult]]:
+        """Compute all that a call asks for; return its id and the model's name as well."""
+        request_id, is_hint, client = self._admit(request, context)
+        call = replace(messages.pool_call_of(request, request_id), client=client)
+
+        async def pool(call: PoolCall) -> AsyncGenerator[tuple[str, PoolResult], None]:
+            async with aclosing(self._serving.pool(call)) as results:
+                async for result in results:
+                    yield call.request_id or "", result
+
+        async with aclosing(self._hinted(pool, call) if is_hint else pool(call)) as named:
+            results = [item async for item in named]
+        request_id = results[0][0]
+        await context.send_initial_metadata(((REQUEST_ID, request_id),))
+        return request_id, self._serving.names[0], [result for _, result in results]
+
+    def _admit(
+        self, request: inference_pb2.GenerateRequest | messages.PoolRequest, context: ServicerContext
+    ) -> tuple[str, bool, str]:
+        """Return a request's id, if the metadata proposed it, and whose it is; refuse what finds no time or room."""
+        remaining = context.time_remaining()
+        if remaining is not None and remaining < _LEAST_REMAINING:
+            raise DeadlineError("The deadline of this call was over before it began.")
+        client = self._client_of(context)
+        self._serving.check_room(client)
+        hint = "" if request.request_id else first(context.invocation_metadata(), REQUEST_ID) or ""
+        request_id = request.request_id or hint or uuid4().hex
+        # So that a failure, too, can be found in the log: the interceptor reads it from here.
+        if _can_be_metadata(request_id):
+            context.set_trailing_metadata(((REQUEST_ID, request_id),))
+        return request_id, bool(hint), client
 
     def _client_of(self, context: ServicerContext) -> str:
         key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # the gate has let it in
         return client_of(key, host_of_peer(context.peer()))
 
-    async def _hinted(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        """Generate under the id that the metadata propose, or one made from it while that is in use."""
+    async def _hinted(
+        self, answer: Callable[[Asked], AsyncGenerator[Item, None]], call: Asked
+    ) -> AsyncGenerator[Item, None]:
+        """Answer under the id that the metadata propose, or one made from it while that is in use."""
         try:
-            async with aclosing(self._serving.generate(call)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            async with aclosing(answer(call)) as items:
+                async for item in items:
+                    yield item
         except RequestIdInUseError:
             ending = f"-{uuid4().hex[:8]}"
             room = max(0, self._serving.options.max_request_id_chars - len(ending))
             unique = f"{(call.request_id or '')[:room]}{ending}"
-            async with aclosing(self._serving.generate(replace(call, request_id=unique))) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            async with aclosing(answer(replace(call, request_id=unique))) as items:
+                async for item in items:
+                    yield item
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):

@@ -22,7 +22,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.version import __version__
-from jaxllm_server.http.answers import Answer, while_connected
+from jaxllm_server.http.answers import PoolAnswer, TextAnswer, while_connected
 from jaxllm_server.http.error_bodies import (
     ClientGone,
     Headers,
@@ -39,7 +39,8 @@ from jaxllm_server.http.sse import dumps
 from jaxllm_server.observability.tracing import Tracer
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
-from jaxllm_server.openai.messages import Reply, model_card, model_list
+from jaxllm_server.openai.messages import Body, Reply, model_card, model_list
+from jaxllm_server.openai.pooling import REPLIES, PoolReply
 from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
 from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.auth import Keys
@@ -90,6 +91,7 @@ class Endpoints:
             "/v1/chat/completions": self.chat,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
+            **{path: self._pooling(reply) for path, reply in REPLIES.items()},
         }
         gets: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
             "/v1/models": self.models,
@@ -117,12 +119,25 @@ class Endpoints:
                     prompt if is_text else await self._serving.detokenize(prompt, request.scope[CLIENT])
                 )
 
-        return self._answer(request, reply, read_prompts)
+        return self._text_answer(request, reply, read_prompts)
 
     async def chat(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
         self._serving.check_room(request.scope[CLIENT])
-        return self._answer(request, ChatReply(await self._body(request), self._options, _own_request_id(request)))
+        reply = ChatReply(await self._body(request), self._options, _own_request_id(request))
+        return self._text_answer(request, reply)
+
+    def _pooling(
+        self, make_reply: Callable[[Body, ServerOptions, str], PoolReply]
+    ) -> Callable[[Request], Awaitable[ASGIApp]]:
+        """Return an endpoint that embeds, classifies or scores."""
+
+        async def pool(request: Request) -> ASGIApp:
+            self._serving.check_room(request.scope[CLIENT])
+            reply = make_reply(await self._body(request), self._options, _own_request_id(request))
+            return PoolAnswer(**self._parts_of_answer(request, reply))
+
+        return pool
 
     async def tokenize(self, request: Request) -> ASGIApp:
         """Turn a text or a conversation into token ids."""
@@ -205,20 +220,28 @@ class Endpoints:
             return await self._serving.engine.off_loop(function, client=client)
         return function()
 
-    def _answer(self, request: Request, reply: Reply, prepare: Callable[[], Awaitable[None]] | None = None) -> Answer:
+    def _text_answer(
+        self, request: Request, reply: Reply, prepare: Callable[[], Awaitable[None]] | None = None
+    ) -> TextAnswer:
+        parts = self._parts_of_answer(request, reply)
+        parts["head"]["system_fingerprint"] = self._fingerprint
+        return TextAnswer(**parts, prepare=prepare)
+
+    def _parts_of_answer(self, request: Request, reply: Any) -> dict[str, Any]:
         model = self._serving.check_model(reply.calls[0].model)
         own = request.scope["jaxllm"]
         if is_request_id(reply.request_id, self._options):  # the body's, perhaps; one that is wrong is refused later
             own["name"] = own["name"].replace(own["request_id"], reply.request_id)
         if own["client_id"] is not None:
             reply.calls = [replace(call, client_id=own["client_id"]) for call in reply.calls]
-        head = {
-            "id": f"{reply.id_prefix}{reply.request_id}",
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": self._fingerprint,
+        return {
+            "serving": self._serving,
+            "tracer": self._tracer,
+            "reply": reply,
+            "head": {"id": f"{reply.id_prefix}{reply.request_id}", "created": int(time.time()), "model": model},
+            "name": own["name"],
+            "client": request.scope[CLIENT],
         }
-        return Answer(self._serving, self._tracer, reply, head, own["name"], request.scope[CLIENT], prepare)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """Read a request's JSON, up to the bound of its size."""

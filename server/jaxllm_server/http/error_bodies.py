@@ -25,16 +25,13 @@ UNAVAILABLE_RETRY_SECONDS = 1  # until another replica, or this one once it is l
 _CLOSE = (b"connection", b"close")
 _SHOWN_PATH = 128  # characters of a path that an error repeats
 _VERSION = re.compile(r"/(v[0-9]+/)?")
-_UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/models")
+_UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
 # What OpenAI's, vLLM's and Anthropic's servers have beside them, by the first part of the path behind its version.
 _UNSERVED: Mapping[str, str] = {
-    **dict.fromkeys(("embeddings", "embed"), "this server generates text; it has no embedding model."),
-    **dict.fromkeys(
-        ("pooling", "score", "rerank", "classify"), "this server generates text; it has no model that scores texts."
-    ),
-    **dict.fromkeys(("audio", "realtime"), "this server generates text; it has no model of speech."),
-    "images": "this server generates text; it has no model of images.",
-    "moderations": "this server generates text; it has no model that judges it.",
+    "embed": "Cohere's embed API is not built into jaxllm yet; use /v1/embeddings.",
+    **dict.fromkeys(("audio", "realtime"), "jaxllm has no models of speech."),
+    "images": "jaxllm has no models of images.",
+    "moderations": "jaxllm has no models that judge texts; /classify asks a classifier.",
     "responses": "the Responses API is not built into jaxllm yet; use /v1/chat/completions.",
     "messages": "Anthropic's API is not built into jaxllm yet; use /v1/chat/completions.",
     **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), "adapters are not built into jaxllm yet."),

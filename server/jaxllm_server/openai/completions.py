@@ -25,6 +25,7 @@ from jaxllm_server.openai.messages import (
     integer,
     names_of,
     prompt_logprobs_of,
+    prompts_of,
     sampling_of,
     shared_call_fields,
     text,
@@ -51,7 +52,7 @@ class CompletionReply:
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         fields = given(body, _FIELDS, _UNBUILT)
-        prompts = _prompts(fields.get("prompt"), options)
+        prompts = prompts_of(fields, "prompt", options.max_prompts)
         sampling = sampling_of(fields)
         if "logprobs" in fields:
             sampling["logprobs"] = fields["logprobs"]
@@ -149,24 +150,6 @@ class CompletionReply:
                 if prompt is not None:
                     choice["prompt_token_ids"] = list(prompt.token_ids)
             yield choice
-
-
-def _prompts(prompt: Any, options: ServerOptions) -> list[str | list[int]]:
-    """Distinguish the four forms of a prompt; ids are checked by the engine, which knows its vocabulary."""
-    if prompt is None:
-        raise UserError("prompt is missing: give a string, a list of strings, or token ids.", "prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = set(map(type, prompt)) if isinstance(prompt, list) else set()
-    if kinds == {int}:
-        return [prompt]
-    if kinds not in ({str}, {list}):
-        raise UserError("prompt must be a string, a list of strings, a list of token ids or a list of those.", "prompt")
-    if len(prompt) > options.max_prompts:
-        raise UserError(f"prompt may hold at most {options.max_prompts} prompts, got {len(prompt)}.", "prompt")
-    if kinds == {list} and any(set(map(type, ids)) - {int} for ids in prompt):
-        raise UserError("prompt must hold token ids only, or strings only.", "prompt")
-    return prompt
 
 
 def _numbered(request_id: str, number: int, most: int) -> str:

@@ -218,6 +218,26 @@ def mapping(fields: Body, name: str) -> dict[str, Any] | None:
     return value
 
 
+def prompts_of(fields: Body, name: str, most: int) -> list[str | list[int]]:
+    """Distinguish the four forms of a prompt; ids are checked by the engine, which knows its vocabulary."""
+    value = fields.get(name)
+    if value is None:
+        raise UserError(f"{name} is missing: give a string, a list of strings, or token ids.", name)
+    if isinstance(value, str):
+        return [value]
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    if kinds == {int}:
+        return [value]
+    if kinds not in ({str}, {list}):
+        message = f"{name} must be a string, a list of strings, a list of token ids or a list of those."
+        raise UserError(message, name)
+    if len(value) > most:
+        raise UserError(f"{name} may hold at most {most} prompts, got {len(value)}.", name)
+    if kinds == {list} and any(set(map(type, ids)) - {int} for ids in value):
+        raise UserError(f"{name} must hold token ids only, or strings only.", name)
+    return value
+
+
 def _is_same(value: Any, accepted: Any) -> bool:
     return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
 

@@ -82,6 +82,10 @@ class Shares:
             message = f"This client has {bound.held[client]} of {bound.share} sequences under way."
             raise OverloadedError(message, retry_after=1.0)
 
+    def room(self, client: str) -> float:
+        """Return how many more sequences a client may have under way."""
+        return self.bound.share - self.bound.held[client]
+
     def place(self, client: str, num_sequences: int) -> AbstractContextManager[None]:
         """Count a call's sequences as its client's while the body runs."""
         self.check(client, num_sequences)

@@ -80,6 +80,7 @@ class ServerOptions:
     max_headers: int = setting(64, "of an HTTP request")
     max_json_depth: int = setting(64, "of an HTTP body")
     max_prompts: int = setting(128, "in one completions call")
+    max_pooling_inputs: int = setting(2048, "texts in one call that embeds, classifies or scores")
     max_n: int = setting(16, "outputs per prompt")
     max_sequences: int = setting(128, "outputs of one call: n times its prompts")
     max_stops: int = setting(4, "stop strings of a request")

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
 from functools import partial
@@ -30,6 +30,7 @@ from jaxllm_server.parsers import reasoning as thinking
 from jaxllm_server.parsers.forced_calls import NamedCall, RequiredCalls
 from jaxllm_server.parsers.reasoning import REASONING_PARSERS, ReasoningParser
 from jaxllm_server.parsers.tool_parsers import TOOL_PARSERS, ToolCallDelta, ToolParser
+from jaxllm_server.shared import pool_stream, pooling
 from jaxllm_server.shared.calls import Call, Chunk, Finish, NamedTool, Part, PromptInfo, Timing, Usage, is_forced
 from jaxllm_server.shared.chat_checks import (
     check_messages,
@@ -41,6 +42,7 @@ from jaxllm_server.shared.chat_checks import (
 from jaxllm_server.shared.client_quota import Shares
 from jaxllm_server.shared.forced_calls import blaming_tools, with_forced_calls
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
+from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
 Item = TypeVar("Item")
 _CallReader: TypeAlias = ToolParser | NamedCall
@@ -62,7 +64,7 @@ class Serving:
         self.root = _EMBEDDED if Path(engine.config.model) == MODEL_DIR else engine.config.model
         self.names = options.served_model_name or (_model_name(self.root),)
         self._template_kwargs = template_kwargs(options)
-        self._shares = Shares(options.max_sequences_per_client)
+        self.shares = Shares(options.max_sequences_per_client)
         num_keys = len(options.api_key) + len(options.admin_api_key)
         self._has_tenants = bool(options.api_key) and num_keys > 1
         self._template: str | None = None
@@ -81,7 +83,7 @@ class Serving:
 
     def check_room(self, client: str) -> None:
         """Refuse what no request of a client could pass now; asked before anything of one is read."""
-        self._shares.check(client)
+        self.shares.check(client)
         self.engine.check_room()
 
     def check_calls(self, calls: Sequence[Call]) -> None:
@@ -91,7 +93,7 @@ class Serving:
         have cost is lost.
         """
         num_samples = len(calls) * self.params_of(calls[0]).n
-        self._shares.check(calls[0].client, num_samples)
+        self.shares.check(calls[0].client, num_samples)
         self.engine.check_queue(num_samples, 0, len(calls))
 
     def params_of(self, call: Call) -> SamplingParams:
@@ -114,13 +116,14 @@ class Serving:
         self.check_model(call.model)
         if call.adapter:
             raise FeatureDisabledError("Adapters are not built into jaxllm yet.", "adapter")
-        self._check_text("request_id", call.request_id)
-        self._check_text("cache_salt", call.cache_salt)
+        self.check_text("request_id", call.request_id)
+        self.check_text("cache_salt", call.cache_salt)
         arrival = time.monotonic()
         await self.engine.check_health()
+        pooling.check_generates(self.engine.model, self.names[0])
         params = self.params_of(call)
         self._check_splitting(call, params)
-        with self._shares.place(call.client, params.n):
+        with self.shares.place(call.client, params.n):
             with self.engine.preparing(params.n):
                 prompt = await self.prompt_of(call, params)
             self._check_length(call, params, prompt)
@@ -135,7 +138,7 @@ class Serving:
                 prompt,
                 params,
                 request_id,
-                owner=call.client if self._has_tenants else "",
+                owner=self.owner_of(call.client),
                 client=call.client,
                 priority=call.priority,
                 time_limit=call.time_limit,
@@ -156,13 +159,29 @@ class Serving:
                             current_span().set(facts, name=REQUEST_SPAN)
                         yield chunk
 
+    def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
+        """Embed, classify or score a call's inputs. To close the iterator aborts what is left."""
+        return pooling.pool(self, call)
+
+    def pool_stream(
+        self, requests: AsyncIterator[Item], read: Callable[[Item], PoolCall], client: str
+    ) -> AsyncGenerator[tuple[PoolCall, PoolResult]]:
+        """Answer any number of requests that a client sends; see `pool_stream`."""
+        return pool_stream.answers(self, requests, read, client)
+
+    @property
+    def tasks(self) -> Sequence[str]:
+        """What the model can be asked for."""
+        model = self.engine.model
+        return ("generate",) if model.pooler is None else pooling.tasks_of(model)
+
     async def prompt_of(self, call: Call, params: SamplingParams | None = None) -> dict[str, Any]:
         """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt.
 
         What cannot fit into the context is refused before it is tokenized, or cut where `params` say so.
         """
         tokenizer = self.engine.model.tokenizer
-        salt = self._salt_of(call)
+        salt = self.salt_of(call)
         if (call.prompt is None) == (call.messages is None):
             raise UserError("A request has either a prompt or messages.", "prompt")
         longest = self.engine.model.max_model_len
@@ -175,7 +194,7 @@ class Serving:
             # Templates may leave words out, old reasoning for one: what is far too long is no conversation.
             most = LEFT_OUT * longest + 4096
             check_messages(call.messages, longest, most)
-            text, ids = await self._off_loop(call, self._encode_chat, call, most)
+            text, ids = await self.off_loop(call, self._encode_chat, call, most)
             return {"prompt": text, "prompt_token_ids": ids, **salt}
         if not isinstance(call.prompt, str):
             return {"prompt_token_ids": call.prompt, **salt}
@@ -184,7 +203,7 @@ class Serving:
         if len(text) <= LONG_TEXT:
             ids = tokenizer.encode(text, add)
         else:
-            ids = await self._off_loop(call, tokenizer.encode, text, add)
+            ids = await self.off_loop(call, tokenizer.encode, text, add)
         return {"prompt": text, "prompt_token_ids": ids, **salt}
 
     def _encode_chat(self, call: Call, most: int) -> tuple[str, list[int]]:
@@ -207,7 +226,7 @@ class Serving:
             add_special_tokens=bool(call.add_special_tokens),
         )
 
-    async def _off_loop(self, call: Call, function: Callable[..., Item], *arguments: Any) -> Item:
+    async def off_loop(self, call: Call | PoolCall, function: Callable[..., Item], *arguments: Any) -> Item:
         """Run what makes a call's prompt beside the event loop; to wait for a thread takes from its time as well."""
         try:
             async with asyncio.timeout(self.options.request_timeout or None):
@@ -215,7 +234,11 @@ class Serving:
         except TimeoutError as error:
             raise late(self.options.request_timeout) from error
 
-    def _salt_of(self, call: Call) -> dict[str, str]:
+    def owner_of(self, client: str) -> str:
+        """Return whose a request's id is: its client's if keys distinguish clients, else everybody's."""
+        return client if self._has_tenants else ""
+
+    def salt_of(self, call: Call | PoolCall) -> dict[str, str]:
         """Return a call's salt of the prefix cache: its own, with the client's name if there are several keys.
 
         The colon is in no salt that a caller can give, so a caller cannot name another client's.
@@ -259,7 +282,7 @@ class Serving:
             message = f"allowed_token_ids may hold at most {vocab_size} ids, as many as there are."
             raise UserError(message, "allowed_token_ids")
 
-    def _check_text(self, name: str, value: str | None) -> None:
+    def check_text(self, name: str, value: str | None) -> None:
         """Refuse names that are long or would be unreadable in a log."""
         most = self.options.max_request_id_chars
         if value is not None and (not isinstance(value, str) or not 0 < len(value) <= most or not _is_plain(value)):
@@ -451,37 +474,6 @@ def given_of(params: SamplingParams) -> dict[str, Any]:
     if params.structured_outputs is not None:
         given["structured_outputs"] = params.structured_outputs.kind  # a schema can be long
     return given
-
-
-async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
-    """Read several iterators at once, each item with its iterator's number; a failure of one ends all."""
-    queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(maxsize=len(iterators))
-
-    async def read(number: int, iterator: AsyncGenerator[Item]) -> None:
-        try:
-            async with aclosing(iterator):
-                async for item in iterator:
-                    await queue.put((number, item))
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    tasks = [asyncio.ensure_future(read(number, iterator)) for number, iterator in enumerate(iterators)]
-    num_open = len(tasks)
-    try:
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _timing(metrics: RequestMetrics) -> Timing:

@@ -126,12 +126,11 @@ async def test_the_other_calls(run: Any) -> None:
         assert (await stub.Detokenize(pb.DetokenizeRequest(token_ids=[4, 5]))).text == "4 5"
         model = (await stub.ListModels(pb.ListModelsRequest())).models[0]
         assert (model.name, list(model.aliases), list(model.eos_token_ids)) == ("m", ["alias"], [2, 5])
+        assert list(model.tasks) == ["generate"] and not model.HasField("pooling")
         assert model.default_sampling.temperature == 0.6 and model.has_chat and not model.has_tool_calls
         assert not model.default_stop.HasField("max_tokens")
         own.serving.engine.model.tokenizer.has_chat_template = False
         assert not (await stub.ListModels(pb.ListModelsRequest())).models[0].has_chat
-        error = await error_of(stub.Embed(pb.EmbedRequest(text="a")))
-        assert (error.code(), reason_of(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "FEATURE_DISABLED")
         error = await error_of(stub.Detokenize(pb.DetokenizeRequest(model="no")))
         assert (error.code(), reason_of(error)) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
 

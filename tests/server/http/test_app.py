@@ -435,17 +435,12 @@ def test_other_routes(server):
             for path, near in (
                 ("/chat/completions", "/v1/chat/completions"),
                 ("/completions", "/v1/completions"),
+                ("/embeddings", "/v1/embeddings"),
                 ("/api/models", "/v1/models"),
                 ("/v1/v1/chat/completions", "/v1/chat/completions"),
             )
         ),
-        (
-            "/v1/embeddings",
-            "feature_disabled",
-            "/v1/embeddings is not served: this server generates text; it has no em",
-        ),
-        ("/v2/rerank", "feature_disabled", "/v2/rerank is not served: "),
-        ("/score", "feature_disabled", "/score is not served: "),
+        ("/v2/embed", "feature_disabled", "/v2/embed is not served: Cohere's embed API "),
         ("/v1/responses/r/cancel", "feature_disabled", "/v1/responses/r/cancel is not served: the Responses API "),
         ("/v1/messages", "feature_disabled", "/v1/messages is not served: Anthropic's API "),
         ("/v1/audio/transcriptions", "feature_disabled", "/v1/audio/transcriptions is not served: "),

@@ -55,6 +55,7 @@ class FakeEngine:
             token_id=lambda text: None,
         )
         self.model = SimpleNamespace(
+            pooler=None,
             tokenizer=tokenizer,
             vocab_size=9,
             max_model_len=64,

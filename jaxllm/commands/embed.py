@@ -1,0 +1,209 @@
+"""`jaxllm embed`: the texts of a file become vectors in another, or the lines that are nearest to a question are shown.
+
+Knows what it reads; texts stream through in batches, so that memory does not grow with the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from jaxllm.commands.arguments import Subparsers, Usage, add_model, engine_config, new_command
+from jaxllm.commands.flags import add_engine_flags
+from jaxllm.commands.session import open_llm
+from jaxllm.embedded import EMBEDDER_DIR
+from jaxllm.errors import EngineError, UserError
+from jaxllm.pooling_params import PoolingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from jaxllm.engine.llm import LLM
+
+
+class Line(NamedTuple):
+    """A text, and where it stands."""
+
+    number: int
+    text: str
+
+
+def add(commands: Subparsers) -> None:
+    """Describe the command."""
+    parser = new_command(commands, "embed", run, "texts to vectors, or the lines nearest to a question")
+    parser.description = (
+        "Write the embedding of each text of INPUT, in its order: to OUTPUT.npy, float32, or OUTPUT.jsonl. What was "
+        "broken off goes on when the command is given again. Or show the lines that are nearest to a question."
+    )
+    parser.add_argument(
+        "input", nargs="?", default="-", metavar="INPUT", help="a text a line, or JSON lines; '-': standard input"
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("-o", "--output", type=Path, metavar="OUTPUT", help="file that ends with .npy or .jsonl")
+    what.add_argument("--query", metavar="TEXT", help="show the five lines that are nearest to this")
+    parser.add_argument("--field", metavar="NAME", help="of each JSON line (default: text)")
+    parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of each vector")
+    parser.add_argument(
+        "--no-normalize", dest="normalize", action="store_const", const=False, help="leave vectors as long as they are"
+    )
+    parser.add_argument("--truncate", action="store_true", help="cut texts that are too long, instead of refusing them")
+    parser.add_argument("--skip-empty", action="store_true", help="leave empty lines out, instead of refusing them")
+    parser.add_argument(
+        "--batch-size", type=int, default=1024, metavar="N", help="texts to embed and write at once (default: 1024)"
+    )
+    add_model(parser, "the small embedder within jaxllm")
+    add_engine_flags(parser.add_argument_group("engine"), has_sampling=False)
+
+
+def run(options: dict[str, Any]) -> int:
+    """Embed the texts; 130 after ^C, when what has been written stays."""
+    options["model"] = options["model"] or str(EMBEDDER_DIR)
+    engine_config(options)
+    output: Path | None = options["output"]
+    if output is not None and output.suffix not in (".npy", ".jsonl"):
+        raise Usage(f"{output} must end with .npy or .jsonl")
+    if options["batch_size"] < 1:
+        raise Usage("--batch-size must be at least 1")
+    if options["input"] == "-" and sys.stdin.isatty():
+        raise Usage("no texts: give a file, or texts on standard input")
+    with _opened(options["input"]) as file:
+        name = "standard input" if options["input"] == "-" else options["input"]
+        lines = _reader(file, name, options["field"], options["skip_empty"])
+        digest = hashlib.sha256()
+        count = sum(1 for _ in lines(digest.update))  # whatever is wrong with a line is said before the model loads
+        if not count:
+            raise UserError(f"{name} holds no text.", "input")
+        with open_llm(options) as llm:
+            embed = _Embed(llm, options, count)
+            if output is None:
+                _show_nearest(embed, lines(), options["query"])
+                return 0
+            settings = {name: options[name] for name in ("field", "truncate", "skip_empty")}
+            return _write(embed, lines, output, {"input": digest.hexdigest(), **settings})
+
+
+@contextmanager
+def _opened(name: str) -> Iterator[IO[bytes]]:
+    """Open the input; standard input is copied, because it is read twice."""
+    if name != "-":
+        with open(name, "rb") as file:
+            yield file
+        return
+    with tempfile.TemporaryFile() as file:
+        while block := sys.stdin.buffer.read(2**20):
+            file.write(block)
+        yield file
+
+
+Lines = Callable[..., Iterator[Line]]
+
+
+def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> Lines:
+    """Give what reads the lines of a file from its beginning, and passes each one as it is to `see`."""
+    file.seek(0)
+    is_json = field is not None or name.endswith(".jsonl") or file.readline().lstrip().startswith(b"{")
+
+    def lines(see: Callable[[bytes], object] = len) -> Iterator[Line]:
+        file.seek(0)
+        for number, raw in enumerate(file, 1):
+            see(raw)
+            try:
+                text = raw.decode().rstrip("\r\n")
+                text = _text_of(text, field or "text") if is_json and text.strip() else text
+            except ValueError as error:
+                raise UserError(f"{name}, line {number}: {error}", "input") from None
+            if text.strip():
+                yield Line(number, text)
+            elif not skip_empty:
+                raise UserError(f"{name}, line {number} is empty; --skip-empty leaves such lines out.", "input")
+
+    return lines
+
+
+def _text_of(line: str, field: str) -> str:
+    """Read the text of a JSON line."""
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise UserError("its lists and objects are nested too deeply") from None
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        raise UserError(f'expected an object with a text in "{field}"; --field names another')
+    return record[field]
+
+
+class _Embed:
+    """Embeds lines with a model; the engine runs texts of like lengths together."""
+
+    def __init__(self, llm: LLM, options: Mapping[str, Any], count: int) -> None:
+        self.size, self._llm, self._count = options["batch_size"], llm, count
+        self._params = PoolingParams(
+            dimensions=options["dimensions"],
+            normalize=options["normalize"],
+            truncate_prompt_tokens=-1 if options["truncate"] else None,
+        )
+
+    def vectors(self, lines: Sequence[Line]) -> np.ndarray:
+        """Return the vectors of lines, float32[N, D]."""
+        import numpy as np
+
+        try:
+            texts = [line.text for line in lines]
+            outputs = self._llm.encode(texts, self._params, pooling_task="embed", use_tqdm=False)
+        except (UserError, EngineError) as error:
+            is_refused = isinstance(error, UserError)
+            if is_refused and error.parameter != "prompt":
+                raise
+            if len(lines) > 1:
+                return np.concatenate([self.vectors([line]) for line in lines])  # one of them it is
+            where = f"line {lines[0].number}" if lines[0].number else "--query"
+            raise (UserError if is_refused else EngineError)(f"{where}: {error}") from error
+        return np.stack([output.outputs.data for output in outputs])
+
+    def batches(self, lines: Iterator[Line], done: int = 0) -> Iterator[tuple[list[Line], np.ndarray]]:
+        """Yield lines with their vectors, without the first `done`, and show how far it is."""
+        from tqdm import tqdm
+
+        lines = islice(lines, done, None)
+        with tqdm(total=self._count, initial=done, unit="text", disable=not sys.stderr.isatty()) as bar:
+            while batch := list(islice(lines, self.size)):
+                yield batch, self.vectors(batch)
+                bar.update(len(batch))
+
+
+def _write(embed: _Embed, lines: Lines, path: Path, job: Mapping[str, Any]) -> int:
+    """Write the vectors that are not there yet."""
+    from jaxllm.commands.vector_file import VectorFile
+
+    (first,) = embed.vectors([next(lines())])
+    with VectorFile(path, job, first) as file:
+        try:
+            for batch, vectors in embed.batches(lines(), file.num_rows):
+                file.append([line.number for line in batch], [line.text for line in batch], vectors)
+        except KeyboardInterrupt:
+            print(f"{path} holds {file.num_rows} vectors; the same command goes on", file=sys.stderr)
+            return 130
+        file.finish()
+    print(f"{path} holds {file.num_rows} vectors of {len(first)} numbers")
+    return 0
+
+
+def _show_nearest(embed: _Embed, lines: Iterator[Line], query: str, most: int = 5) -> None:
+    """Show the lines whose vectors point most in the direction of the query's."""
+    import numpy as np
+
+    (asked,) = embed.vectors([Line(0, query)])
+    best: list[tuple[float, int, str]] = []
+    for batch, vectors in embed.batches(lines):
+        cosines = vectors @ asked / np.maximum(np.linalg.norm(vectors, axis=1) * np.linalg.norm(asked), 1e-12)
+        found = [(cosine, -line.number, line.text) for cosine, line in zip(cosines.tolist(), batch, strict=True)]
+        best = heapq.nlargest(most, best + found)
+    for cosine, _, text in best:
+        print(f"{cosine:6.3f}  {text}")

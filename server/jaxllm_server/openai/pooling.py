@@ -1,0 +1,238 @@
+"""`/v1/embeddings`, `/pooling`, `/classify`, `/score` and `/rerank`: a body becomes one call, its results an answer.
+
+The first is OpenAI's, the last Jina's and Cohere's, the others and what all have beyond are vLLM's. Pure functions of
+their arguments. Knows no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from jaxllm.errors import UserError
+from jaxllm.pooling_params import PoolingTask
+from jaxllm_server.openai.messages import WITHOUT_EFFECT, Body, flag, given, integer, prompts_of, text
+from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
+
+_UNBUILT: Mapping[str, tuple[Any, ...]] = {
+    "padding": ("do_not_pad",),
+    "truncation_side": ("right",),
+    "mm_processor_kwargs": ({},),
+}
+_SHARED = WITHOUT_EFFECT | {"model", "request_id", "priority", "cache_salt", "truncate_prompt_tokens"}
+_UNBUILT_OF_INPUT = {**_UNBUILT, "messages": ()}
+_UNBUILT_OF_NUMBERS = {**_UNBUILT_OF_INPUT, "embed_dtype": ("float32",), "endianness": ("little", "native")}
+_UNBUILT_OF_PAIRS = {
+    **_UNBUILT,
+    "max_tokens_per_query": (0,),
+    "max_tokens_per_doc": (0,),
+    "max_chunks_per_doc": (),
+    "instruction": (),
+    "chat_template_kwargs": ({},),
+    "rank_fields": (["text"],),
+    "relevant_spans": (),
+    "return_embeddings": (False,),
+}
+_OF_NUMBERS = _SHARED | _UNBUILT_OF_NUMBERS.keys() | {"input", "add_special_tokens", "encoding_format", "dimensions"}
+_SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+_DOCUMENTS_PER_UNIT = 100  # of what Cohere bills
+
+
+class PoolReply:
+    """What a body asks for, and how it is answered; raises `UserError` for a wrong shape.
+
+    `request_id` names the request unless the body does.
+    """
+
+    id_prefix: str
+    list_name = "data"  # of the answer's list, which has an item for each result
+    names: Mapping[str, str]  # parameter that an error names -> field of the request, where they differ
+
+    def __init__(self, fields: Body, request_id: str, **own: Any) -> None:
+        own_id = text(fields, "request_id")
+        self.request_id = request_id if own_id is None else own_id
+        self.calls: Sequence[PoolCall] = [
+            PoolCall(
+                model=text(fields, "model") or "",
+                request_id=self.request_id,
+                priority=integer(fields, "priority", 0),
+                cache_salt=text(fields, "cache_salt"),
+                truncate_prompt_tokens=fields.get("truncate_prompt_tokens"),  # `PoolingParams` checks such
+                use_activation=fields.get("use_activation"),
+                **own,
+            )
+        ]
+
+    def items(self, results: Sequence[PoolResult], labels: Sequence[str]) -> Iterator[str]:
+        """Give the JSON of each item of the list; results are in the order of the inputs."""
+        return (self._item(result, labels) for result in results)
+
+    def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
+        """Return what the answer says beside its list."""
+        num_tokens = sum(result.prompt_tokens for result in results)
+        return {"usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
+
+    def _item(self, result: PoolResult, labels: Sequence[str]) -> str:
+        raise NotImplementedError
+
+
+class EmbeddingReply(PoolReply):
+    """Of `/v1/embeddings`."""
+
+    id_prefix = "embd-"
+    names: Mapping[str, str] = {"inputs": "input", "prompt": "input"}
+    _fields = _OF_NUMBERS | {"normalize"}
+    _object, _key = "embedding", "embedding"
+
+    def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
+        fields = given(body, self._fields, _UNBUILT_OF_NUMBERS)
+        form = text(fields, "encoding_format") or "float"
+        if form not in _FORMS:
+            raise UserError(f"encoding_format must be {' or '.join(_FORMS)}, got {form[:64]!r}.", "encoding_format")
+        self._write = _FORMS[form]
+        super().__init__(
+            fields,
+            request_id,
+            task=self._task(fields),
+            inputs=prompts_of(fields, "input", options.max_pooling_inputs),
+            add_special_tokens=flag(fields, "add_special_tokens", True),
+            dimensions=fields.get("dimensions"),
+            normalize=fields.get("normalize"),
+        )
+
+    def _task(self, fields: Body) -> PoolingTask | None:
+        return "embed"
+
+    def _item(self, result: PoolResult, labels: Sequence[str]) -> str:
+        return f'{{"index":{result.index},"object":"{self._object}","{self._key}":{self._write(result.values)}}}'
+
+
+class PoolingReply(EmbeddingReply):
+    """Of `/pooling`, which does what the body, or else the model, says."""
+
+    id_prefix = "pool-"
+    _fields = _OF_NUMBERS | {"normalize", "use_activation", "task"}
+    _object, _key = "pooling", "data"
+
+    def _task(self, fields: Body) -> PoolingTask | None:
+        task: Any = text(fields, "task")
+        if task is not None and task not in get_args(PoolingTask):
+            raise UserError(f"task must be one of {', '.join(get_args(PoolingTask))}, got {task[:64]!r}.", "task")
+        return task
+
+
+class ClassifyReply(PoolReply):
+    """Of `/classify`."""
+
+    id_prefix = "classify-"
+    names = EmbeddingReply.names
+
+    def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
+        known = _SHARED | _UNBUILT_OF_INPUT.keys() | {"input", "add_special_tokens", "use_activation"}
+        fields = given(body, known, _UNBUILT_OF_INPUT)
+        super().__init__(
+            fields,
+            request_id,
+            task="classify",
+            inputs=prompts_of(fields, "input", options.max_pooling_inputs),
+            add_special_tokens=flag(fields, "add_special_tokens", True),
+        )
+
+    def _item(self, result: PoolResult, labels: Sequence[str]) -> str:
+        label, probs = json.dumps(labels[int(result.values.argmax())]), _numbers(result.values)
+        return f'{{"index":{result.index},"label":{label},"probs":{probs},"num_classes":{len(result.values)}}}'
+
+
+class ScoreReply(PoolReply):
+    """Of `/score`: one text with each of others, or each with the one in its place."""
+
+    id_prefix = "score-"
+
+    def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
+        sides = {name for pair in _SIDES for name in pair}
+        fields = given(body, _SHARED | _UNBUILT_OF_PAIRS.keys() | sides | {"use_activation"}, _UNBUILT_OF_PAIRS)
+        found = [pair for pair in _SIDES if sides & fields.keys() == set(pair)]
+        if not found:
+            raise UserError("Give text_1 and text_2, or queries and documents.", "text_1")
+        ((one, other),) = found
+        firsts, seconds = (_texts(fields, name, options.max_pooling_inputs) for name in (one, other))
+        if len(firsts) == 1:
+            firsts *= len(seconds)
+        if len(firsts) != len(seconds):
+            raise UserError(f"{one} must hold one text, or as many as {other}.", one)
+        self.names = {"inputs": one, "prompt": one, "pairs": other}
+        super().__init__(fields, request_id, task="score", inputs=firsts, pairs=seconds)
+
+    def _item(self, result: PoolResult, labels: Sequence[str]) -> str:
+        return f'{{"index":{result.index},"object":"score","score":{float(result.values[0]):.9g}}}'
+
+
+class RerankReply(PoolReply):
+    """Of `/rerank`: documents by how well they belong to a query."""
+
+    id_prefix = "rerank-"
+    list_name = "results"
+    names: Mapping[str, str] = {"inputs": "query", "prompt": "query", "pairs": "documents"}
+
+    def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
+        known = {"query", "documents", "top_n", "return_documents", "use_activation"}
+        fields = given(body, _SHARED | _UNBUILT_OF_PAIRS.keys() | known, _UNBUILT_OF_PAIRS)
+        queries = _texts(fields, "query", 1)
+        self._documents = _texts(fields, "documents", options.max_pooling_inputs)
+        self._returns_documents = flag(fields, "return_documents", True)
+        self._top = integer(fields, "top_n", 0)
+        if self._top < 0:
+            raise UserError("top_n must be at least 0; 0: all documents.", "top_n")
+        inputs = queries * len(self._documents)
+        super().__init__(fields, request_id, task="score", inputs=inputs, pairs=self._documents)
+
+    def items(self, results: Sequence[PoolResult], labels: Sequence[str]) -> Iterator[str]:
+        """Give the best documents, the best first."""
+        ranked = sorted(results, key=lambda result: -result.values[0])
+        return super().items(ranked[: self._top or None], labels)
+
+    def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
+        """Return the usage as Jina's clients look for it, and as Cohere's do."""
+        billed = {"search_units": -(-len(results) // _DOCUMENTS_PER_UNIT)}
+        return super().tail(results) | {"meta": {"api_version": {"version": "2"}, "billed_units": billed}}
+
+    def _item(self, result: PoolResult, labels: Sequence[str]) -> str:
+        document = json.dumps(self._documents[result.index]) if self._returns_documents else None
+        shown = "" if document is None else f'"document":{{"text":{document}}},'
+        return f'{{"index":{result.index},{shown}"relevance_score":{float(result.values[0]):.9g}}}'
+
+
+def _texts(fields: Body, name: str, most: int) -> list[str]:
+    """Return a text, or a list of at most so many; each may be an object that has it as `text`."""
+    value = fields.get(name)
+    texts: list[Any] = value if isinstance(value, list) else [value]
+    if len(texts) > most:
+        raise UserError(f"{name} may hold at most {most} texts, got {len(texts)}.", name)
+    texts = [each["text"] if isinstance(each, dict) and each.keys() == {"text"} else each for each in texts]
+    if set(map(type, texts)) != {str}:
+        raise UserError(f"{name} must be a string{'' if most == 1 else ', or a list of strings'}.", name)
+    return texts
+
+
+def _numbers(values: np.ndarray) -> str:
+    """Write float32 numbers so that they are read as they were: nine digits, a third of the time of Python's JSON."""
+    return f"[{','.join(['%.9g'] * len(values)) % tuple(values.tolist())}]"
+
+
+def _base64(values: np.ndarray) -> str:
+    return f'"{base64.b64encode(values.astype("<f4").tobytes()).decode("ascii")}"'
+
+
+_FORMS: Mapping[str, Callable[[np.ndarray], str]] = {"float": _numbers, "base64": _base64}
+REPLIES: Mapping[str, type[EmbeddingReply | ClassifyReply | ScoreReply | RerankReply]] = {
+    "/v1/embeddings": EmbeddingReply,
+    "/pooling": PoolingReply,
+    "/classify": ClassifyReply,
+    **dict.fromkeys(("/score", "/v1/score"), ScoreReply),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankReply),
+}

@@ -1,0 +1,41 @@
+"""Several asynchronous iterators read as one. Knows nothing of what they give."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
+    """Read several iterators at once, each item with its iterator's number; a failure of one ends all."""
+    queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(maxsize=len(iterators))
+
+    async def read(number: int, iterator: AsyncGenerator[Item]) -> None:
+        try:
+            async with aclosing(iterator):
+                async for item in iterator:
+                    await queue.put((number, item))
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.ensure_future(read(number, iterator)) for number, iterator in enumerate(iterators)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
