@@ -113,7 +113,13 @@ def test_modules_that_are_not_built_are_refused_by_name(modules, named, tmp_path
 
 @pytest.mark.parametrize(
     "text",
-    ["{}", "[1]", '[{"path": ""}]', "[", '[{"type": "sentence_transformers.models.Transformer", "path": "0_X"}]'],
+    [
+        *("{}", "[1]", "[", '[{"path": ""}]'),
+        *(
+            f'[{{"type": "sentence_transformers.models.Transformer", "path": "{path}"}}]'
+            for path in ("0_X", "..", "\\u0000")
+        ),
+    ],
 )
 def test_senseless_modules_are_refused(text, tmp_path):
     (tmp_path / "modules.json").write_text(text)
@@ -174,7 +180,7 @@ def test_lengths_that_an_embedding_may_be_cut_to(keys, dimensions, tmp_path):
         assert _read(tmp_path, BERT | keys) == Pooler("cls", dimensions=dimensions)
 
 
-@pytest.mark.parametrize("labels", [[], {}, {"1": "a"}, {"0": 1}, 3])
+@pytest.mark.parametrize("labels", [[], {}, {"1": "a"}, {"0": 1}, {"0": "\ud800"}, 3])
 def test_senseless_labels_are_refused(labels, tmp_path):
     with pytest.raises(UserError, match="id2label"):
         _read(tmp_path, BERT | {"architectures": ["BertForSequenceClassification"], "id2label": labels})
