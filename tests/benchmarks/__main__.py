@@ -51,6 +51,7 @@ MEASUREMENTS = {
     ),
     "serving": Measurement(["-m", "tests.benchmarks.serving"], None),
     "compiling": _bench("compiling", is_long=True),
+    "embedding": _bench("embedding", "--rounds", "3"),
     "against_transformers": _bench("against_transformers", "--dtype", "float32", "--rounds", "1"),
 }
 
@@ -66,7 +67,7 @@ def main() -> int:
             parser.error(f"{name} is none of {', '.join(MEASUREMENTS)}")
     behind = []
     for name in options.names or MEASUREMENTS:
-        if name == "against_transformers" and not TORCH.exists():
+        if name in ("against_transformers", "embedding") and not TORCH.exists():
             print(f"== {name}: left out, `make {TORCH.parents[1].name}/.parity` makes the environment with torch")
             continue
         measurement = MEASUREMENTS[name]
