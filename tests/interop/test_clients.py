@@ -1,12 +1,13 @@
-"""Published clients, unmodified, against a server of ours: each gets the object or the call that it asked for.
+"""Published clients, unmodified, against servers of ours: each gets the object, the call or the numbers it asked for.
 
-The model is as good as random, so what an answer says is not looked at: only that it is what the schema allows. `make
-interop` installs the clients; one that is missing is skipped.
+The model that generates is as good as random, so what an answer says is not looked at: only that it is what the schema
+allows. The one that embeds is the shipped one. `make interop` installs the clients; one that is missing is skipped.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import shutil
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.request import Request, urlopen
 
+import numpy as np
 import pytest
 
 from tests.support.paths import ROOT
 from tests.support.serving_process import ServingProcess
 from tests.support.sizes import FEW_SLOTS, flags
+from training import meanings
 
 pytestmark = pytest.mark.slow
 pydantic = pytest.importorskip("pydantic")
@@ -249,3 +252,101 @@ def test_vercel_ai_sdk(url: str, mode: str) -> None:
     ran = subprocess.run([node, str(script), url, MODEL, mode], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert is_person(Person(**json.loads(ran.stdout)))
+
+
+# Embeddings and ranks.
+
+TEXTS = ["Who keeps bees?", "Paris is the capital of France", "a dog barks"]
+QUERY, DOCUMENTS = "Which animal barks?", ["Anna bakes bread.", "A dog barks.", "A banana is yellow."]
+EMBEDDER = "jaxllm-embedder"
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Iterator[str]:
+    """Where a server with the shipped embedder is: of $INTEROP_EMBEDDER_URL, or one that is started here."""
+    if os.environ.get("INTEROP_EMBEDDER_URL"):
+        yield os.environ["INTEROP_EMBEDDER_URL"]
+        return
+    with ServingProcess(EMBEDDER) as server:
+        yield server.http
+
+
+@pytest.fixture(scope="module")
+def expected(embedder: str) -> Any:
+    """The embeddings of `TEXTS`, asked for without any client."""
+    return np.array([item["embedding"] for item in post(f"{embedder}/v1/embeddings", input=TEXTS)["data"]])
+
+
+def post(url: str, **body: Any) -> dict[str, Any]:
+    with urlopen(Request(url, json.dumps(body).encode(), {"content-type": "application/json"})) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.parametrize("form", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}], ids=str)
+def test_openai_embeds(embedder: str, form: dict[str, Any], expected: Any) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{embedder}/v1", api_key=KEY) as client:
+        answer = client.embeddings.create(model=EMBEDDER, input=TEXTS, **form)
+    found = [item.embedding for item in answer.data]
+    if form.get("encoding_format") == "base64":
+        found = [np.frombuffer(base64.b64decode(text), "<f4") for text in found]
+    assert np.allclose(found, expected, atol=1e-6) and answer.usage.prompt_tokens > 0
+
+
+def langchain_embeddings(url: str) -> Any:
+    langchain = pytest.importorskip("langchain_openai")
+    # Else it makes ids of OpenAI's own vocabulary.
+    own = {"check_embedding_ctx_length": False}
+    return langchain.OpenAIEmbeddings(model=EMBEDDER, base_url=f"{url}/v1", api_key=KEY, **own)
+
+
+def test_langchain_embeds(embedder: str, expected: Any) -> None:
+    model = langchain_embeddings(embedder)
+    assert np.allclose(model.embed_documents(TEXTS), expected, atol=1e-6) and np.allclose(
+        model.embed_query(TEXTS[1]), expected[1], atol=1e-6
+    )
+    assert np.allclose(asyncio.run(model.aembed_documents(TEXTS)), expected, atol=1e-6)
+
+
+def test_llama_index_embeds(embedder: str, expected: Any) -> None:
+    llama = pytest.importorskip("llama_index.embeddings.openai")
+    model = llama.OpenAIEmbedding(model_name=EMBEDDER, api_base=f"{embedder}/v1", api_key=KEY)
+    assert np.allclose(model.get_text_embedding_batch(TEXTS), expected, atol=1e-6)
+    assert np.allclose(model.get_query_embedding(TEXTS[0]), expected[0], atol=1e-6)
+
+
+def test_cohere_ranks(embedder: str) -> None:
+    cohere = pytest.importorskip("cohere")
+    answer = cohere.ClientV2(api_key=KEY, base_url=embedder).rerank(
+        model=EMBEDDER, query=QUERY, documents=DOCUMENTS, top_n=2
+    )
+    assert [len(answer.results), answer.results[0].index] == [2, 1] and answer.id
+    assert answer.results[0].relevance_score > answer.results[1].relevance_score
+    assert answer.meta.billed_units.search_units == 1
+    older = cohere.Client(api_key=KEY, base_url=embedder).rerank(
+        model=EMBEDDER, query=QUERY, documents=[{"text": text} for text in DOCUMENTS], return_documents=True
+    )
+    assert older.results[0].document.text == DOCUMENTS[1] and len(older.results) == 3
+
+
+def test_jinas_requests_are_answered_as_jina_does(embedder: str) -> None:
+    asked: Any = {"model": EMBEDDER, "query": QUERY, "documents": DOCUMENTS, "top_n": 1}
+    answer = post(f"{embedder}/v1/rerank", **asked)
+    (best,) = answer["results"]
+    assert (best["index"], best["document"]) == (1, {"text": DOCUMENTS[1]}) and best["relevance_score"] <= 1.0
+    assert answer["model"] == EMBEDDER and answer["usage"]["total_tokens"] > 0
+    (bare,) = post(f"{embedder}/v1/rerank", **asked, return_documents=False)["results"]
+    assert bare.keys() == {"index", "relevance_score"}
+
+
+def test_a_vector_store_finds_what_is_said_in_other_words(embedder: str) -> None:
+    faiss = pytest.importorskip("faiss")
+    model, world, asked = langchain_embeddings(embedder), meanings.world(), meanings.held_out_pairs(0)
+    vectors = np.array(model.embed_documents([text.text for text in world]), "float32")
+    store = faiss.IndexFlatIP(vectors.shape[1])
+    store.add(vectors)
+    queries = np.array([model.embed_query(text.text) for text in asked], "float32")
+    _, found = store.search(queries, 1)
+    right = sum(text.fits(world[near]) for text, (near,) in zip(asked, found, strict=True))
+    print(f"{right} of {len(asked)} among {len(world)}")
+    assert len(asked) == 200 and right >= 0.95 * len(asked)

@@ -108,3 +108,30 @@ class Places:
         if bound.held[peer] >= bound.share and not is_shared:
             raise OverloadedError(f"This connection has {bound.share} {self._name} already.", retry_after=1.0)
         return bound.counted(peer, 1)
+
+
+class FairShares:
+    """Divides places among calls: those that want few have them, the others as many as each other."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[object, int] = {}
+
+    @contextmanager
+    def joined(self, wanted: int) -> Iterator[None]:
+        """Count a call, which wants so many places, while the body runs."""
+        call = object()
+        self._wanted[call] = wanted
+        try:
+            yield
+        finally:
+            del self._wanted[call]
+
+    def share(self, total: int) -> int:
+        """Return how many of so many places a call may take, at least one."""
+        left, calls = total, sorted(self._wanted.values())
+        for number, wanted in enumerate(calls):
+            share = left // (len(calls) - number)
+            if wanted >= share:
+                return max(1, share)
+            left -= wanted
+        return total

@@ -1,7 +1,7 @@
 """Embedding, classifying and scoring: a `PoolCall` is checked as a whole, computed a part at a time, and answered.
 
-The engine has as many of a call's prompts at once as keep it busy, and of its queue at most half of what others left.
-Knows nothing of messages, status codes or connections.
+The engine has as many of a call's prompts at once as keep it busy, and calls share half of its queue: the other half is
+for calls that come. Knows nothing of messages, status codes or connections.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from jaxllm.errors import (
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span
-from jaxllm_server.shared.merge import merge
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
 if TYPE_CHECKING:
@@ -165,12 +164,17 @@ async def _outputs(
             except (UserError, RequestFailedError) as error:
                 raise _naming(error, item, len(items)) from None
 
-    async def work() -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
-        for number in numbers:
-            yield number, await run(number)
+    said: asyncio.Queue[tuple[int, PoolingRequestOutput] | Exception] = asyncio.Queue()
 
-    window = _window(engine, int(min(len(items), serving.shares.room(call.client))))
-    with serving.shares.place(call.client, window):
+    async def work(number: int) -> None:
+        try:
+            said.put_nowait((number, await run(number)))
+        except Exception as error:
+            said.put_nowait(error)
+
+    most_once = min(len(items), _STEPS * engine.get_load().max_running, serving.shares.room(call.client))
+    most_once = max(1, int(most_once))
+    with serving.shares.place(call.client, most_once), serving.pool_shares.joined(most_once):
         with engine.preparing(1):
             num_units = sum(len(item.first) + len(item.second or "") for item in items)
             if num_units <= LONG_TEXT:
@@ -181,12 +185,27 @@ async def _outputs(
         if serving.options.enable_log_requests:
             _log.info("request %s: %s, %d prompts of %d tokens", request_id, params.task, len(items), num_tokens)
         most_queued = engine.max_queued_tokens or max(LEAST_QUEUED_TOKENS, 16 * model.max_model_len)
-        window = max(1, min(window, most_queued * len(items) // (2 * num_tokens)))
+        most_once = max(1, min(most_once, most_queued * len(items) // (2 * num_tokens)))
         # Prompts of like lengths run together: a step is padded by its longest.
-        numbers = iter(sorted(range(len(items)), key=lambda number: -prompts[number].num_tokens))
-        async with aclosing(merge([work() for _ in range(window)])) as outputs:
-            async for _, output in outputs:
+        order = sorted(range(len(items)), key=lambda number: -prompts[number].num_tokens)
+        tasks: set[asyncio.Task[None]] = set()
+        num_begun = 0
+        try:
+            for num_ended in range(len(items)):
+                share = min(most_once, serving.pool_shares.share(_places(engine) // 2))
+                for number in order[num_begun : num_ended + share]:
+                    task = asyncio.create_task(work(number))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                    num_begun += 1
+                output = await said.get()
+                if isinstance(output, Exception):
+                    raise output
                 yield output
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def tasks_of(model: ModelInfo) -> tuple[PoolingTask, ...]:
@@ -221,19 +240,18 @@ def _check_inputs(call: PoolCall, most: int) -> None:
 
 
 def has_room(serving: Serving, client: str, num_running: int) -> bool:
-    """Whether a client that has so many prompts of a call under way may begin another; its only one, always."""
+    """Whether a client that has so many prompts of a stream under way may begin another; its only one, always."""
     if not num_running:
         return True
-    most = int(min(num_running + 1, serving.shares.bound.share))
-    return serving.shares.room(client) >= 1 and num_running < _window(serving.engine, most)
+    load = serving.engine.get_load()
+    left = _places(serving.engine) - load.running - load.waiting
+    return serving.shares.room(client) >= 1 and num_running < min(_STEPS * load.max_running, left // 2)
 
 
-def _window(engine: AsyncLLM, num_prompts: int) -> int:
-    """Return how many prompts of a call the engine gets at once; later calls always find room for some."""
-    load, most = engine.get_load(), engine.max_queued_requests
-    most = QUEUED_PER_SLOT * load.max_running if most is None else most
-    room = most + load.max_running - load.running - load.waiting
-    return max(1, min(num_prompts, _STEPS * load.max_running, room // 2))
+def _places(engine: AsyncLLM) -> int:
+    """Return how many requests can run and wait."""
+    slots, queued = engine.get_load().max_running, engine.max_queued_requests
+    return slots + (QUEUED_PER_SLOT * slots if queued is None else queued)
 
 
 def _most_tokens(call: PoolCall, longest: int) -> int:

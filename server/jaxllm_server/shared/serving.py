@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from jaxllm.embedded import MODEL_DIR
+from jaxllm.embedded import SHIPPED
 from jaxllm.engine.async_llm import LONG_TEXT, AsyncLLM
 from jaxllm.engine.input_processor import text_to_encode
 from jaxllm.errors import FeatureDisabledError, NotFoundError, UserError, late, too_long
@@ -39,7 +39,7 @@ from jaxllm_server.shared.chat_checks import (
     texts_of,
     with_parsed_arguments,
 )
-from jaxllm_server.shared.client_quota import Shares
+from jaxllm_server.shared.client_quota import FairShares, Shares
 from jaxllm_server.shared.forced_calls import blaming_tools, with_forced_calls
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
@@ -47,7 +47,6 @@ from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 Item = TypeVar("Item")
 _CallReader: TypeAlias = ToolParser | NamedCall
 _log = logging.getLogger("jaxllm.server")
-_EMBEDDED = "jaxllm-embedded"  # what the model within the package is called
 _NO_TEMPLATE = (
     "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start "
     "the server with --chat-template."
@@ -61,10 +60,12 @@ class Serving:
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
-        self.root = _EMBEDDED if Path(engine.config.model) == MODEL_DIR else engine.config.model
+        shipped = {path: name for name, path in SHIPPED.items()}
+        self.root = shipped.get(Path(engine.config.model), engine.config.model)
         self.names = options.served_model_name or (_model_name(self.root),)
         self._template_kwargs = template_kwargs(options)
         self.shares = Shares(options.max_sequences_per_client)
+        self.pool_shares = FairShares()
         num_keys = len(options.api_key) + len(options.admin_api_key)
         self._has_tenants = bool(options.api_key) and num_keys > 1
         self._template: str | None = None

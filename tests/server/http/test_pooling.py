@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import copy
 import functools
 import json
 import time
@@ -81,22 +80,25 @@ def test_a_large_answer_is_written_beside_the_loop(server: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "status", "parameter"),
+    ("path", "failure", "status", "parameter"),
     [
-        (UserError("no", "inputs"), 400, {"/v1/embeddings": "input", "/score": "text_1", "/rerank": "query"}),
-        (UserError("no", "pairs"), 400, {"/score": "text_2", "/rerank": "documents"}),
-        (UserError("no", "dimensions"), 400, {"/v1/embeddings": "dimensions"}),
-        (FeatureDisabledError("no", "model"), 400, {"/classify": "model"}),
-        (OverloadedError("no", 1.0), 429, {"/pooling": None}),
-        (RequestFailedError("no"), 500, {"/classify": None}),
+        ("/v1/embeddings", UserError("no", "inputs"), 400, "input"),
+        ("/score", UserError("no", "inputs"), 400, "text_1"),
+        ("/v2/rerank", UserError("no", "prompt"), 400, "query"),
+        ("/score", UserError("no", "pairs"), 400, "text_2"),
+        ("/rerank", UserError("no", "pairs"), 400, "documents"),
+        ("/pooling", UserError("no", "dimensions"), 400, "dimensions"),
+        ("/classify", FeatureDisabledError("no", "model"), 400, "model"),
+        ("/pooling", OverloadedError("no", 1.0), 429, None),
+        ("/classify", RequestFailedError("no"), 500, None),
     ],
-    ids=str,
 )
-def test_what_fails_is_named_as_the_body_has_it(server: Any, failure: Exception, status: int, parameter: Any) -> None:
-    for path, name in parameter.items():
-        server.serving.failure = copy.copy(failure)
-        answer = server.http.post(path, json=LEAST[path])
-        assert (answer.status_code, answer.json()["error"]["param"]) == (status, name)
+def test_what_fails_is_named_as_the_body_has_it(
+    server: Any, path: str, failure: Exception, status: int, parameter: str | None
+) -> None:
+    server.serving.failure = failure
+    answer = server.http.post(path, json=LEAST[path])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, parameter)
 
 
 def test_a_full_queue_refuses_before_the_body_is_read(server: Any) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import (
@@ -29,6 +31,7 @@ from jaxllm.outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.shared import pooling
 from jaxllm_server.shared.calls import Call
+from jaxllm_server.shared.client_quota import FairShares
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 from jaxllm_server.shared.serving import Serving
@@ -73,7 +76,7 @@ class Engine:
         self.config = SimpleNamespace(model="some/model")
         self.max_queued_requests: int | None = None
         self.max_queued_tokens: int | None = None
-        self.running = self.waiting = 0  # of others
+        self.waiting = 0  # of others
         self.open = self.most = self.closed_early = self.num_off_loop = 0
         self.given: list[tuple[Any, Any, str]] = []
         self.options: list[dict[str, Any]] = []
@@ -81,7 +84,7 @@ class Engine:
         self.fails: dict[str, PoolingOutput | Exception] = {}  # by request id
 
     def get_load(self) -> Load:
-        return Load(running=self.running, waiting=self.waiting, max_running=SLOTS)
+        return Load(waiting=self.waiting, max_running=SLOTS)
 
     async def check_health(self) -> None:
         pass
@@ -147,8 +150,6 @@ def test_every_result_is_that_of_its_input_alone(seed: int) -> None:
     rng = random.Random(seed)
     labels = rng.choice([EMBEDDER, CLASSIFIER, SCORER])
     engine, count = Engine(labels), rng.choice([1, 2, 7, 60])
-    engine.running, engine.waiting = rng.randint(0, SLOTS), rng.randint(0, 10)
-    room = 5 * SLOTS - engine.running - engine.waiting
     inputs: list[Any] = words(rng, count)
     own: dict[str, Any] = {"truncate_prompt_tokens": rng.choice([None, -1, 9])}
     if labels == EMBEDDER:
@@ -161,7 +162,7 @@ def test_every_result_is_that_of_its_input_alone(seed: int) -> None:
     call = PoolCall(inputs=inputs, **own)
     results = ask(engine, call)
     assert sorted(results) == list(range(count))
-    assert engine.most <= max(1, min(count, 2 * SLOTS, room // 2))
+    assert engine.most <= min(count, 2 * SLOTS)
     lengths = [len(prompt["prompt_token_ids"]) for prompt, _, _ in engine.given]
     assert lengths == sorted(lengths, reverse=True)
     for index, result in results.items():
@@ -286,7 +287,9 @@ def test_to_close_the_iterator_aborts_what_is_left() -> None:
     engine = Engine()
 
     async def leave() -> None:
-        async with aclosing(Serving(engine, ServerOptions()).pool(PoolCall(inputs=["abcd"] * 99))) as results:  # type: ignore[arg-type]
+        async with aclosing(
+            Serving(engine, ServerOptions()).pool(PoolCall(inputs=[*map(chr, range(97, 120))] * 4))
+        ) as results:  # type: ignore[arg-type]
             await anext(results)
         assert engine.open == 0 and engine.closed_early and len(engine.given) < 30
 
@@ -323,6 +326,42 @@ def test_a_client_has_no_more_at_once_than_its_share() -> None:
     engine = Engine()
     assert len(ask(engine, PoolCall(inputs=["a"] * 30), max_sequences_per_client=3)) == 30
     assert engine.most == 3
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 60))
+def test_shares_are_fair(wanted: list[int], total: int) -> None:
+    shares = FairShares()
+    with ExitStack() as stack:
+        for each in wanted:
+            stack.enter_context(shares.joined(each))
+        share = shares.share(total)
+        taken = sum(min(each, share) for each in wanted)
+        assert share >= 1 and taken <= max(total, len(wanted))
+        assert (
+            taken == sum(wanted) or share == 1 or taken + len(wanted) > total
+        )  # nothing is left that could be divided
+    assert shares.share(total) == total
+
+
+def test_many_calls_at_once_are_all_answered_and_leave_room_for_others() -> None:
+    """Calls of hundreds of prompts, which together would fill the queue many times, and small ones between them."""
+    engine, rng = Engine(), random.Random(1)
+    serving: Any = Serving(engine, ServerOptions())  # type: ignore[arg-type]
+    clients = asyncio.Semaphore(12)
+
+    async def call(number: int) -> int:
+        async with clients:
+            for _ in range(rng.randint(0, 50)):
+                await asyncio.sleep(0)
+            count = rng.choice([1, 1, 3, 100])
+            results = [result async for result in serving.pool(PoolCall(inputs=words(rng, count)))]
+            return len(results) - count
+
+    async def ask_all() -> list[int]:
+        return await asyncio.gather(*map(call, range(200)))
+
+    assert asyncio.run(ask_all()) == [0] * 200
+    assert engine.most <= 5 * SLOTS  # nothing was refused
 
 
 def test_prompts_of_many_tokens_are_fewer_at_once() -> None:

@@ -1,0 +1,172 @@
+"""Whole servers of small models that embed, classify and score: many requests at once get what one alone gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.hostile.conftest import wait_idle
+from tests.support.pooling_models import LETTERS, bert
+from tests.support.serving_process import ServingProcess
+from tests.support.sizes import SLOTS, flags
+
+pytestmark = pytest.mark.ci
+OWN = ("--load-format", "dummy", "--served-model-name", "m", *flags(SLOTS))
+LABELS = {"embedder": (), "classifier": ("dull", "odd", "witty"), "scorer": ("relevant",)}
+Ask = Callable[[str, dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=LABELS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingProcess]:
+    folder = bert(tmp_path_factory.mktemp("model"), LABELS[request.param], (8, 16))
+    with ServingProcess(str(folder), *OWN) as process:
+        process.kind = request.param  # type: ignore[attr-defined]
+        yield process
+
+
+def text(rng: random.Random) -> str:
+    return " ".join("".join(rng.choices(LETTERS, k=rng.randint(1, 6))) for _ in range(rng.randint(0, 5)))
+
+
+def body_of(rng: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
+    """Draw a request that a model of a kind answers, of up to forty texts."""
+    texts = [text(rng) for _ in range(rng.choice([1, 2, 5, 40]))]
+    inputs: Any = texts
+    if rng.random() < 0.3:
+        inputs = [[2, *rng.choices(range(4, 56), k=rng.randint(1, 30)), 3] for _ in texts]
+    cut = {"truncate_prompt_tokens": rng.choice([None, -1, 7])}
+    paths = {"embedder": ["/v1/embeddings", "/pooling", "/score", "/rerank"], "classifier": ["/classify", "/pooling"]}
+    path = rng.choice(paths.get(kind, ["/classify", "/pooling", "/score", "/v1/score", "/v2/rerank"]))
+    if "score" in path or "rerank" in path:
+        names = ("query", "documents") if "rerank" in path else ("queries", "documents")
+        return path, dict(zip(names, ("ab", texts), strict=True))
+    if kind == "embedder":
+        cut |= {"dimensions": rng.choice([None, 8, 16]), "normalize": rng.choice([None, False])}
+    elif rng.random() < 0.5:
+        cut |= {"use_activation": False}
+    return path, {"input": inputs, **cut}
+
+
+def numbers(path: str, answer: dict[str, Any]) -> dict[int, Any]:
+    """Return what an answer says of each input."""
+    items = answer["results" if "rerank" in path else "data"]
+    names = ("embedding", "data", "probs", "score", "relevance_score")
+    return {item["index"]: next(item[name] for name in names if name in item) for item in items}
+
+
+def alone(body: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the body of one of a body's texts."""
+    name = "documents" if "documents" in body else "input"
+    return {**body, name: [body[name][index]]}
+
+
+def test_every_output_is_that_of_its_text_alone(server: ServingProcess) -> None:
+    kind, rng = server.kind, random.Random(5)  # type: ignore[attr-defined]
+    bodies = [body_of(rng, kind) for _ in range(40)]
+
+    async def ask_all() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=12)  # more would fill the queue of eight slots
+        async with httpx.AsyncClient(base_url=server.http, timeout=60, limits=limits) as http:
+            return await asyncio.gather(*(http.post(path, json=body) for path, body in bodies))
+
+    answers = asyncio.run(ask_all())
+    with httpx.Client(base_url=server.http, timeout=60) as http:
+        for (path, body), answer in zip(bodies, answers, strict=True):
+            assert answer.status_code == 200, answer.text
+            together = numbers(path, answer.json())
+            one = rng.randrange(len(together))
+            (expected,) = numbers(path, http.post(path, json=alone(body, one)).json()).values()
+            assert np.allclose(together[one], expected, atol=1e-6)
+            if path == "/v1/embeddings":
+                assert len(together[one]) == (body["dimensions"] or 32)
+    wait_idle(server)
+
+
+def test_what_the_model_does_not_do_is_refused_by_name(server: ServingProcess) -> None:
+    kind = server.kind  # type: ignore[attr-defined]
+    does = {"embedder": ("embed", "score"), "classifier": ("classify",), "scorer": ("classify", "score")}[kind]
+    bodies: dict[str, tuple[str, dict[str, Any]]] = {
+        "embed": ("/v1/embeddings", {"input": "a"}),
+        "classify": ("/classify", {"input": "a"}),
+        "score": ("/rerank", {"query": "a", "documents": ["b"]}),
+        "generate": ("/v1/completions", {"prompt": "a"}),
+    }
+    for task, (path, body) in bodies.items():
+        answer = httpx.post(f"{server.http}{path}", json=body, timeout=20)
+        assert answer.status_code == (200 if task in does else 400)
+        if task not in does:
+            error = answer.json()["error"]
+            assert error["code"] == "feature_disabled" and error["message"].startswith("The model m ")
+            assert all(word.rstrip("y") in error["message"] for word in does)
+    assert httpx.get(f"{server.http}/v1/models").json()["data"][0]["id"] == "m"
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    assert httpx.post(f"{server.http}/v1/chat/completions", json=chat).json()["error"]["code"] == "feature_disabled"
+
+
+BAD = [
+    ({"input": ["ab", "a" * 100]}, "input", "Input 1"),
+    ({"input": [[2, 64]]}, "input", "out of vocabulary"),
+    ({"input": ["ab", []]}, "input", "must be"),
+    ({"input": [[2], []]}, "input", "Input 1"),
+    ({"input": ["ab"], "truncate_prompt_tokens": 65}, "truncate_prompt_tokens", "greater"),
+    ({"input": ["ab"], "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "no room"),
+    ({"input": ["ab"], "priority": 1}, "priority", "scheduling_policy"),
+    ({"input": ["ab"] * 2049}, "input", "2048"),
+]
+
+
+@pytest.mark.parametrize(("body", "parameter", "words"), BAD, ids=str)
+def test_bad_inputs_are_refused_by_the_field_that_is_wrong(
+    server: ServingProcess, body: dict[str, Any], parameter: str, words: str
+) -> None:
+    answer = httpx.post(f"{server.http}/pooling", json=body, timeout=20)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, parameter) and words in error["message"]
+
+
+def test_a_client_that_goes_leaves_nothing_behind(server: ServingProcess) -> None:
+    for seconds in (0.05, 0.2):
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{server.http}/pooling", json={"input": ["abcdef"] * 2048}, timeout=seconds)
+    wait_idle(server)
+
+
+def test_pooled_requests_are_counted(server: ServingProcess) -> None:
+    def count(name: str) -> float:
+        page = httpx.get(f"{server.http}/metrics").text
+        return sum(float(value) for value in re.findall(rf"^jaxllm:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE))
+
+    names = ("request_success_total", "prompt_tokens_total", "e2e_request_latency_seconds_count")
+    before = [count(name) for name in names]
+    body = {"input": ["ab", "abc", "abcd"]}
+    usage = httpx.post(f"{server.http}/pooling", json=body, timeout=20).json()["usage"]
+    after = [count(name) for name in names]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [3, usage["prompt_tokens"], 3]
+    assert re.search(r'requests_handled_total{.*route="/pooling"', httpx.get(f"{server.http}/metrics").text)
+
+
+@pytest.fixture(scope="module")
+def generating() -> Iterator[ServingProcess]:
+    with ServingProcess(*flags(SLOTS)) as process:
+        yield process
+
+
+def test_a_model_that_generates_says_so(generating: ServingProcess) -> None:
+    with httpx.Client(base_url=generating.http, timeout=20) as http:
+        for path, body in (
+            ("/v1/embeddings", {"input": "a"}),
+            ("/v2/rerank", {"query": "a", "documents": ["b"]}),
+            ("/classify", {"input": "a"}),
+        ):
+            answer = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "feature_disabled")
+            assert error["message"].startswith("The model jaxllm-embedded generates text")
