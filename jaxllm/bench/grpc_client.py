@@ -15,6 +15,7 @@ from jaxllm.client import AsyncClient, Client, reading
 from jaxllm.client.calls import Call
 from jaxllm.client.channel import error_of
 from jaxllm.client.requests import generate_request
+from jaxllm.errors import EngineError, UserError
 
 CHANNEL: Mapping[str, Any] = {
     "retries": False,  # a refused request is an outcome
@@ -33,6 +34,9 @@ class GrpcClient(AsyncClient):
     async def send(self, name: str, job: Job, outcome: Outcome) -> None:
         """Send a job and fill its outcome; what goes wrong is the outcome's error."""
         target = self._bench
+        if target.embeds:
+            await self._embed(name, job, outcome)
+            return
         options = {"max_tokens": job.max_tokens, "request_id": f"{target.request_id_prefix}{name}"}
         options |= {"model": target.model, **target.fields, **target.extra}
         request = generate_request(job.prompt, options, is_stream=True)
@@ -56,6 +60,24 @@ class GrpcClient(AsyncClient):
             outcome.output_tokens, outcome.seen_prompt_tokens = usage.completion_tokens, usage.prompt_tokens
         if not times and not outcome.error:
             outcome.error = "the answer has no token"
+
+    async def _embed(self, name: str, job: Job, outcome: Outcome) -> None:
+        target = self._bench
+        options = {"model": target.model, **target.fields, **target.extra}
+        outcome.sent_at = time.perf_counter()
+        try:
+            if job.others:
+                found = await self.stream_embed([job.prompt, *job.others], **options).result()
+            else:
+                found = [await self.embed(job.prompt, request_id=f"{target.request_id_prefix}{name}", **options)]
+        except (UserError, EngineError) as error:
+            outcome.error = str(error)
+            return
+        finally:
+            outcome.ended_at = time.perf_counter()
+        outcome.message_times.append(outcome.ended_at)
+        outcome.output_tokens, outcome.num_vectors = 0, len(found)
+        outcome.seen_prompt_tokens = sum(one.prompt_tokens for one in found)
 
     async def __aenter__(self) -> Self:
         return self

@@ -45,6 +45,9 @@ class OpenAIClient:
                 if response.status != 200:
                     outcome.error = f"HTTP {response.status}: {_message(await response.read())}"
                     return
+                if self._target.embeds:
+                    _take_embeddings(await response.read(), job, outcome)
+                    return
                 async for received in response.content.iter_any():
                     answer.take(reader.feed(received), time.perf_counter())
             answer.take(reader.feed(b"\n"), time.perf_counter())  # a last line without an end
@@ -58,6 +61,10 @@ class OpenAIClient:
 def request_body(target: Target, job: Job) -> dict[str, Any]:
     """Write the body of a job's request."""
     body: dict[str, Any] = {"model": target.model} if target.model else {}
+    if target.embeds:
+        # As OpenAI's own client asks for them.
+        body |= {"input": [job.prompt, *job.others], "encoding_format": "base64", **target.fields, **target.extra}
+        return {name: value for name, value in body.items() if value is not None}
     if target.backend == "openai-chat":
         body["messages"] = [{"role": "user", "content": job.prompt}]
     else:
@@ -65,6 +72,20 @@ def request_body(target: Target, job: Job) -> dict[str, Any]:
     body |= {"max_tokens": job.max_tokens, "stream": True, "stream_options": {"include_usage": True}}
     body |= {**target.fields, **target.extra}
     return {name: value for name, value in body.items() if value is not None}
+
+
+def _take_embeddings(content: bytes, job: Job, outcome: Outcome) -> None:
+    outcome.message_times.append(time.perf_counter())
+    outcome.output_tokens = 0
+    try:
+        answer = json.loads(content)
+        outcome.num_vectors = len(answer["data"])
+        outcome.seen_prompt_tokens = (answer.get("usage") or {}).get("prompt_tokens")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        outcome.error = f"the answer holds no embeddings: {_message(content)}"
+        return
+    if outcome.num_vectors != 1 + len(job.others):
+        outcome.error = f"the answer has {outcome.num_vectors} embeddings of {1 + len(job.others)} texts"
 
 
 def _message(content: bytes) -> str:

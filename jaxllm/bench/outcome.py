@@ -23,6 +23,7 @@ class Outcome:
     output_tokens: int | None = None
     seen_prompt_tokens: int | None = None
     text: str = ""
+    num_vectors: int = 0  # embeddings that came
     error: str = ""  # one line; empty if all went well
 
     @property

@@ -25,6 +25,7 @@ TITLES = {
     "tpot_ms": "Time per output token (ms)",
     "itl_ms": "Inter-token latency (ms)",
     "latency": "Latency (s)",
+    "e2el_ms": "End-to-end latency (ms)",  # where it is all there is
 }
 MOST_POINTS = 1000  # of a curve: a million gaps between tokens would make a page of 100 MB
 PANEL = (7.0, 2.6)  # inches
@@ -54,8 +55,10 @@ def plot(result: Mapping[str, Any], path: str) -> None:
     from matplotlib.figure import Figure
 
     kinds, timeline = read_samples(result), result.get("timeline")
+    if len(kinds) > 1:
+        kinds.pop("e2el_ms", None)
     known = {name: groups for name, groups in kinds.items() if name in TITLES}
-    others = {name: groups for name, groups in kinds.items() if name not in TITLES and name != "e2el_ms"}
+    others = {name: groups for name, groups in kinds.items() if name not in TITLES}
     num_panels = len(known) + bool(others) + (3 if timeline else 0)
     if not num_panels:
         raise UserError("the result has neither samples nor a timeline to draw.", "plot")

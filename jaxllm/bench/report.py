@@ -31,16 +31,19 @@ def summarize(
     percentile_metrics: Iterable[str] = ("ttft", "tpot", "itl"),
     percentiles: Iterable[float] = (99.0,),
     goodput: Mapping[str, float] | None = None,
+    *,
+    embeds: bool = False,
 ) -> dict[str, Any]:
     """Compute the figures of a run of `duration` seconds, under the names that vLLM gives them.
 
     Every outcome knows its `output_tokens`. TPOT is, for each request, (latency - TTFT) / (output tokens - 1); ITL are
     all gaps between messages; goodput counts requests that meet every bound of `goodput`, in ms. Latencies are of
-    requests that went well, and 0 where there are none.
+    requests that went well, and 0 where there are none. Where texts are embedded, they are counted in place of output.
     """
     done = [outcome for outcome in outcomes if not outcome.error]
     num_in = sum(outcome.prompt_tokens for outcome in done)
     num_out = sum(outcome.output_tokens or 0 for outcome in done)
+    num_texts = sum(outcome.num_vectors for outcome in done)
     values: dict[str, list[float]] = {
         "ttft": [outcome.ttft for outcome in done],
         "tpot": [_tpot(outcome) for outcome in done if (outcome.output_tokens or 0) > 1],
@@ -53,13 +56,13 @@ def summarize(
         "completed": len(done),
         "failed": len(outcomes) - len(done),
         "total_input_tokens": num_in,
-        "total_output_tokens": num_out,
+        **({"total_texts": num_texts} if embeds else {"total_output_tokens": num_out}),
         "request_throughput": len(done) / duration,
         "request_goodput": sum(_is_good(outcome, goodput) for outcome in done) / duration if goodput else None,
-        "output_throughput": num_out / duration,
+        **({"text_throughput": num_texts / duration} if embeds else {"output_throughput": num_out / duration}),
         "total_token_throughput": (num_in + num_out) / duration,
         # A second that the run did not fill holds fewer tokens than were made a second: the peak is no less than that.
-        "max_output_tokens_per_s": max(peak_tokens(done), num_out / duration),
+        **({} if embeds else {"max_output_tokens_per_s": max(peak_tokens(done), num_out / duration)}),
         "max_concurrent_requests": peak_concurrency(done),
     }
     for name in percentile_metrics:
@@ -107,12 +110,18 @@ def render(result: Mapping[str, Any], percentile_metrics: Iterable[str], percent
         add("Request rate configured (RPS):", result["request_rate"], ".2f")
     add("Benchmark duration (s):", result["duration"], ".2f")
     add("Total input tokens:", result["total_input_tokens"])
-    add("Total generated tokens:", result["total_output_tokens"])
+    if "total_texts" in result:
+        add("Total texts:", result["total_texts"])
+    else:
+        add("Total generated tokens:", result["total_output_tokens"])
     add("Request throughput (req/s):", result["request_throughput"], ".2f")
     if result["request_goodput"] is not None:
         add("Request goodput (req/s):", result["request_goodput"], ".2f")
-    add("Output token throughput (tok/s):", result["output_throughput"], ".2f")
-    add("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"], ".2f")
+    if "total_texts" in result:
+        add("Text throughput (texts/s):", result["text_throughput"], ".2f")
+    else:
+        add("Output token throughput (tok/s):", result["output_throughput"], ".2f")
+        add("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"], ".2f")
     add("Peak concurrent requests:", result["max_concurrent_requests"], ".2f")
     add("Total token throughput (tok/s):", result["total_token_throughput"], ".2f")
     for name in percentile_metrics:
@@ -126,16 +135,21 @@ def render(result: Mapping[str, Any], percentile_metrics: Iterable[str], percent
     return "\n".join([*lines, "=" * WIDTH])
 
 
-def details(outcomes: Sequence[Outcome], start: float) -> dict[str, list[Any]]:
+def details(outcomes: Sequence[Outcome], start: float, *, embeds: bool = False) -> dict[str, list[Any]]:
     """Return what `--save-detailed` adds: a value a request, start times in seconds after the start of the run."""
-    return {
+    common = {
         "input_lens": [outcome.prompt_tokens for outcome in outcomes],
+        "start_times": [outcome.sent_at - start for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
+    }
+    if embeds:
+        return {**common, "e2els": [outcome.latency for outcome in outcomes]}
+    return {
+        **common,
         "output_lens": [outcome.output_tokens or 0 for outcome in outcomes],
         "ttfts": [outcome.ttft for outcome in outcomes],
         "itls": [outcome.itls for outcome in outcomes],
-        "start_times": [outcome.sent_at - start for outcome in outcomes],
         "generated_texts": [outcome.text for outcome in outcomes],
-        "errors": [outcome.error for outcome in outcomes],
     }
 
 

@@ -27,6 +27,9 @@ def read_samples(result: Mapping[str, Any]) -> dict[str, Groups]:
         kinds["tpot_ms"] = [[sum(gaps) / (length - 1)] if length > 1 else [] for _, gaps, length in done]
         kinds["itl_ms"] = [gaps for _, gaps, _ in done]
         kinds["e2el_ms"] = [[first + sum(gaps)] for first, gaps, _ in done]
+    elif "e2els" in result:
+        rows = zip(result["e2els"], result["errors"], strict=True)
+        kinds["e2el_ms"] = [[1e3 * seconds] for seconds, error in rows if not error]
     elif "latencies" in result:
         kinds["latency"] = [[value] for value in result["latencies"]]
     return {name: groups for name, groups in kinds.items() if any(groups)}

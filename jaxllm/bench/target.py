@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Backend = Literal["openai", "openai-chat", "grpc"]
+Backend = Literal["openai", "openai-chat", "openai-embeddings", "grpc"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class Target:
     headers: Mapping[str, str] = field(default_factory=dict)
     request_id_prefix: str = ""
     is_insecure: bool = False  # certificates are not checked
+    embeds: bool = False  # jobs are texts to embed
 
     @property
     def is_grpc(self) -> bool:

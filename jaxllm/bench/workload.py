@@ -5,7 +5,8 @@ Loads no numpy, as the settings are flags: what `--help` shows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from jaxllm.errors import UserError
@@ -21,7 +22,7 @@ class Job:
 
     `prompt_tokens` counts what the model sees, with the special tokens that a server puts around a text. `arrival_s`
     is when a timed trace has it arrive, in seconds after the first; None where a rate decides. `structured_outputs` is
-    what its answer has to look like, which may then be shorter.
+    what its answer has to look like, which may then be shorter. `others` are further prompts of a request that embeds.
     """
 
     prompt: str | tuple[int, ...]
@@ -29,6 +30,21 @@ class Job:
     max_tokens: int
     arrival_s: float | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    others: tuple[str | tuple[int, ...], ...] = ()
+
+
+def to_embed(jobs: Sequence[Job], batch_size: int) -> list[Job]:
+    """Make requests of so many prompts each, which are not answered with tokens."""
+    batches = [jobs[at : at + batch_size] for at in range(0, len(jobs), batch_size)]
+    return [
+        replace(
+            batch[0],
+            prompt_tokens=sum(job.prompt_tokens for job in batch),
+            max_tokens=0,
+            others=tuple(job.prompt for job in batch[1:]),
+        )
+        for batch in batches
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

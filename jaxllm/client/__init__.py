@@ -14,14 +14,17 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f"The client needs {error.name}: pip install 'jaxllm[client]'", name=error.name) from None
 
-from jaxllm.client.asynchronous import AsyncClient, AsyncStream
-from jaxllm.client.blocking import Client, Stream
+from jaxllm.client.asynchronous import AsyncClient, AsyncEmbeddingStream, AsyncStream
+from jaxllm.client.blocking import Client, EmbeddingStream, Stream
 from jaxllm.client.errors import AuthError
 from jaxllm.client.results import (
+    Classification,
     Completion,
     Delta,
+    Embedding,
     ModelInfo,
     Output,
+    Scores,
     ServerInfo,
     Timing,
     TokenLogprob,
@@ -32,13 +35,18 @@ from jaxllm.client.results import (
 
 __all__ = [
     "AsyncClient",
+    "AsyncEmbeddingStream",
     "AsyncStream",
     "AuthError",
+    "Classification",
     "Client",
     "Completion",
     "Delta",
+    "Embedding",
+    "EmbeddingStream",
     "ModelInfo",
     "Output",
+    "Scores",
     "ServerInfo",
     "Stream",
     "Timing",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -14,11 +15,13 @@ import grpc.aio
 from jaxllm.client import reading
 from jaxllm.client.calls import Call, Calls
 from jaxllm.client.channel import Endpoint, error_of
-from jaxllm.client.results import Completion, Delta
-from jaxllm.errors import DeadlineError, UnavailableError
+from jaxllm.client.requests import EmbedRequests
+from jaxllm.client.results import Completion, Delta, Embedding
+from jaxllm.errors import DeadlineError, EngineError, UnavailableError, UserError
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 
 def _method(
@@ -35,10 +38,13 @@ def _method(
     return method
 
 
-def _stream(make: Callable[Concatenate[Any, P], Call[None]]) -> Callable[Concatenate[AsyncClient, P], AsyncStream]:
+def _stream(
+    make: Callable[Concatenate[Any, P], Call[None]], kind: Callable[[Any, Any, str], Result]
+) -> Callable[Concatenate[AsyncClient, P], Result]:
     @functools.wraps(make)
-    def method(client: AsyncClient, /, *arguments: P.args, **options: P.kwargs) -> AsyncStream:
-        return AsyncStream(client._start(make(client, *arguments, **options)), client.target)
+    def method(client: AsyncClient, /, *arguments: P.args, **options: P.kwargs) -> Result:
+        call = make(client, *arguments, **options)
+        return kind(client._start(call), call.request, client.target)
 
     return method
 
@@ -46,7 +52,8 @@ def _stream(make: Callable[Concatenate[Any, P], Call[None]]) -> Callable[Concate
 class AsyncClient(Endpoint):
     """A connection to a server for the event loop of its first call. Options are those of `Endpoint`.
 
-    The methods are those of `Client`: all are awaited but `stream` and `stream_chat`, which return the iterator.
+    The methods are those of `Client`: all are awaited but those whose names begin with `stream`, which return the
+    iterator.
     Every method raises `UserError` for what is wrong with the call, and `EngineError` for what is wrong with the server
     (`OverloadedError`, `UnavailableError`, `DeadlineError` … in `jaxllm.errors`).
     """
@@ -60,9 +67,13 @@ class AsyncClient(Endpoint):
         return super()._start(call)
 
     generate = _method(Calls.generate)
-    stream = _stream(Calls.stream)
+    stream = _stream(Calls.stream, lambda *of: AsyncStream(*of))
     chat = _method(Calls.chat)
-    stream_chat = _stream(Calls.stream_chat)
+    stream_chat = _stream(Calls.stream_chat, lambda *of: AsyncStream(*of))
+    embed = _method(Calls.embed)
+    stream_embed = _stream(Calls.stream_embed, lambda *of: AsyncEmbeddingStream(*of))
+    classify = _method(Calls.classify)
+    score = _method(Calls.score)
     tokenize = _method(Calls.tokenize)
     detokenize = _method(Calls.detokenize)
     models = _method(Calls.models)
@@ -105,26 +116,20 @@ class AsyncClient(Endpoint):
         await self.close()
 
 
-class AsyncStream(reading.Received):
-    """Iterates over what is new of a call's sequences: each `Delta` belongs to the sequence of its `index`.
+class _Answers(Generic[Item]):
+    """Iterates over what a call answers. Leaving an `async with` block, or `close`, ends it on the server too."""
 
-    Leaving an `async with` block, or `close`, ends the call on the server too. After an exception, what came before is
-    still valid: `so_far` has it.
-    """
+    _unread: deque[Item]  # that has come
+    _take: Callable[[Any], None]  # adds what a message holds
 
-    def __init__(self, call: Any, target: str) -> None:
+    def __init__(self, call: Any, request: Any, target: str) -> None:
         super().__init__()
         self._call = call
+        self._request = request
         self._loop = asyncio.get_running_loop()
         self._messages = call.__aiter__()
         self._target = target
         self._is_closed = False
-
-    async def result(self) -> Completion:
-        """Wait for the rest and return everything."""
-        async for _ in self:
-            pass
-        return self.so_far
 
     async def close(self) -> None:
         """End the call, if it has not ended."""
@@ -134,8 +139,8 @@ class AsyncStream(reading.Received):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Delta:
-        while not self._deltas:
+    async def __anext__(self) -> Item:
+        while not self._unread:
             try:
                 message = await anext(self._messages)
             except asyncio.CancelledError:
@@ -146,7 +151,7 @@ class AsyncStream(reading.Received):
             except grpc.RpcError as failure:
                 raise error_of(failure, self._target) from None
             self._take(message)
-        return self._deltas.popleft()
+        return self._unread.popleft()
 
     async def __aenter__(self) -> Self:
         return self
@@ -158,3 +163,46 @@ class AsyncStream(reading.Received):
         # `break` out of `async for` ends nothing by itself, and a call that runs is kept alive by gRPC's own tasks.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._call.cancel)
+
+
+class AsyncStream(_Answers[Delta], reading.Received):
+    """Iterates over what is new of a call's sequences: each `Delta` belongs to the sequence of its `index`.
+
+    Leaving an `async with` block, or `close`, ends the call on the server too. After an exception, what came before is
+    still valid: `so_far` has it.
+    """
+
+    async def result(self) -> Completion:
+        """Wait for the rest and return everything."""
+        async for _ in self:
+            pass
+        return self.so_far
+
+
+class AsyncEmbeddingStream(_Answers[Embedding], reading.ReceivedEmbeddings):
+    """Iterates over embeddings as they are ready: each belongs to the prompt of its `index`.
+
+    Leaving an `async with` block, or `close`, ends the call on the server too, and so does the first prompt that fails.
+    An exception of the prompts, or of one that cannot be sent, is raised when those before it are answered.
+    """
+
+    _request: EmbedRequests
+
+    def __init__(self, call: Any, request: EmbedRequests, target: str) -> None:
+        super().__init__(call, request, target)
+        request.metadata_of_call = call.initial_metadata
+
+    async def result(self) -> list[Embedding]:
+        """Wait for the rest and return what was not read yet, in the order of the prompts."""
+        return sorted([embedding async for embedding in self], key=lambda embedding: embedding.index)
+
+    async def __anext__(self) -> Embedding:
+        try:
+            return await super().__anext__()
+        except StopAsyncIteration:
+            if self._request.failure is not None and not self._is_closed:
+                raise self._request.failure from None
+            raise
+        except (UserError, EngineError):
+            await self.close()
+            raise

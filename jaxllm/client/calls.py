@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, Unpack
 
@@ -13,8 +13,18 @@ from grpc_health.v1 import health_pb2
 
 from jaxllm.client import reading, requests
 from jaxllm.client.channel import Endpoint, read_health
-from jaxllm.client.options import ChatGenerateOptions, ChatOptions, ChatStreamOptions, GenerateOptions, StreamOptions
-from jaxllm.client.results import Completion, ModelInfo, ServerInfo
+from jaxllm.client.options import (
+    ChatGenerateOptions,
+    ChatOptions,
+    ChatStreamOptions,
+    ClassifyOptions,
+    EmbedOptions,
+    GenerateOptions,
+    ScoreOptions,
+    StreamEmbedOptions,
+    StreamOptions,
+)
+from jaxllm.client.results import Classification, Completion, Embedding, ModelInfo, Scores, ServerInfo
 from jaxllm.metrics import Load
 from jaxllm.v1 import control_pb2, inference_pb2
 
@@ -80,6 +90,46 @@ class Calls(Endpoint):
             reading.read_nothing,
             timeout,
         )
+
+    def embed(
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[EmbedOptions]
+    ) -> Call[Embedding]:
+        """Compute the embedding of a text, or of token ids."""
+        request = requests.embed_request(prompt, options)
+        return Call("inference", "Embed", request, reading.read_embedding, timeout)
+
+    def stream_embed(
+        self,
+        prompts: Iterable[str | Sequence[int]] | AsyncIterable[str | Sequence[int]],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[StreamEmbedOptions],
+    ) -> Call[None]:
+        """Embed any number of prompts and iterate over what is ready, in any order; `result()` is all, in theirs.
+
+        Prompts are taken as the server asks for them; an asynchronous iterable is for AsyncClient.
+        """
+        sent = requests.EmbedRequests(prompts, options)
+        return Call("inference", "StreamEmbed", sent, reading.read_nothing, timeout)
+
+    def classify(
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[ClassifyOptions]
+    ) -> Call[Classification]:
+        """Classify a text, or token ids."""
+        request = requests.classify_request(prompt, options)
+        return Call("inference", "Classify", request, reading.read_classification, timeout)
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> Call[Scores]:
+        """Score how well texts belong together: one with one, one with each of many, or each of many with its own."""
+        request = requests.score_request(text_1, text_2, options)
+        return Call("inference", "Score", request, reading.read_scores, timeout)
 
     def tokenize(
         self,

@@ -83,6 +83,39 @@ class ChatStreamOptions(StreamOptions, ChatOptions, total=False):
     """The options of `stream_chat`."""
 
 
+class _PoolOptions(TypedDict, total=False):
+    model: str | None
+    priority: int | None  # lower goes first
+    truncate_prompt_tokens: int | None  # keep this many, the first ones; -1: as many as the model holds
+
+
+class StreamEmbedOptions(_PoolOptions, total=False):
+    """What holds for all prompts of `stream_embed`; None, like absence, leaves it to the model. Names are fields."""
+
+    dimensions: int | None  # leading numbers to keep, where the model allows it
+    normalize: bool | None  # scale to length 1
+    add_special_tokens: bool | None  # of text prompts
+
+
+class EmbedOptions(StreamEmbedOptions, total=False):
+    """The options of `embed`."""
+
+    request_id: str | None  # unique among the server's requests; what `abort` takes
+
+
+class ScoreOptions(_PoolOptions, total=False):
+    """The options of `score`."""
+
+    use_activation: bool | None  # False: a classifier's own numbers, not probabilities
+    request_id: str | None
+
+
+class ClassifyOptions(ScoreOptions, total=False):
+    """The options of `classify`."""
+
+    add_special_tokens: bool | None
+
+
 # Keyword to field of GenerateRequest.
 GENERATE_FIELDS = {
     **{

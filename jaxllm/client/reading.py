@@ -8,12 +8,18 @@ from dataclasses import dataclass, field
 from datetime import UTC
 from typing import Any
 
+from google.rpc import code_pb2, status_pb2
+
+from jaxllm.client.errors import read_error
 from jaxllm.client.options import keyword_of
 from jaxllm.client.results import (
+    Classification,
     Completion,
     Delta,
+    Embedding,
     ModelInfo,
     Output,
+    Scores,
     ServerInfo,
     Timing,
     TokenLogprob,
@@ -110,10 +116,10 @@ class Received:
 
     def __init__(self) -> None:
         self._joiner = Joiner()
-        self._deltas: deque[Delta] = deque()
+        self._unread: deque[Delta] = deque()
 
     def _take(self, message: inference_pb2.StreamGenerateResponse) -> None:
-        self._deltas.extend(self._joiner.add(message))
+        self._unread.extend(self._joiner.add(message))
 
     @property
     def request_id(self) -> str:
@@ -136,6 +142,21 @@ class Received:
         return self._joiner.completion()
 
 
+class ReceivedEmbeddings:
+    """The embeddings that a stream has received and that were not read yet."""
+
+    _target: str
+
+    def __init__(self) -> None:
+        self._unread: deque[Embedding] = deque()
+
+    def _take(self, message: inference_pb2.EmbedResponse) -> None:
+        if message.error:
+            status = status_pb2.Status.FromString(message.error)
+            raise read_error(code_pb2.Code.Name(status.code), status.message, message.error, self._target)
+        self._unread.append(read_embedding(message))
+
+
 def read_completion(response: inference_pb2.GenerateResponse) -> Completion:
     """Read the answer of a unary call."""
     return Completion(
@@ -146,6 +167,21 @@ def read_completion(response: inference_pb2.GenerateResponse) -> Completion:
         timing=_timing(response.timing) if response.HasField("timing") else None,
         **_prompt(response.prompt),
     )
+
+
+def read_embedding(response: inference_pb2.EmbedResponse) -> Embedding:
+    """Read an embedding."""
+    return Embedding(values=list(response.values), index=response.index, **_pooled(response))
+
+
+def read_classification(response: inference_pb2.ClassifyResponse) -> Classification:
+    """Read what a classifier makes of a text."""
+    return Classification(label=response.label, values=list(response.values), **_pooled(response))
+
+
+def read_scores(response: inference_pb2.ScoreResponse) -> Scores:
+    """Read the scores of pairs."""
+    return Scores(values=list(response.scores), **_pooled(response))
 
 
 def read_models(response: inference_pb2.ListModelsResponse) -> list[ModelInfo]:
@@ -161,6 +197,10 @@ def read_models(response: inference_pb2.ListModelsResponse) -> list[ModelInfo]:
             has_chat=model.has_chat,
             has_tool_calls=model.has_tool_calls,
             has_reasoning=model.has_reasoning,
+            tasks=tuple(model.tasks),
+            pooled_size=model.pooling.size,
+            dimensions=tuple(model.pooling.dimensions) if model.pooling.takes_dimensions else None,
+            labels=tuple(model.pooling.labels),
         )
         for model in response.models
     ]
@@ -219,6 +259,17 @@ def read_was_reset(response: control_pb2.ResetPrefixCacheResponse) -> bool:
 
 def read_nothing(response: object) -> None:
     """Take an answer that says no more than that it is one."""
+
+
+def _pooled(
+    response: inference_pb2.EmbedResponse | inference_pb2.ClassifyResponse | inference_pb2.ScoreResponse,
+) -> dict[str, Any]:
+    """Read what the answers of models that pool have in common."""
+    return {
+        "prompt_tokens": response.usage.prompt_tokens,
+        "request_id": response.request_id,
+        "model": response.model,
+    }
 
 
 def _sequence(output: types_pb2.Output | types_pb2.OutputDelta) -> dict[str, Any]:

@@ -7,14 +7,22 @@ in.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from google.protobuf.message import Message
 
 from jaxllm.client.fields import as_json, number_of, set_field, shown
-from jaxllm.client.options import CHAT_FIELDS, GENERATE_FIELDS, STREAM_FIELDS
+from jaxllm.client.options import (
+    CHAT_FIELDS,
+    GENERATE_FIELDS,
+    STREAM_FIELDS,
+    ClassifyOptions,
+    EmbedOptions,
+    ScoreOptions,
+    StreamEmbedOptions,
+)
 from jaxllm.errors import UserError
 from jaxllm.sampling_params import RepetitionDetectionParams
 from jaxllm.structured_outputs_params import StructuredOutputsParams, read_structured_outputs
@@ -39,6 +47,8 @@ _PAUSE_MODES = {
     "wait": control_pb2.PAUSE_MODE_WAIT,
     "keep": control_pb2.PAUSE_MODE_KEEP,
 }
+_MANY_TO_GENERATE = "make a call for each prompt, and chat() for messages."
+_MANY_TO_POOL = "make a call for each prompt; stream_embed() takes many."
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 
 
@@ -51,7 +61,7 @@ def generate_request(
         UserError: naming the option that is unknown or of a wrong type.
     """
     request = inference_pb2.GenerateRequest()
-    _set_prompt(request, prompt)
+    _set_prompt(request, prompt, _MANY_TO_GENERATE)
     _set_options(request, options, {**GENERATE_FIELDS, **(STREAM_FIELDS if is_stream else {})})
     return request
 
@@ -68,6 +78,86 @@ def chat_request(
     request.chat.messages.extend(_chat_messages(messages))
     fields = {**GENERATE_FIELDS, **CHAT_FIELDS, **(STREAM_FIELDS if is_stream else {})}
     _set_options(request, options, fields)
+    return request
+
+
+def embed_request(prompt: str | Sequence[int], options: EmbedOptions) -> inference_pb2.EmbedRequest:
+    """Build the request that embeds a text; raises as `generate_request` does."""
+    request = inference_pb2.EmbedRequest()
+    _set_prompt(request, prompt, _MANY_TO_POOL)
+    _set_options(request, options, _fields(EmbedOptions))
+    return request
+
+
+class EmbedRequests:
+    """The requests of many prompts, each built when it is to be sent. What goes wrong meanwhile is in `failure`.
+
+    Raises:
+        UserError: for an option, at once.
+    """
+
+    def __init__(
+        self, prompts: Iterable[str | Sequence[int]] | AsyncIterable[str | Sequence[int]], options: StreamEmbedOptions
+    ) -> None:
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable | AsyncIterable):
+            raise UserError(f"prompts must be texts or lists of token ids, got {shown(prompts)}.", "prompts", prompts)
+        self.failure: Exception | None = None
+        self.metadata_of_call: Callable[[], Awaitable[Any]] | None = None  # of grpc.aio
+        self._prompts = prompts
+        self._common = inference_pb2.EmbedRequest()
+        _set_options(self._common, options, _fields(StreamEmbedOptions))
+        self._built = self._build()
+
+    def __iter__(self) -> Iterator[inference_pb2.EmbedRequest]:
+        return self
+
+    def __next__(self) -> inference_pb2.EmbedRequest:
+        return next(self._built)
+
+    def _build(self) -> Iterator[inference_pb2.EmbedRequest]:
+        try:
+            for prompt in self._prompts:  # pyright: ignore[reportGeneralTypeIssues]
+                yield self._request(prompt)
+        except Exception as error:  # gRPC would log it, and not say what it was
+            self.failure = error
+
+    async def __aiter__(self) -> AsyncIterator[inference_pb2.EmbedRequest]:
+        # What is written to a call that was refused hides why (grpc/grpc#36066); one that is accepted says so at once.
+        if self.metadata_of_call is not None and not await self.metadata_of_call():
+            return
+        if not isinstance(self._prompts, AsyncIterable):
+            for request in self:
+                yield request
+            return
+        try:
+            async for prompt in self._prompts:
+                yield self._request(prompt)
+        except Exception as error:
+            self.failure = error
+
+    def _request(self, prompt: str | Sequence[int]) -> inference_pb2.EmbedRequest:
+        request = inference_pb2.EmbedRequest()
+        request.CopyFrom(self._common)
+        _set_prompt(request, prompt, "they are prompts of their own.")
+        return request
+
+
+def classify_request(prompt: str | Sequence[int], options: ClassifyOptions) -> inference_pb2.ClassifyRequest:
+    """Build the request that classifies a text; raises as `generate_request` does."""
+    request = inference_pb2.ClassifyRequest()
+    _set_prompt(request, prompt, _MANY_TO_POOL)
+    _set_options(request, options, _fields(ClassifyOptions))
+    return request
+
+
+def score_request(
+    text_1: str | Sequence[str], text_2: str | Sequence[str], options: ScoreOptions
+) -> inference_pb2.ScoreRequest:
+    """Build the request that scores pairs of texts; raises as `generate_request` does."""
+    request = inference_pb2.ScoreRequest()
+    for name, given in (("text_1", text_1), ("text_2", text_2)):
+        set_field(request, name, name, [given] if isinstance(given, str) else given)
+    _set_options(request, options, _fields(ScoreOptions))
     return request
 
 
@@ -113,7 +203,13 @@ def pause_request(mode: str, clear_cache: bool | None) -> control_pb2.PauseGener
     return request
 
 
-def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Any) -> None:
+def _fields(options: type[Any]) -> dict[str, str]:
+    """Map options to the fields that have their names."""
+    return {name: name for name in options.__annotations__}
+
+
+def _set_prompt(request: Any, prompt: Any, many: str) -> None:
+    """Fill in a text or token ids; `many` says what to do with several."""
     if isinstance(prompt, str):
         set_field(request, "text", "prompt", prompt)
         return
@@ -121,11 +217,7 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Any) -> None:
         raise UserError(f"prompt must be a text or a list of token ids, got {shown(prompt)}.", "prompt", prompt)
     ids = list(prompt)
     if any(isinstance(item, str | list | tuple | Mapping) for item in ids[:1]):
-        raise UserError(
-            "prompt must be one text or one list of token ids: make a call for each prompt, and chat() for messages.",
-            "prompt",
-            prompt,
-        )
+        raise UserError(f"prompt must be one text or one list of token ids: {many}", "prompt", prompt)
     request.token_ids.SetInParent()
     set_field(request, "token_ids.ids", "prompt", ids)
 

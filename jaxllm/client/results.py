@@ -163,6 +163,38 @@ class Completion:
         return self.text
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """A text's vector."""
+
+    values: list[float]
+    prompt_tokens: int
+    index: int = 0  # of `stream_embed`: the place of its prompt
+    request_id: str = ""
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classification:
+    """What a classifier makes of a text."""
+
+    label: str  # of the largest number
+    values: list[float]  # one for each of the model's labels, `ModelInfo.labels`
+    prompt_tokens: int
+    request_id: str = ""
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """How well texts belong together."""
+
+    values: list[float]  # one for each of the second texts
+    prompt_tokens: int
+    request_id: str = ""
+    model: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model that a server offers."""
@@ -176,6 +208,10 @@ class ModelInfo:
     has_chat: bool
     has_tool_calls: bool
     has_reasoning: bool
+    tasks: tuple[str, ...]  # "generate"; or some of "embed", "classify" and "score"
+    pooled_size: int  # numbers of an embedding, or one for each label; 0: it generates
+    dimensions: tuple[int, ...] | None  # that an embedding may be cut to; (): any up to its size; None: it may not
+    labels: tuple[str, ...]  # of a classifier
 
 
 @dataclass(frozen=True, slots=True)

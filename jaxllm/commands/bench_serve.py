@@ -46,10 +46,11 @@ def add(benchmarks: Subparsers) -> None:
 
 def run(options: dict[str, Any]) -> int:
     """Measure, print the report, write what was asked for."""
-    flags.check(options)
+    options = flags.resolve(options)
     dataset = dataset_options(options)
     check_output(options)
     from jaxllm.bench import clients, discovery, serve
+    from jaxllm.bench.workload import to_embed
 
     target = _target(options, dataset)
     clients.open_client(target)  # are its libraries there?
@@ -61,6 +62,8 @@ def run(options: dict[str, Any]) -> int:
     tokenizer, tokenizer_id = discovery.find_tokenizer(asked, target, root)
     warmups, jobs = _jobs(options, dataset, tokenizer)
     _check_context(target, dataset, jobs)
+    if options["embeds"]:
+        warmups, jobs = (to_embed(own, options["embed_batch_size"]) for own in (warmups, jobs))
     # Not asked for explicitly: a server that has no such field can be measured without it.
     is_strict = flags.adds_ignore_eos(options, dataset.dataset_name) and discovery.refuses(target, "ignore_eos")
     if is_strict:
@@ -115,6 +118,7 @@ def _target(options: Mapping[str, Any], dataset: DatasetOptions) -> Target:
         headers=flags.headers_of(options),
         request_id_prefix=options["request_id_prefix"] or f"bench-{uuid.uuid4().hex[:8]}-",
         is_insecure=options["insecure"],
+        embeds=options["embeds"],
     )
 
 
@@ -140,8 +144,8 @@ def _check_context(target: Target, dataset: DatasetOptions, jobs: Sequence[Job])
 
     if dataset.dataset_name not in _WITH_LENGTHS or not _CHANGE_LENGTHS.isdisjoint(target.extra):
         return
-    longest = max(jobs, key=lambda job: job.prompt_tokens + job.max_tokens)
-    num_in, num_out = longest.prompt_tokens, longest.max_tokens
+    lengths = [(job.prompt_tokens, 0 if target.embeds else job.max_tokens) for job in jobs]
+    num_in, num_out = max(lengths, key=sum)
     context = discovery.find_context(target)
     if context is not None and num_in + num_out > context:
         raise UserError(
@@ -175,13 +179,16 @@ def _result(
     """Gather everything that is known, in vLLM's order and under its names, and what it does not have."""
     from jaxllm.bench import environment, report, serve
 
+    embeds = target.embeds
     figures = report.summarize(
         measurement.outcomes,
         measurement.duration,
         options["percentile_metrics"],
         options["metric_percentiles"],
         dict(options["goodput"]),
+        embeds=embeds,
     )
+    num_tokens = figures["total_input_tokens" if embeds else "total_output_tokens"]
     rate = options["request_rate"] or math.inf
     ramp = {name: options[name] for name in flags.RAMP if options[name] is not None}
     return {
@@ -197,14 +204,15 @@ def _result(
         "burstiness": options["burstiness"] if options["burstiness"] < math.inf else "inf",
         "max_concurrency": options["max_concurrency"],
         **ramp,
+        **({"embed_batch_size": options["embed_batch_size"]} if embeds else {}),
         **figures,
-        **(report.details(measurement.outcomes, measurement.start) if _is_detailed(options) else {}),
+        **(report.details(measurement.outcomes, measurement.start, embeds=embeds) if _is_detailed(options) else {}),
         "dataset_name": dataset.dataset_name,
         "seed": dataset.seed,
         "num_warmups": options["num_warmups"],
         "was_interrupted": measurement.was_interrupted,
         "error_kinds": [{"count": count, "error": error} for count, error in report.error_kinds(measurement.outcomes)],
-        "client": serve.client_cost(measurement.costs, figures["total_output_tokens"]),
+        "client": serve.client_cost(measurement.costs, num_tokens),
         "timeline": measurement.timeline,
         "environment": environment.describe(),
     }
@@ -271,4 +279,6 @@ def _lacks_end(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-_DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors", "timeline")
+_DETAILS = (
+    *("input_lens", "output_lens", "ttfts", "itls", "e2els", "start_times", "generated_texts", "errors", "timeline"),
+)

@@ -97,18 +97,20 @@ class EmbedRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., dimensions: _Optional[int] = ..., normalize: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
-    __slots__ = ("request_id", "model", "values", "usage", "index")
+    __slots__ = ("request_id", "model", "values", "usage", "index", "error")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     values: _containers.RepeatedScalarFieldContainer[float]
     usage: _types_pb2.Usage
     index: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., values: _Optional[_Iterable[float]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
+    error: bytes
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., values: _Optional[_Iterable[float]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., index: _Optional[int] = ..., error: _Optional[bytes] = ...) -> None: ...
 
 class ClassifyRequest(_message.Message):
     __slots__ = ("model", "text", "token_ids", "use_activation", "truncate_prompt_tokens", "request_id", "priority", "add_special_tokens")

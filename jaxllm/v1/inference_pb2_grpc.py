@@ -115,10 +115,10 @@ class InferenceServiceServicer:
 
     def StreamEmbed(self, request_iterator, context):
         """Computes embeddings of any number of texts, each with options of its own, and sends each when it is there: in any order,
-        EmbedResponse.index says of which request. The server reads on as it answers, and never refuses a text because its queue
-        is full; a client may send without end as long as it reads. The first text that fails ends the stream with its status,
-        whose message begins with "Input <index>:"; what was received is valid. So does a request that does not come, or an
-        answer that is not read, for half a minute (--stall-timeout). OK means that every request was answered.
+        EmbedResponse.index says of which request. A text that cannot be embedded is answered with EmbedResponse.error, and the
+        others go on. The server reads on as it answers, and refuses no text because its queue is full: a client may send without
+        end as long as it reads. A next request that does not come, or an answer that is not read, within half a minute
+        (--stall-timeout) ends the stream. OK means that every request was answered. The metadata are sent at once.
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME

@@ -28,7 +28,10 @@ CODE = grpc.StatusCode
 class FakeServer(
     inference_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.ControlServiceServicer, health_pb2_grpc.HealthServicer
 ):
-    """Answers a call with `answers[type of request]`, a message or its maker; a stream with `answers["stream"]`."""
+    """Answers a call with `answers[type of request]`, a message or its maker; a stream with `answers["stream"]`.
+
+    StreamEmbed is answered with `answers["embed"]`, of an iterator of requests and the context.
+    """
 
     def __init__(self) -> None:
         self.answers: dict[Any, Any] = {}
@@ -36,7 +39,8 @@ class FakeServer(
         self.cancelled = threading.Event()
         for name in dir(self):
             if name[0].isupper():
-                setattr(self, name, self._stream if name in ("StreamGenerate", "StreamKvEvents") else self._unary)
+                kinds = {"StreamGenerate": self._stream, "StreamKvEvents": self._stream, "StreamEmbed": self._embed}
+                setattr(self, name, kinds.get(name, self._unary))
 
     @property
     def request(self) -> Any:
@@ -51,6 +55,13 @@ class FakeServer(
         self.seen.append((request, dict(context.invocation_metadata())))
         context.add_callback(lambda: None if context.is_active() else self.cancelled.set())
         yield from self.answers["stream"](context)
+
+    def _embed(self, requests: Iterator[Message], context: grpc.ServicerContext) -> Iterator[Message]:
+        context.add_callback(lambda: None if context.is_active() else self.cancelled.set())
+        if "refusal" in self.answers:
+            self.answers["refusal"](context)
+        context.send_initial_metadata((("x-request-id", "r"),))
+        yield from self.answers["embed"](requests, context)
 
 
 class Blocking:

@@ -45,10 +45,19 @@ def test_models_tell_what_calls_leave_open(client: Any, server: FakeServer) -> N
     server.answers[inference_pb2.ListModelsRequest] = inference_pb2.ListModelsResponse(models=[model])
     (read,) = client.models()
     assert (read.name, read.aliases, read.max_model_len, read.eos_token_ids) == ("tiny", ("t",), 512, (2,))
-    assert (read.has_chat, read.has_tool_calls) == (True, False)
+    assert (read.has_chat, read.has_tool_calls, read.dimensions, read.labels) == (True, False, None, ())
     expected = {"temperature": 0.0, "top_k": 20, "max_tokens": 16, "include_stop_str_in_output": False}
     assert read.defaults == expected
     assert generate_request("Hi", read.defaults).sampling == model.default_sampling
+
+
+def test_models_tell_what_they_pool(client: Any, server: FakeServer) -> None:
+    pooling = inference_pb2.Pooling(size=384, takes_dimensions=True, dimensions=[128, 256], labels=["no", "yes"])
+    model = inference_pb2.Model(name="tiny", tasks=["embed", "score"], pooling=pooling)
+    server.answers[inference_pb2.ListModelsRequest] = inference_pb2.ListModelsResponse(models=[model])
+    (read,) = client.models()
+    assert (read.tasks, read.pooled_size, read.dimensions) == (("embed", "score"), 384, (128, 256))
+    assert (read.labels, read.defaults) == (("no", "yes"), {})
 
 
 def test_server_info_and_load(client: Any, server: FakeServer) -> None:

@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 
 from jaxllm import errors
-from jaxllm.client.options import GenerateOptions, keyword_of
-from jaxllm.client.requests import chat_request, generate_request
+from jaxllm.client.options import ClassifyOptions, EmbedOptions, GenerateOptions, ScoreOptions, keyword_of
+from jaxllm.client.requests import (
+    EmbedRequests,
+    chat_request,
+    classify_request,
+    embed_request,
+    generate_request,
+    score_request,
+)
 from jaxllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from jaxllm.structured_outputs_params import StructuredOutputsParams
-from jaxllm.v1 import types_pb2
+from jaxllm.v1 import inference_pb2, types_pb2
 from tests.client.fake_server import FakeServer, deltas_of_whole, plain
 
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -68,6 +75,43 @@ def test_an_option_fills_its_field_and_no_other(name: str) -> None:
     value, filled = OPTIONS[name]
     assert plain(generate_request("Hi", {name: value})) == {"text": "Hi", **filled}
     assert plain(generate_request("Hi", {name: None})) == {"text": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (lambda options: embed_request("Hi", options), EmbedOptions, inference_pb2.EmbedRequest),
+        (lambda options: classify_request("Hi", options), ClassifyOptions, inference_pb2.ClassifyRequest),
+        (lambda options: score_request("Hi", ["Ho"], options), ScoreOptions, inference_pb2.ScoreRequest),
+        (lambda options: next(EmbedRequests(["Hi"], options)), EmbedOptions, inference_pb2.EmbedRequest),
+    ],
+)
+def test_an_option_of_what_pools_fills_its_field(build: Any, options: Any, message: Any) -> None:
+    fields = set(message.DESCRIPTOR.fields_by_name) - {"text", "token_ids", "text_1", "text_2"}
+    assert fields == set(options.__annotations__)
+    for name in fields:
+        value = 7 if name in ("dimensions", "priority", "truncate_prompt_tokens") else "x"
+        value = False if name in ("normalize", "use_activation", "add_special_tokens") else value
+        try:
+            assert plain(build({name: value})) == plain(build({})) | {name: value}
+        except errors.UserError as error:
+            assert (build.__code__.co_names[0], name) == ("next", "request_id") and error.parameter == name
+    with pytest.raises(errors.UserError, match="'normalise' is not an option of this call"):
+        build({"normalise": True})
+
+
+def test_pairs_and_token_ids_are_sent() -> None:
+    assert plain(score_request("a", "b", {})) == {"text_1": ["a"], "text_2": ["b"]}
+    assert plain(score_request(["a", "c"], ("b", "d"), {})) == {"text_1": ["a", "c"], "text_2": ["b", "d"]}
+    assert plain(embed_request([1, 2], {})) == {"token_ids": {"ids": [1, 2]}}
+    for text in (5, [1], None):
+        with pytest.raises(errors.UserError, match=r"^text_2 must be a list of valid texts") as caught:
+            score_request("a", text, {})  # pyright: ignore[reportArgumentType]
+        assert caught.value.parameter == "text_2"
+    with pytest.raises(errors.UserError, match=r"stream_embed\(\) takes many"):
+        embed_request(["a", "b"], {})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(errors.UserError, match=r"^prompts must be texts or lists of token ids, got 'abc'"):
+        EmbedRequests("abc", {})
 
 
 def test_every_option_is_tested() -> None:

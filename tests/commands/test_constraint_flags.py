@@ -76,7 +76,7 @@ def test_what_is_wrong_is_told_in_a_line_before_a_model_is_loaded(
 
 
 def test_every_request_of_a_load_has_the_schema(files: None) -> None:
-    options = dict.fromkeys((*bench_serve_flags.SAMPLING, "logprobs", "ignore_eos"))
+    options = dict.fromkeys((*bench_serve_flags.SAMPLING, "logprobs", "ignore_eos", "embeds"))
     options["json_schema_path"] = "schema.json"
     assert not bench_serve_flags.ignores_eos(options, "random")  # the schema ends an answer
     assert bench_serve_flags.ignores_eos(options | {"json_schema_path": None}, "random")

@@ -43,7 +43,7 @@ class Ordered(FakeServing):
         if not call.stream:
             yield self._chunk(call, params, 0, [text] * count, is_last=True)
 
-    def pool_stream(self, *asked):
+    async def pool_stream(self, *asked):
         return pool_stream.answers(self, *asked)  # type: ignore[arg-type]
 
 

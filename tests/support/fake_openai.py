@@ -36,6 +36,7 @@ class FakeOpenAI:
         routes = [
             Route(f"/v1/{path}", self._generate, methods=["POST"]) for path in ("completions", "chat/completions")
         ]
+        routes.append(Route("/v1/embeddings", self._embed, methods=["POST"]))
         routes.append(Route("/metrics", self._show_metrics))
         if models:
             card = {"id": "plain", "root": root} | ({} if context is None else {"max_model_len": context})
@@ -78,6 +79,18 @@ class FakeOpenAI:
 
     async def _detokenize(self, request: Request) -> Response:
         return JSONResponse({"prompt": self._tokenizer.decode((await request.json())["tokens"], False)})
+
+    async def _embed(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        habit = body["model"]
+        if habit == "wordy":
+            return PlainTextResponse("<h1>oops</h1>")
+        if habit == "refusing":
+            return JSONResponse({"error": {"message": "too long"}}, status_code=400)
+        vectors = [{"embedding": "AAAA"} for _ in body["input"]][habit == "few" :]
+        usage = {} if habit == "untold" else {"usage": {"prompt_tokens": 7 * len(vectors)}}
+        return JSONResponse({"data": vectors, **usage})
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()

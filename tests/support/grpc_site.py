@@ -83,7 +83,7 @@ class ScriptedServing:
         finally:
             self.num_open -= 1
 
-    def pool_stream(self, *asked: Any) -> AsyncGenerator[tuple[PoolCall, PoolResult]]:
+    async def pool_stream(self, *asked: Any) -> AsyncGenerator[pool_stream.Answer[pb.EmbedRequest]]:
         return pool_stream.answers(cast(Any, self), *asked)
 
     async def tokenize(self, call: Call) -> list[int]:
@@ -288,13 +288,19 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 
 def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
     """Read the google.rpc details of an error, by their names."""
-    found: dict[str, Any] = {}
     raw = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
-    if raw is not None:
-        status = status_pb2.Status.FromString(raw if isinstance(raw, bytes) else raw.encode())
-        assert (status.code, status.message) == (error.code().value[0], error.details())
-        for packed in status.details:
-            name = packed.TypeName().rpartition(".")[2]
-            found[name] = getattr(error_details_pb2, name)()
-            packed.Unpack(found[name])
+    if raw is None:
+        return {}
+    status = status_pb2.Status.FromString(raw if isinstance(raw, bytes) else raw.encode())
+    assert (status.code, status.message) == (error.code().value[0], error.details())
+    return details_in(status)
+
+
+def details_in(status: status_pb2.Status) -> dict[str, Any]:
+    """Unpack the details of a status."""
+    found: dict[str, Any] = {}
+    for packed in status.details:
+        name = packed.TypeName().rpartition(".")[2]
+        found[name] = getattr(error_details_pb2, name)()
+        packed.Unpack(found[name])
     return found

@@ -94,7 +94,7 @@ def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: 
     )
 
 
-def pool_call_of(request: PoolRequest, request_id: str) -> PoolCall:
+def pool_call_of(request: PoolRequest, request_id: str | None) -> PoolCall:
     """Return what is to be embedded, classified or scored; raises as `call_of` does.
 
     A field that `PoolCall` has as well is called as it is there.

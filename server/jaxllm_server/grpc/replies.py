@@ -213,14 +213,14 @@ def call_deltas(deltas: Iterable[ToolCallDelta]) -> list[types_pb2.ToolCallDelta
     ]
 
 
-def embedding_of(request_id: str, model: str, result: PoolResult) -> inference_pb2.EmbedResponse:
-    """Return an embedding, with its input's number; a call of one input has number 0, which is not sent."""
+def embedding_of(request_id: str, model: str, result: PoolResult, index: int = 0) -> inference_pb2.EmbedResponse:
+    """Return an embedding."""
     return inference_pb2.EmbedResponse(
         request_id=request_id,
         model=model,
         values=result.values.tolist(),  # half the time that protobuf takes over an array
         usage=types_pb2.Usage(prompt_tokens=result.prompt_tokens),
-        index=result.index,
+        index=index,
     )
 
 

@@ -30,6 +30,7 @@ from jaxllm.errors import (
 from jaxllm.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from jaxllm.version import __version__
 from jaxllm_server.grpc import messages, replies
+from jaxllm_server.grpc.error_details import failure_of
 from jaxllm_server.shared.client_quota import client_of, host_of_peer
 
 if TYPE_CHECKING:
@@ -93,15 +94,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def StreamEmbed(self, requests: AsyncIterator[inference_pb2.EmbedRequest], context: ServicerContext) -> None:
         """Answer each request as soon as its vector is there; read on as room comes."""
-        client = self._client_of(context)
+        client, model = self._client_of(context), self._serving.names[0]
 
         def read(request: inference_pb2.EmbedRequest) -> PoolCall:
-            return replace(messages.pool_call_of(request, request.request_id or uuid4().hex), client=client)
+            return replace(messages.pool_call_of(request, request.request_id or None), client=client)
 
-        results = self._serving.pool_stream(requests, read, client)
-        async with aclosing(results), Writer(context, self._stall_timeout) as writer:
-            async for call, result in results:
-                await writer.write(replies.embedding_of(call.request_id or "", self._serving.names[0], result))
+        answers = await self._serving.pool_stream(requests, read, client)
+        # At once: a client of grpc.aio that writes while its call is refused does not learn why (grpc/grpc#36066), so
+        # it may wait for this. For the same reason, failures of single texts do not end the stream.
+        request_id = first(context.invocation_metadata(), REQUEST_ID) or uuid4().hex
+        await context.send_initial_metadata(((REQUEST_ID, request_id),))
+        async with aclosing(answers), Writer(context, self._stall_timeout) as writer:
+            async for index, request, outcome in answers:
+                if isinstance(outcome, Exception):
+                    status = failure_of(outcome, request, request.request_id).status.SerializeToString()
+                    own = inference_pb2.EmbedResponse(request_id=request.request_id, index=index, error=status)
+                else:
+                    own = replies.embedding_of(request.request_id, model, outcome, index)
+                await writer.write(own)
 
     async def Classify(
         self, request: inference_pb2.ClassifyRequest, context: ServicerContext

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 from jaxllm.errors import OverloadedError, RequestFailedError, UserError
 from jaxllm_server.shared import pooling
@@ -19,28 +18,36 @@ if TYPE_CHECKING:
     from jaxllm_server.shared.serving import Serving
 
 Request = TypeVar("Request")
+Failure: TypeAlias = UserError | RequestFailedError
+
+
+class Answer(NamedTuple, Generic[Request]):
+    """What became of a request."""
+
+    index: int  # from 0, in the order of the requests
+    request: Request
+    outcome: PoolResult | Failure
 
 
 async def answers(
     serving: Serving, requests: AsyncIterator[Request], read: Callable[[Request], PoolCall], client: str
-) -> AsyncGenerator[tuple[PoolCall, PoolResult]]:
-    """Give a call and its one result for each request, in any order; a result's index is its request's number.
+) -> AsyncGenerator[Answer[Request]]:
+    """Answer each request of one input, in any order; what is wrong with one is its own answer.
 
-    No more requests are asked for than can be under way together, results that were not taken included; a full queue
-    is waited for. The first failure ends all, and says whose it is.
+    No more requests are asked for than can be under way together, answers that were not taken included; a full queue
+    is waited for.
     """
-    results: asyncio.Queue[tuple[PoolCall, PoolResult] | None] = asyncio.Queue()
+    queue: asyncio.Queue[Answer[Request] | None] = asyncio.Queue()
     has_moved = asyncio.Event()
     num_open = num_asked = 0
 
     async def answer(index: int, request: Request) -> None:
         try:
-            call = read(request)
-            result = await _pooled(serving, call)
+            outcome = await _pooled(serving, read(request))
         except (UserError, RequestFailedError) as error:
             error.args = (f"Input {index}: {error}",)
-            raise
-        results.put_nowait((call, replace(result, index=index)))
+            outcome = error
+        queue.put_nowait(Answer(index, request, outcome))
 
     async def ask() -> None:
         nonlocal num_open, num_asked
@@ -55,9 +62,9 @@ async def answers(
 
     num_given = 0
     asking = asyncio.create_task(ask())
-    asking.add_done_callback(lambda _: results.put_nowait(None))
+    asking.add_done_callback(lambda _: queue.put_nowait(None))
     try:
-        while (item := await results.get()) is not None:
+        while (item := await queue.get()) is not None:
             yield item
             num_given, num_open = num_given + 1, num_open - 1
             has_moved.set()

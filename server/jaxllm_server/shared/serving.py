@@ -164,10 +164,11 @@ class Serving:
         """Embed, classify or score a call's inputs. To close the iterator aborts what is left."""
         return pooling.pool(self, call)
 
-    def pool_stream(
+    async def pool_stream(
         self, requests: AsyncIterator[Item], read: Callable[[Item], PoolCall], client: str
-    ) -> AsyncGenerator[tuple[PoolCall, PoolResult]]:
-        """Answer any number of requests that a client sends; see `pool_stream`."""
+    ) -> AsyncGenerator[pool_stream.Answer[Item]]:
+        """Return the answers to any number of requests that a client sends, unless the engine takes none."""
+        await self.engine.check_health()
         return pool_stream.answers(self, requests, read, client)
 
     @property

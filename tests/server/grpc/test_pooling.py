@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.rpc import status_pb2
 
 from jaxllm import errors
 from jaxllm.model.pooler import Pooler
@@ -20,7 +22,7 @@ from jaxllm.v1.inference_pb2_grpc import InferenceServiceStub
 from jaxllm_server.grpc import error_details, messages
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 from tests.server.grpc.test_messages import leaves, set_leaf
-from tests.support.grpc_site import SOON, Site, details_of, drained, error_of, failing, pooled, reason_of, site
+from tests.support.grpc_site import SOON, Site, details_in, drained, error_of, pooled, reason_of, site
 
 SLOTS = 16  # texts of a stream that are under way at most: two steps of the fake engine's 8
 
@@ -155,7 +157,7 @@ async def test_a_stream_answers_each_request_once_in_any_order(run: Any) -> None
         assert [answer.index for answer in answers] != sorted(range(200))
         for answer in answers:
             assert list(answer.values) == [answer.index % 7 + 1, 0]
-            assert answer.request_id == f"r{answer.index}" if answer.index % 2 else len(answer.request_id) == 32
+            assert answer.request_id == (f"r{answer.index}" if answer.index % 2 else "")
         assert sorted(answer.index for answer in answers) == list(range(200))
         assert own.serving.num_open == 0 and [code for *_, code in own.observer.handled] == ["OK"]
         assert await streamed(own, []) == []
@@ -211,42 +213,66 @@ async def test_a_stream_waits_where_a_call_is_refused(run: Any) -> None:
         assert len(own.serving.pool_calls) == 45
 
 
+async def fail_bad(error: BaseException, call: PoolCall) -> AsyncIterator[PoolResult]:
+    if call.inputs[0] == "bad":
+        raise error
+    async for result in pooled(call):
+        yield result
+
+
+MIXED = [pb.EmbedRequest(text=text, request_id=text) for text in ("a", "bad", "b", "", "c")] + [pb.EmbedRequest()]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (errors.ContextLengthError("It is long.", 9, 8, "inputs"), "CONTEXT_LENGTH_EXCEEDED"),
+        (errors.FeatureDisabledError("It generates.", "model"), "FEATURE_DISABLED"),
+        (errors.RequestFailedError("It failed."), "ENGINE_ERROR"),
+    ],
+)
+async def test_a_text_that_fails_is_an_answer(run: Any, error: Exception, reason: str) -> None:
+    async with site() as own:
+        own.serving.pool_script = functools.partial(fail_bad, error)
+        answers = {answer.index: answer for answer in await streamed(own, MIXED)}
+        assert [bool(answers[index].error) for index in range(6)] == [False, True, False, False, False, True]
+        assert not answers[1].values and answers[1].request_id == "bad"
+        for index, why, said, field in ((1, reason, str(error), "text"), (5, "INVALID_PARAMETER", "no input", "input")):
+            status = status_pb2.Status.FromString(answers[index].error)
+            details = details_in(status)
+            assert details["ErrorInfo"].reason == why and status.message.startswith(f"Input {index}: ")
+            assert said.removeprefix("Input 1: ") in status.message
+            assert "BadRequest" not in details or details["BadRequest"].field_violations[0].field == field
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (errors.UserError("It is empty.", "inputs"), "INVALID_ARGUMENT", "Input 3: It is empty."),
-        (errors.RequestFailedError("It failed."), "INTERNAL", "Input 3: It failed."),
         (errors.EngineDeadError("It died."), "UNAVAILABLE", "It died."),
         (ValueError("secret"), "INTERNAL", "The server failed"),
         (asyncio.CancelledError("secret"), "INTERNAL", "1 inputs were not answered."),
     ],
     ids=lambda value: type(value).__name__,
 )
-async def test_a_failure_ends_the_stream_and_all_that_runs(
-    run: Any, error: BaseException, code: str, said: str
-) -> None:
+async def test_what_is_of_no_single_text_ends_the_stream(run: Any, error: BaseException, code: str, said: str) -> None:
     async def script(call: PoolCall) -> AsyncIterator[PoolResult]:
-        if call.inputs[0] == "bad":
-            await failing(error).__anext__()
-        await asyncio.sleep(0 if len(call.inputs[0]) < 4 or isinstance(error, asyncio.CancelledError) else 60)
-        async for result in pooled(call):
+        if call.inputs[0] == "b" and not isinstance(error, asyncio.CancelledError):
+            await asyncio.sleep(60)
+        async for result in fail_bad(error, call):
             yield result
 
     async with site() as own:
         own.serving.pool_script = script
-        requests = [pb.EmbedRequest(text=text) for text in ("a", "b", "long", "bad", "c")]
-        failed = await error_of(streamed(own, requests))
+        failed = await error_of(streamed(own, MIXED))
         assert failed.code() == grpc.StatusCode[code] and (failed.details() or "").startswith(said)
-        if code == "INVALID_ARGUMENT":
-            assert details_of(failed)["BadRequest"].field_violations[0].field == "text"
         await own.serving.closed()
 
 
-async def test_a_request_of_a_stream_that_cannot_be_is_named(run: Any) -> None:
-    async with site() as own:
-        failed = await error_of(streamed(own, [pb.EmbedRequest(text="a"), pb.EmbedRequest()]))
-        assert failed.details() == "Input 1: there is no input: set one of text, token_ids."
-        assert details_of(failed)["BadRequest"].field_violations[0].field == "input"
+async def test_a_stream_is_accepted_before_anything_is_sent(run: Any) -> None:
+    async with site() as own, own.channel() as channel:
+        stream = InferenceServiceStub(channel).StreamEmbed(never(), metadata=(("x-request-id", "mine"),))
+        assert dict(await stream.initial_metadata())["x-request-id"] == "mine"
+        stream.cancel()
 
 
 async def never() -> AsyncIterator[pb.EmbedRequest]:
