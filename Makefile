@@ -79,6 +79,7 @@ gpu-aot: $(GPU_VENV)/.gpu  ## compile kernels and steps for an H200 where there 
 
 golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again; ONLY="llama qwen3"
 	$(PARITY_VENV)/bin/python -m tests.parity.make_golden $(ONLY)
+	$(if $(ONLY),,$(PARITY_VENV)/bin/python -m tests.parity.make_pooled)
 
 proto: $(VENV)/.dev  ## check the gRPC API's files and make its stubs, jaxllm/v1, again
 	cd proto && ../$(VENV)/bin/buf lint

@@ -74,20 +74,21 @@ class Tensor:
             self.mapping.madvise(mmap.MADV_DONTNEED, first, self.start + self.num_bytes - first)
 
 
-def open_tensors(folder: Path) -> dict[str, Tensor]:
-    """Map every safetensors file of a model and list its tensors by name.
+def open_tensors(folder: Path, part: str = "") -> dict[str, Tensor]:
+    """Map every safetensors file of a model, or of the sub-folder `part`, and list its tensors by name.
 
-    One `model.safetensors`, or the files that `model.safetensors.index.json` names. A missing or truncated file, a
-    senseless header or an index that does not agree with its files is a UserError that names it.
+    One `model.safetensors`, or the files that the model's `model.safetensors.index.json` names. A missing or truncated
+    file, a senseless header or an index that does not agree with its files is a UserError that names it.
     """
-    if not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
-            others = [path.name for kind in ("bin", "pt", "pth", "pkl", "ckpt") for path in folder.glob(f"*.{kind}")]
+    if part or not (folder / INDEX).is_file():
+        place = folder / part
+        if not (place / SINGLE).is_file():
+            others = [path.name for kind in ("bin", "pt", "pth", "pkl", "ckpt") for path in place.glob(f"*.{kind}")]
             hint = ""
             if others:
                 hint = f" ({min(others)} is never read, since to read such a file runs its code: convert it first)"
-            raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}.", "model")
-        return _read_file(folder, SINGLE)
+            raise UserError(f"{place} holds neither {SINGLE} nor {INDEX}{hint}.", "model")
+        return _read_file(folder, (Path(part) / SINGLE).as_posix())
     index = read_object(folder, INDEX) or {}
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):

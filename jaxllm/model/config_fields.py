@@ -322,6 +322,10 @@ def read_decoder(
         options: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved}
         rope, max_position = read_rope(fields, turned_size or head_size, max_position, **options)
         own["ropes"] = tuple(rope if turned else None for turned in rotates or (True,) * num_layers)
+    if "is_causal" not in own:
+        own["is_causal"] = fields.take("is_causal", bool, True)
+        if not own["is_causal"] and "windows" in own:  # which then reach as far to both sides, one token further
+            own["windows"] = tuple(window and window + 1 for window in own["windows"])
     if "activation" not in own:
         own["activation"] = fields.activation("hidden_act", "silu")
     shared: dict[str, Any] = {

@@ -5,6 +5,7 @@ Only reads: what becomes of the answers is in pooler.py. Knows no family of mode
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +65,7 @@ def read_pooler(
     if architecture.endswith(_CLASSIFYING):
         pooler = _classifier(folder, config, spec, family, architecture)
     elif modules is None:
-        pooler = Pooler("last" if spec.is_causal else "cls")
+        pooler = Pooler("last" if family.architectures[0].endswith(GENERATING) else "cls")
     else:
         pooler = _by_modules(folder, modules, spec.width)
     if not pooler.labels:
@@ -104,8 +105,8 @@ def _labels(fields: Fields) -> tuple[str, ...]:
         ordered = [named[str(number)] for number in range(len(named))]
     except (KeyError, TypeError):
         raise UserError("config.json: id2label must name a label for each number from 0 on.", "id2label") from None
-    if not ordered or not all(isinstance(label, str) for label in ordered):
-        raise UserError("config.json: id2label must have texts, one at least.", "id2label")
+    if not ordered or not all(isinstance(label, str) and label.isprintable() for label in ordered):
+        raise UserError("config.json: id2label must have texts of printable characters, one at least.", "id2label")
     return tuple(ordered)
 
 
@@ -144,9 +145,11 @@ def _by_modules(folder: Path, modules: list[tuple[str, str]], width: int) -> Poo
     kinds = [kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind for kind, _ in modules]
     for (kind, path), name in zip(modules, kinds, strict=True):
         if name not in ("Transformer", "Pooling", "Dense", "Normalize"):
-            raise UserError(f"{MODULES}: the module {kind:.80} is not supported.", "model")
+            raise UserError(f"{MODULES}: the module {kind!r:.80} is not supported.", "model")
+        if path and not re.fullmatch(r"\w[\w.-]*", path, re.ASCII):
+            raise UserError(f"{MODULES}: {path!a:.80} is not the name of a folder within the model's.", "model")
         if name == "Transformer" and path:
-            raise UserError(f"{MODULES}: the model must lie in the folder itself, not in {path:.80}.", "model")
+            raise UserError(f"{MODULES}: the model must lie in the folder itself, not in {path}.", "model")
     dense = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
     if kinds[:2] != ["Transformer", "Pooling"] or set(dense) - {"Dense"}:
         raise UserError(

@@ -30,7 +30,7 @@ from jaxllm.model import pooler as pooling
 from jaxllm.model.checkpoint import Tensor, open_tensors
 from jaxllm.model.decoder import Leaf, Params, declare
 from jaxllm.model.families import Family
-from jaxllm.model.files import inside, read_object
+from jaxllm.model.files import read_object
 from jaxllm.model.parameters import Comb, Part, Weight
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import SPLIT_AXES, named
@@ -302,8 +302,7 @@ def _open_sources(folder: Path, declared: Params[Weight], family: Family, pooler
     if pooler is not None:
         names |= pooling.tensors(pooler)
         for path in {dense.stem.rpartition("/")[0] for dense in pooler.layers} - {""}:
-            inside(folder, path)
-            tensors |= {f"{path}/{name}": tensor for name, tensor in open_tensors(folder / path).items()}
+            tensors |= {f"{path}/{name}": tensor for name, tensor in open_tensors(folder, path).items()}
     return _find_sources(declared, replace(family, tensors=names), tensors)
 
 

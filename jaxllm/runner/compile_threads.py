@@ -1,4 +1,4 @@
-"""Threads that compile: with a large stack, and behind the steps of a serving engine."""
+"""Compiling behind the steps of a serving engine."""
 
 from __future__ import annotations
 
@@ -12,20 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-STACK_BYTES = 64 << 20  # deep models overflow the usual 8 MiB
-_STARTING = threading.Lock()
-
-
-def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread whose stack is large enough to compile on."""
-    with _STARTING:  # the size is the interpreter's, for all threads that begin
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread = threading.Thread(target=work, name=name, daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    return thread
+from jaxllm.threads import start_thread
 
 
 def run_at_idle_priority(call: Callable[[], Any]) -> Any:

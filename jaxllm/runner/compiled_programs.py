@@ -26,10 +26,11 @@ from tqdm import tqdm
 from jaxllm.metrics import Metrics
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
-from jaxllm.runner.compile_threads import return_freed_memory, run_at_idle_priority, start_thread
+from jaxllm.runner.compile_threads import return_freed_memory, run_at_idle_priority
 from jaxllm.runner.step import program_name
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
+from jaxllm.threads import start_thread
 
 _log = logging.getLogger(__name__)
 VARIANTS = tuple(Variant)

@@ -26,6 +26,7 @@ from jaxllm.structured_output.schemas import check_size, prepare
 from jaxllm.structured_output.vocabulary import Vocabulary
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.threads import start_thread
 
 MAX_KEPT = 64  # grammars: one of few characters can take 10 MB
 MAX_KEPT_CHARS = 2**20  # of their sources, all together
@@ -35,9 +36,7 @@ MAX_USES = 64
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
 _MOST_TEXT = 2**13  # characters of one choice: what must come next is tokenized anew in each step
-_STACK = 2**26  # bytes, for compiling, which recurses: 4,096 levels of 2 kB, and as much again for what is not known
 _NUM_TRIED = 3  # steps: JSON's bracket, what follows it, and one more
-_stack_lock = threading.Lock()  # the size of a thread's stack is the process's to set
 
 # Measured on one core of two, llguidance 1.9.1. Of 128,000 tokens: the first use 1.9 s and 86 MB; a schema of three
 # properties compiles in 8 ms, a mask takes 13 µs at the median and 0.2 ms at p99, 2 to 6 ms for \w and choices. Of
@@ -186,7 +185,8 @@ _PARAMETER = "structured_outputs"
 def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
     """Compile a grammar and try its first steps: some that are too large for any step compile.
 
-    On a thread with a stack of known size: others have as little as the system gives.
+    On a thread with a stack of known size, because it recurses: 4,096 levels of 2 kB, and as much again for what is not
+    known.
     """
     made: list[LLMatcher] = []
 
@@ -199,14 +199,7 @@ def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
                 allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
                 made[1].try_consume_tokens([token for token in allowed[:1].tolist() if not made[1].is_error()])
 
-    thread = threading.Thread(target=work, name="jaxllm-grammar", daemon=True)
-    with _stack_lock:
-        before = threading.stack_size(_STACK)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
+    start_thread(work, "jaxllm-grammar").join()
     failed = next((matcher for matcher in made if matcher.is_error()), None)
     if failed is not None:
         said = one_line(failed.get_error()).replace("NoExtensionBias", "nothing can be its first token")

@@ -22,10 +22,11 @@ from jaxllm.model import weights
 from jaxllm.model.checkpoint import open_tensors
 from jaxllm.model.decoder import declare
 from jaxllm.model.families import read_spec
+from jaxllm.model.pooler_files import read_pooler
 from jaxllm.replay.replay import Replay
 from jaxllm.sampling_params import default_sampling_params
 from jaxllm.text.tokenizer import load_tokenizer
-from tests.support.paths import GOLDEN
+from tests.support.paths import GOLDEN, GOLDEN_POOLED
 
 TEXT = "Once upon a time, naïve 日本語 🎉 <|im_end|>\n"
 
@@ -46,9 +47,8 @@ def of_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], obje
 
     def check(data: bytes) -> object:
         place = folder() / name.replace("/", "-")
-        place.mkdir(exist_ok=True)
-        for left in place.iterdir():
-            left.unlink()
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
         (place / name).write_bytes(data)
         return read(place)
 
@@ -80,9 +80,18 @@ def read_model(place: Path) -> None:
     """What `jaxllm serve` works out of a config.json before it looks at weights."""
     config = weights.read_config(place)
     for length in (None, 4096):
-        spec, _ = read_spec(config, length)
+        spec, family = read_spec(config, length)
         weights.check_shards(spec, 1)
-        declare(spec, 1)
+        declare(spec, 1, pooler=read_pooler(place, config, spec, family, "pooling"))
+
+
+def read_modules(place: Path) -> None:
+    """What it works out of sentence-transformers' list of modules."""
+    for path, settings in (("1_Pooling", {"pooling_mode": "mean"}), ("2_Dense", {"out_features": 8})):
+        (place / path).mkdir(exist_ok=True)
+        (place / path / "config.json").write_text(json.dumps(settings))
+    config = json.loads((GOLDEN_POOLED / "mpnet" / "config.json").read_text())
+    read_pooler(place, config, *read_spec(config))
 
 
 def read_generation(place: Path) -> None:
@@ -131,7 +140,13 @@ def recordings() -> list[bytes]:
 
 
 def configs() -> list[bytes]:
-    return [path.read_bytes() for path in sorted(GOLDEN.glob("*/config.json"))]
+    return [path.read_bytes() for root in (GOLDEN, GOLDEN_POOLED) for path in sorted(root.glob("*/config.json"))]
+
+
+def modules() -> list[bytes]:
+    kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("Normalize", "3_Normalize")
+    listed = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds]
+    return [json.dumps(listed[:count]).encode() for count in (2, 3, 4)]
 
 
 def generation_configs() -> list[bytes]:

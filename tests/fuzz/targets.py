@@ -211,6 +211,7 @@ TARGETS = {
         Target("safetensors", files.of_file("model.safetensors", files.read_safetensors), files.safetensors_files),
         Target("index", files.of_file("model.safetensors.index.json", files.read_index), files.indexes),
         Target("config", files.of_file("config.json", files.read_model), files.configs),
+        Target("modules", files.of_file("modules.json", files.read_modules), files.modules),
         Target("generation", files.of_file("generation_config.json", files.read_generation), files.generation_configs),
         Target("tokenizer", files.of_file("tokenizer.json", files.read_tokenizer), files.tokenizers),
         Target("replay", files.of_file("recording", files.read_recording), files.recordings),

@@ -159,11 +159,15 @@ def test_how_released_models_pool(tmp_path):
         return _pooler(config, tmp_path, runner)
 
     assert pooler(MINILM) == pooler(BERT) == pooler(BGE_M3) == pooler(MODERNBERT) == pooler(NOMIC) == Pooler("cls")
-    assert pooler(EMBEDDING_GEMMA) == Pooler("cls")
     assert pooler(QWEN_3_EMBEDDING) is None
-    assert (
-        pooler(QWEN_3_EMBEDDING, "pooling") == pooler(LLAMA_2_7B | {"architectures": ["LlamaModel"]}) == Pooler("last")
-    )
+    bare, both_sides = LLAMA_2_7B | {"architectures": ["LlamaModel"]}, QWEN_3_EMBEDDING | {"is_causal": False}
+    for decoder_pooler in (
+        pooler(QWEN_3_EMBEDDING, "pooling"),
+        pooler(bare),
+        pooler(both_sides),
+        pooler(EMBEDDING_GEMMA),
+    ):
+        assert decoder_pooler == Pooler("last")
     head = (Dense(384, activation="tanh", stem="pooler.dense"), Dense(1, stem="classifier"))
     assert pooler(MS_MARCO) == Pooler("cls", head, ("LABEL_0",), "none", normalize=False)
     sentiment = pooler(DISTILBERT_SST2)

@@ -113,7 +113,13 @@ def test_modules_that_are_not_built_are_refused_by_name(modules, named, tmp_path
 
 @pytest.mark.parametrize(
     "text",
-    ["{}", "[1]", '[{"path": ""}]', "[", '[{"type": "sentence_transformers.models.Transformer", "path": "0_X"}]'],
+    [
+        *("{}", "[1]", "[", '[{"path": ""}]'),
+        *(
+            f'[{{"type": "sentence_transformers.models.Transformer", "path": "{path}"}}]'
+            for path in ("0_X", "..", "\\u0000")
+        ),
+    ],
 )
 def test_senseless_modules_are_refused(text, tmp_path):
     (tmp_path / "modules.json").write_text(text)
@@ -174,7 +180,7 @@ def test_lengths_that_an_embedding_may_be_cut_to(keys, dimensions, tmp_path):
         assert _read(tmp_path, BERT | keys) == Pooler("cls", dimensions=dimensions)
 
 
-@pytest.mark.parametrize("labels", [[], {}, {"1": "a"}, {"0": 1}, 3])
+@pytest.mark.parametrize("labels", [[], {}, {"1": "a"}, {"0": 1}, {"0": "\ud800"}, 3])
 def test_senseless_labels_are_refused(labels, tmp_path):
     with pytest.raises(UserError, match="id2label"):
         _read(tmp_path, BERT | {"architectures": ["BertForSequenceClassification"], "id2label": labels})
@@ -201,7 +207,8 @@ def test_where_sentence_transformers_cuts_texts(files, most, tmp_path):
 
 
 def test_products_are_computed_from_their_own_files_and_converted(tmp_path):
-    folder = write_checkpoint(tmp_path / "model", BERT)
+    """The folder is one of the hub's cache, all of links."""
+    folder = write_checkpoint(tmp_path / "snapshots" / "0123", BERT)
     _write(folder, ("Pooling", POOLING), ("Dense", DENSE))
     rng = np.random.default_rng(3)
     product = {
@@ -209,14 +216,22 @@ def test_products_are_computed_from_their_own_files_and_converted(tmp_path):
         "linear.bias": rng.standard_normal(6, np.float32),
     }
     save_file(product, folder / "2_Dense/model.safetensors")
+    blob = tmp_path / "blobs" / "4567"
+    blob.parent.mkdir()
+    (folder / "2_Dense/model.safetensors").rename(blob)
+    (folder / "2_Dense/model.safetensors").symlink_to(blob)
     tokens = [3, 14, 15, 92]
     hidden, result = PooledDriver(folder).run(tokens)
     expected = np.tanh(product["linear.weight"] @ hidden.mean(0) + product["linear.bias"])
     np.testing.assert_allclose(result, expected, atol=1e-5)
     target = convert(str(folder), tmp_path / "converted")
     np.testing.assert_array_equal(PooledDriver(target).run(tokens)[1], result)
-    save_file({"linear.weight": product["linear.weight"]}, folder / "2_Dense/model.safetensors")
+    save_file({"linear.weight": product["linear.weight"]}, blob)
     with pytest.raises(UserError, match=r"2_Dense/linear\.bias"):
+        PooledDriver(folder)
+    (folder / "2_Dense/model.safetensors").unlink()
+    (folder / "2_Dense/pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"2_Dense holds neither .*\(pytorch_model\.bin is never read"):
         PooledDriver(folder)
 
 

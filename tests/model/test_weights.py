@@ -310,6 +310,23 @@ def test_a_hub_id_is_served_from_the_local_cache_and_refused_without_one(tmp_pat
         assert revision is None or revision in str(refusal.value)
 
 
+def test_of_a_hub_repository_the_model_and_its_modules_are_fetched(monkeypatch):
+    from huggingface_hub.utils import filter_repo_objects
+
+    names = ["config.json", "modules.json", "model.safetensors", "1_Pooling/config.json", "2_Dense/model.safetensors"]
+    others = ["onnx/config.json", "consolidated.safetensors", "2_Dense/pytorch_model.bin", "4bit/model.safetensors"]
+
+    def fetch(name, *, allow_patterns, ignore_patterns, **_):
+        return "/".join(
+            sorted(
+                filter_repo_objects([*names, *others], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+            )
+        )
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert str(weights.resolve("someone/small")) == "/".join(sorted(names))
+
+
 @pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc")
 def test_loading_peaks_below_1_3_times_the_weights(tmp_path):

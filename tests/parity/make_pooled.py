@@ -60,6 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaModel", DECODER),
     "llama-labels": ("LlamaForSequenceClassification", _PADDED | {"num_labels": 3}),
     "mistral": ("MistralModel", DECODER | {"sliding_window": 11}),
+    "mistral-both-sides": ("MistralModel", DECODER | {"sliding_window": 5, "is_causal": False}),
     "mistral-labels": ("MistralForSequenceClassification", _PADDED | {"sliding_window": 11}),
     "qwen2": ("Qwen2Model", DECODER),
     "qwen2-labels": ("Qwen2ForSequenceClassification", _PADDED),
