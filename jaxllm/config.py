@@ -80,7 +80,8 @@ class EngineConfig:
         (), "function that requests may name, as package.module:function; may be repeated", "FUNCTION"
     )
     runner: RunnerKind = setting("auto", "what the engine does; auto: what the model was made for")
-    # Of a model that pools: "pooling_type", one of `PoolingType`, and "normalize"; what it leaves out the model says.
+    # Of a model that pools: "pooling_type", one of `PoolingType`, "normalize", "is_matryoshka": whether requests may
+    # cut embeddings, which many checkpoints do not say. What is left out the model says.
     pooler_config: Mapping[str, Any] | None = setting(
         None, 'how a model pools, as \'{"pooling_type": "MEAN", "normalize": true}\'', "JSON"
     )
@@ -141,12 +142,15 @@ class EngineConfig:
 
 
 def _check_pooler_config(given: Mapping[str, Any]) -> None:
-    known: dict[str, tuple[Any, ...]] = {"pooling_type": get_args(PoolingType), "normalize": (True, False)}
+    known: dict[str, tuple[Any, ...]] = {
+        "pooling_type": get_args(PoolingType),
+        **dict.fromkeys(("normalize", "is_matryoshka"), (True, False)),
+    }
     if not isinstance(given, Mapping):
         raise UserError(f"pooler_config must be an object, got {given!r:.80}.", "pooler_config")
     for name, value in given.items():
         if name not in known:
-            raise UserError(f"pooler_config has no {name!r:.80}, only {' and '.join(known)}.", "pooler_config")
+            raise UserError(f"pooler_config has no {name!r:.80}, only {', '.join(known)}.", "pooler_config")
         if value not in known[name]:
             choices = ", ".join(map(str, known[name]))
             raise UserError(f"pooler_config: {name} must be one of {choices}, got {value!r:.80}.", "pooler_config")

@@ -179,7 +179,7 @@ class LLMEngine:
                 raise EngineError("requests wait, but none of them can be planned; please report this as a bug.")
             plan, flight = self._in_flight.popleft()
             self._planned = plan
-            assert not isinstance(flight, HeldStep)
+            assert isinstance(flight, StepInFlight | PooledInFlight)
             with span("wait"):
                 result = flight.result()
             tokens, counts = self._constrained.take_in(self.scheduler.state, plan, result)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.model.config_fields import Fields
@@ -213,11 +213,8 @@ def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...] | None:
 
 
 def _overridden(pooler: Pooler, overrides: Mapping[str, Any]) -> Pooler:
-    kind, normalize = overrides.get("pooling_type"), overrides.get("normalize")
-    if kind is not None:
-        if not isinstance(kind, str) or kind.lower() not in get_args(Pooling):
-            raise UserError(
-                f"pooler_config: pooling_type must be CLS, LAST or MEAN, got {kind!r:.80}.", "pooler_config"
-            )
-        pooler = replace(pooler, pooling=kind.lower())
+    """Apply the engine's `pooler_config`, which is checked there."""
+    kind, normalize, is_matryoshka = map(overrides.get, ("pooling_type", "normalize", "is_matryoshka"))
+    pooler = pooler if kind is None else replace(pooler, pooling=kind.lower())
+    pooler = pooler if is_matryoshka is None else replace(pooler, dimensions=() if is_matryoshka else None)
     return pooler if normalize is None else replace(pooler, normalize=normalize)

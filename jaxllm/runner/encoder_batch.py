@@ -99,7 +99,8 @@ def pack(
     Padding tokens belong to row R, and unused rows have no tokens.
     """
     starts = place(plan.lengths, shape)
-    assert starts is not None, "the shape was chosen for this plan"
+    if starts is None:
+        raise RuntimeError(f"a program of {shape} does not hold {len(plan.slots)} prompts")
     table = fields(shape)
     buffer = np.zeros(size_of(table), np.int32)
     view = views(buffer, table)

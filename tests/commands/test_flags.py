@@ -27,7 +27,7 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         "--stop-token-ids": "3", "--max-tokens": "9", "--min-tokens": "1", "--logprobs": "2",
         "--truncate-prompt-tokens": "1k", "--prompt-logprobs": "3", "--logprob-token-ids": "4",
         "--allowed-token-ids": "5", "--bad-words": "w", "--logits-processors": "module:function",
-        "--kernels": "sample=xla",
+        "--kernels": "sample=xla", "--runner": "pooling", "--pooler-config": '{"pooling_type": "MEAN"}',
     }  # fmt: skip
     switches = [
         "--no-enable-prefix-caching", "--no-async-scheduling", "--enable-kv-cache-events", "--deterministic",
@@ -43,7 +43,7 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         tensor_parallel_size=2, gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**30, num_kv_blocks=9,
         scheduling_policy="priority", max_logprobs=7, load_format="dummy", precompile="all",
         compilation_cache_dir="c", logits_processors=("module:function",), kernels=("sample=xla",),
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=True, runner="pooling", pooler_config={"pooling_type": "MEAN"},
     )  # fmt: skip
     assert seen_params() == [
         SamplingParams(

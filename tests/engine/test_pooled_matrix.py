@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,12 +33,10 @@ QUICK = ("mpnet", "llama-mean")
 
 
 @contextmanager
-def model(name: str, folder: Path, **settings: Any) -> Iterator[LLM]:
+def model(name: str, **settings: Any) -> Iterator[LLM]:
     """Start an engine of a model whose embeddings may be cut."""
-    source, own = MODELS[name]
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    config = json.loads((source / "config.json").read_text()) | {"is_matryoshka": True}
-    (folder / "config.json").write_text(json.dumps(config))
+    folder, own = MODELS[name]
+    own = own | {"pooler_config": {"is_matryoshka": True} | own.get("pooler_config", {})}
     shared = {"skip_tokenizer_init": True, "precompile": "covering", "max_model_len": LONGEST}
     with LLM(str(folder), **shared | own | settings) as llm:
         yield llm
@@ -73,9 +69,9 @@ def draw(random: np.random.Generator, llm: LLM) -> tuple[dict[str, Any], Pooling
         for settings in ({}, {"tensor_parallel_size": 2}, {"async_scheduling": False, "enable_prefix_caching": False})
     ],
 )
-def test_each_result_is_that_of_the_prompt_alone(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_each_result_is_that_of_the_prompt_alone(name: str, settings: dict[str, Any]) -> None:
     random = np.random.default_rng(len(name))
-    with model(name, tmp_path, **settings) as llm:
+    with model(name, **settings) as llm:
         engine = llm.engine
         requests = [draw(random, llm) for _ in range(40)]
         results: dict[str, np.ndarray] = {}
@@ -107,7 +103,7 @@ def test_each_result_is_that_of_the_prompt_alone(name: str, settings: dict[str, 
                 np.testing.assert_allclose(results[str(number)], data, rtol=0, atol=CLOSE)
 
 
-def test_what_the_other_kind_of_engine_does_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_the_other_kind_of_engine_does_is_refused_by_name() -> None:
     folder = str(GOLDEN_POOLED / "mpnet")
     with LLM(folder, skip_tokenizer_init=True, precompile="covering") as llm:
         for call in (

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxllm.commands.conversion import convert
+from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.model import weights
 from jaxllm.model.families import read_spec
@@ -155,9 +156,10 @@ def test_who_pools(tmp_path):
 def test_what_the_engine_is_told_comes_before_the_folder(tmp_path):
     folder = _write(tmp_path, ("Pooling", POOLING), ("Normalize", None))
     assert _read(folder, pooling_type="CLS", normalize=False) == Pooler("cls", normalize=False)
-    assert _read(folder, pooling_type="LAST") == Pooler("last")
-    with pytest.raises(UserError, match="pooling_type must be CLS, LAST or MEAN, got 'STEP'"):
-        _read(folder, pooling_type="STEP")
+    assert _read(folder, pooling_type="LAST", is_matryoshka=True) == Pooler("last", dimensions=())
+    for wrong in ({"pooling_type": "STEP"}, {"normalize": "yes"}, {"steps": 1}, "MEAN"):
+        with pytest.raises(UserError, match="^pooler_config"):
+            EngineConfig(model="m", pooler_config=wrong)
 
 
 @pytest.mark.parametrize(
