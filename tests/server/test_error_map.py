@@ -367,8 +367,9 @@ def test_what_is_not_there(rpc: Grpc, http: httpx.Client) -> None:
         call = rpc.channel.unary_unary(path)
         told = over_grpc(lambda call=call: call(b"", metadata=bearer(USER)))
         assert told == ("UNIMPLEMENTED", "", errors.FeatureDisabledError)
-    for path, code in (("/nothing", "unknown_url"), ("/v1", "unknown_url"), ("/v1/embeddings", "feature_disabled")):
+    for path, code in (("/nothing", "unknown_url"), ("/v1", "unknown_url"), ("/v2/embed", "feature_disabled")):
         assert over_http(http.post(path, json={})) == (404, code, "not_found")
+    assert over_http(http.post("/v1/embeddings", json={})) == (400, "feature_disabled", "invalid_request_error")
     assert over_http(http.get("/v1/models/other")) == (404, "model_not_found", "not_found")
     wrong_method = (405, "method_not_supported", "invalid_request_error")
     response = http.get("/v1/completions")

@@ -76,7 +76,7 @@ class FakeServing:
         self.num_off_loop += 1
         return await asyncio.to_thread(function, *arguments)
 
-    def check_room(self, client):
+    def check_room(self, client, pools=None):
         self.askers.append(client)
         if self.is_full:
             raise OverloadedError("The queue is full.", retry_after=1.0)

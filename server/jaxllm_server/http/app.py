@@ -109,7 +109,7 @@ class Endpoints:
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue one or more prompts."""
-        self._serving.check_room(request.scope[CLIENT])
+        self._serving.check_room(request.scope[CLIENT], pools=False)
         reply = CompletionReply(await self._body(request), self._options, _own_request_id(request))
 
         async def read_prompts() -> None:
@@ -123,7 +123,7 @@ class Endpoints:
 
     async def chat(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
-        self._serving.check_room(request.scope[CLIENT])
+        self._serving.check_room(request.scope[CLIENT], pools=False)
         reply = ChatReply(await self._body(request), self._options, _own_request_id(request))
         return self._text_answer(request, reply)
 
@@ -133,7 +133,7 @@ class Endpoints:
         """Return an endpoint that embeds, classifies or scores."""
 
         async def pool(request: Request) -> ASGIApp:
-            self._serving.check_room(request.scope[CLIENT])
+            self._serving.check_room(request.scope[CLIENT], pools=True)
             reply = make_reply(await self._body(request), self._options, _own_request_id(request))
             return PoolAnswer(**self._parts_of_answer(request, reply))
 

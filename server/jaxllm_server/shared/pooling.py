@@ -59,10 +59,12 @@ class _Prompt(NamedTuple):
     ids: Sequence[int] | None
 
 
-def check_generates(model: ModelInfo, name: str) -> None:
-    """Refuse to generate with a model that pools."""
-    if model.pooler is not None:
+def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
+    """Refuse to generate with a model that pools, or to pool with one that generates."""
+    if model.pooler is not None and not pools:
         raise FeatureDisabledError(f"The model {name} {_does(model)}; it generates no text.", "model")
+    if model.pooler is None and pools:
+        raise FeatureDisabledError(f"The model {name} generates text; it does not embed, classify or score.", "model")
 
 
 async def pool(serving: Serving, call: PoolCall) -> AsyncGenerator[PoolResult]:
@@ -219,8 +221,7 @@ def _does(model: ModelInfo) -> str:
 
 def _task_of(call: PoolCall, model: ModelInfo, name: str) -> PoolingTask:
     """Return what a call asks for, if the model can do it."""
-    if model.pooler is None:
-        raise FeatureDisabledError(f"The model {name} generates text; it does not embed, classify or score.", "model")
+    check_kind(model, name, pools=True)
     task = model.tasks[0] if call.task is None else call.task
     if task not in tasks_of(model):
         raise FeatureDisabledError(f"The model {name} {_does(model)}; its task is not {task!r}.", "model")
@@ -245,8 +246,8 @@ def has_room(serving: Serving, client: str, num_running: int) -> bool:
         return True
     load = serving.engine.get_load()
     left = _places(serving.engine) - load.running - load.waiting
-    most = min(_STEPS * load.max_running, left // 2, serving.shares.bound.share)  # those that wait hold no share
-    return serving.shares.room(client) >= 1 and num_running < most
+    most = min(_STEPS * load.max_running, left // 2, serving.shares.bound.share)
+    return num_running < most and serving.shares.room(client) >= 1
 
 
 def _places(engine: AsyncLLM) -> int:

@@ -82,10 +82,15 @@ class Serving:
             raise NotFoundError(f"The model `{name[:128]}` does not exist; `{self.names[0]}` is served here.", "model")
         return self.names[0]
 
-    def check_room(self, client: str) -> None:
-        """Refuse what no request of a client could pass now; asked before anything of one is read."""
+    def check_room(self, client: str, pools: bool | None = None) -> None:
+        """Refuse what no request of a client could pass now, or ever; asked before anything of one is read.
+
+        `pools` says of which kind the request is, where that is known.
+        """
         self.shares.check(client)
         self.engine.check_room()
+        if pools is not None:
+            pooling.check_kind(self.engine.model, self.names[0], pools)
 
     def check_calls(self, calls: Sequence[Call]) -> None:
         """Refuse one request's calls, which differ in their prompts alone, unless there is room for all of them.
@@ -121,7 +126,7 @@ class Serving:
         self.check_text("cache_salt", call.cache_salt)
         arrival = time.monotonic()
         await self.engine.check_health()
-        pooling.check_generates(self.engine.model, self.names[0])
+        pooling.check_kind(self.engine.model, self.names[0], pools=False)
         params = self.params_of(call)
         self._check_splitting(call, params)
         with self.shares.place(call.client, params.n):
