@@ -158,7 +158,7 @@ def test_what_the_engine_is_told_comes_before_the_folder(tmp_path):
     assert _read(folder, pooling_type="CLS", normalize=False) == Pooler("cls", normalize=False)
     assert _read(folder, pooling_type="LAST", is_matryoshka=True) == Pooler("last", dimensions=())
     for wrong in ({"pooling_type": "STEP"}, {"normalize": "yes"}, {"steps": 1}, "MEAN"):
-        with pytest.raises(UserError, match="^pooler_config"):
+        with pytest.raises(UserError, match=r"^pooler_config"):
             EngineConfig(model="m", pooler_config=wrong)
 
 
