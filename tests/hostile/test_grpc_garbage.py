@@ -361,9 +361,7 @@ def test_messages_that_never_come_whole(
                 attacker.read(lambda events: False, 0.002)
             most = max(most, resident_bytes(pid) - before)
         kinds = (h2.events.ResponseReceived, h2.events.TrailersReceived)  # StreamEmbed sends a head at once
-        heads = [
-            dict(own.headers) for own in (own for one in attackers for own in one.events) if isinstance(own, kinds)
-        ]
+        heads = [dict(own.headers) for one in attackers for own in one.events if isinstance(own, kinds)]
         found = Counter(int(head[b"grpc-status"]) for head in heads if b"grpc-status" in head)
         print(
             f"{most >> 20} MiB at most, statuses {dict(found)}, another's call took {1e3 * max(times):.0f} ms at most"
