@@ -86,7 +86,9 @@ def run(options: dict[str, Any]) -> int:
             if output is None:
                 _show_nearest(embed, lines(), options["query"])
                 return 0
-            settings = {name: options[name] for name in ("field", "truncate", "skip_empty")}
+            settings = {name: options[name] for name in ("field", "truncate", "skip_empty", "dimensions", "normalize")}
+            engine = {name: value for name, value in options.items() if name.startswith("EngineConfig.")}
+            settings["engine flags"] = json.dumps(engine, sort_keys=True, default=str)
             return _write(embed, lines, output, {"input": digest.hexdigest(), **settings})
 
 

@@ -69,6 +69,7 @@ class VectorFile:
             self._file.write(header.getvalue())
         self._file.flush()
         size = self._file.seek(0, os.SEEK_END)
+        os.fsync(self._file.fileno())  # before the note says that the rows are there
         note = {**self._job, "first": self._first.tolist(), "rows": self.num_rows, "bytes": size}
         new = self._note.with_suffix(".new")
         new.write_text(json.dumps(note), encoding="utf-8")
@@ -76,9 +77,14 @@ class VectorFile:
 
     def _read_note(self) -> tuple[int, int]:
         """Return the rows and bytes that are whole; refuse to go on with other texts or another model."""
-        note = json.loads(self._note.read_text(encoding="utf-8"))
-        changed = [name for name, value in self._job.items() if note[name] != value]
-        first = np.asarray(note["first"], np.float32)
+        try:
+            note = json.loads(self._note.read_text(encoding="utf-8"))
+            changed = [name for name, value in self._job.items() if note[name] != value]
+            first, rows, size = np.asarray(note["first"], np.float32), int(note["rows"]), int(note["bytes"])
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{self._note} is damaged; remove it to begin anew.", "output") from None
+        if self._path.stat().st_size < size:
+            raise UserError(f"{self._path} is shorter than it was; remove {self._note} to begin anew.", "output")
         if first.shape != self._first.shape or np.abs(first - self._first).max() > _SAME * np.abs(first).max():
             changed.append("model")
         if changed:
@@ -86,4 +92,4 @@ class VectorFile:
                 f"{self._path} was begun with another {' and '.join(changed)}; remove {self._note} to begin anew.",
                 "output",
             )
-        return note["rows"], note["bytes"]
+        return rows, size

@@ -196,7 +196,9 @@ class LLM:
                 )
                 for one, other in zip(first, second, strict=True)
             ]
-        pairs = [model.pair(one, other) for one, other in zip(first, second, strict=True)]
+        most = None if pooling_params is None else pooling_params.truncate_prompt_tokens
+        most = model.max_model_len if most == -1 else most
+        pairs = [model.pair(one, other, most) for one, other in zip(first, second, strict=True)]
         pooled = self.encode(pairs, pooling_params, pooling_task="score", use_tqdm=use_tqdm)
         return [pooled_as(each, ScoringOutput(float(each.outputs.data[0]))) for each in pooled]
 

@@ -45,6 +45,8 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
     with phases.phase("tokenizer"):
         source = config.tokenizer or setup.folder
         tokenizer = NoTokenizer(str(source)) if config.skip_tokenizer_init else load_tokenizer(source)
+    if setup.pooler is not None and setup.pooler.pooling == "last":
+        tokenizer.obey_add_eos_token()
     eos_ids = _eos_ids(tokenizer, setup.generation_config, setup.spec.vocab_size)
     default_params = default_sampling_params(setup.generation_config)
     runner = make_runner(config, setup, metrics, progress, phases=phases)

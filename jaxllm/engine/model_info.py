@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.errors import UserError
 from jaxllm.model.pooler import Pooler
 from jaxllm.pooling_params import PoolingTask
 from jaxllm.sampling_params import SamplingParams
@@ -41,7 +42,15 @@ class ModelInfo:
             return ("embed",)
         return ("classify", "score") if len(self.pooler.labels) == 1 else ("classify",)
 
-    def pair(self, first: str, second: str) -> dict[str, Any]:
-        """Return the prompt of two texts that a cross-encoder reads together."""
+    def pair(self, first: str, second: str, most: int | None = None) -> dict[str, Any]:
+        """Return the prompt of two texts that a cross-encoder reads together; the second is cut to `most` tokens."""
         ids, types = self.tokenizer.encode_pair(first, second)
+        over = 0 if most is None else len(ids) - most
+        if over > 0:
+            if over >= len(self.tokenizer.encode(second, add_special_tokens=False)):
+                message = f"The first text is never cut, and leaves no room for the second in {most} tokens."
+                raise UserError(message, "truncate_prompt_tokens")
+            (last,) = self.tokenizer.encode("a", add_special_tokens=False)[-1:]
+            end = len(ids) - self.tokenizer.encode_pair("a", "a")[0][::-1].index(last)
+            ids, types = ([*values[: end - over], *values[end:]] for values in (ids, types))
         return {"prompt_token_ids": ids} | ({"token_type_ids": types} if self.num_token_types else {})

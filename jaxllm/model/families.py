@@ -92,6 +92,9 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
         if isinstance(error, UserError):
             raise
         raise UserError(f"config.json: its numbers make no model ({error}).", "model") from error
+    if not spec.is_causal and (spec.latent or spec.sinks):
+        what = "latent attention" if spec.latent else "attention sinks"
+        raise UserError(f"config.json: is_causal = False is not supported for models with {what}.", "is_causal")
     fields.only("is_encoder_decoder", False)
     fields.only("add_cross_attention", False)
     fields.only("tie_encoder_decoder", False)

@@ -61,6 +61,8 @@ def read_pooler(
         what = "classifies" if architecture.endswith(_CLASSIFYING) else "embeds"
         raise UserError(f"{architecture} does not generate text, it {what}: leave runner out.", "runner")
     if generates and (runner == "generate" or (runner == "auto" and modules is None)):
+        if overrides:
+            raise UserError(f"{architecture} generates text: leave pooler_config out, or set runner.", "pooler_config")
         return None
     if architecture.endswith(_CLASSIFYING):
         pooler = _classifier(folder, config, spec, family, architecture)
@@ -70,7 +72,13 @@ def read_pooler(
         pooler = _by_modules(folder, modules, spec.width)
     if not pooler.labels:
         pooler = replace(pooler, dimensions=_dimensions(config, pooler.size(spec.width)))
-    return _overridden(pooler, overrides or {})
+    pooler = _overridden(pooler, overrides or {})
+    if pooler.pooling == "cls" and spec.is_causal:
+        raise UserError(
+            f"The first token of {architecture} sees nothing but itself: pool the last one, or the mean.",
+            "pooler_config",
+        )
+    return pooler
 
 
 def most_tokens(folder: Path) -> int | None:
@@ -119,9 +127,15 @@ def _activation_of_labels(folder: Path, fields: Fields, labels: int) -> Any:
         (fields, "sbert_ce_default_activation_function"),
     ):
         if where.has(key):
-            return _named(where.take(key, str), _OF_LABELS, key)
-    usual = "sigmoid" if labels == 1 else "softmax"
-    return _OF_PROBLEMS.get(fields.take("problem_type", str, ""), usual)
+            found = _named(where.take(key, str), _OF_LABELS, key)
+            break
+    else:
+        problem = fields.take("problem_type", str, "")
+        if problem and problem not in _OF_PROBLEMS:
+            known = ", ".join(_OF_PROBLEMS)
+            raise UserError(f"config.json: problem_type {problem!r:.80} is none of {known}.", "problem_type")
+        found = _OF_PROBLEMS.get(problem, "softmax")
+    return "sigmoid" if labels == 1 and found == "softmax" else found  # the softmax of one number is 1
 
 
 def _named(path: str, known: Mapping[str, Any], key: str) -> Any:

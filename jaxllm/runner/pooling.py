@@ -137,14 +137,17 @@ def _encode(
             is_own = row[None] == jnp.arange(shape.rows)[:, None]  # [R, T]
             vectors = _sums(is_own, hidden) / jnp.maximum(lengths, 1)[:, None]
         else:
-            vectors = hidden.at[first + (lengths - 1 if own.pooling == "last" else 0)].get(mode="clip")
+            vectors = hidden.at[first + (jnp.maximum(lengths, 1) - 1 if own.pooling == "last" else 0)].get(mode="clip")
         return state, pooler.apply(own, params.top, vectors)
 
 
 def _sums(is_own: jax.Array, hidden: jax.Array) -> jax.Array:
-    """Add up each row's hidden states: float32[R, D]."""
+    """Add up each row's hidden states: float32[R, D]. Those that are not finite are in their row's sum alone."""
     kind = hidden.dtype
-    return jnp.matmul(is_own.astype(kind), hidden, precision="highest", preferred_element_type=jnp.float32)
+    is_bad = ~jnp.isfinite(hidden).all(axis=1)  # [T]; zero times NaN is NaN
+    finite = jnp.where(is_bad[:, None], 0, hidden)
+    total = jnp.matmul(is_own.astype(kind), finite, precision="highest", preferred_element_type=jnp.float32)
+    return jnp.where((is_own & is_bad).any(axis=1)[:, None], jnp.nan, total)
 
 
 def _attention_in_bins(spec: Spec, params: Params[jax.Array], shape: Shape, row: jax.Array) -> Attend:
@@ -166,6 +169,9 @@ def _attention_in_bins(spec: Spec, params: Params[jax.Array], shape: Shape, row:
         q, k, v = (one.reshape(-1, length, kv_heads, one.shape[1] // kv_heads, one.shape[2]) for one in (q, k, v))
         q = q.transpose(0, 2, 3, 1, 4)  # [b, K, G, L, C]
         k, v = k[:, :, :, 0].swapaxes(1, 2), v[:, :, :, 0].swapaxes(1, 2)  # [b, K, L, C]
+        # Values that are not finite must reach their own row alone, and zero times NaN is NaN.
+        is_bad = ~jnp.isfinite(v).all(axis=(1, 3))  # [b, L]
+        v = jnp.where(is_bad[:, None, :, None], 0, v)
 
         def attend_piece(start: jax.Array, size: int) -> jax.Array:
             """Let `size` queries of each bin attend, those from `start` on: [b, K, G, size, C]."""
@@ -181,6 +187,7 @@ def _attention_in_bins(spec: Spec, params: Params[jax.Array], shape: Shape, row:
             scores = jnp.where(is_seen[:, None, None], scores, _LOWEST)
             weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
             total = jnp.sum(weights, axis=-1, keepdims=True)
+            total = jnp.where((is_seen & is_bad[:, None]).any(axis=2)[:, None, None, :, None], jnp.nan, total)
             return (
                 jnp.einsum("bkgqs,bksc->bkgqc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
             )

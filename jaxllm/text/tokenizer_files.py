@@ -41,6 +41,7 @@ class TokenizerFiles(NamedTuple):
     named_tokens: dict[str, str]  # as "eos_token": "</s>"
     chat_templates: dict[str, str]  # by name
     has_types: bool  # whether the model is told which of two texts a token belongs to
+    adds_eos: bool = False  # tokenizer_config.json asks for a token behind each text, which tokenizer.json may not add
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -71,8 +72,9 @@ def read_tokenizer_files(folder_or_id: str | Path, revision: str | None = None) 
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = is_split
+    adds_eos = settings.get("add_eos_token") is True
     _try(backend, folder)
-    return TokenizerFiles(backend, named_tokens, _chat_templates(folder, settings), _has_types(settings))
+    return TokenizerFiles(backend, named_tokens, _chat_templates(folder, settings), _has_types(settings), adds_eos)
 
 
 def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:

@@ -134,6 +134,14 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(pooling: Pooling, run: Run
         assert code == 1 and f"was begun with another {changed}; remove {output}.progress.json" in err
         assert output.read_bytes() == begun
     pooling.seed = 0
+    note = tmp_path / "vectors.npy.progress.json"
+    written = note.read_text()
+    for data, kept, said in ((begun[:-1], written, "is shorter than it was"), (begun, "{}", "is damaged; remove it")):
+        output.write_bytes(data)
+        note.write_text(kept)
+        code, _, err = run(*arguments)
+        assert code == 1 and said in err and str(note) in err
+    note.write_text(written)
     assert run(*arguments)[0] == 0 and len(read(output)) == 25
     source.write_text("another")
     assert run(*arguments)[0] == 0 and len(read(output)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, PoolingParams, SamplingParams, UserError
 from jaxllm.outputs import pooled_output
@@ -126,3 +128,28 @@ def test_what_the_other_kind_of_engine_does_is_refused_by_name() -> None:
             llm.embed([[1, 2]])
     with pytest.raises(UserError, match="generat"):
         LLM(folder, runner="generate")
+
+
+@pytest.mark.parametrize("name", ["mpnet", pytest.param("llama-mean", marks=pytest.mark.ci)])
+def test_a_prompt_that_is_not_finite_fails_alone(name: str, tmp_path: Path) -> None:
+    source, own = MODELS[name]
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(source / file, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    table = next(key for key in weights if key.endswith(("embed_tokens.weight", "word_embeddings.weight")))
+    weights[table][5] = np.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    good = [[7, 8, 9], [11] * 20]
+    with LLM(str(tmp_path), skip_tokenizer_init=True, precompile="covering", **own) as llm:
+        alone = [output.outputs.embedding for output in llm.embed(good, use_tqdm=False)]
+        engine = llm.engine
+        engine.reset_prefix_cache()
+        for number, ids in enumerate([*good, [7, 5, 9, 9]]):
+            engine.add_request(str(number), ids, PoolingParams())
+        ended = {}
+        while engine.has_unfinished_requests():
+            ended |= {output.request_id: pooled_output(output).outputs for output in engine.step()}
+    assert [ended[number].finish_reason for number in "012"] == ["stop", "stop", "error"]
+    assert ended["2"].stop_reason == "its vector was not finite"
+    for number, vector in enumerate(alone):
+        np.testing.assert_allclose(ended[str(number)].data, vector, rtol=0, atol=CLOSE)

@@ -190,16 +190,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request_id, is_hint, client = self._admit(request, context)
         call = replace(messages.pool_call_of(request, request_id), client=client)
 
-        async def pool(call: PoolCall) -> AsyncGenerator[tuple[str, PoolResult], None]:
+        async def pool(call: PoolCall) -> list[PoolResult]:
             async with aclosing(self._serving.pool(call)) as results:
-                async for result in results:
-                    yield call.request_id or "", result
+                return [result async for result in results]
 
-        async with aclosing(self._hinted(pool, call) if is_hint else pool(call)) as named:
-            results = [item async for item in named]
-        request_id = results[0][0]
+        try:
+            results = await pool(call)
+        except RequestIdInUseError:
+            if not is_hint:
+                raise
+            request_id = self._unique(request_id)
+            results = await pool(replace(call, request_id=request_id))
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
-        return request_id, self._serving.names[0], [result for _, result in results]
+        return request_id, self._serving.names[0], results
 
     def _admit(
         self, request: inference_pb2.GenerateRequest | messages.PoolRequest, context: ServicerContext
@@ -230,12 +233,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 async for item in items:
                     yield item
         except RequestIdInUseError:
-            ending = f"-{uuid4().hex[:8]}"
-            room = max(0, self._serving.options.max_request_id_chars - len(ending))
-            unique = f"{(call.request_id or '')[:room]}{ending}"
+            unique = self._unique(call.request_id or "")
             async with aclosing(answer(replace(call, request_id=unique))) as items:
                 async for item in items:
                     yield item
+
+    def _unique(self, request_id: str) -> str:
+        """Make another id of one that is in use."""
+        ending = f"-{uuid4().hex[:8]}"
+        return f"{request_id[: max(0, self._serving.options.max_request_id_chars - len(ending))]}{ending}"
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):

@@ -145,9 +145,9 @@ async def _outputs(
         _, ids, texts = prompts[number]
         prompt: dict[str, Any] = {"prompt_token_ids": ids, **serving.salt_of(call)}
         if texts is not None:
-            own = texts, most, model
+            own = *texts, most
             is_long = sum(map(len, texts)) > LONG_TEXT
-            prompt |= (await serving.off_loop(call, _pair, *own)) if is_long else _pair(*own)
+            prompt |= (await serving.off_loop(call, model.pair, *own)) if is_long else model.pair(*own)
         while True:
             try:
                 outputs = engine.encode(
@@ -308,7 +308,7 @@ def _beginning(text: str, most: int, tokenizer: Tokenizer) -> str:
     """
     length = _CHARACTERS * (most + _MARGIN)
     while length < len(text) and len(tokenizer.encode(text[:length], add_special_tokens=False)) <= most + _MARGIN:
-        length *= 4  # long words, or characters that are no token
+        length *= 2  # long words, or characters that are no token
     return text[:length]
 
 
@@ -326,18 +326,6 @@ def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: 
     if not ids:
         raise UserError("A prompt cannot be empty: there is no token in it.")
     return _Prompt(len(ids), np.array(ids, np.int32))  # pyright: ignore[reportArgumentType] - a tenth of a list's size
-
-
-def _pair(texts: tuple[str, str], most: int, model: ModelInfo) -> dict[str, Any]:
-    """Make the prompt of two texts; where it is too long, the second one loses its end."""
-    prompt = model.pair(*texts)
-    ids = prompt["prompt_token_ids"]
-    over = len(ids) - most
-    if over > 0:
-        last = model.tokenizer.encode("a", add_special_tokens=False)[-1]
-        end = len(ids) - model.tokenizer.encode_pair("a", "a")[0][::-1].index(last)
-        prompt = {name: [*values[: end - over], *values[end:]] for name, values in prompt.items()}
-    return prompt
 
 
 def _checked(output: PoolingRequestOutput) -> PoolingRequestOutput:
