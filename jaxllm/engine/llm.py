@@ -282,9 +282,10 @@ class LLM:
                     num_in += len(output.prompt_token_ids)
                     num_out += sum(len(completion.token_ids) for completion in output.outputs)
                     seconds = max(bar.format_dict["elapsed"], 1e-9)
-                    bar.postfix = (
-                        f"est. speed input: {num_in / seconds:.2f} toks/s, output: {num_out / seconds:.2f} toks/s"
-                    )
+                    made = (
+                        f", output: {num_out / seconds:.2f} toks/s" if num_out else ""
+                    )  # none, where prompts are pooled
+                    bar.postfix = f"est. speed input: {num_in / seconds:.2f} toks/s{made}"
                     bar.update()
         return [done[request_id] for request_id in ids]
 

@@ -17,6 +17,7 @@ import pytest
 from jaxllm import Client, errors
 from jaxllm.commands import cli
 from tests.hostile.conftest import wait_idle
+from tests.hostile.machine import resident_bytes
 from tests.support.pooling_models import LETTERS, bert
 from tests.support.serving_process import ServingProcess
 from tests.support.sizes import SLOTS, flags
@@ -154,6 +155,37 @@ def test_pooled_requests_are_counted(server: ServingProcess) -> None:
     after = [count(name) for name in names]
     assert [new - old for new, old in zip(after, before, strict=True)] == [3, usage["prompt_tokens"], 3]
     assert re.search(r'requests_handled_total{.*route="/pooling"', httpx.get(f"{server.http}/metrics").text)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_texts_in_steady_memory(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    texts = [text(rng) for _ in range(5000)]
+    bodies = [json.dumps({"input": texts[start : start + 500]}) for start in range(0, 5000, 500)]
+
+    async def ask(count: int) -> None:
+        async with httpx.AsyncClient(base_url=server.http, timeout=120) as http:
+
+            async def client(own: list[str]) -> None:
+                for body in own:
+                    answer = await http.post(
+                        "/v1/embeddings", content=body, headers={"content-type": "application/json"}
+                    )
+                    assert len(answer.json()["data"]) == 500
+
+            await asyncio.gather(*(client([*bodies * count][start::4]) for start in range(4)))
+
+    with ServingProcess(str(bert(tmp_path)), *OWN) as server:
+        asyncio.run(ask(4))
+        before = resident_bytes(server.process.pid)
+        asyncio.run(ask(16))
+        grown = resident_bytes(server.process.pid) - before
+        print(f"{grown / 2**20:.1f} MiB more after 80,000 texts")
+        assert grown < 20 << 20
+        assert (
+            'compilations_after_ready_total{engine="0",model_name="m"} 0.0' in httpx.get(f"{server.http}/metrics").text
+        )
+        wait_idle(server)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxllm.embedded import MODEL_DIR
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import (
     ContextLengthError,
@@ -29,23 +31,22 @@ from jaxllm.metrics import Load
 from jaxllm.model.pooler import Pooler
 from jaxllm.outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm_server.shared import pooling
 from jaxllm_server.shared.calls import Call
 from jaxllm_server.shared.client_quota import FairShares
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 from jaxllm_server.shared.serving import Serving
+from tests.support.pooling_models import bert
 
-SLOTS, LONGEST, VOCABULARY = 4, 16, 512
+SLOTS, LONGEST, VOCABULARY, STEP = 4, 16, 512, 40
 CLS, SEP = 1, 2
 EMBEDDER, CLASSIFIER, SCORER = (), ("dull", "witty", "odd"), ("relevant",)
 
 
 class Tokenizer:
     """A token for each letter, with BERT's special ones around."""
-
-    def check_length(self, text: str, max_model_len: int) -> None:
-        pass
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = [3 + ord(letter) % 500 for letter in text]
@@ -70,6 +71,7 @@ class Engine:
             eos_ids=frozenset(),
             vocab_size=VOCABULARY,
             max_model_len=LONGEST,
+            max_num_batched_tokens=STEP,
             pooler=None if labels is None else Pooler("cls", labels=labels),
             num_token_types=2,
         )
@@ -162,7 +164,7 @@ def test_every_result_is_that_of_its_input_alone(seed: int) -> None:
     call = PoolCall(inputs=inputs, **own)
     results = ask(engine, call)
     assert sorted(results) == list(range(count))
-    assert engine.most <= min(count, 2 * SLOTS)
+    assert engine.most <= min(count, 5 * SLOTS // 2)
     lengths = [len(prompt["prompt_token_ids"]) for prompt, _, _ in engine.given]
     assert lengths == sorted(lengths, reverse=True)
     for index, result in results.items():
@@ -240,7 +242,7 @@ BAD: list[tuple[tuple[str, ...], dict[str, Any], type[Exception], str, str]] = [
     (SCORER, {"inputs": ["a", "b"], "pairs": ["a", LONG], "task": "score"}, ContextLengthError, "inputs", "Input 1"),
     (
         *(SCORER, {"inputs": [LONG], "pairs": ["a"], "task": "score", "truncate_prompt_tokens": 9}),
-        *(UserError, "inputs", "first text has 19 tokens"),
+        *(UserError, "inputs", "first text is never cut"),
     ),
 ]
 
@@ -287,9 +289,8 @@ def test_to_close_the_iterator_aborts_what_is_left() -> None:
     engine = Engine()
 
     async def leave() -> None:
-        async with aclosing(
-            Serving(engine, ServerOptions()).pool(PoolCall(inputs=[*map(chr, range(97, 120))] * 4))
-        ) as results:  # type: ignore[arg-type]
+        serving: Any = Serving(engine, ServerOptions())  # type: ignore[arg-type]
+        async with aclosing(serving.pool(PoolCall(inputs=[*map(chr, range(97, 120))] * 4))) as results:
             await anext(results)
         assert engine.open == 0 and engine.closed_early and len(engine.given) < 30
 
@@ -364,11 +365,53 @@ def test_many_calls_at_once_are_all_answered_and_leave_room_for_others() -> None
     assert engine.most <= 5 * SLOTS  # nothing was refused
 
 
-def test_prompts_of_many_tokens_are_fewer_at_once() -> None:
+@pytest.mark.parametrize(("queued", "most"), [(60, 3), (None, 10)])
+def test_prompts_of_many_tokens_are_fewer_at_once(queued: int | None, most: int) -> None:
     engine = Engine()
-    engine.max_queued_tokens = 60
-    ask(engine, PoolCall(inputs=["a" * 8] * 30))  # of ten tokens: half of the queue holds three
-    assert engine.most == 3
+    engine.max_queued_tokens = queued
+    ask(engine, PoolCall(inputs=["a" * 8] * 30))  # of ten tokens: half of the queue holds three, three steps twelve
+    assert engine.most == most
+    ask(engine, PoolCall(inputs=["a" * 13] * 30))  # of fifteen
+    assert engine.most == most
+
+
+LONG_TEXTS = {
+    "words": "ab cde f " * 20_000,
+    "one word": "abcdefg" * 20_000,
+    "spaces": "ab" + " " * 100_000 + "cd " * 20_000,
+    "no tokens": "ab" + "\x01" * 100_000 + "cd " * 20_000,
+    "few": "a" + " " * 100_000 + "b",
+    "unknown": "日本 " * 20_000,
+}
+
+
+@pytest.mark.parametrize("name", LONG_TEXTS)
+def test_of_a_long_text_a_part_is_tokenized_and_says_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = LONG_TEXTS[name]
+    for folder in (bert(tmp_path), MODEL_DIR):
+        tokenizer, engine, read = load_tokenizer(folder), Engine(), list[int]()
+        engine.model = replace(engine.model, tokenizer=tokenizer, vocab_size=10_000)
+        whole, first = tokenizer.encode(text), tokenizer.encode_first(text, 9)
+        encode = tokenizer._encoding_of
+
+        def noted(text: str, *others: Any, encode: Any = encode, read: list[int] = read, **more: Any) -> Any:
+            read.append(len(text))
+            return encode(text, *others, **more)
+
+        monkeypatch.setattr(tokenizer, "_encoding_of", noted)
+        ask(engine, PoolCall(inputs=[text], truncate_prompt_tokens=9))
+        assert engine.given[0][0]["prompt_token_ids"].tolist() == first
+        if len(whole) > LONGEST:
+            with pytest.raises(ContextLengthError) as caught:
+                ask(engine, PoolCall(inputs=[text]))
+            assert LONGEST < caught.value.num_prompt_tokens <= len(whole)
+        else:
+            ask(engine, PoolCall(inputs=[text]))
+            assert engine.given[1][0]["prompt_token_ids"].tolist() == whole
+        if name in ("words", "unknown"):
+            assert max(read) < 5_000
 
 
 def test_long_texts_are_made_ids_in_one_job_beside_the_loop() -> None:
