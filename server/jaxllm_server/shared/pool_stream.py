@@ -6,9 +6,9 @@ Knows nothing of messages, status codes or connections.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from jaxllm.errors import OverloadedError, RequestFailedError, UserError
 from jaxllm_server.shared import pooling
@@ -37,7 +37,8 @@ async def answers(
     No more requests are asked for than can be under way together, answers that were not taken included; a full queue
     is waited for.
     """
-    queue: asyncio.Queue[Answer[Request] | None] = asyncio.Queue()
+    queue: asyncio.Queue[Answer[Request] | Exception | None] = asyncio.Queue()
+    tasks: set[asyncio.Task[None]] = set()
     has_moved = asyncio.Event()
     num_open = num_asked = 0
 
@@ -46,36 +47,50 @@ async def answers(
             outcome = await _pooled(serving, read(request))
         except (UserError, RequestFailedError) as error:
             error.args = (f"Input {index}: {error}",)
-            outcome = error
+            outcome = error.with_traceback(None)
         queue.put_nowait(Answer(index, request, outcome))
 
     async def ask() -> None:
         nonlocal num_open, num_asked
-        async with asyncio.TaskGroup() as tasks:
-            async for request in requests:
-                while not pooling.has_room(serving, client, num_open):
-                    has_moved.clear()
-                    await has_moved.wait()
-                tasks.create_task(answer(num_asked, request))
-                num_asked, num_open = num_asked + 1, num_open + 1
-                await asyncio.sleep(0)  # it takes its place
+        async for request in requests:
+            while not pooling.has_room(serving, client, num_open):
+                has_moved.clear()
+                await has_moved.wait()
+            begin(answer(num_asked, request))
+            num_asked, num_open = num_asked + 1, num_open + 1
+            await asyncio.sleep(0)  # it takes its place
+        queue.put_nowait(None)
 
-    num_given = 0
-    asking = asyncio.create_task(ask())
-    asking.add_done_callback(lambda _: queue.put_nowait(None))
+    def begin(work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(end)
+
+    def end(task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        failure = RequestFailedError("An input was not answered.") if task.cancelled() else task.exception()
+        if isinstance(failure, Exception):
+            queue.put_nowait(failure)
+
+    item, num_given, has_all = None, 0, False
+    begin(ask())
     try:
-        while (item := await queue.get()) is not None:
+        while not has_all or num_given < num_asked:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                has_all = True
+                continue
             yield item
             num_given, num_open = num_given + 1, num_open - 1
             has_moved.set()
-        failures = asking.exception()
-        if isinstance(failures, ExceptionGroup):
-            raise failures.exceptions[0]
-        if num_given < num_asked:  # a task was cancelled by nobody that we know
-            raise RequestFailedError(f"{num_asked - num_given} inputs were not answered.")
     finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        item = None  # what is raised holds this frame: a cycle would hold the call's messages
+        left = list(tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 async def _pooled(serving: Serving, call: PoolCall) -> PoolResult:

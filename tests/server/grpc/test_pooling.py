@@ -250,7 +250,7 @@ async def test_a_text_that_fails_is_an_answer(run: Any, error: Exception, reason
     [
         (errors.EngineDeadError("It died."), "UNAVAILABLE", "It died."),
         (ValueError("secret"), "INTERNAL", "The server failed"),
-        (asyncio.CancelledError("secret"), "INTERNAL", "1 inputs were not answered."),
+        (asyncio.CancelledError("secret"), "INTERNAL", "An input was not answered."),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -1,0 +1,52 @@
+"""A stream of texts by itself; how it flows is in tests/server/grpc/test_pooling.py."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxllm import errors
+from jaxllm_server.shared import pool_stream
+from jaxllm_server.shared.pool_calls import PoolCall
+
+
+class Message:
+    """Stands for what a call holds, megabytes of a message for one."""
+
+
+@pytest.mark.parametrize("is_of_requests", [True, False])
+def test_a_failure_leaves_no_cycle_that_holds_the_call(is_of_requests: bool) -> None:
+    async def requests(message: Message) -> AsyncIterator[Message]:
+        yield message
+        if is_of_requests:
+            raise errors.DeadlineError("It came late.")
+        await asyncio.sleep(3600)
+
+    async def pool(call: PoolCall) -> AsyncIterator[Any]:
+        if not is_of_requests:
+            raise errors.EngineDeadError("It died.")
+        await asyncio.sleep(3600)
+        yield
+
+    async def fail(message: Message) -> None:
+        serving: Any = SimpleNamespace(pool=pool)
+        stream = pool_stream.answers(serving, requests(message), lambda _: PoolCall(inputs=["a"]), "c")
+        with pytest.raises(errors.EngineError, match=r"^It (came late|died)\.$"):
+            await anext(stream)
+        await asyncio.sleep(0)
+
+    gc.disable()
+    try:
+        message = Message()
+        alive = weakref.ref(message)
+        asyncio.run(fail(message))
+        del message
+        assert alive() is None
+    finally:
+        gc.enable()
