@@ -34,7 +34,7 @@ class PooledInFlight(NamedTuple):
     def result(self) -> Result:
         """Wait for the step's result. A failure on the device is raised here, and by every later step."""
         pooled = np.asarray(self.rows)[: self.num_rows]
-        tokens, is_finite = np.zeros(self.num_rows, np.int32), np.isfinite(pooled).all(axis=1)
+        tokens, is_finite = np.zeros(self.num_rows, np.int32), np.asarray(np.isfinite(pooled).all(axis=1))
         return Result(tokens, is_finite, pooled=pooled)
 
 
