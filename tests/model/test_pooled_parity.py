@@ -29,8 +29,17 @@ def agrees(folder: Path, inputs: list[dict[str, list[int]]], expected: Any, shar
             np.testing.assert_array_equal(result, hidden[-1 if driver.pooler.pooling == "last" else 0])
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("case", STORED)
+QUICK = ("bert-labels", "gemma3", "qwen3-labels")  # of `make test`, on one device
+
+
+@pytest.mark.parametrize(
+    ("case", "shards"),
+    [
+        pytest.param(case, shards, marks=() if case in QUICK and shards == 1 else pytest.mark.ci)
+        for case in STORED
+        for shards in (1, 2)
+    ],
+)
 def test_hidden_states_and_labels_are_those_of_transformers(case, shards):
     with np.load(GOLDEN_POOLED / case / "golden.npz") as expected:
         agrees(GOLDEN_POOLED / case, json.loads((GOLDEN_POOLED / case / "inputs.json").read_text()), expected, shards)
