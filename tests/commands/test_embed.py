@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from jaxllm.errors import EngineError, UserError
 from jaxllm.outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from tests.support.fake_llm import FakeLLM, Run
+from tests.support.sizes import FEW_SLOTS, flags
 
 WIDTH = 8
 
@@ -224,3 +225,15 @@ def test_memory_does_not_grow_with_the_input(pooling: Pooling, run: Run, tmp_pat
         finally:
             tracemalloc.stop()
     assert peaks[1] < 1.2 * peaks[0]
+
+
+@pytest.mark.ci
+def test_the_shipped_embedder_finds_what_is_asked_for(
+    run_jaxllm: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    source, output, sizes = tmp_path / "texts", tmp_path / "vectors.npy", flags(FEW_SLOTS | {"max_model_len": 128})
+    source.write_text("A dog barks.\nAnna looks after beehives.\nBen bakes bread.\n")
+    code, out, _ = run_jaxllm("embed", str(source), "--query", "Who keeps bees?", *sizes)
+    assert code == 0 and "Anna" in out.splitlines()[0]
+    assert run_jaxllm("embed", str(source), "-o", str(output), "--dimensions", "32", *sizes)[0] == 0
+    assert np.load(output).shape == (3, 32) and np.allclose(np.linalg.norm(np.load(output), axis=1), 1)
