@@ -51,13 +51,18 @@ class FakeServer(
         answer = self.answers[type(request)]
         return answer(context) if callable(answer) else answer
 
+    def _watch(self, context: grpc.ServicerContext) -> None:
+        """Tell of a call that ends early, and to its own test: its end may come during the next one."""
+        cancelled = self.cancelled
+        context.add_callback(lambda: None if context.is_active() else cancelled.set())
+
     def _stream(self, request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
         self.seen.append((request, dict(context.invocation_metadata())))
-        context.add_callback(lambda: None if context.is_active() else self.cancelled.set())
+        self._watch(context)
         yield from self.answers["stream"](context)
 
     def _embed(self, requests: Iterator[Message], context: grpc.ServicerContext) -> Iterator[Message]:
-        context.add_callback(lambda: None if context.is_active() else self.cancelled.set())
+        self._watch(context)
         if "refusal" in self.answers:
             self.answers["refusal"](context)
         context.send_initial_metadata((("x-request-id", "r"),))
