@@ -215,13 +215,13 @@ class LLM:
         if pooling_params is None or isinstance(pooling_params, PoolingParams):
             params = [replace(pooling_params or PoolingParams(), task=pooling_task)] * len(items)
         else:
-            params = [replace(own, task=pooling_task) for own in pooling_params]
+            params = [replace(_pooling_params(own), task=pooling_task) for own in pooling_params]
             _check_lengths("pooling_params", len(items), len(params))
         # Prompts of like lengths run together: a step is padded by its longest.
         outputs = [pooled_output(output) for output in self._complete(items, params, use_tqdm, sorts=True)]
-        for output in outputs:
+        for index, output in enumerate(outputs):
             if output.outputs.finish_reason == "error":
-                raise EngineError(f"prompt {output.request_id} failed: {output.outputs.stop_reason}")
+                raise EngineError(f"Prompt {index} failed: {output.outputs.stop_reason}.")
         return outputs
 
     def get_tokenizer(self) -> Tokenizer:
@@ -284,9 +284,7 @@ class LLM:
                     num_in += len(output.prompt_token_ids)
                     num_out += sum(len(completion.token_ids) for completion in output.outputs)
                     seconds = max(bar.format_dict["elapsed"], 1e-9)
-                    made = (
-                        f", output: {num_out / seconds:.2f} toks/s" if num_out else ""
-                    )  # none, where prompts are pooled
+                    made = f", output: {num_out / seconds:.2f} toks/s" if num_out else ""
                     bar.postfix = f"est. speed input: {num_in / seconds:.2f} toks/s{made}"
                     bar.update()
         return [done[request_id] for request_id in ids]
@@ -295,6 +293,12 @@ class LLM:
 def _check_lengths(name: str, num_prompts: int, count: int) -> None:
     if count != num_prompts:
         raise UserError(f"The lengths of prompts ({num_prompts}) and {name} ({count}) must be the same.", name)
+
+
+def _pooling_params(given: Any) -> PoolingParams:
+    if not isinstance(given, PoolingParams):
+        raise UserError(f"Pooling parameters are a PoolingParams, not {type(given).__name__}.", "pooling_params")
+    return given
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -162,7 +162,7 @@ def _attention_in_bins(spec: Spec, params: Params[jax.Array], shape: Shape, row:
 
     def attend(layer: int, heads: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
         if sinks is not None:
-            raise NotImplementedError("attention sinks of a model that sees both sides")
+            raise RuntimeError("read_spec lets no model through that has sinks and sees both sides")
         q, k, v = jnp.split(heads.qkv, (num_heads, num_heads + kv_heads), axis=1)
         if heads.turn is not None:
             q, k = (rotate(one, *heads.turn, heads.is_interleaved) for one in (q, k))

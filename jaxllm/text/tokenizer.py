@@ -26,7 +26,7 @@ from jaxllm.text.tokenizer_files import read_tokenizer_files, typed_errors
 
 _ANCHOR = "a"  # a token text that no decoder changes: stands for "some text came before"
 _MANY_IDS = 4096  # from which on ids are decoded without the GIL, which `decode` holds: 0.5 ms (measured)
-_TOKENS_AT_A_CUT = 64  # that are kept besides, because a cut changes the tokens next to it
+TOKENS_AT_A_CUT = 64  # that are kept besides, because a cut changes the tokens next to it
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # A token's share of the text: bytes that are characters only together with their neighbours, or its text when it is
@@ -64,8 +64,7 @@ def load_tokenizer(folder_or_id: str | Path, revision: str | None = None) -> Tok
     )
 
 
-_CHARACTERS = 4  # of a token, in most texts
-_MARGIN = 64  # tokens: how far a text's tokens may depend on what follows them
+_CHARACTERS = 16  # a token of a long text has fewer, as a rule
 
 
 class Tokenizer:
@@ -150,9 +149,11 @@ class Tokenizer:
         `split_special_tokens`. Raises `UserError` for what is no valid Unicode text.
         """
         ids = self._encoding_of(text, add_special_tokens).ids
-        if add_special_tokens and self._appended is not None and ids[-1:] != [self._appended]:
-            ids = [*ids, self._appended]
-        return ids
+        return self._ended(ids) if add_special_tokens else ids
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Append what `obey_add_eos_token` asks for."""
+        return ids if self._appended is None or ids[-1:] == [self._appended] else [*ids, self._appended]
 
     def obey_add_eos_token(self) -> None:
         """End texts with the end-of-sequence token where tokenizer_config.json asks for it and tokenizer.json does not.
@@ -163,9 +164,7 @@ class Tokenizer:
 
     def encode_first(self, text: str, most: int) -> list[int]:
         """Give the ids of a text's first tokens: at most `most`, with what the model expects around a prompt."""
-        bare, around = (self.encode("a", add_special_tokens=add) for add in (False, True))
-        start = next(at for at in range(len(around)) if around[at : at + len(bare)] == bare)
-        head, tail = around[:start], around[start + len(bare) :]
+        head, tail = self._around[0], self._ended(self._around[1])
         room = most - len(head) - len(tail)
         if room < 0:
             raise UserError(
@@ -173,14 +172,20 @@ class Tokenizer:
                 "truncate_prompt_tokens",
                 most,
             )
-        # A part of the text is enough, if it has some more tokens than are wanted. All of 8 MiB took 18 s and 1.5 GiB,
-        # and twice as much with the library's own truncation, which makes an object of every `room` tokens behind.
-        length = _CHARACTERS * (room + _MARGIN)
-        while True:
-            ids = self.encode(text[:length], add_special_tokens=False)
-            if length >= len(text) or len(ids) > room + _MARGIN:
-                return [*head, *ids[:room], *tail]
-            length *= 2
+        # Not by the library's own truncation, which makes an object of every `room` tokens behind.
+        ids = self.encode(self.beginning_of(text, room), add_special_tokens=False)
+        return [*head, *ids[:room], *tail]
+
+    def beginning_of(self, text: str, num_tokens: int) -> str:
+        """Return a part of a long text that has its first `num_tokens` tokens, and more than those if it has more.
+
+        To tokenize all of 8 MiB took 18 s and 1.5 GiB.
+        """
+        most = num_tokens + TOKENS_AT_A_CUT
+        length = _CHARACTERS * most
+        while length < len(text) and len(self.encode(text[:length], add_special_tokens=False)) <= most:
+            length *= 2  # long words, or characters that are no token
+        return text[:length]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Give the ids of two texts in one prompt, and the type of each token: 1 for the second text.
@@ -216,7 +221,7 @@ class Tokenizer:
         - any number of characters make one token or none: those that a normalizer removes or joins, unknown ones,
           spaces beside an added token.
         """
-        most = (num_tokens + _TOKENS_AT_A_CUT) * self._most_characters
+        most = (num_tokens + TOKENS_AT_A_CUT) * self._most_characters
         return text[-most:]
 
     @functools.cached_property

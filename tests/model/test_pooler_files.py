@@ -162,6 +162,19 @@ def test_what_the_engine_is_told_comes_before_the_folder(tmp_path):
             EngineConfig(model="m", pooler_config=wrong)
 
 
+def test_what_would_say_nothing_is_refused_or_replaced(tmp_path):
+    llama = CONFIG | {"architectures": ["LlamaModel"]}
+    with pytest.raises(UserError, match=r"^The first token of LlamaModel sees nothing but itself"):
+        _read(tmp_path, llama, pooling_type="CLS")
+    with pytest.raises(UserError, match="generates text: leave pooler_config out"):
+        _read(tmp_path, CONFIG | {"architectures": ["LlamaForCausalLM"]}, normalize=True)
+    score = BERT | {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "good"}}
+    one = _read(tmp_path, score | {"problem_type": "single_label_classification"})
+    assert one is not None and one.activation == "sigmoid"
+    with pytest.raises(UserError, match="problem_type 'other' is none of"):
+        _read(tmp_path, score | {"problem_type": "other"})
+
+
 @pytest.mark.parametrize(
     ("keys", "dimensions"),
     [

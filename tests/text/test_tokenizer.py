@@ -151,6 +151,17 @@ def test_pairs_and_first_tokens_are_those_of_transformers(name: str, tmp_path: P
         ours.encode_first("the", around - 1)
 
 
+def test_a_text_ends_with_what_the_config_asks_for_once_that_is_obeyed(tmp_path: Path) -> None:
+    for adds_eos in (True, False):
+        folder = _write(tmp_path, build("byte_level"), {"eos_token": "<end>", "add_eos_token": adds_eos})
+        ours = load_tokenizer(folder)
+        plain, long = ours.encode("the end"), ours.encode("the end " * 999)
+        end = [ours.eos_token_id] * adds_eos
+        ours.obey_add_eos_token()
+        assert (ours.encode("the end"), ours.encode("the end", False)) == ([*plain, *end], plain)
+        assert ours.encode_first("the end " * 999, 7) == [*long[: 7 - len(end)], *end]
+
+
 def test_texts_are_lowered_where_sentence_transformers_says_so(tmp_path: Path) -> None:
     folder = _write(tmp_path, build("wordpiece"), {})
     assert load_tokenizer(folder).encode("THE") != load_tokenizer(folder).encode("the")

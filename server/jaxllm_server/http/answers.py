@@ -8,6 +8,7 @@ client that reads nothing has gone.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ _STREAM_HEADERS = [
 
 
 @dataclass(frozen=True)
-class Answer(Generic[AnyReply]):
+class Answer(ABC, Generic[AnyReply]):
     """The answer to one request; an ASGI app of its own, as Starlette's responses are."""
 
     serving: Serving
@@ -67,8 +68,8 @@ class Answer(Generic[AnyReply]):
         finally:
             span.end(failure)
 
-    async def _work(self, scope: Scope, send: Send) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def _work(self, scope: Scope, send: Send) -> None: ...
 
     def _name_of(self, parameter: str | None) -> str | None:
         return parameter if parameter is None else self.reply.names.get(parameter, parameter)

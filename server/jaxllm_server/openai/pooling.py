@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -43,7 +44,7 @@ _SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), 
 _DOCUMENTS_PER_UNIT = 100  # of what Cohere bills
 
 
-class PoolReply:
+class PoolReply(ABC):
     """What a body asks for, and how it is answered; raises `UserError` for a wrong shape.
 
     `request_id` names the request unless the body does.
@@ -77,8 +78,8 @@ class PoolReply:
         num_tokens = sum(result.prompt_tokens for result in results)
         return {"usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
 
-    def _item(self, result: PoolResult, labels: Sequence[str]) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _item(self, result: PoolResult, labels: Sequence[str]) -> str: ...
 
 
 class EmbeddingReply(PoolReply):

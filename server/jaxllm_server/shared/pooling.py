@@ -31,7 +31,7 @@ from jaxllm.errors import (
 )
 from jaxllm.outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams, PoolingTask
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import TOKENS_AT_A_CUT
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm.server")
 _STEPS = 3  # for which the engine has prompts of a call: the two that are in flight, and the one after them
-_CHARACTERS, _MARGIN = 16, 128  # a token of a long text has fewer, as a rule; tokens that a cut behind them can change
 _FULL_SECONDS = 0.25  # until a prompt for which the queue had no room tries again
 _DOES = {"embed": "embeds texts", "classify": "classifies texts", "score": "scores pairs of texts"}
 
@@ -276,7 +275,7 @@ def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int
     """Make and check all prompts; slow."""
     cuts, prompts = call.truncate_prompt_tokens is not None, list[_Prompt]()
     # A query may stand there as often as it has documents.
-    beginning = functools.cache(functools.partial(_beginning, most=most, tokenizer=model.tokenizer))
+    beginning = functools.cache(lambda text: model.tokenizer.beginning_of(text, most))
     count = functools.cache(lambda text: len(model.tokenizer.encode(text, add_special_tokens=False)))
     num_around = len(model.tokenizer.encode_pair("", "")[0]) if items[0].second is not None else 0
     for item in items:
@@ -292,24 +291,13 @@ def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int
                 num_tokens = num_first + num_second
                 prompt = _Prompt(min(num_tokens, most) if cuts else num_tokens, None, texts)
             if prompt.num_tokens > most:
-                raise too_long(most, prompt.num_tokens, None, is_bound=prompt.num_tokens > most + _MARGIN)
+                raise too_long(most, prompt.num_tokens, None, is_bound=prompt.num_tokens > most + TOKENS_AT_A_CUT)
         except UserError as error:
             if error.parameter in (None, "prompt"):
                 error.parameter = item.parameter
             raise _naming(error, item, len(items)) from None
         prompts.append(prompt)
     return prompts
-
-
-def _beginning(text: str, most: int, tokenizer: Tokenizer) -> str:
-    """Return a part of a long text that has its first `most` tokens, and more than those if it has more.
-
-    To tokenize all of 8 MiB took 18 s and 1.5 GiB.
-    """
-    length = _CHARACTERS * (most + _MARGIN)
-    while length < len(text) and len(tokenizer.encode(text[:length], add_special_tokens=False)) <= most + _MARGIN:
-        length *= 2  # long words, or characters that are no token
-    return text[:length]
 
 
 def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: int | None) -> _Prompt:

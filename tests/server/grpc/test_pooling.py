@@ -120,15 +120,17 @@ async def test_unary_answers(run: Any) -> None:
 
 async def test_an_id_that_the_metadata_propose_is_made_unique(run: Any) -> None:
     async def script(call: PoolCall) -> AsyncIterator[PoolResult]:
-        if call.request_id == "taken":
-            raise errors.RequestIdInUseError("request id 'taken' is in use.", "request_id")
         async for result in pooled(call):
             yield result
+            if call.request_id == "taken":  # by another call, which came between
+                raise errors.RequestIdInUseError("request id 'taken' is in use.", "request_id")
 
     async with site() as own, own.channel() as channel:
         own.serving.pool_script, stub = script, InferenceServiceStub(channel)
         made = await stub.Embed(pb.EmbedRequest(text="a"), metadata=(("x-request-id", "taken"),))
         assert made.request_id.startswith("taken-")
+        pairs = pb.ScoreRequest(text_1=["a"], text_2=["bcd", "e", "fg"])
+        assert list((await stub.Score(pairs, metadata=(("x-request-id", "taken"),))).scores) == [3.0, 1.0, 2.0]
         error = await error_of(stub.Embed(pb.EmbedRequest(text="a", request_id="taken")))
         assert reason_of(error) == "REQUEST_ID_IN_USE"
 
@@ -164,7 +166,7 @@ async def test_a_stream_answers_each_request_once_in_any_order(run: Any) -> None
 
 
 async def test_a_stream_is_read_as_there_is_room(run: Any) -> None:
-    """Neither texts nor vectors pile up, whoever is slow."""
+    """Texts do not pile up where the engine is slow, nor vectors where the client does not read."""
     gate, most, asked = asyncio.Event(), 0, 0
 
     async def script(call: PoolCall) -> AsyncIterator[PoolResult]:
@@ -189,7 +191,7 @@ async def test_a_stream_is_read_as_there_is_room(run: Any) -> None:
         assert most == SLOTS and asked < 200  # what gRPC's own buffers take on the way is some megabytes
         gate.set()
         await asyncio.sleep(0.3)
-        assert len(own.serving.pool_calls) < 200, "nobody reads"
+        assert len(own.serving.pool_calls) < 200, "no more is computed than was read"
         assert len(await drained(stream)) == 400 and most == SLOTS
 
 

@@ -31,6 +31,7 @@ from jaxllm.metrics import Load
 from jaxllm.model.pooler import Pooler
 from jaxllm.outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.text import tokenizer
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm_server.shared import pooling
 from jaxllm_server.shared.calls import Call
@@ -47,6 +48,8 @@ EMBEDDER, CLASSIFIER, SCORER = (), ("dull", "witty", "odd"), ("relevant",)
 
 class Tokenizer:
     """A token for each letter, with BERT's special ones around."""
+
+    beginning_of: Any = tokenizer.Tokenizer.beginning_of
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = [3 + ord(letter) % 500 for letter in text]
