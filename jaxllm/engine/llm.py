@@ -15,6 +15,7 @@ from tqdm import tqdm
 from jaxllm.config import EngineConfig
 from jaxllm.engine.input_processor import Prompt
 from jaxllm.engine.llm_engine import LLMEngine
+from jaxllm.engine.pooled_input import check_kind
 from jaxllm.errors import EngineError, UserError
 from jaxllm.outputs import (
     ClassificationOutput,
@@ -141,6 +142,7 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> dict[str, Any]:
         """Render a conversation into a prompt: its text and token ids; arguments as of `Tokenizer.encode_chat`."""
+        check_kind(None, self.engine.model, self.engine.config.model)
         text, ids = self.engine.model.tokenizer.encode_chat(messages, **template_args)
         return {"prompt": text, "prompt_token_ids": ids}
 

@@ -112,6 +112,7 @@ def test_what_the_other_kind_of_engine_does_is_refused_by_name() -> None:
         for call in (
             lambda: llm.generate([[1, 2]], SamplingParams()),
             lambda: llm.generate([[1, 2]]),
+            lambda: llm.chat([{"role": "user", "content": "Hello"}]),
         ):
             with pytest.raises(UserError, match=r"mpnet generates no text; it can embed\.$"):
                 call()
