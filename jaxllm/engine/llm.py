@@ -124,6 +124,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of a list of them, through the model's chat template."""
+        self._check_generates()
         if not messages:
             raise UserError("A conversation needs at least one message.", "messages")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
@@ -142,7 +143,6 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> dict[str, Any]:
         """Render a conversation into a prompt: its text and token ids; arguments as of `Tokenizer.encode_chat`."""
-        check_kind(None, self.engine.model, self.engine.config.model)
         text, ids = self.engine.model.tokenizer.encode_chat(messages, **template_args)
         return {"prompt": text, "prompt_token_ids": ids}
 
@@ -232,6 +232,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what holds for a request without parameters: the model's generation_config.json, then neutral."""
+        self._check_generates()
         return self.engine.model.default_params
 
     def reset_prefix_cache(self) -> bool:
@@ -241,6 +242,10 @@ class LLM:
     def close(self) -> None:
         """Let go of the model and its memory."""
         self.engine.close()
+
+    def _check_generates(self) -> None:
+        """Refuse what a model that pools cannot do, before its other lacks are found."""
+        check_kind(None, self.engine.model, self.engine.config.model)
 
     def _params_for(
         self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
