@@ -22,6 +22,7 @@ class Constraint:
         self._marker = (begin_after or "").encode()
         self._bytes_of = bytes_of
         self._eos_ids = eos_ids
+        self.expected: list[int] = []  # forced tokens that come next, whether one by one or at once
         self._end = b""  # of the text so far, while the marker may still begin in it
         self._error: str | None = None
 
@@ -51,6 +52,8 @@ class Constraint:
         if self._marker:
             self._look_for_marker(token)
             return
+        if self.expected and self.expected.pop(0) != token:
+            self.expected = []
         try:
             self.matcher.consume_token(token)
         except (OverflowError, TypeError, ValueError) as error:  # an id that is none

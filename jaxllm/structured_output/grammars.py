@@ -116,6 +116,9 @@ class Grammars:
                 masks[row] = 0
             elif not constraint.is_active:
                 masks[row] = self._vocabulary().every
+            elif constraint.expected:
+                masks[row] = 0
+                masks[row].view(np.uint32)[constraint.expected[0] // 32] = 1 << constraint.expected[0] % 32
             else:
                 computed.append((constraint, row))
         try:
@@ -126,10 +129,11 @@ class Grammars:
                     self._compute([(constraint, row)], masks)
                 except Exception as error:
                     constraint.fail(one_line(str(error)))
-        for constraint, row in computed:
+        rows = [row for _, row in computed]
+        masks[rows] &= self._vocabulary().allowed
+        for (constraint, row), allows in zip(computed, masks[rows].any(axis=1).tolist(), strict=True):
             constraint.check()
-            masks[row] &= self._vocabulary().allowed
-            if constraint.error is None and not masks[row].any():
+            if constraint.error is None and not allows:
                 constraint.fail("The grammar allows no token here.")
             if constraint.error is not None:
                 masks[row] = 0

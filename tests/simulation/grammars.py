@@ -27,6 +27,7 @@ class Constraint:
     def __init__(self, place: Place, faults: Faults) -> None:
         self.place = place
         self.error: str | None = None
+        self.expected: list[int] = []
         self._faults = faults
         self._check()
 
@@ -40,6 +41,7 @@ class Constraint:
     def consume(self, token: int) -> None:
         if self.error is not None:
             return
+        self.expected = self.expected[1:]
         self.place = self.place.after(token)
         self._check()
         self._faults.in_consume(self)

@@ -222,7 +222,8 @@ class Truth:
         self._allowed_mask = sum(1 << token for token in self._allowed) or EVERY
         self._place = None if asked is None else Place.begin(asked)
         self._forced: tuple[int, ...] = ()  # tokens that come next, and are not sampled
-        self.masks: list[int | None] = []  # by output token: among which it is sampled; None: it is not
+        self.masks: list[int] = []  # by output token: among which it is sampled
+        self._forced_at: set[int] = set()  # output tokens that are perhaps not sampled
         self.fails_at: int | None = None  # the position where no token can be sampled
         self.has_lost_grammar = False  # a fault has ended its constraint
         bias = repr(sorted((params.logit_bias or {}).items())).encode()
@@ -251,8 +252,8 @@ class Truth:
         return self._place is not None
 
     def is_forced(self, position: int) -> bool:
-        """Whether a token of the output is given by the grammar, and not sampled."""
-        return self.is_constrained and self.masks[position - self.num_prompt] is None
+        """Whether a token of the output is given by the grammar, and perhaps not sampled."""
+        return position - self.num_prompt in self._forced_at
 
     def _next(self) -> int:
         number = mix(self._last ^ self._salted, self.length)
@@ -271,7 +272,8 @@ class Truth:
         if self._forced:
             token, *rest = self._forced
             self._forced, self._place = tuple(rest), place.after(token)
-            self.masks.append(None)
+            self._forced_at.add(len(self.masks))
+            self.masks.append(1 << token)
             return token
         params = self.params
         held = self.stop_ids if len(self.masks) < params.min_tokens else frozenset()

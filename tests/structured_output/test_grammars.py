@@ -130,7 +130,9 @@ def test_forced_tokens_are_the_text_that_must_come_and_not_its_end(drawing):
     forced = constraint.forced()
     assert drawing.tokenizer.decode(forced) in '{"name":"' and len(forced) > 1
     assert constraint.forced() == forced
-    for token in forced:
+    constraint.expected = [*forced]  # one by one: each is the only one that its mask allows
+    for number, token in enumerate(forced):
+        assert constraint.expected == forced[number:]
         assert _row(drawing.grammars, constraint, drawing.vocab_size) == [token]
         constraint.consume(token)
     whole = drawing.grammars.compile(Params(choice=("Hello there",))).begin()
