@@ -102,7 +102,7 @@ class Doors:
             max_model_len=CONTEXT,
         )
         grammars = Grammars(tokenizer(), VOCABULARY, model.eos_ids)
-        parts = Parts(model=model, runner=runner, grammars=grammars)
+        parts = Parts(model=model, runner=runner, adapters=adapters)
         self.llm = AsyncLLM(str(MODEL_DIR), max_queued_requests=10**6)
         self.llm._engine = LLMEngine(config, metrics=Metrics(), parts=parts)
         self.llm._life.on("ready")
