@@ -24,6 +24,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling import sampler
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, validate_for_model
 from jaxllm.scheduler import scheduler
+from jaxllm.scheduler.block_pool import content_root
 from jaxllm.scheduler.state import Limits, Request
 from jaxllm.structured_output.grammars import Grammar
 from jaxllm.text import detokenizer
@@ -65,9 +66,7 @@ class Accepted:
 class InputProcessor:
     """Turns requests into sequences for one engine. All but `accept` belong to the engine's thread."""
 
-    def __init__(
-        self, config: EngineConfig, language: Language, limits: Limits, extras: sampler.Extras
-    ) -> None:
+    def __init__(self, config: EngineConfig, language: Language, limits: Limits, extras: sampler.Extras) -> None:
         self._config = config
         self._language = language
         self._model = language.model
@@ -168,12 +167,8 @@ class InputProcessor:
             adapter=accepted.adapter,
             num_prompt_logprobs=params.prompt_logprobs,
         )
-        salt: bytes | None = accepted.salt
-        if self._limits.whole_prompts:  # there is no cache
-            salt = None
-        elif not self._config.enable_prefix_caching:
-            # The n sequences of a prompt still share its blocks, under a salt that no other request has.
-            salt = f"{self._num_sequences}".encode() if params.n > 1 else None
+        digest = b"" if accepted.adapter is None else accepted.adapter.digest
+        root = self._root(accepted, digest)
         requests = []
         for index in range(params.n):
             own = self._make_sequence(group, index, params, accepted.grammar)
@@ -194,12 +189,21 @@ class InputProcessor:
                     stop_ids=tuple(own.eos_ids) + tuple(set(params.stop_token_ids) - own.eos_ids),
                     priority=accepted.priority,
                     adapter=0 if accepted.adapter is None else accepted.adapter.number,
-                    salt=salt,
+                    root=root,
                     reads_cache=reads_cache and not params.skip_reading_prefix_cache,
                     name=f"{accepted.name}[{index}]" if params.n > 1 else accepted.name,
                 )
             )
         return group, requests
+
+    def _root(self, accepted: Accepted, adapter_digest: bytes) -> bytes | None:
+        """Return what a request's blocks depend on beside its tokens; None if they are not to be shared."""
+        if self._limits.whole_prompts:  # there is no cache
+            return None
+        if self._config.enable_prefix_caching:
+            return content_root(accepted.salt, adapter_digest)
+        # The n sequences of a prompt still share its blocks, under a root that no other request has.
+        return content_root(f"{self._num_sequences}".encode()) if accepted.params.n > 1 else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
         """Choose the seeds of a request's sequences and pack their sampling parameters for the device.

@@ -58,7 +58,9 @@ def _delta(
     owners = [token_adapter == number for number in range(len(pairs))]
     if not joins:
         each = zip(pairs, owners, strict=True)
-        return sum((_thin(x, pair.a, pair.b, owner[:, None], parts) for pair, owner in each), jnp.zeros((), jnp.float32))
+        return sum(
+            (_thin(x, pair.a, pair.b, owner[:, None], parts) for pair, owner in each), jnp.zeros((), jnp.float32)
+        )
     rank = pairs[0].b.shape[1]
     columns = pairs[0].a.shape[1]
     a = jnp.stack([pair.a.reshape(len(parts), rank, columns) for pair in pairs], axis=1)  # [parts, U, r, in]

@@ -40,7 +40,7 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
     for request in requests:
         check_fits(limits, request.num_prompt, request.limit)
         before = entries[-1] if entries else None
-        if before and before.request.salt == request.salt and before.request.tokens == request.tokens:
+        if before and before.request.root == request.root and before.request.tokens == request.tokens:
             digests = before.digests  # the next sample of the same prompt
         else:
             digests = digests_of(request, limits, (), request.num_prompt)
@@ -401,13 +401,14 @@ def _publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, 
 
 def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
     """Continue the digests `first` of leading blocks to all full blocks among the first tokens of a request."""
-    if request.salt is None:
+    if request.root is None:
         return ()
     size = limits.block_size
-    digests = [*first]
+    digests, parent = [*first], first[-1] if first else request.root
     tokens = request.tokens[len(first) * size : num_tokens // size * size].tobytes()
     for start in range(0, len(tokens), 4 * size):
-        digests.append(block_pool.chain(digests[-1] if digests else _root(request), tokens[start : start + 4 * size]))
+        parent = block_pool.chain(parent, tokens[start : start + 4 * size])
+        digests.append(parent)
     return tuple(digests)
 
 
@@ -417,11 +418,6 @@ def _ones(count: int) -> tuple[np.ndarray, np.ndarray]:
     lengths, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
     lengths.flags.writeable = samples.flags.writeable = False
     return lengths, samples
-
-
-def _root(request: Request) -> bytes:
-    """Return what stands before a sequence's first block in the chain of digests."""
-    return block_pool.chain(b"", request.salt or b"")
 
 
 def _taken_slots(editor: StateEditor) -> list[int]:

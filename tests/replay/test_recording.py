@@ -75,7 +75,7 @@ class Driver:
         number, random = self.num_added, self.random
         prompt = [random.choice((3, 4))] * random.randint(1, 20)
         stop_ids = random.choice([(STOP,), (STOP, 8), ()])
-        salt = random.choice([b"", b"", b"other", None])
+        root = random.choice([b"", b"", b"other", None])
         limit = len(prompt) + random.randint(1, 30)
         return Request(
             sequence_id=number,
@@ -83,7 +83,7 @@ class Driver:
             num_prompt=len(prompt),
             limit=limit,
             stop_ids=stop_ids,
-            salt=salt,
+            root=root,
             name=f"request-{number}",
         )
 

@@ -20,7 +20,7 @@ from jaxllm.scheduler.block_pool import PoolEditor
 from jaxllm.scheduler.state import Cleared, Limits, Plan, Removed, Request, State, Stored, initial, take_block_events
 from tests.support.fake_device import VOCABULARY, FakeDevice, next_token
 
-SALTS = (b"", b"other", None)
+ROOTS = (b"", b"other", None)
 MOST_PROMPT = 14  # tokens
 
 
@@ -126,14 +126,14 @@ class Machine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=MOST_PROMPT),
         num_new=st.integers(0, 12),
-        salt=st.sampled_from(SALTS),
+        root=st.sampled_from(ROOTS),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         stops=st.sets(st.integers(0, VOCABULARY - 1), max_size=3),
     )
-    def add(self, prompt: list[int], num_new: int, salt: bytes | None, priority: int, stops: set[int]) -> None:
+    def add(self, prompt: list[int], num_new: int, root: bytes | None, priority: int, stops: set[int]) -> None:
         request_id = len(self.requests) + 1
         if self.limits.whole_prompts:  # of models that yield no tokens
-            num_new, salt = 0, None
+            num_new, root = 0, None
         request = Request(
             sequence_id=request_id,
             tokens=array("i", prompt),
@@ -141,7 +141,7 @@ class Machine(RuleBasedStateMachine):
             limit=len(prompt) + num_new,
             stop_ids=tuple(stops),
             priority=priority,
-            salt=salt,
+            root=root,
         )
         needed = -(-max(len(prompt), request.limit - 1) // self.limits.block_size)
         if needed > self.limits.num_blocks:
@@ -335,7 +335,7 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
 
 def test_decode_rows_ride_along_with_a_chunk() -> None:
     state, _ = run(start(request(1)))
-    state = scheduler.add(state, LIMITS, [request(2, length=40, salt=None)])
+    state = scheduler.add(state, LIMITS, [request(2, length=40, root=None)])
     _, plan = run(state)
     assert plan.num_decodes == 1 and plan.lengths.tolist() == [1, 15]
 
@@ -346,9 +346,9 @@ def test_an_equal_prompt_hits_in_the_step_that_computes_it_and_its_last_token_is
     assert plan.lengths.tolist() == [8, 4]
 
 
-@pytest.mark.parametrize(("salt", "cached"), [(b"", 4), (b"tenant", 0), (None, 0)])
-def test_blocks_are_shared_only_under_one_salt(salt: bytes | None, cached: int) -> None:
-    _, plan = run(start(request(1), request(2, salt=salt)))
+@pytest.mark.parametrize(("root", "cached"), [(b"", 4), (b"tenant", 0), (None, 0)])
+def test_blocks_are_shared_only_under_one_root(root: bytes | None, cached: int) -> None:
+    _, plan = run(start(request(1), request(2, root=root)))
     assert plan.admitted[1].num_cached == cached
 
 
@@ -371,7 +371,7 @@ def test_tokens_that_were_sampled_are_hit_by_the_next_turn() -> None:
 
 def test_priority_goes_before_arrival_and_the_last_in_rank_is_preempted() -> None:
     limits = dataclasses.replace(LIMITS, num_blocks=6)
-    low, high = request(1, num_new=9, priority=1, salt=None), request(2, num_new=9, priority=0, salt=None)
+    low, high = request(1, num_new=9, priority=1, root=None), request(2, num_new=9, priority=0, root=None)
     state, plan = run(start(low, high, limits=limits), limits=limits)
     assert [admission.request.sequence_id for admission in plan.admitted] == [2, 1]
     preempted: list[int] = []

@@ -14,6 +14,12 @@ from jaxllm.scheduler.state import Cleared, Removed, Stored
 from tests.simulation.device import Violation
 
 
+def root_of(salt: bytes, adapter: bytes | None = b"") -> bytes:
+    """Say what stands before the first block of a request with this salt, and this digest of its adapter."""
+    parts = [salt] if adapter is None else [salt, adapter]
+    return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+
+
 class Follower:
     """Knows what the cache holds, by what is told of it, and checks that.
 
@@ -54,10 +60,10 @@ class Follower:
                     if event.digest in self.stored or len(event.tokens) != self._setting["block_size"]:
                         raise Violation("a block is told to be stored twice, or in part")
                     tokens = np.array(event.tokens, "<i4").tobytes()
-                    roots = [sha256(salt).digest() for salt in (b"", b"one", b"two")]
+                    roots = [root_of(salt) for salt in (b"", b"one", b"two")]
                     parents = roots if event.parent is None else [event.parent]
                     if event.parent is None and not self._setting["prefix_caching"]:
-                        parents = [sha256(f"{number}".encode()).digest() for number in range(max(self._ids) + 1)]
+                        parents = [root_of(f"{number}".encode(), None) for number in range(max(self._ids) + 1)]
                     if all(sha256(parent + tokens).digest() != event.digest for parent in parents):
                         raise Violation("a block is told to hold other tokens")
                     self.stored.add(event.digest)

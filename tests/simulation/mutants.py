@@ -76,7 +76,7 @@ HISTORY = [
         "needed > limits.num_blocks",
         "False",
     ),
-    Mutant("the salt is not in the key", "scheduler.scheduler._root", 'request.salt or b""', 'b""'),
+    Mutant("the salt is not in the key", "engine.input_processor.InputProcessor._root", "accepted.salt", 'b""'),
     Mutant(
         "the list of new blocks is never emptied",
         "scheduler.scheduler.plan",

@@ -47,6 +47,7 @@ from tests.simulation.oracle import EOS, VOCABULARY, Tokenizer, Truth, mix
 from tests.simulation.reference import Entry, is_stuck
 from tests.simulation.stand_ins import Condition, InjectedError, Recorder, SimulatedThread
 from tests.simulation.trace import Trace
+from tests.support.adapters import without_adapters
 
 FIRST_MOMENT = 100_000.0
 
@@ -156,7 +157,8 @@ class World:
             max_model_len=self.max_model_len,
         )
         grammars: Any = Grammars(self.faults)
-        llm._parts = Parts(model=model, runner=self.runner, grammars=grammars, clock=lambda: self.now)
+        adapters = without_adapters(llm.config, model, grammars)
+        llm._parts = Parts(model=model, runner=self.runner, adapters=adapters, clock=lambda: self.now)
         llm._clock = llm._parts.clock
         self.condition = llm._inbox._changed = Condition()  # type: ignore[assignment]
         add = llm._inbox.add
