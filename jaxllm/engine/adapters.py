@@ -62,7 +62,7 @@ class Adapters:
     ) -> None:
         """`read` reads the weights of a folder; `eos_ids` says which tokens of a tokenizer end a text."""
         self._config = config
-        self._language = language
+        self.language = language
         self._read = read
         self._eos_ids = eos_ids
         self._most_kept = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
@@ -141,18 +141,18 @@ class Adapters:
 
     def _language_of(self, folder: Path) -> Language:
         """Return the language of an adapter's folder; folders with the same files share one."""
-        own = self._language.model
+        own = self.language.model
         templates = read_chat_templates(folder)
         brings = not self._config.skip_tokenizer_init and has_tokenizer(folder)
         if not brings and not templates:
-            return self._language
+            return self.language
         digest = _digest(folder)
         language = self._languages.get(digest)
         if language is not None:
             return language
         if not brings:
             model = replace(own, tokenizer=own.tokenizer.with_chat_templates(templates))
-            language = Language(model=model, grammars=self._language.grammars)
+            language = Language(model=model, grammars=self.language.grammars)
         else:
             tokenizer = load_tokenizer(folder)
             if tokenizer.vocab_size > own.vocab_size:

@@ -1,8 +1,8 @@
 """Products of a step whose rows have different adapters, for one shard of the axis "tp".
 
 Of each adapter two thin products stand beside the weight's own: x·Aᵀ, where rows of others become zero, and that times
-Bᵀ. So a row without an adapter gets exact zeros added. Where A is divided along its columns (`out`, `down`) the sums are
-of a shard, and the sum over shards that follows the weight's own product covers them: no collective is added.
+Bᵀ. So a row without an adapter gets exact zeros added. Where A is divided along its columns (`out`, `down`), the sums
+are of a shard, and the sum over shards that follows the weight's own product covers them: no collective is added.
 
 Letters: T tokens, r rank, U adapters.
 """
@@ -30,7 +30,7 @@ def adapted_linear(
 
     `token_adapter`, int32[T], is the number among `adapters` of each token's, or U where it has none. With `joins`
     the factors of all adapters are put together first: fewer and larger products for a copy of the factors, which is
-    what a GPU is fast at. On a CPU the copy costs more than it saves: two adapters of rank 16 beside 16 rows of the 0.5B
+    what a GPU is fast at. On a CPU the copy costs more than it saves: two adapters of rank 16 in 16 rows of the 0.5B
     shape make a step 1.05 times as long apart and 1.17 joined, eight 1.67 and 1.90.
     """
     heads, kv_heads = (count * spec.head_size for count in heads_per_shard(spec, lax.axis_size(axis)))

@@ -1,7 +1,7 @@
 """The adapters that are on the devices: arrays of their own, which the runner gives to a step as arguments.
 
-Putting one there, and letting it go, compiles nothing and changes no array that a step in flight reads. Knows numbers of
-adapters and arrays; which adapters stay is the scheduler's decision (`State.adapters`).
+Putting one there, and letting it go, compiles nothing and changes no array that a step in flight reads. Knows numbers
+of adapters and arrays; which adapters stay is the scheduler's decision (`State.adapters`).
 
 Letters: R rows of a plan, U adapters of a program.
 """
@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.model.lora import Adapter
@@ -32,7 +31,7 @@ class ResidentAdapters:
         self._nothing: Leaves = ()
 
     def hold(self, numbers: tuple[int, ...], weights: Weights) -> int:
-        """Have exactly the adapters `numbers`; return how many had to be put there. After an exception none are held."""
+        """Have exactly the adapters `numbers`; return how many had to be put there. After an exception there are none."""
         if numbers is self._numbers:
             return 0
         kept = {number: self._leaves[number] for number in numbers if number in self._leaves}
@@ -74,7 +73,7 @@ class ResidentAdapters:
 
             @cache
             def zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
-                return jnp.zeros(shape, dtype, device=sharding)
+                return jax.device_put(np.zeros(shape, dtype), sharding)  # `jnp.zeros` would compile a program
 
             self._nothing = tuple(zeros(leaf.shape, leaf.dtype, leaf.sharding) for leaf in self._described)
         return self._nothing
