@@ -105,6 +105,7 @@ class Stored(NamedTuple):
     digest: bytes
     parent: bytes | None  # the digest of the block before it, None where it is the first
     tokens: tuple[int, ...]
+    adapter: int = 0  # number of that of the request that computed it; others of the same content share the block
 
 
 class Removed(NamedTuple):
@@ -266,6 +267,7 @@ class StateEditor:
         self.num_admitted = state.num_admitted
         self.num_planned = state.num_planned
         self.waiting = state.waiting
+        self.adapters = state.adapters
         self._was_cleared = False
         self._described: dict[bytes, Stored] = {}
 
@@ -317,7 +319,7 @@ class StateEditor:
         for index in full:
             parent = digests[index - 1] if index else None
             tokens = tuple(request.tokens[index * block_size : (index + 1) * block_size])
-            self._described[digests[index]] = Stored(digests[index], parent, tokens)
+            self._described[digests[index]] = Stored(digests[index], parent, tokens, request.adapter)
 
     def done(self) -> State:
         """Return the changed state; the editor must not be used afterwards."""
@@ -342,7 +344,7 @@ class StateEditor:
             num_added=self.num_added,
             num_admitted=self.num_admitted,
             num_planned=self.num_planned,
-            adapters=old.adapters,
+            adapters=self.adapters,
             block_events=events,
         )
 
