@@ -33,7 +33,8 @@ def write(folder: Path, number: int, layers: int) -> LoRARequest:
     """Write an adapter of every product of the shape's layers."""
     shape = shapes.SHAPES["qwen2.5-0.5b"]
     width, inner, keys = shape["hidden_size"], shape["intermediate_size"], 64 * shape["num_key_value_heads"]
-    sizes = {f"self_attn.{name}_proj": (size, width) for name, size in zip("qkvo", (width, keys, keys, width), strict=True)}
+    attention = {"q": width, "k": keys, "v": keys, "o": width}
+    sizes = {f"self_attn.{name}_proj": (size, width) for name, size in attention.items()}
     sizes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
     modules = {f"model.layers.{layer}.{name}": size for layer in range(layers) for name, size in sizes.items()}
     return LoRARequest(f"a{number}", number, str(write_adapter(folder / f"a{number}", modules, RANK, seed=number)))
