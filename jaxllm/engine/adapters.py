@@ -69,7 +69,7 @@ class Adapters:
         self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # the one used last at the end
         self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # those of requests, too
         self._numbers: dict[LoRARequest, tuple[bytes, int]] = {}  # digest and number, when it was last read
-        self._num_read = 0
+        self._names: dict[int, str] = {}  # by number, of all that were ever read: the cache may have blocks of any
         self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by the digest of their files
 
     def find(self, request: LoRARequest) -> Adapter | None:
@@ -111,6 +111,10 @@ class Adapters:
         with self._lock:
             return {request.lora_int_id for request in self._numbers}
 
+    def name_of(self, number: int) -> str:
+        """Return the name of an adapter by its number, whether it is still known or not."""
+        return self._names[number]
+
     def _load(self, request: LoRARequest) -> Adapter:
         try:
             folder = ADAPTERS.get(request.lora_path) or resolve(request.lora_path)
@@ -122,7 +126,8 @@ class Adapters:
         with self._lock:
             digest, number = self._numbers.get(request, (b"", 0))
             if digest != files.digest:
-                number = self._num_read = self._num_read + 1
+                number = len(self._names) + 1
+                self._names[number] = request.lora_name
             self._numbers[request] = files.digest, number
             adapter = Adapter(
                 number=number, request=request, digest=files.digest, weights=files.weights, language=language
