@@ -177,7 +177,7 @@ def speakers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Lo
 
 
 def test_an_adapter_brings_its_own_tokenizer(speakers: tuple[LLM, LoRARequest, LoRARequest]) -> None:
-    llm, plain, own = speakers
+    llm, _, own = speakers
     tokenizer = build("byte_level")
     text = "Once upon a time"
     words = {"temperature": 0.0, "max_tokens": 20, "allowed_token_ids": [*range(1, tokenizer.get_vocab_size())]}
