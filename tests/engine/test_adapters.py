@@ -24,7 +24,7 @@ from tests.support.tokenizer_kinds import build
 LONGEST = 60
 SHARED = {"skip_tokenizer_init": True, "precompile": "covering", "max_model_len": LONGEST, "block_size": 4}
 CHUNKED = {"max_num_batched_tokens": 32, "max_num_seqs": 6, "num_kv_blocks": 18}
-LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64, "max_cpu_loras": 4}
+LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64}
 FAMILIES = ("llama", "qwen2", "gemma2", "gpt2", "phi3")
 RANKS = (1, 8, 64, 3, 8, 16, 1, 8)
 # Last parts of modules' names, of which each family has its own.
@@ -108,7 +108,7 @@ def told(output: RequestOutput) -> tuple[Any, np.ndarray]:
         for own in (
             {},
             {"tensor_parallel_size": 2, "max_loras": 8},
-            {"async_scheduling": False, "enable_prefix_caching": False, "max_loras": 1},
+            {"async_scheduling": False, "enable_prefix_caching": False, "max_loras": 1, "max_cpu_loras": 4},
             {"deterministic": True, "max_loras": 2},
         )
     ],
@@ -141,6 +141,21 @@ def test_each_request_gets_what_its_merged_model_gives_it_alone(family: str, set
         due_tokens, due_logprobs = told(due)
         assert tokens == due_tokens, number
         np.testing.assert_allclose(logprobs, due_logprobs, rtol=0, atol=1e-4)
+
+
+def test_over_an_8_bit_model_rows_do_not_disturb_each_other() -> None:
+    _, requests = adapters("llama")
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    prompts, own = [[5 + row, 6, 7] for row in range(6)], [None, *requests[:5]]
+    with LLM(str(GOLDEN / "llama"), **SHARED | LORA | {"quantization": "int8", "max_loras": 6}) as llm:
+        together = llm.generate(prompts, params, lora_request=own, use_tqdm=False)
+        for prompt, adapter, output in zip(prompts, own, together, strict=True):
+            (alone,) = llm.generate([prompt], params, lora_request=adapter, use_tqdm=False)
+            assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+        plain = llm.generate(prompts[1:], params, use_tqdm=False)
+    assert all(
+        one.outputs[0].token_ids != other.outputs[0].token_ids for one, other in zip(plain, together[1:], strict=True)
+    )
 
 
 def test_adapters_change_what_is_said() -> None:
