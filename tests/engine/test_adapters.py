@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from jaxllm import LLM, LoRARequest, RequestOutputKind, SamplingParams, UserError
@@ -285,3 +286,25 @@ def test_adapters_beyond_those_in_memory_are_read_again(tmp_path: Path) -> None:
         assert llm.engine.list_loras() == set(range(1, 13))
         gc.collect()
         assert len(store._alive) == 3, "what no request has is let go"
+
+
+@pytest.mark.ci
+def test_two_hundred_adapters_in_turns_compile_nothing_and_take_no_more_memory(tmp_path: Path) -> None:
+    requests = [
+        LoRARequest(f"a{number}", number, str(write_adapter(tmp_path / f"a{number}", GOLDEN / "llama", seed=number)))
+        for number in range(1, 201)
+    ]
+    settings = SHARED | {"enable_lora": True, "max_loras": 8, "max_num_seqs": 16}
+    with LLM(str(GOLDEN / "llama"), **settings | {"max_num_batched_tokens": 64}) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        prompts, sizes, first = [[5 + index % 80, 6, 7] for index in range(len(requests))], [], None
+        for _ in range(6):
+            outputs = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
+            said = [output.outputs[0].token_ids for output in outputs]
+            first = first or said
+            assert said == first
+            gc.collect()
+            sizes.append(psutil.Process().memory_info().rss / 2**20)
+        assert len(set(map(tuple, said))) > 150
+        assert llm.engine.metrics.compilations_after_ready == 0 and llm.engine.metrics.adapter_loads >= 6 * 192
+        assert sizes[-1] - sizes[2] < 8, sizes
