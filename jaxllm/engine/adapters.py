@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -50,6 +51,19 @@ class Adapter:
     language: Language  # the model's, or one with the tokenizer or the chat template that its folder brings
 
 
+class Known(NamedTuple):
+    """What is remembered of an adapter that was read, whether or not it is still in memory."""
+
+    digest: bytes
+    number: int
+    rank: int
+    eos_ids: frozenset[int]
+    has_chat_template: bool
+
+
+_NAMES_KEPT = 4096  # of the numbers given last: what they have in the prefix cache is reported by name
+
+
 class Adapters:
     """Reads adapters when they are first asked for, and keeps those that were used last."""
 
@@ -70,7 +84,8 @@ class Adapters:
         self._reading = threading.Lock()
         self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # the one used last at the end
         self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # those of requests, too
-        self._numbers: dict[LoRARequest, tuple[bytes, int]] = {}  # digest and number, when it was last read
+        self._known: dict[LoRARequest, Known] = {}  # as it was when it was last read
+        self._names: dict[int, str] = {}  # by number, which is never given again
         self._num_read = 0
         self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by the digest of their files
 
@@ -98,12 +113,22 @@ class Adapters:
                 found = self._load(request)
         return found
 
+    def known(self, request: LoRARequest) -> Known | None:
+        """Return what is remembered of an adapter that was read and not removed."""
+        with self._lock:
+            return self._known.get(request)
+
+    def name_of(self, number: int) -> str:
+        """Return what people call the adapter with a number; "" for none."""
+        with self._lock:
+            return self._names.get(number, f"adapter {number}") if number else ""
+
     def remove(self, lora_int_id: int) -> bool:
         """Forget adapters by the caller's number; requests that have one keep it. Whether there was one."""
         with self._lock:
-            gone = [request for request in self._numbers if request.lora_int_id == lora_int_id]
+            gone = [request for request in self._known if request.lora_int_id == lora_int_id]
             for request in gone:
-                del self._numbers[request]
+                del self._known[request]
                 self._kept.pop(request, None)
                 self._alive.pop(request, None)
         return bool(gone)
@@ -111,7 +136,7 @@ class Adapters:
     def ids(self) -> set[int]:
         """Return the callers' numbers of the adapters that are known."""
         with self._lock:
-            return {request.lora_int_id for request in self._numbers}
+            return {request.lora_int_id for request in self._known}
 
     def _load(self, request: LoRARequest) -> Adapter:
         try:
@@ -122,10 +147,15 @@ class Adapters:
             message = str(error)
             raise UserError(f"adapter {request.lora_name!r:.80}: {message}", "lora_request") from error
         with self._lock:
-            digest, number = self._numbers.get(request, (b"", 0))
-            if digest != files.digest:
+            before = self._known.get(request)
+            if before is not None and before.digest == files.digest:
+                number = before.number
+            else:
                 number = self._num_read = self._num_read + 1
-            self._numbers[request] = files.digest, number
+                self._names[number] = request.lora_name
+                self._names.pop(number - _NAMES_KEPT, None)
+            tokenizer, eos_ids = language.model.tokenizer, language.model.eos_ids
+            self._known[request] = Known(files.digest, number, files.rank, eos_ids, tokenizer.has_chat_template)
             adapter = Adapter(
                 number=number, request=request, digest=files.digest, weights=files.weights, language=language
             )

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from jaxllm.engine.inbox import Inbox
 from jaxllm.engine.input_processor import Accepted
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import Parts
+from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import Load, Metrics, StepReport
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.scheduler.recorded import Recorder
@@ -36,7 +37,8 @@ class Listeners:
     ready: Callable[[LLMEngine], None]
     deliver: Callable[[list[RequestOutput], StepReport | None], None]  # a step's outputs
     refused: Callable[[str], None]  # the internal id of a request that could not be taken in
-    block_events: Callable[[float, int, tuple[BlockEvent, ...]], None]  # Unix time, tokens of a block, what changed
+    # Unix time, tokens of a block, what changed, names of the adapters in it.
+    block_events: Callable[[float, int, tuple[BlockEvent, ...], Mapping[int, str]], None]
     died: Callable[[BaseException], None]
 
 
@@ -54,6 +56,7 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         listeners: Listeners,
         parts: Parts | None = None,  # what the engine is made of; None: loaded from the model
+        adapters: Sequence[LoRARequest] = (),  # read before the engine is ready
     ) -> None:
         self.load = Load()  # after the last step
         self.step_since: float | None = None  # when the step that is running began
@@ -65,6 +68,7 @@ class EngineThread:
         self._loop = loop
         self._listeners = listeners
         self._parts = parts
+        self._adapters = adapters
         self._clock = time.monotonic if parts is None else parts.clock
         self._speeds: deque[tuple[float, int]] = deque()  # times, and tokens generated until then
         self._thread = threading.Thread(target=self._run, name="jaxllm-engine", daemon=True)
@@ -98,6 +102,8 @@ class EngineThread:
                 recorder=self._recorder,
                 parts=self._parts,
             )
+            for request in self._adapters:
+                engine.add_lora(request)
             self.load = engine.load()
             self.call_back(self._listeners.ready, engine)
             yield
@@ -130,7 +136,8 @@ class EngineThread:
         if outputs or report is not None:
             self.call_back(self._listeners.deliver, outputs, report)
         if blocks := engine.take_block_events():
-            self.call_back(self._listeners.block_events, time.time(), self._config.block_size, blocks)
+            names = engine.adapter_names(blocks)
+            self.call_back(self._listeners.block_events, time.time(), self._config.block_size, blocks, names)
         return True
 
     def _step(self, engine: LLMEngine) -> tuple[list[RequestOutput], StepReport]:

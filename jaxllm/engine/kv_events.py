@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxllm.errors import OutOfRangeError
@@ -20,6 +21,7 @@ class BlockBatch(NamedTuple):
     time: float  # seconds since 1970
     block_size: int  # tokens of a block
     events: tuple[BlockEvent, ...]
+    adapters: Mapping[int, str] = MappingProxyType({})  # names of those that the events tell of, by number
 
 
 class BlockLog:
@@ -32,9 +34,9 @@ class BlockLog:
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
 
-    def append(self, time: float, block_size: int, events: tuple[BlockEvent, ...]) -> None:
+    def append(self, time: float, block_size: int, events: tuple[BlockEvent, ...], adapters: Mapping[int, str]) -> None:
         """Note a batch and wake the readers."""
-        self._batches.append(BlockBatch(self._next, time, block_size, events))
+        self._batches.append(BlockBatch(self._next, time, block_size, events, adapters))
         self._next += 1
         self._num_events += len(events)
         while self._num_events > LOGGED_EVENTS and len(self._batches) > 1:

@@ -32,7 +32,7 @@ from jaxllm.runner.pooling_runner import PooledInFlight, PoolingRunner
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
 from jaxllm.sampling import sampler
 from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
-from jaxllm.scheduler.state import BlockEvent, Plan
+from jaxllm.scheduler.state import BlockEvent, Plan, Stored
 
 Flight = StepInFlight | HeldStep | PooledInFlight
 
@@ -167,9 +167,19 @@ class LLMEngine:
         """Return what has entered and left the prefix cache since the last call, if that is recorded."""
         return self.scheduler.take_block_events()
 
+    def adapter_names(self, events: Iterable[BlockEvent]) -> dict[int, str]:
+        """Return the names of the adapters that blocks were computed with, by their numbers."""
+        numbers = {event.adapter for event in events if isinstance(event, Stored)}
+        return {number: self.adapters.name_of(number) for number in numbers if number}
+
     def load(self) -> Load:
         """Say how busy the engine is; speeds are the caller's to measure."""
         state, metrics = self.scheduler.state, self.metrics
+        running: set[int] = set()
+        waiting: set[int] = set()
+        if self.config.enable_lora:
+            running = {record.request.adapter for record in state.running if record is not None}
+            waiting = {entry.request.adapter for entry in state.waiting}
         return Load(
             running=state.num_running,
             waiting=len(state.waiting),
@@ -178,6 +188,8 @@ class LLMEngine:
             kv_blocks_total=state.pool.num_blocks,
             max_running=self.scheduler.limits.num_slots,
             prefix_hit_rate=metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0,
+            running_adapters=tuple(sorted(map(self.adapters.name_of, running - {0}))),
+            waiting_adapters=tuple(sorted(map(self.adapters.name_of, waiting - {0}))),
         )
 
     def has_unfinished_requests(self) -> bool:
