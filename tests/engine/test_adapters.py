@@ -125,6 +125,11 @@ def test_each_request_gets_what_its_merged_model_gives_it_alone(family: str, set
         assert len(engine.scheduler.state.adapters) <= most and engine.metrics.adapter_loads >= len(RANKS)
         assert engine.metrics.compilations_after_ready == 0
         assert engine.metrics.preemptions > 0 or settings
+        if engine.config.tensor_parallel_size > 1:
+            programs, layers = engine.runner.programs, engine.runner.setup.spec.num_layers
+            for key in programs.covering:
+                if key.part == "forward":  # no more than without adapters
+                    assert programs[key].as_text().count(" all-reduce(") == 2 * layers + 1
     for number, due in enumerate(expected(family)):
         tokens, logprobs = told(outputs[str(number)])
         due_tokens, due_logprobs = told(due)

@@ -1,4 +1,4 @@
-"""Adapters of a simulated engine: folders whose content is a number, weights that are that number, and a naive residency.
+"""Adapters of a simulated engine: folders whose content is a number, weights that are it, and a naive residency.
 
 The store (`engine/adapters.py`) is production's, and so is what holds weights on the device but for the transfer.
 """
