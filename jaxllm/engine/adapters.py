@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -139,13 +140,10 @@ class Adapters:
             return {request.lora_int_id for request in self._known}
 
     def _load(self, request: LoRARequest) -> Adapter:
-        try:
-            folder = ADAPTERS.get(request.lora_path) or resolve(request.lora_path)
+        with naming(request):
+            folder = folder_of(request)
             files = self._read(folder)
             language = self._language_of(folder)
-        except UserError as error:
-            message = str(error)
-            raise UserError(f"adapter {request.lora_name!r:.80}: {message}", "lora_request") from error
         with self._lock:
             before = self._known.get(request)
             if before is not None and before.digest == files.digest:
@@ -198,6 +196,20 @@ class Adapters:
             language = Language(model=model, grammars=Grammars(tokenizer, own.vocab_size, eos_ids))
         self._languages[digest] = language
         return language
+
+
+def folder_of(request: LoRARequest) -> Path:
+    """Return where an adapter is: one of jaxllm's own, a folder, or a hub id, which is fetched."""
+    return ADAPTERS.get(request.lora_path) or resolve(request.lora_path)
+
+
+@contextmanager
+def naming(request: LoRARequest) -> Iterator[None]:
+    """Have an error say which adapter it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"adapter {request.lora_name!r:.80}: {error}", "lora_request") from error
 
 
 def reader(setup: Setup, config: EngineConfig) -> Callable[[Path], LoraFiles]:

@@ -110,13 +110,13 @@ class ServedAdapters:
 
         What was begun is ended though the caller be cancelled, or the engine would know an adapter without a name.
         """
-        if not name or not path:
-            message = "Both 'lora_name' and 'lora_path' must be provided."
-            raise UserError(message, "lora_path" if name else "lora_name")
         self._check_enabled()
         if self._root is None:
             message = "This server loads no adapters while it runs: it was started without --lora-root, their folder."
             raise FeatureDisabledError(message)
+        if not name or not path:
+            message = "Both 'lora_name' and 'lora_path' must be provided."
+            raise UserError(message, "lora_path" if name else "lora_name")
         self._check_name(name, "lora_name")
         await self._engine.check_health()
         load = asyncio.ensure_future(self._load(self._root, name, path, in_place, client))
@@ -126,9 +126,9 @@ class ServedAdapters:
 
     def unload(self, name: str) -> None:
         """Take an adapter from new requests; those that have begun end with it."""
+        self._check_enabled()
         if not name:
             raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
-        self._check_enabled()
         if name not in self._served:
             raise AdapterNotFoundError(f"The lora adapter '{name[:128]}' cannot be found.", "lora_name")
         if self._engine.state == "loading":
@@ -148,7 +148,8 @@ class ServedAdapters:
             try:
                 await self._engine.off_loop(self._engine.engine.add_lora, request, client=client)
             except UserError as error:
-                raise UserError(str(error).replace(f"{root}/", ""), "lora_path") from error
+                told = str(error).replace(f"{root}/", "").replace(str(root), path)
+                raise UserError(told, "lora_path") from error
             before = self._served.get(name)
             self._served[name] = Served(request, path, 0 if before is None else before.num_finished)
             if before is not None:
