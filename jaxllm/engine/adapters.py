@@ -62,7 +62,7 @@ class Known(NamedTuple):
     has_chat_template: bool
 
 
-_NAMES_KEPT = 4096  # of the numbers given last: what they have in the prefix cache is reported by name
+_NAMES_KEPT = 4096  # at most, of adapters that are forgotten: their blocks may be cached, and are reported by name
 
 
 class Adapters:
@@ -73,13 +73,11 @@ class Adapters:
         config: EngineConfig,
         language: Language,
         read: Callable[[Path], LoraFiles],
-        eos_ids: Callable[[Tokenizer], frozenset[int]],
     ) -> None:
-        """`read` reads the weights of a folder; `eos_ids` says which tokens of a tokenizer end a text."""
+        """`read` reads the weights of a folder."""
         self._config = config
         self.language = language
         self._read = read
-        self._eos_ids = eos_ids
         self._most_kept = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
         self._lock = threading.Lock()
         self._reading = threading.Lock()
@@ -120,9 +118,9 @@ class Adapters:
             return self._known.get(request)
 
     def name_of(self, number: int) -> str:
-        """Return what people call the adapter with a number; "" for none."""
+        """Return what people call an adapter, by its number; of one that was forgotten long ago, the number."""
         with self._lock:
-            return self._names.get(number, f"adapter {number}") if number else ""
+            return self._names.get(number, f"adapter {number}")
 
     def remove(self, lora_int_id: int) -> bool:
         """Forget adapters by the caller's number; requests that have one keep it. Whether there was one."""
@@ -151,7 +149,7 @@ class Adapters:
             else:
                 number = self._num_read = self._num_read + 1
                 self._names[number] = request.lora_name
-                self._names.pop(number - _NAMES_KEPT, None)
+                self._forget_names()
             tokenizer, eos_ids = language.model.tokenizer, language.model.eos_ids
             self._known[request] = Known(files.digest, number, files.rank, eos_ids, tokenizer.has_chat_template)
             adapter = Adapter(
@@ -160,6 +158,13 @@ class Adapters:
             self._alive[request] = adapter
             self._keep(adapter)
         return adapter
+
+    def _forget_names(self) -> None:
+        """Keep the names of what is known, and of what was read last."""
+        if len(self._names) > _NAMES_KEPT + len(self._known):
+            numbers = {known.number for known in self._known.values()}
+            kept = range(self._num_read - _NAMES_KEPT // 2, self._num_read + 1)
+            self._names = {own: name for own, name in self._names.items() if own in numbers or own in kept}
 
     def _keep(self, adapter: Adapter) -> None:
         self._kept[adapter.request] = adapter
@@ -191,7 +196,7 @@ class Adapters:
                 )
             if not templates:
                 tokenizer = tokenizer.with_chat_templates(own.tokenizer.chat_templates)
-            eos_ids = self._eos_ids(tokenizer)
+            eos_ids = _eos_ids(tokenizer, own)
             model = replace(own, tokenizer=tokenizer, eos_ids=eos_ids)
             language = Language(model=model, grammars=Grammars(tokenizer, own.vocab_size, eos_ids))
         self._languages[digest] = language
@@ -210,6 +215,13 @@ def naming(request: LoRARequest) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"adapter {request.lora_name!r:.80}: {error}", "lora_request") from error
+
+
+def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
+    """Return what ends a text of an adapter's tokenizer: its own end, and those of the model that are the same here."""
+    same = {token for token in model.eos_ids if tokenizer.token(token) == model.tokenizer.token(token)}
+    own = tokenizer.eos_token_id
+    return frozenset(same if own is None else {own, *same})
 
 
 def reader(setup: Setup, config: EngineConfig) -> Callable[[Path], LoraFiles]:

@@ -98,7 +98,7 @@ class AsyncLLM:
         self._thread: EngineThread | None = None
         self._thread_type = thread_type
         self._inbox = Inbox()
-        self._blocks = BlockLog()
+        self._blocks = BlockLog(lambda number: self.engine.adapters.name_of(number))
         self._streams = StreamTable()
         self._started: asyncio.Future[None] | None = None
         self._death: asyncio.Future[BaseException] | None = None

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +37,7 @@ class Listeners:
     ready: Callable[[LLMEngine], None]
     deliver: Callable[[list[RequestOutput], StepReport | None], None]  # a step's outputs
     refused: Callable[[str], None]  # the internal id of a request that could not be taken in
-    # Unix time, tokens of a block, what changed, names of the adapters in it.
-    block_events: Callable[[float, int, tuple[BlockEvent, ...], Mapping[int, str]], None]
+    block_events: Callable[[float, int, tuple[BlockEvent, ...]], None]  # Unix time, tokens of a block, what changed
     died: Callable[[BaseException], None]
 
 
@@ -136,8 +135,7 @@ class EngineThread:
         if outputs or report is not None:
             self.call_back(self._listeners.deliver, outputs, report)
         if blocks := engine.take_block_events():
-            names = engine.adapter_names(blocks)
-            self.call_back(self._listeners.block_events, time.time(), self._config.block_size, blocks, names)
+            self.call_back(self._listeners.block_events, time.time(), self._config.block_size, blocks)
         return True
 
     def _step(self, engine: LLMEngine) -> tuple[list[RequestOutput], StepReport]:

@@ -32,7 +32,7 @@ from jaxllm.runner.pooling_runner import PooledInFlight, PoolingRunner
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
 from jaxllm.sampling import sampler
 from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
-from jaxllm.scheduler.state import BlockEvent, Plan, Stored
+from jaxllm.scheduler.state import BlockEvent, Plan
 
 Flight = StepInFlight | HeldStep | PooledInFlight
 
@@ -166,11 +166,6 @@ class LLMEngine:
     def take_block_events(self) -> tuple[BlockEvent, ...]:
         """Return what has entered and left the prefix cache since the last call, if that is recorded."""
         return self.scheduler.take_block_events()
-
-    def adapter_names(self, events: Iterable[BlockEvent]) -> dict[int, str]:
-        """Return the names of the adapters that blocks were computed with, by their numbers."""
-        numbers = {event.adapter for event in events if isinstance(event, Stored)}
-        return {number: self.adapters.name_of(number) for number in numbers if number}
 
     def load(self) -> Load:
         """Say how busy the engine is; speeds are the caller's to measure."""

@@ -233,6 +233,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
         "priority": request.priority,
         "reads_cache": request.reads_cache,
         "root": root,
+        "adapter": request.adapter,
         "tokens": tokens.tobytes(),
     }
 
@@ -245,8 +246,9 @@ def describe(plan: Plan) -> list[int]:
     for one in plan.admitted:
         numbers = np.asarray([one.slot, one.request.sequence_id, one.num_known, one.num_cached], np.int64)
         check = zlib.crc32(numbers.tobytes(), check)
-    if plan.preempted:
-        check = zlib.crc32(np.asarray(plan.preempted, np.int64).tobytes(), check)
+    for numbers in (plan.preempted, plan.adapters):
+        if numbers:
+            check = zlib.crc32(np.asarray(numbers, np.int64).tobytes(), check)
     num_rows = len(plan.slots)
     num_tokens = num_rows if num_rows == plan.num_decodes else plan.num_tokens
     return [plan.number, plan.num_decodes, num_rows, num_tokens, check]

@@ -219,6 +219,7 @@ def _read_request(fields: Mapping[str, Any]) -> Request:
         stop_ids=tuple(map(int, fields["stop_ids"])),
         priority=int(fields["priority"]),
         root=fields["root"],
+        adapter=int(fields["adapter"]),
         reads_cache=bool(fields["reads_cache"]),
         name=str(fields["name"]),
     )

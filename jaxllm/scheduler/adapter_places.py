@@ -27,8 +27,10 @@ class AdapterPlaces:
     """The places of one plan while it admits requests, asked from the first in rank to the last.
 
     Each adapter that waits claims a place: a free one, or, if there is none, that of the adapter longest in use, which
-    from then on takes no request from further behind. So it drains, however many more of its requests come, and whoever
-    waits is admitted after at most as long as the requests that run with it take.
+    from then on takes no request from further behind. So it drains, however many more of its requests come, and the
+    first in rank that waits is admitted once the requests that run with it have ended.
+    Half of the places drain at a time, and none that has come into use in this very plan: it brings along who else
+    waits for it, and steps stay full. Without both, 200 adapters with 10 requests each ran 8 rows a step instead of 48.
     """
 
     def __init__(self, residents: tuple[int, ...], running: Sequence[Running | None], most: int) -> None:
@@ -36,6 +38,7 @@ class AdapterPlaces:
         self.residents = residents
         self._most = most
         self._in_use = [adapter for adapter in residents if adapter in in_use]
+        self._most_draining = min(len(self._in_use), max(1, most // 2))
         self._claims: set[int] = set()
         self._has_new = False
 
@@ -47,12 +50,12 @@ class AdapterPlaces:
         """
         if not adapter:
             return True
-        num_draining = len(self._in_use) + len(self._claims) - self._most  # below 0: so many places are left
+        num_lacking = len(self._in_use) + len(self._claims) - self._most  # below 0: so many places are left
         if adapter in self._in_use:
-            return num_draining <= 0 or adapter not in self._in_use[:num_draining]
+            return num_lacking <= 0 or adapter not in self._in_use[: min(num_lacking, self._most_draining)]
         if adapter in self._claims:
             return False
-        if num_draining < 0 and (adapter in self.residents or not self._has_new):
+        if num_lacking < 0 and (adapter in self.residents or not self._has_new):
             return True
         self._claims.add(adapter)
         return False
@@ -65,5 +68,6 @@ class AdapterPlaces:
         if len(others) == len(self.residents):
             self._has_new = True
             others = others[len(others) == self._most :]
-        self.residents = (*others, adapter)
+        moved = (*others, adapter)
+        self.residents = self.residents if moved == self.residents else moved
         self._in_use.append(adapter)

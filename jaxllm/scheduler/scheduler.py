@@ -291,7 +291,8 @@ def _admit(
 ) -> None:
     """Give slots and blocks to waiting requests while there are tokens, slots and blocks for the first in rank.
 
-    Who only lacks a place for its adapter is skipped, and keeps its place in the queue. Adds to `rows`, whose tokens count against `budget`, to `admitted` and to `table`.
+    Who lacks only a place for its adapter is skipped, and keeps its place in the queue.
+    Adds to `rows`, whose tokens count against `budget`, to `admitted` and to `table`.
     """
     budget -= sum(length for _, _, length in rows)
     free_slots = (editor.slots.epochs == 0).nonzero()[0].tolist()[::-1]

@@ -31,7 +31,7 @@ from jaxllm.scheduler.state import Limits, Plan, Request, initial
 from tests.support.serving_process import QUICK, ServingProcess
 from tests.support.sizes import MANY_SLOTS
 
-LIMITS = Limits(num_slots=6, num_blocks=24, block_size=4, max_step_tokens=24, max_step_chunks=3)
+LIMITS = Limits(num_slots=6, num_blocks=24, block_size=4, max_step_tokens=24, max_step_chunks=3, max_adapters=2)
 STOP = 7
 
 
@@ -84,6 +84,7 @@ class Driver:
             limit=limit,
             stop_ids=stop_ids,
             root=root,
+            adapter=random.choice([0, 0, 1, 2, 3]),
             name=f"request-{number}",
         )
 

@@ -1,4 +1,4 @@
-"""Adapters of a simulated engine: folders whose content is a number, weights that are it, and a naive residency.
+"""Adapters of a simulated engine: folders whose content is a number, weights that are that number, naive places.
 
 The store (`engine/adapters.py`) is production's, and so is what holds weights on the device but for the transfer.
 """
@@ -105,6 +105,7 @@ class Places:
         self._left: dict[int, int] = {}  # by idle resident: when it was let go of
         self._claims: list[int] = []
         self._has_loaded = False
+        self._were_in_use: list[int] = []
         self.num_drained = self.num_evicted = 0
 
     @property
@@ -135,15 +136,17 @@ class Places:
         """A plan begins to admit."""
         self._claims = []
         self._has_loaded = False
+        self._were_in_use = self.in_use
 
     def admits(self, adapter: int) -> bool:
         """Whether a waiting request may have its adapter in this plan; if not, the adapter claims a place."""
         in_use = self.in_use
-        num_free = self._most - len(in_use) - len(self._claims)  # below 0: so many of those in use drain
+        num_free = self._most - len(in_use) - len(self._claims)  # below 0: so many of those in use are to drain
         if not adapter:
             return True
         if adapter in in_use:
-            is_drained = in_use.index(adapter) < -num_free
+            half = max(1, self._most // 2)
+            is_drained = adapter in self._were_in_use[:half] and in_use.index(adapter) < -num_free
             self.num_drained += is_drained
             return not is_drained
         if adapter in self._claims:

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 from jaxllm.config import EngineConfig
 from jaxllm.engine.adapters import Adapters, Language
 from jaxllm.engine.model_info import ModelInfo
-from jaxllm.text.tokenizer import Tokenizer
 
 
 def without_adapters(config: EngineConfig, model: ModelInfo, grammars: Any) -> Adapters:
@@ -24,10 +23,7 @@ def without_adapters(config: EngineConfig, model: ModelInfo, grammars: Any) -> A
     def read(folder: Path) -> Any:
         raise NotImplementedError
 
-    def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
-        raise NotImplementedError
-
-    return Adapters(config, Language(model=model, grammars=grammars), read, eos_ids)
+    return Adapters(config, Language(model=model, grammars=grammars), read)
 
 
 def modules(base: Path) -> dict[str, tuple[int, int]]:

@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from jaxllm.client import reading
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.state import BlockEvent, Cleared, Removed, Stored
+from jaxllm.scheduler.state import Cleared, Removed, Stored
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
 from jaxllm_server.grpc.messages import SAMPLING_NAMES
 
@@ -281,10 +281,13 @@ def duration_of(seconds: float) -> Duration:
 
 
 def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
-    """Return what entered and left the prefix cache, in its order; neighbours of one kind become one event."""
+    """Return what entered and left the prefix cache, in its order; neighbours of one kind become one event.
+
+    Blocks of different adapters are different events.
+    """
     response = control_pb2.StreamKvEventsResponse(sequence=batch.sequence)
     response.time.FromNanoseconds(round(batch.time * 1e9))
-    for (kind, adapter), own in groupby(batch.events, _kind_of):
+    for (kind, adapter), own in groupby(batch.events, lambda event: (type(event), getattr(event, "adapter", 0))):
         event = response.events.add()
         if kind is Cleared:
             event.cleared.SetInParent()
@@ -299,10 +302,6 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
                 if change.parent is not None:
                     block.parent_hash = _hash(change.parent)
     return response
-
-
-def _kind_of(event: BlockEvent) -> tuple[type, int]:
-    return type(event), event.adapter if isinstance(event, Stored) else 0
 
 
 def _hash(digest: bytes) -> int:
