@@ -115,7 +115,9 @@ class FakeServing:
     def check_calls(self, calls):
         pass
 
-    def check_model(self, name):
+    def check_model(self, name, adapter=""):
+        if adapter:
+            return self.adapters.find(adapter).name
         if name and name not in self.names and name not in self.adapters:
             raise NotFoundError(f"The model `{name}` does not exist.", "model")
         return name if name in self.adapters else self.names[0]
