@@ -27,14 +27,13 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         "--stop-token-ids": "3", "--max-tokens": "9", "--min-tokens": "1", "--logprobs": "2",
         "--truncate-prompt-tokens": "1k", "--prompt-logprobs": "3", "--logprob-token-ids": "4",
         "--allowed-token-ids": "5", "--bad-words": "w", "--logits-processors": "module:function",
-        "--max-loras": "4", "--max-lora-rank": "32", "--max-cpu-loras": "5",
+        "--max-loras": "3", "--max-lora-rank": "8", "--max-cpu-loras": "5",
         "--kernels": "sample=xla", "--runner": "pooling", "--pooler-config": '{"pooling_type": "MEAN"}',
     }  # fmt: skip
     switches = [
         "--no-enable-prefix-caching", "--no-async-scheduling", "--enable-kv-cache-events", "--deterministic",
-        "--enable-lora",
         "--ignore-eos", "--no-skip-special-tokens", "--include-stop-str-in-output", "--stop=--y",
-        "--no-skip-reading-prefix-cache", "--skip-tokenizer-init",
+        "--no-skip-reading-prefix-cache", "--skip-tokenizer-init", "--enable-lora",
     ]  # fmt: skip
     code, _, _ = run("generate", "-m", "m", *(part for pair in given.items() for part in pair), *switches, "--", "p")
     assert code == 0
@@ -45,7 +44,7 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         tensor_parallel_size=2, gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**30, num_kv_blocks=9,
         scheduling_policy="priority", max_logprobs=7, load_format="dummy", precompile="all",
         compilation_cache_dir="c", logits_processors=("module:function",), kernels=("sample=xla",),
-        enable_lora=True, max_loras=4, max_lora_rank=32, max_cpu_loras=5,
+        enable_lora=True, max_loras=3, max_lora_rank=8, max_cpu_loras=5,
         skip_tokenizer_init=True, runner="pooling", pooler_config={"pooling_type": "MEAN"},
     )  # fmt: skip
     assert seen_params() == [

@@ -68,7 +68,8 @@ class ServerOptions:
     admin_api_key: tuple[str, ...] = setting(
         (),
         "key for what shows or ends the work of all: /metrics (Prometheus has to send it), /load and the routes of "
-        "adapters over HTTP, gRPC's control service; may be repeated; without any, these open with an only --api-key, not with several",
+        "adapters over HTTP, gRPC's control service; may be repeated; without any, these open with an only --api-key, "
+        "not with several",
         "KEY",
     )
     ssl_keyfile: str | None = setting(None, "private key, for TLS on both front ends", "FILE")
