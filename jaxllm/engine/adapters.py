@@ -58,13 +58,11 @@ class Adapters:
         config: EngineConfig,
         language: Language,
         read: Callable[[Path], LoraFiles],
-        eos_ids: Callable[[Tokenizer], frozenset[int]],
     ) -> None:
-        """`read` reads the weights of a folder; `eos_ids` says which tokens of a tokenizer end a text."""
+        """`read` reads the weights of a folder."""
         self._config = config
         self.language = language
         self._read = read
-        self._eos_ids = eos_ids
         self._most_kept = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
         self._lock = threading.Lock()
         self._reading = threading.Lock()
@@ -168,11 +166,18 @@ class Adapters:
                 )
             if not templates:
                 tokenizer = tokenizer.with_chat_templates(own.tokenizer.chat_templates)
-            eos_ids = self._eos_ids(tokenizer)
+            eos_ids = _eos_ids(tokenizer, own)
             model = replace(own, tokenizer=tokenizer, eos_ids=eos_ids)
             language = Language(model=model, grammars=Grammars(tokenizer, own.vocab_size, eos_ids))
         self._languages[digest] = language
         return language
+
+
+def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
+    """Return what ends a text of an adapter's tokenizer: its own end, and those of the model that are the same here."""
+    same = {token for token in model.eos_ids if tokenizer.token(token) == model.tokenizer.token(token)}
+    own = tokenizer.eos_token_id
+    return frozenset(same if own is None else {own, *same})
 
 
 def reader(setup: Setup, config: EngineConfig) -> Callable[[Path], LoraFiles]:

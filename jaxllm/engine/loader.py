@@ -76,12 +76,7 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         num_token_types=setup.spec.token_types,
     )
     language = Language(model=model, grammars=Grammars(tokenizer, setup.spec.vocab_size, eos_ids))
-    adapters = Adapters(
-        config,
-        language,
-        reader(setup, config),
-        lambda other: _eos_ids(other, setup.generation_config, setup.spec.vocab_size),
-    )
+    adapters = Adapters(config, language, reader(setup, config))
     return Parts(model=model, runner=runner, adapters=adapters, start_phases=start_phases)
 
 

@@ -83,12 +83,8 @@ def open_tensors(folder: Path, part: str = "") -> dict[str, Tensor]:
     if part or not (folder / INDEX).is_file():
         place = folder / part
         if not (place / SINGLE).is_file():
-            others = [path.name for kind in ("bin", "pt", "pth", "pkl", "ckpt") for path in place.glob(f"*.{kind}")]
-            hint = ""
-            if others:
-                hint = f" ({min(others)} is never read, since to read such a file runs its code: convert it first)"
-            raise UserError(f"{place} holds neither {SINGLE} nor {INDEX}{hint}.", "model")
-        return _read_file(folder, (Path(part) / SINGLE).as_posix())
+            raise UserError(f"{place} holds neither {SINGLE} nor {INDEX}{never_read(place)}.", "model")
+        return read_file(folder, (Path(part) / SINGLE).as_posix())
     index = read_object(folder, INDEX) or {}
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
@@ -97,7 +93,7 @@ def open_tensors(folder: Path, part: str = "") -> dict[str, Tensor]:
         if not _FILE_NAME.fullmatch(file):
             raise UserError(f"{folder / INDEX}: {file!r} is not the name of a safetensors file in the folder.")
     tensors: dict[str, Tensor] = {}
-    files = {file: _read_file(folder, file) for file in sorted(set(places.values()))}
+    files = {file: read_file(folder, file) for file in sorted(set(places.values()))}
     for name, file in places.items():
         if name not in files[file]:
             raise UserError(f"{file}: tensor {name} is missing, though {INDEX} says it is there.")
@@ -107,12 +103,21 @@ def open_tensors(folder: Path, part: str = "") -> dict[str, Tensor]:
     return tensors
 
 
+def never_read(folder: Path) -> str:
+    """Say of a folder without the file that is looked for which one of it will not do; nothing where it has none."""
+    others = [path.name for kind in ("bin", "pt", "pth", "pkl", "ckpt") for path in folder.glob(f"*.{kind}")]
+    if not others:
+        return ""
+    return f" ({min(others)} is never read, since to read such a file runs its code: convert it to safetensors first)"
+
+
 def _refuse(names: Iterable[str], message: str) -> None:
     for name in sorted(names):
         raise UserError(message.format(name))
 
 
-def _read_file(folder: Path, file: str) -> dict[str, Tensor]:
+def read_file(folder: Path, file: str) -> dict[str, Tensor]:
+    """Map one safetensors file of a folder and list its tensors by name."""
     path = inside(folder, file)
     try:
         if not path.is_file():

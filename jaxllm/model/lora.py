@@ -1,39 +1,62 @@
-"""provisional"""
+"""What a LoRA adapter of a decoder is: of each layer and product two thin matrices, declared as the weights are.
+
+An adapter adds B·A·x to a product W·x (Hu et al. 2021). Where W is made of several parts, A has the rows of each
+part's own A one behind the other, and B has the rows of W in W's order: both are split among devices as W is, and no
+collective is added. B is stored with the adapter's scale in it. Pure; knows no file and no request.
+"""
+
 from __future__ import annotations
+
 from collections.abc import Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
+
 import jax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
 from jaxllm.errors import UserError
-from jaxllm.model.decoder import declare as declare_decoder
-from jaxllm.model.sharding import named
+from jaxllm.model import decoder, int8
+from jaxllm.model.parameters import Weight
+from jaxllm.model.spec import Spec
 
 Leaf = TypeVar("Leaf")
-PRODUCTS = ("qkv", "out", "up", "down")
+
+PRODUCTS = ("qkv", "out", "up", "down")  # those of a layer that can be adapted, where the layer has them
 
 
 class Pair(NamedTuple, Generic[Leaf]):
-    a: Leaf
-    b: Leaf
+    """The two factors that are added to one product; r is the rank that they are padded to."""
+
+    a: Leaf  # [parts · r, in]: r rows for each part of the weight
+    b: Leaf  # [out, r]: rows as those of the weight
 
 
+# A pair for each adapted product of each layer.
 Adapter = tuple[Mapping[str, Pair[Leaf]], ...]
 
 
-def check_supported(spec):
+def check_supported(spec: Spec) -> None:
+    """Refuse a decoder whose layers cannot have adapters."""
     if spec.latent is not None:
         raise UserError("enable_lora is not supported for models with latent attention; leave it out.", "enable_lora")
 
 
-def abstract(spec, mesh, dtype, rank):
-    out = []
-    for weights in declare_decoder(spec, mesh.devices.size).layers:
-        own = {}
-        for name in PRODUCTS:
-            if name in weights:
-                w = weights[name]
-                own[name] = Pair(
-                    jax.ShapeDtypeStruct((len(w.parts) * rank, w.shape[1]), dtype, sharding=named(mesh, (None, w.axes[1]))),
-                    jax.ShapeDtypeStruct((w.shape[0], rank), dtype, sharding=named(mesh, (w.axes[0], None))),
-                )
-        out.append(own)
-    return tuple(out)
+def declare(spec: Spec, shards: int, rank: int) -> Adapter[Weight]:
+    """List the matrices of an adapter of so high a rank as they are laid out over `shards` devices."""
+    return tuple(
+        {name: _pair(layer[name], rank) for name in PRODUCTS if name in layer}
+        for layer in decoder.declare(spec, shards).layers
+    )
+
+
+def _pair(weight: Weight, rank: int) -> Pair[Weight]:
+    (rows, columns), (rows_axis, columns_axis) = weight.shape, weight.axes
+    return Pair(
+        Weight((len(weight.parts) * rank, columns), (None, columns_axis), (), "zeros"),
+        Weight((rows, rank), (rows_axis, None), weight.parts, "zeros"),
+    )
+
+
+def abstract(spec: Spec, mesh: Mesh, dtype: DTypeLike, rank: int) -> Adapter[jax.ShapeDtypeStruct]:
+    """Describe the arrays of an adapter, shapes, type and shardings, with nothing allocated."""
+    return jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declare(spec, mesh.devices.size, rank))

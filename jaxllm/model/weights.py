@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,9 +30,10 @@ from jaxllm.model.checkpoint import Tensor, open_tensors
 from jaxllm.model.decoder import Leaf, Params, declare
 from jaxllm.model.families import Family
 from jaxllm.model.files import read_object
-from jaxllm.model.parameters import Comb, Part, Weight
+from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.pooler import Pooler
-from jaxllm.model.sharding import SPLIT_AXES, named
+from jaxllm.model.rows import Rows, in_order, in_tensors
+from jaxllm.model.sharding import named
 from jaxllm.model.spec import Spec
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
@@ -243,14 +243,13 @@ def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the rows of one part are: in the [out, in] (or [out]) view of a tensor, from row `first` on or by `comb`.
+    """Where the rows of one part are: `at` those places of the [out, in] (or [out]) view of a tensor.
 
     `expert` says which piece of a tensor that holds all experts.
     """
 
     tensor: Tensor
-    first: int
-    comb: Comb | None
+    at: Rows
     expert: int | None
     is_transposed: bool
 
@@ -266,28 +265,17 @@ class _Source:
 
         Heads that alternate with those of other parts are copied.
         """
-        values = self.view()
-        if self.comb is None:
-            return values[self.first : self.first + part.rows]
-        teeth = values.reshape(-1, self.comb.period, *values.shape[1:])
-        teeth = teeth[:, self.comb.first : self.comb.first + self.comb.length]
+        values, comb = self.view(), self.at.comb
+        if comb is None:
+            return values[self.at.first : self.at.first + part.rows]
+        teeth = values.reshape(-1, comb.period, *values.shape[1:])
+        teeth = teeth[:, comb.first : comb.first + comb.length]
         return teeth if part.comb is not None else teeth.reshape(part.rows, *values.shape[1:])
 
     def rows(self, start: int, count: int) -> list[np.ndarray]:
         """View `count` of the part's rows from `start` on, in as few pieces as there are."""
         values = self.view()
-        if self.comb is None:
-            return [values[self.first + start : self.first + start + count]]
-        first, length, period = self.comb.first, self.comb.length, self.comb.period
-        if length == 1:
-            return [values[first + start * period :: period][:count]]
-        groups = range(start // length, -(-(start + count) // length))
-        pieces = []
-        for group in groups:
-            shift = first + group * (period - length)  # from a row of the part to that of the tensor
-            begin, end = max(start, group * length), min(start + count, (group + 1) * length)
-            pieces.append(values[shift + begin : shift + end])
-        return pieces
+        return [values[piece] for piece in self.at.slices(start, count)]
 
 
 # For each weight, the parts of each of its pieces along axis 0 (one piece where it is no stack of experts).
@@ -342,17 +330,14 @@ def _find_parts(
     """Look up the tensors of one piece of a weight, and check their shapes; return their names as well."""
     patterns = [family.tensors[part.name] for part in weight.parts]
     names = [pattern.format(layer, expert) for pattern in patterns]
-    rows: Counter[str] = Counter()  # found so far in each tensor
-    found = []
-    for part, pattern, name in zip(weight.parts, patterns, names, strict=True):
+    for name in names:
         if name not in tensors:
             raise UserError(f"the checkpoint has no tensor {name} (nor one with {family.prefix!r} before it).", "model")
-        comb = part.comb
-        if part.name in family.alternating:
-            comb = Comb(rows[name] // part.rows * part.block, part.block, names.count(name) * part.block)
+    places, rows = in_tensors(weight.parts, names, family.alternating)
+    found = []
+    for part, pattern, name, at in zip(weight.parts, patterns, names, places, strict=True):
         which = expert if pattern.count("{}") == 1 else None  # the tensor holds all experts
-        found.append(_Source(tensors[name], rows[name], comb, which, part.name in family.transposed))
-        rows[name] += part.rows if part.comb is None else part.rows // part.comb.length * part.comb.period
+        found.append(_Source(tensors[name], at, which, part.name in family.transposed))
     for source, name in zip(found, names, strict=True):
         shape = (rows[name], *weight.one[1:])
         shape = shape[::-1] if source.is_transposed else shape
@@ -432,22 +417,15 @@ def _fill(
 
     `store` takes the rows block by block, each with the number of its first row, and copies what it needs.
     """
-    start, stop, _ = index[0].indices(shape[0])
-    pieces = shards if axis in SPLIT_AXES else 1
-    length = shape[0] // pieces  # rows of one shard
     filled = 0
-    for shard in range(start // length, stop // length):
-        for part, source in zip(parts, sources, strict=True):
-            share = -(-part.rows * part.copies // pieces)
-            first = shard // part.copies * share
-            real = max(0, min(share, part.rows - first))  # the vocabulary's last rows may be padding
-            for wanted in source.rows(first, real):
-                wanted = wanted[(slice(None), *index[1:])]
-                _give(wanted, filled, store, source.tensor)
-                filled += len(wanted)
-            if share > real:
-                store(filled, np.zeros((share - real, *shape[1:]), np.float32)[(slice(None), *index[1:])])
-            filled += share - real
+    for number, first, count, padding in in_order(parts, shape[0], axis, shards, index[0]):
+        for wanted in sources[number].rows(first, count):
+            wanted = wanted[(slice(None), *index[1:])]
+            _give(wanted, filled, store, sources[number].tensor)
+            filled += len(wanted)
+        if padding:
+            store(filled, np.zeros((padding, *shape[1:]), np.float32)[(slice(None), *index[1:])])
+        filled += padding
 
 
 def _give(source: np.ndarray, row: int, store: Callable[[int, np.ndarray], None], tensor: Tensor) -> None:

@@ -31,7 +31,7 @@ class ResidentAdapters:
         self._nothing: Leaves = ()
 
     def hold(self, numbers: tuple[int, ...], weights: Weights) -> int:
-        """Have exactly the adapters `numbers`; return how many had to be put there. After an exception there are none."""
+        """Have exactly the adapters `numbers`; return how many were missing. After an exception there are none."""
         if numbers is self._numbers:
             return 0
         kept = {number: self._leaves[number] for number in numbers if number in self._leaves}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 from jaxllm.config import EngineConfig
 from jaxllm.engine.adapters import Adapters, Language
 from jaxllm.engine.model_info import ModelInfo
-from jaxllm.text.tokenizer import Tokenizer
 
 
 def without_adapters(config: EngineConfig, model: ModelInfo, grammars: Any) -> Adapters:
@@ -24,10 +23,7 @@ def without_adapters(config: EngineConfig, model: ModelInfo, grammars: Any) -> A
     def read(folder: Path) -> Any:
         raise NotImplementedError
 
-    def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
-        raise NotImplementedError
-
-    return Adapters(config, Language(model=model, grammars=grammars), read, eos_ids)
+    return Adapters(config, Language(model=model, grammars=grammars), read)
 
 
 def modules(base: Path) -> dict[str, tuple[int, int]]:
@@ -41,7 +37,7 @@ def modules(base: Path) -> dict[str, tuple[int, int]]:
 
 def write_adapter(
     folder: Path,
-    base: Path,
+    base: Path | Mapping[str, tuple[int, int]],
     rank: int = 8,
     *,
     targets: Sequence[str] | None = None,
@@ -49,12 +45,15 @@ def write_adapter(
     strength: float = 0.3,
     **config: Any,
 ) -> Path:
-    """Write a random adapter of a checkpoint in PEFT's format; `targets` are last parts of names, None: all.
+    """Write a random adapter of a checkpoint, or of `modules`, in PEFT's format.
+
+    `targets` are last parts of modules' names, None: all.
 
     `strength` is how large a change of an output is, beside a random input of the size 1.
     """
     random = np.random.default_rng(seed)
-    own = {name: shape for name, shape in modules(base).items() if targets is None or name.split(".")[-1] in targets}
+    there = modules(base) if isinstance(base, Path) else base
+    own = {name: shape for name, shape in there.items() if targets is None or name.split(".")[-1] in targets}
     alpha = config.setdefault("lora_alpha", 2 * rank)
     tensors = {}
     for name, (outputs, inputs) in own.items():
