@@ -46,7 +46,11 @@ class ContextLengthError(UserError):
 
 
 class NotFoundError(UserError):
-    """A model or an adapter that is not served here."""
+    """A model that is not served here."""
+
+
+class AdapterNotFoundError(NotFoundError):
+    """An adapter that is not served here, or not where it should be loaded from."""
 
 
 class FeatureDisabledError(UserError):

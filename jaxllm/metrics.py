@@ -49,6 +49,8 @@ class Load(NamedTuple):
     generated_tokens_per_second: float = 0.0  # over the last seconds
     prefix_hit_rate: float = 0.0  # share of all prompt tokens so far that were cached
     step_seconds: float = 0.0  # of the last step
+    running_adapters: tuple[str, ...] = ()  # names of those that the requests which run have, …
+    waiting_adapters: tuple[str, ...] = ()  # … and those which wait
 
 
 class DeviceReport(NamedTuple):

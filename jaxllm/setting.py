@@ -6,9 +6,11 @@ from dataclasses import field
 from typing import Any
 
 
-def setting(default: Any, text: str, metavar: str | None = None, **options: Any) -> Any:
+def setting(default: Any, text: str, metavar: str | None = None, *, takes_several: bool = False, **options: Any) -> Any:
     """Make a dataclass field; `text` says what it is, `metavar` names its value in `--help` (None: by its type).
 
-    `options` are those of `dataclasses.field`.
+    The flag of a list is repeated for each of its values, or, with `takes_several`, followed by all of them. `options`
+    are those of `dataclasses.field`.
     """
-    return field(default=default, metadata={"help": text, "metavar": metavar}, **options)
+    metadata = {"help": text, "metavar": metavar, "takes_several": takes_several}
+    return field(default=default, metadata=metadata, **options)

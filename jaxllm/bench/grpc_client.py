@@ -38,7 +38,7 @@ class GrpcClient(AsyncClient):
             await self._embed(name, job, outcome)
             return
         options = {"max_tokens": job.max_tokens, "request_id": f"{target.request_id_prefix}{name}"}
-        options |= {"model": target.model, **target.fields, **target.extra}
+        options |= {"model": job.model or target.model, **target.fields, **target.extra}
         request = generate_request(job.prompt, options, is_stream=True)
         pieces: list[str] = []
         times = outcome.message_times

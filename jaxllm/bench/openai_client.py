@@ -60,7 +60,8 @@ class OpenAIClient:
 
 def request_body(target: Target, job: Job) -> dict[str, Any]:
     """Write the body of a job's request."""
-    body: dict[str, Any] = {"model": target.model} if target.model else {}
+    model = job.model or target.model
+    body: dict[str, Any] = {"model": model} if model else {}
     if target.embeds:
         # As OpenAI's own client asks for them.
         body |= {"input": [job.prompt, *job.others], "encoding_format": "base64", **target.fields, **target.extra}

@@ -23,6 +23,7 @@ class Job:
     `prompt_tokens` counts what the model sees, with the special tokens that a server puts around a text. `arrival_s`
     is when a timed trace has it arrive, in seconds after the first; None where a rate decides. `structured_outputs` is
     what its answer has to look like, which may then be shorter. `others` are further prompts of a request that embeds.
+    `model` is an adapter that it asks for; "": the model of all.
     """
 
     prompt: str | tuple[int, ...]
@@ -31,6 +32,7 @@ class Job:
     arrival_s: float | None = None
     structured_outputs: StructuredOutputsParams | None = None
     others: tuple[str | tuple[int, ...], ...] = ()
+    model: str = ""
 
 
 def to_embed(jobs: Sequence[Job], batch_size: int) -> list[Job]:

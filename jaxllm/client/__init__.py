@@ -18,6 +18,7 @@ from jaxllm.client.asynchronous import AsyncClient, AsyncEmbeddingStream, AsyncS
 from jaxllm.client.blocking import Client, EmbeddingStream, Stream
 from jaxllm.client.errors import AuthError
 from jaxllm.client.results import (
+    Adapter,
     Classification,
     Completion,
     Delta,
@@ -34,6 +35,7 @@ from jaxllm.client.results import (
 )
 
 __all__ = [
+    "Adapter",
     "AsyncClient",
     "AsyncEmbeddingStream",
     "AsyncStream",

@@ -72,6 +72,9 @@ class Client(Endpoint):
     pause = _method(Calls.pause)
     resume = _method(Calls.resume)
     reset_prefix_cache = _method(Calls.reset_prefix_cache)
+    load_adapter = _method(Calls.load_adapter)
+    unload_adapter = _method(Calls.unload_adapter)
+    adapters = _method(Calls.adapters)
     health = _method(Calls.health)
 
     def wait_until_ready(self, timeout: float = 60.0) -> None:

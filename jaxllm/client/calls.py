@@ -24,7 +24,7 @@ from jaxllm.client.options import (
     StreamEmbedOptions,
     StreamOptions,
 )
-from jaxllm.client.results import Classification, Completion, Embedding, ModelInfo, Scores, ServerInfo
+from jaxllm.client.results import Adapter, Classification, Completion, Embedding, ModelInfo, Scores, ServerInfo
 from jaxllm.metrics import Load
 from jaxllm.v1 import control_pb2, inference_pb2
 
@@ -185,6 +185,22 @@ class Calls(Endpoint):
         """Forget cached prefixes; False, and nothing is forgotten, while requests run."""
         request = control_pb2.ResetPrefixCacheRequest()
         return Call("control", "ResetPrefixCache", request, reading.read_was_reset, timeout)
+
+    def load_adapter(
+        self, name: str, source: str, *, load_inplace: bool = False, timeout: float | None = None
+    ) -> Call[None]:
+        """Load an adapter from a folder below the server's --lora-root; `load_inplace`: in place of one of its name."""
+        request = control_pb2.LoadAdapterRequest(name=name, source=source, load_inplace=load_inplace)
+        return Call("control", "LoadAdapter", request, reading.read_nothing, timeout)
+
+    def unload_adapter(self, name: str, *, timeout: float | None = None) -> Call[None]:
+        """Take an adapter away from new requests; those that run end with it."""
+        request = control_pb2.UnloadAdapterRequest(name=name)
+        return Call("control", "UnloadAdapter", request, reading.read_nothing, timeout)
+
+    def adapters(self, *, timeout: float | None = None) -> Call[list[Adapter]]:
+        """Name the adapters that calls can ask for."""
+        return Call("control", "ListAdapters", control_pb2.ListAdaptersRequest(), reading.read_adapters, timeout)
 
     def health(self, service: str = "", *, timeout: float | None = None) -> Call[str]:
         """Return the health of the server, or of one of its services: "serving", "not_serving" or "unknown"."""

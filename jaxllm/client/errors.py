@@ -51,6 +51,7 @@ _USER_ERRORS = {
     "UNSUPPORTED_PARAMETER": errors.UnsupportedError,
     "INVALID_ARGUMENT": errors.UserError,
     "OUT_OF_RANGE": errors.UserError,
+    "ADAPTER_NOT_FOUND": errors.AdapterNotFoundError,
     "NOT_FOUND": errors.NotFoundError,
     "FAILED_PRECONDITION": errors.FeatureDisabledError,
     "UNIMPLEMENTED": errors.FeatureDisabledError,

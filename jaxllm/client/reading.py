@@ -13,6 +13,7 @@ from google.rpc import code_pb2, status_pb2
 from jaxllm.client.errors import read_error
 from jaxllm.client.options import keyword_of
 from jaxllm.client.results import (
+    Adapter,
     Classification,
     Completion,
     Delta,
@@ -201,6 +202,7 @@ def read_models(response: inference_pb2.ListModelsResponse) -> list[ModelInfo]:
             pooled_size=model.pooling.size,
             dimensions=tuple(model.pooling.dimensions) if model.pooling.takes_dimensions else None,
             labels=tuple(model.pooling.labels),
+            parent=model.parent,
         )
         for model in response.models
     ]
@@ -239,7 +241,14 @@ def read_load(response: control_pb2.GetLoadResponse) -> Load:
         generated_tokens_per_second=response.generated_tokens_per_second,
         prefix_hit_rate=response.prefix_hit_rate,
         step_seconds=response.step_time.ToNanoseconds() / 1e9,
+        running_adapters=tuple(response.running_adapters),
+        waiting_adapters=tuple(response.waiting_adapters),
     )
+
+
+def read_adapters(response: control_pb2.ListAdaptersResponse) -> list[Adapter]:
+    """Read the list of adapters."""
+    return [Adapter(adapter.name, adapter.source, adapter.rank) for adapter in response.adapters]
 
 
 def read_token_ids(response: inference_pb2.TokenizeResponse) -> list[int]:

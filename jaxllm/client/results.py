@@ -212,6 +212,16 @@ class ModelInfo:
     pooled_size: int  # numbers of an embedding, or one for each label; 0: it generates
     dimensions: tuple[int, ...] | None  # that an embedding may be cut to; (): any up to its size; None: it may not
     labels: tuple[str, ...]  # of a classifier
+    parent: str = ""  # of an adapter: the model that it changes
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that a server has loaded."""
+
+    name: str
+    source: str  # where the server has it from
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.bench.workload import DatasetOptions
@@ -64,6 +65,11 @@ def run(options: dict[str, Any]) -> int:
     _check_context(target, dataset, jobs)
     if options["embeds"]:
         warmups, jobs = (to_embed(own, options["embed_batch_size"]) for own in (warmups, jobs))
+    if options["lora_modules"]:
+        random = Random(dataset.seed)
+        warmups, jobs = (
+            [replace(job, model=random.choice(options["lora_modules"])) for job in own] for own in (warmups, jobs)
+        )
     # Not asked for explicitly: a server that has no such field can be measured without it.
     is_strict = flags.adds_ignore_eos(options, dataset.dataset_name) and discovery.refuses(target, "ignore_eos")
     if is_strict:
@@ -204,6 +210,7 @@ def _result(
         "burstiness": options["burstiness"] if options["burstiness"] < math.inf else "inf",
         "max_concurrency": options["max_concurrency"],
         **ramp,
+        **({"lora_modules": options["lora_modules"]} if options["lora_modules"] else {}),
         **({"embed_batch_size": options["embed_batch_size"]} if embeds else {}),
         **figures,
         **(report.details(measurement.outcomes, measurement.start, embeds=embeds) if _is_detailed(options) else {}),

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config, new_command
 from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, given
-from jaxllm.commands.session import open_llm, stream
+from jaxllm.commands.session import add_lora, open_llm, stream, with_lora
 from jaxllm.errors import UserError
+from jaxllm.lora_request import LoRARequest
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def add(commands: Subparsers) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--system", help="the system prompt")
     add_model(parser)
+    add_lora(parser)
     add_sampling_flags(parser.add_argument_group("sampling"), CHAT_TOKENS, skipped=_NO_FLAGS)
     add_constraint_flags(parser.add_argument_group("form of the output"))
     add_engine_flags(parser.add_argument_group("engine"), skipped={"skip_tokenizer_init"})
@@ -43,6 +45,7 @@ def add(commands: Subparsers) -> None:
 
 def run(options: dict[str, Any]) -> int:
     """Talk until the input ends."""
+    options, adapter = with_lora(options)
     engine_config(options)
     build(SamplingParams, options, max_tokens=CHAT_TOKENS)
     own = {"max_tokens": CHAT_TOKENS, **given(options, SamplingParams), **constraint_of(options)}
@@ -52,7 +55,7 @@ def run(options: dict[str, Any]) -> int:
         _enable_line_editing()
     with open_llm(options) as llm:
         params = replace(llm.get_default_sampling_params(), **own)
-        _check_template(llm, system)
+        _check_template(llm, system, adapter)
         history = list(system)
         if is_terminal:
             print("/help lists the commands, ^D ends.", file=sys.stderr)
@@ -68,14 +71,14 @@ def run(options: dict[str, Any]) -> int:
             elif command.startswith("/"):
                 print(f"There is no command {command}; /help lists them.", file=sys.stderr)
             elif command:
-                history = _turn(llm, history, line, params)
+                history = _turn(llm, history, line, params, adapter)
     return 0
 
 
-def _check_template(llm: LLM, system: list[dict[str, str]]) -> None:
+def _check_template(llm: LLM, system: list[dict[str, str]], adapter: LoRARequest | None) -> None:
     """Refuse a model without a template, or with one that does not take the system prompt."""
     try:
-        llm.chat_prompt([*system, {"role": "user", "content": "Hello"}])
+        llm.chat_prompt([*system, {"role": "user", "content": "Hello"}], lora_request=adapter)
     except UserError as error:
         raise UserError(str(error).replace("use generate()", "use `jaxllm generate`"), error.parameter) from error
 
@@ -102,14 +105,16 @@ def _read_line(is_terminal: bool) -> str | None:
             print()  # ^C drops the line, as in a shell
 
 
-def _turn(llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:
+def _turn(
+    llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams, adapter: LoRARequest | None
+) -> list[dict[str, str]]:
     """Answer one line; return the conversation with both, or as it was where there is no answer."""
     try:
-        messages, prompt = _fit(llm, [*history, {"role": "user", "content": line}], params.max_tokens)
+        messages, prompt = _fit(llm, [*history, {"role": "user", "content": line}], params.max_tokens, adapter)
         num_dropped = len(history) + 1 - len(messages)
         if num_dropped:
             print(f"The context is full: the {num_dropped} oldest messages are forgotten.", file=sys.stderr)
-        output, was_interrupted = stream(llm, prompt, params)
+        output, was_interrupted = stream(llm, prompt, params, adapter)
     except UserError as error:
         print(f"jaxllm: error: {error}", file=sys.stderr)
         return history
@@ -128,7 +133,7 @@ def _turn(llm: LLM, history: list[dict[str, str]], line: str, params: SamplingPa
 
 
 def _fit(
-    llm: LLM, messages: list[dict[str, str]], max_tokens: int | None
+    llm: LLM, messages: list[dict[str, str]], max_tokens: int | None, adapter: LoRARequest | None
 ) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Drop the oldest questions and answers until the conversation leaves room for an answer; give it and its prompt.
 
@@ -138,7 +143,7 @@ def _fit(
     room = min(max_tokens or limit, limit // 4)
     first = 1 if messages[0]["role"] == "system" else 0
     while True:
-        prompt = llm.chat_prompt(messages)
+        prompt = llm.chat_prompt(messages, lora_request=adapter)
         num_tokens = len(prompt["prompt_token_ids"])
         if num_tokens + room <= limit or (len(messages) == first + 1 and num_tokens < limit):
             return messages, prompt

@@ -155,6 +155,8 @@ def _argument_of(kind: Any, field: Field[Any]) -> dict[str, Any]:
         # One value each: with more, a model's name behind them would be taken for another key.
         item = (get_args(inner) or members)[0]
         metavar = field.metadata["metavar"] or "NAME"
+        if field.metadata["takes_several"]:
+            return {"action": "extend", "nargs": "+", "type": str, "metavar": metavar}
         return {"action": "append", "type": _integer if item is int else str, "metavar": metavar}
     for literal in (kind, inner):  # a choice, or a choice or None
         if get_origin(literal) is Literal:
@@ -216,7 +218,7 @@ def read_config_file(path: str, arguments: Sequence[str]) -> list[str]:
         if isinstance(value, bool):
             read.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, list):
-            read += [f"{flag}={item}" for item in value]
+            read += [f"{flag}={json.dumps(item) if isinstance(item, dict) else item}" for item in value]
         elif isinstance(value, dict):
             read.append(f"{flag}={json.dumps(value)}")
         elif value is not None or flag in ("--port", "--grpc-port"):

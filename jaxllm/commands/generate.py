@@ -15,7 +15,7 @@ from typing import Any
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, build, engine_config, new_command
 from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, flag_of, given
-from jaxllm.commands.session import open_llm, profile, stream
+from jaxllm.commands.session import add_lora, open_llm, profile, stream, with_lora
 from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob, RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -40,6 +40,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="write one JSON object a line for each output")
     add_profile(parser)
     add_model(parser)
+    add_lora(parser)
     add_sampling_flags(parser.add_argument_group("sampling"), GENERATE_TOKENS)
     add_constraint_flags(parser.add_argument_group("form of the output"))
     add_engine_flags(parser.add_argument_group("engine"))
@@ -47,6 +48,7 @@ def add(commands: Subparsers) -> None:
 
 def run(options: dict[str, Any]) -> int:
     """Continue the prompts and write what came; 1 where an output failed, 130 after ^C."""
+    options, adapter = with_lora(options)
     engine_config(options)
     build(SamplingParams, options, max_tokens=GENERATE_TOKENS)
     own = {"max_tokens": GENERATE_TOKENS, **given(options, SamplingParams), **constraint_of(options)}
@@ -59,13 +61,14 @@ def run(options: dict[str, Any]) -> int:
         started = time.monotonic()
         with profile(llm, options):
             if len(jobs) == 1 and params[0].n == 1 and not options["json"] and sys.stdout.isatty():
-                output, was_interrupted = stream(llm, jobs[0][0], params[0])
+                output, was_interrupted = stream(llm, jobs[0][0], params[0], adapter)
                 print()
                 if was_interrupted or output is None:
                     return 130
                 outputs = [output]
             else:
-                outputs = llm.generate([prompt for prompt, _ in jobs], params, use_tqdm=sys.stderr.isatty())
+                prompts = [prompt for prompt, _ in jobs]
+                outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty(), lora_request=adapter)
                 _write(outputs, options["json"])
         _write_speed(outputs, time.monotonic() - started)
     return 1 if any(completion.finish_reason == "error" for output in outputs for completion in output.outputs) else 0

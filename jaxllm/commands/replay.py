@@ -285,13 +285,19 @@ def state_lines(moment: Moment) -> list[str]:
         slots, table = state.slots, state.tables[slot]
         counts = f"{slots.known[slot]} known, {slots.issued[slot]} issued of at most {slots.limit[slot]}"
         blocks = f"{len(table)} blocks {' '.join(map(str, table[:8]))}{' …' if len(table) > 8 else ''}"
-        lines.append(f"  slot {slot:<4} {record.request.name}  {counts}  {blocks}  {rows.get(slot, 'waits')}")
+        lines.append(f"  slot {slot:<4} {_named(record.request)}  {counts}  {blocks}  {rows.get(slot, 'waits')}")
     for place, entry in enumerate(state.waiting):
         request = entry.request
-        lines.append(f"  waits {place:<3} {request.name}  {entry.known} tokens known, priority {request.priority}")
+        lines.append(f"  waits {place:<3} {_named(request)}  {entry.known} tokens known, priority {request.priority}")
     pool = state.pool
     lines.append(f"  blocks: {len(pool.free)} free, {pool.num_cached} cached, {_sizes(state)['blocks in use']} in use")
+    if state.adapters:
+        lines.append(f"  adapters, the next one to go first: {' '.join(map(str, state.adapters))}")
     return lines
+
+
+def _named(request: Request) -> str:
+    return f"{request.name}, adapter {request.adapter}" if request.adapter else request.name
 
 
 def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str, Any]:
@@ -306,7 +312,7 @@ def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str,
         written["requests"] = [
             {
                 "id": one.sequence_id,
-                **{name: getattr(one, name) for name in ("name", "num_prompt", "limit", "priority")},
+                **{name: getattr(one, name) for name in ("name", "num_prompt", "limit", "priority", "adapter")},
             }
             for one in moment.added
             if is_shown(one.sequence_id)

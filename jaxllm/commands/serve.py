@@ -52,7 +52,7 @@ def run(options: dict[str, Any]) -> int:
     )
     if options["enable_auto_tool_choice"] and server.tool_call_parser is None:
         raise Usage("--enable-auto-tool-choice requires --tool-call-parser")
-    _check(config)
+    _check(config, server)
     from jaxllm_server import launch
 
     with errors_by_flags(ServerOptions):
@@ -60,16 +60,24 @@ def run(options: dict[str, Any]) -> int:
     return launch.serve(made)
 
 
-def _check(config: EngineConfig) -> None:
-    """Refuse a model that does not exist, or that does not fit these devices, before a port is open.
+def _check(config: EngineConfig, options: ServerOptions) -> None:
+    """Refuse a model that does not exist, or that does not fit these devices, before a port is open; adapters, too.
 
-    Reads no weights; of a model on the hub the small files are fetched.
+    Reads no weights but those of adapters; of a model on the hub the small files are fetched.
     """
+    from jaxllm.engine import adapters
     from jaxllm.model import sharding, weights
     from jaxllm.runner.model_setup import free_bytes, plan_memory, prepare
+    from jaxllm_server.shared.adapters import requests_of
 
+    with errors_by_flags(ServerOptions):
+        modules = requests_of(options.lora_modules) if config.enable_lora else ()
     with errors_by_flags(EngineConfig):
         setup = prepare(config, needs_weights=False)
         mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
         weights.check_shards(setup.spec, config.tensor_parallel_size)
         plan_memory(config, setup, mesh, free_bytes(setup, mesh.size))
+        read = adapters.reader(setup, config)
+        for request in modules:
+            with adapters.naming(request):
+                read(adapters.folder_of(request))

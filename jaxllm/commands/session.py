@@ -5,17 +5,20 @@ Knows terminals and ^C.
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.arguments import by_flags
 from jaxllm.commands.flags import given
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
+from jaxllm.lora_request import LoRARequest
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
@@ -23,6 +26,26 @@ if TYPE_CHECKING:
     from jaxllm.engine.llm import LLM
 
 REQUEST_ID = "cli"
+
+
+def add_lora(parser: argparse.ArgumentParser) -> None:
+    """Add `--lora`."""
+    parser.add_argument("--lora", metavar="PATH", help="a LoRA adapter of the model: its folder or hub id")
+
+
+def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | None]:
+    """Return what requests have by `--lora`, and the options with an engine that takes it, whatever its rank."""
+    path = options["lora"]
+    if path is None:
+        return options, None
+    from jaxllm.engine import adapters
+    from jaxllm.model.lora_files import highest_rank
+
+    request = LoRARequest("lora", 1, path)
+    with adapters.naming(replace(request, lora_name=path)):
+        rank = highest_rank(adapters.folder_of(request))
+    own = {"EngineConfig.max_lora_rank": rank, **options, "EngineConfig.enable_lora": True}
+    return own, request
 
 
 @contextmanager
@@ -65,11 +88,13 @@ def noting_interrupts() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def stream(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[RequestOutput | None, bool]:
+def stream(
+    llm: LLM, prompt: Any, params: SamplingParams, adapter: LoRARequest | None
+) -> tuple[RequestOutput | None, bool]:
     """Write a request's text as it comes; return its last output and whether ^C ended it."""
     output, num_shown = None, 0
     with noting_interrupts() as interrupt:
-        llm.engine.add_request(REQUEST_ID, prompt, params)
+        llm.engine.add_request(REQUEST_ID, prompt, params, lora_request=adapter)
         try:
             while llm.engine.has_unfinished_requests() and not interrupt.is_set():
                 for output in llm.engine.step():

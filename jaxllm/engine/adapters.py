@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -50,6 +52,19 @@ class Adapter:
     language: Language  # the model's, or one with the tokenizer or the chat template that its folder brings
 
 
+class Known(NamedTuple):
+    """What is remembered of an adapter that was read, whether or not it is still in memory."""
+
+    digest: bytes
+    number: int
+    rank: int
+    eos_ids: frozenset[int]
+    has_chat_template: bool
+
+
+_NAMES_KEPT = 4096  # at most, of adapters that are forgotten: their blocks may be cached, and are reported by name
+
+
 class Adapters:
     """Reads adapters when they are first asked for, and keeps those that were used last."""
 
@@ -68,8 +83,9 @@ class Adapters:
         self._reading = threading.Lock()
         self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # the one used last at the end
         self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # those of requests, too
-        self._numbers: dict[LoRARequest, tuple[bytes, int]] = {}  # digest and number, when it was last read
-        self._names: dict[int, str] = {}  # by number, of all that were ever read: the cache may have blocks of any
+        self._known: dict[LoRARequest, Known] = {}  # as it was when it was last read
+        self._names: dict[int, str] = {}  # by number, which is never given again
+        self._num_read = 0
         self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by the digest of their files
 
     def find(self, request: LoRARequest) -> Adapter | None:
@@ -96,12 +112,22 @@ class Adapters:
                 found = self._load(request)
         return found
 
+    def known(self, request: LoRARequest) -> Known | None:
+        """Return what is remembered of an adapter that was read and not removed."""
+        with self._lock:
+            return self._known.get(request)
+
+    def name_of(self, number: int) -> str:
+        """Return what people call an adapter, by its number; of one that was forgotten long ago, the number."""
+        with self._lock:
+            return self._names.get(number, f"adapter {number}")
+
     def remove(self, lora_int_id: int) -> bool:
         """Forget adapters by the caller's number; requests that have one keep it. Whether there was one."""
         with self._lock:
-            gone = [request for request in self._numbers if request.lora_int_id == lora_int_id]
+            gone = [request for request in self._known if request.lora_int_id == lora_int_id]
             for request in gone:
-                del self._numbers[request]
+                del self._known[request]
                 self._kept.pop(request, None)
                 self._alive.pop(request, None)
         return bool(gone)
@@ -109,32 +135,36 @@ class Adapters:
     def ids(self) -> set[int]:
         """Return the callers' numbers of the adapters that are known."""
         with self._lock:
-            return {request.lora_int_id for request in self._numbers}
-
-    def name_of(self, number: int) -> str:
-        """Return the name of an adapter by its number, whether it is still known or not."""
-        return self._names[number]
+            return {request.lora_int_id for request in self._known}
 
     def _load(self, request: LoRARequest) -> Adapter:
-        try:
-            folder = ADAPTERS.get(request.lora_path) or resolve(request.lora_path)
+        with naming(request):
+            folder = folder_of(request)
             files = self._read(folder)
             language = self._language_of(folder)
-        except UserError as error:
-            message = str(error)
-            raise UserError(f"adapter {request.lora_name!r:.80}: {message}", "lora_request") from error
         with self._lock:
-            digest, number = self._numbers.get(request, (b"", 0))
-            if digest != files.digest:
-                number = len(self._names) + 1
+            before = self._known.get(request)
+            if before is not None and before.digest == files.digest:
+                number = before.number
+            else:
+                number = self._num_read = self._num_read + 1
                 self._names[number] = request.lora_name
-            self._numbers[request] = files.digest, number
+                self._forget_names()
+            tokenizer, eos_ids = language.model.tokenizer, language.model.eos_ids
+            self._known[request] = Known(files.digest, number, files.rank, eos_ids, tokenizer.has_chat_template)
             adapter = Adapter(
                 number=number, request=request, digest=files.digest, weights=files.weights, language=language
             )
             self._alive[request] = adapter
             self._keep(adapter)
         return adapter
+
+    def _forget_names(self) -> None:
+        """Keep the names of what is known, and of what was read last."""
+        if len(self._names) > _NAMES_KEPT + len(self._known):
+            numbers = {known.number for known in self._known.values()}
+            kept = range(self._num_read - _NAMES_KEPT // 2, self._num_read + 1)
+            self._names = {own: name for own, name in self._names.items() if own in numbers or own in kept}
 
     def _keep(self, adapter: Adapter) -> None:
         self._kept[adapter.request] = adapter
@@ -171,6 +201,20 @@ class Adapters:
             language = Language(model=model, grammars=Grammars(tokenizer, own.vocab_size, eos_ids))
         self._languages[digest] = language
         return language
+
+
+def folder_of(request: LoRARequest) -> Path:
+    """Return where an adapter is: one of jaxllm's own, a folder, or a hub id, which is fetched."""
+    return ADAPTERS.get(request.lora_path) or resolve(request.lora_path)
+
+
+@contextmanager
+def naming(request: LoRARequest) -> Iterator[None]:
+    """Have an error say which adapter it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"adapter {request.lora_name!r:.80}: {error}", "lora_request") from error
 
 
 def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -77,6 +77,7 @@ class AsyncLLM:
         hang_timeout: float = 8.0,  # seconds that a step may take before the engine counts as hung
         observer: Observer | None = None,
         recorder: Recorder | None = None,
+        adapters: Sequence[LoRARequest] = (),  # read before the engine is ready; what is wrong with one ends the start
         parts: Parts | None = None,  # what the engine is made of, its clock too; None: loaded from the model
         thread_type: type[EngineThread] = EngineThread,
         **engine_args: Any,
@@ -90,6 +91,7 @@ class AsyncLLM:
         self.hang_timeout = hang_timeout
         self._progress = progress
         self._parts = parts
+        self._adapters = tuple(adapters)
         self._clock = time.monotonic if parts is None else parts.clock
         self._engine: LLMEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,6 +134,7 @@ class AsyncLLM:
                 loop=self._loop,
                 listeners=listeners,
                 parts=self._parts,
+                adapters=self._adapters,
             )
             self._thread.start()
         await asyncio.shield(self._started)

@@ -170,6 +170,11 @@ class LLMEngine:
     def load(self) -> Load:
         """Say how busy the engine is; speeds are the caller's to measure."""
         state, metrics = self.scheduler.state, self.metrics
+        running: set[int] = set()
+        waiting: set[int] = set()
+        if self.config.enable_lora:
+            running = {record.request.adapter for record in state.running if record is not None}
+            waiting = {entry.request.adapter for entry in state.waiting}
         return Load(
             running=state.num_running,
             waiting=len(state.waiting),
@@ -178,6 +183,8 @@ class LLMEngine:
             kv_blocks_total=state.pool.num_blocks,
             max_running=self.scheduler.limits.num_slots,
             prefix_hit_rate=metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0,
+            running_adapters=tuple(sorted(map(self.adapters.name_of, running - {0}))),
+            waiting_adapters=tuple(sorted(map(self.adapters.name_of, waiting - {0}))),
         )
 
     def has_unfinished_requests(self) -> bool:

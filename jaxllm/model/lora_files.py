@@ -77,6 +77,16 @@ def read_adapter(folder: Path, spec: Spec, family: Family, shards: int, max_rank
     return LoraFiles(max(module.rank for module in modules.values()), _digest(modules, stored), weights)
 
 
+def highest_rank(folder: Path) -> int:
+    """Return the highest rank that an adapter's config names; whatever else is wrong with it is for `read_adapter`."""
+    fields = read_object(folder, CONFIG)
+    if fields is None:
+        raise UserError(f"{folder} has no {CONFIG}.", "lora_request")
+    table = fields.get("rank_pattern")
+    ranks = [fields.get("r"), *(table.values() if isinstance(table, dict) else ())]
+    return max((rank for rank in ranks if type(rank) is int and rank > 0), default=8)  # PEFT's default
+
+
 def _linear_modules(spec: Spec, family: Family) -> dict[str, tuple[int, int]]:
     """List the modules that can be adapted, by their names without the family's prefix: outputs and inputs."""
     sizes: dict[str, tuple[int, int]] = {}

@@ -39,8 +39,9 @@ class AdapterPlaces:
         self._most = most
         self._in_use = [adapter for adapter in residents if adapter in in_use]
         self._most_draining = min(len(self._in_use), max(1, most // 2))
-        self._claims: set[int] = set()
+        self._num_claims = 0
         self._has_new = False
+        self.closed: set[int] = set()  # which no further request of this plan can have
 
     def admits(self, adapter: int) -> bool:
         """Say whether the next request in rank may have its adapter in this plan; if not, the adapter claims a place.
@@ -50,14 +51,17 @@ class AdapterPlaces:
         """
         if not adapter:
             return True
-        num_lacking = len(self._in_use) + len(self._claims) - self._most  # below 0: so many places are left
-        if adapter in self._in_use:
-            return num_lacking <= 0 or adapter not in self._in_use[: min(num_lacking, self._most_draining)]
-        if adapter in self._claims:
+        if adapter in self.closed:
             return False
-        if num_lacking < 0 and (adapter in self.residents or not self._has_new):
+        num_lacking = len(self._in_use) + self._num_claims - self._most  # below 0: so many places are left
+        if adapter in self._in_use:
+            if num_lacking <= 0 or adapter not in self._in_use[: min(num_lacking, self._most_draining)]:
+                return True
+        elif num_lacking < 0 and (adapter in self.residents or not self._has_new):
             return True
-        self._claims.add(adapter)
+        else:
+            self._num_claims += 1
+        self.closed.add(adapter)
         return False
 
     def enter(self, adapter: int) -> None:

@@ -304,9 +304,11 @@ def _admit(
     for entry in editor.waiting:
         if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
             break
-        if places is not None and not places.admits(entry.request.adapter):
-            skipped.append(entry)
-            continue
+        if places is not None:
+            adapter = entry.request.adapter
+            if adapter in places.closed or not places.admits(adapter):  # the former most of a long queue
+                skipped.append(entry)
+                continue
         if limits.whole_prompts and entry.known > budget:  # a step without other rows has room for any
             break
         # The last known token is always computed: its logits are what the next token is sampled from.

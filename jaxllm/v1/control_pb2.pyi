@@ -89,7 +89,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_prompt_tokens_uncached", "kv_blocks_used", "kv_blocks_total", "max_running", "generated_tokens_per_second", "prefix_hit_rate", "step_time", "adapters", "snapshot_time")
+    __slots__ = ("running", "waiting", "waiting_prompt_tokens_uncached", "kv_blocks_used", "kv_blocks_total", "max_running", "generated_tokens_per_second", "prefix_hit_rate", "step_time", "adapters", "snapshot_time", "running_adapters", "waiting_adapters")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_PROMPT_TOKENS_UNCACHED_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,8 @@ class GetLoadResponse(_message.Message):
     STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_TIME_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_prompt_tokens_uncached: int
@@ -112,7 +114,9 @@ class GetLoadResponse(_message.Message):
     step_time: _duration_pb2.Duration
     adapters: _containers.RepeatedScalarFieldContainer[str]
     snapshot_time: _timestamp_pb2.Timestamp
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prompt_tokens_uncached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., max_running: _Optional[int] = ..., generated_tokens_per_second: _Optional[float] = ..., prefix_hit_rate: _Optional[float] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., snapshot_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    running_adapters: _containers.RepeatedScalarFieldContainer[str]
+    waiting_adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_prompt_tokens_uncached: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., max_running: _Optional[int] = ..., generated_tokens_per_second: _Optional[float] = ..., prefix_hit_rate: _Optional[float] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., snapshot_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., running_adapters: _Optional[_Iterable[str]] = ..., waiting_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)
@@ -125,12 +129,14 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "source")
+    __slots__ = ("name", "source", "load_inplace")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_INPLACE_FIELD_NUMBER: _ClassVar[int]
     name: str
     source: str
-    def __init__(self, name: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
+    load_inplace: bool
+    def __init__(self, name: _Optional[str] = ..., source: _Optional[str] = ..., load_inplace: _Optional[bool] = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
     __slots__ = ()

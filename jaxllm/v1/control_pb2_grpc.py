@@ -114,21 +114,22 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter. FAILED_PRECONDITION: not built yet.
+        """Loads an adapter from the server's --lora-root, and answers when requests can name it. Others go on meanwhile.
+        NOT_FOUND: there is none at `source`. FAILED_PRECONDITION: the server was started without adapters, or loads none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads an adapter. FAILED_PRECONDITION: not built yet.
+        """Forgets an adapter: new requests for it are NOT_FOUND at once, those that there are end with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """Names the adapters that are loaded. FAILED_PRECONDITION: not built yet.
+        """Names the adapters that are loaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -221,7 +221,7 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "aliases", "max_model_len", "vocab_size", "eos_token_ids", "default_sampling", "default_stop", "has_chat", "has_tool_calls", "has_reasoning", "tasks", "pooling")
+    __slots__ = ("name", "aliases", "max_model_len", "vocab_size", "eos_token_ids", "default_sampling", "default_stop", "has_chat", "has_tool_calls", "has_reasoning", "tasks", "pooling", "parent")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +234,7 @@ class Model(_message.Message):
     HAS_REASONING_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     name: str
     aliases: _containers.RepeatedScalarFieldContainer[str]
     max_model_len: int
@@ -246,7 +247,8 @@ class Model(_message.Message):
     has_reasoning: bool
     tasks: _containers.RepeatedScalarFieldContainer[str]
     pooling: Pooling
-    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., default_stop: _Optional[_Union[_types_pb2.StopConditions, _Mapping]] = ..., has_chat: _Optional[bool] = ..., has_tool_calls: _Optional[bool] = ..., has_reasoning: _Optional[bool] = ..., tasks: _Optional[_Iterable[str]] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ...) -> None: ...
+    parent: str
+    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., default_stop: _Optional[_Union[_types_pb2.StopConditions, _Mapping]] = ..., has_chat: _Optional[bool] = ..., has_tool_calls: _Optional[bool] = ..., has_reasoning: _Optional[bool] = ..., tasks: _Optional[_Iterable[str]] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., parent: _Optional[str] = ...) -> None: ...
 
 class Pooling(_message.Message):
     __slots__ = ("size", "takes_dimensions", "dimensions", "labels")

@@ -81,6 +81,7 @@ class Server:
     def __init__(self, config: EngineConfig, options: ServerOptions, progress: bool = False) -> None:
         from jaxllm_server.observability.prometheus import PrometheusObserver
         from jaxllm_server.observability.tracing import Tracer
+        from jaxllm_server.shared.adapters import requests_of
         from jaxllm_server.shared.auth import Keys
         from jaxllm_server.shared.serving import Serving
 
@@ -91,10 +92,11 @@ class Server:
             max_queued_tokens=options.max_queued_tokens,
             hang_timeout=options.hang_timeout,
             recorder=_recorder(config, options),
+            adapters=requests_of(options.lora_modules),
             **asdict(config),
         )
         self.serving = Serving(self.engine, options)
-        self.observer = PrometheusObserver(self.engine, self.serving.names[0])
+        self.observer = PrometheusObserver(self.engine, self.serving.names[0], self.serving.adapters)
         self.engine.observer = self.observer
         self.tracer = Tracer.from_endpoint(options.otlp_traces_endpoint)
         self.keys = Keys(options.api_key, options.admin_api_key)

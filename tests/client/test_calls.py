@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxllm import errors
+from jaxllm.client import Adapter
 from jaxllm.client.requests import generate_request
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
 from tests.client.fake_server import WAIT, FakeServer, duration, plain
@@ -95,6 +96,22 @@ def test_control(client: Any, server: FakeServer) -> None:
     client.resume()
     assert isinstance(server.request, control_pb2.ResumeGenerationRequest)
     assert client.reset_prefix_cache() is True
+
+
+def test_adapters(client: Any, server: FakeServer) -> None:
+    server.answers[control_pb2.LoadAdapterRequest] = control_pb2.LoadAdapterResponse()
+    server.answers[control_pb2.UnloadAdapterRequest] = control_pb2.UnloadAdapterResponse()
+    found = control_pb2.Adapter(name="poet", source="a", rank=8)
+    server.answers[control_pb2.ListAdaptersRequest] = control_pb2.ListAdaptersResponse(adapters=[found])
+    client.load_adapter("poet", "a")
+    assert plain(server.request) == {"name": "poet", "source": "a"}
+    client.load_adapter("poet", "a", load_inplace=True)
+    assert plain(server.request) == {"name": "poet", "source": "a", "load_inplace": True}
+    client.unload_adapter("poet")
+    assert plain(server.request) == {"name": "poet"}
+    assert client.adapters() == [Adapter("poet", "a", 8)]
+    server.answers[control_pb2.GetLoadRequest] = control_pb2.GetLoadResponse(running_adapters=["poet"])
+    assert (client.load().running_adapters, client.load().waiting_adapters) == (("poet",), ())
 
 
 def test_health(client: Any, server: FakeServer) -> None:

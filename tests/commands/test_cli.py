@@ -266,6 +266,22 @@ def test_chat_at_a_terminal_prompts(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert out == "u:hi \n\n\n" and err == "/help lists the commands, ^D ends.\n"
 
 
+def test_an_adapter_is_asked_for_by_its_folder_alone(run: Run, tmp_path: Path) -> None:
+    fields = {"r": 4, "rank_pattern": {"q_proj": 24, "k_proj": 2}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    for rank, more in ((24, ()), (64, ("--max-lora-rank", "64"))):
+        arguments = ["--lora", str(tmp_path), *more]
+        assert run("generate", *arguments, "a b")[:2] == (0, "<a b>\n")
+        assert FakeLLM.made.settings == {"enable_lora": True, "max_lora_rank": rank}
+        assert [own and own.lora_path for own in FakeLLM.made.engine.adapters] == [str(tmp_path)]
+        assert run("chat", *arguments, stdin="hi\n")[0] == 0
+        own = FakeLLM.made.engine.adapters  # of the template's check, the conversation and its answer
+        assert [each and each.lora_path for each in own] == [str(tmp_path)] * 3
+    code, _, err = run("generate", "--lora", "/no/adapter", "a")
+    assert code == 1 and err.startswith("jaxllm: error: adapter '/no/adapter': there is no folder /no/adapter")
+    assert "has no adapter_config.json." in run("chat", "--lora", str(tmp_path.parent))[2]
+
+
 # ---- the real engine
 
 

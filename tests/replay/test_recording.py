@@ -314,7 +314,7 @@ def test_the_command_tells_plans_states_and_requests(tmp_path: Path, capsys: pyt
     assert f"all {len(driver.plans)} plans were made again, and are the same" in told()
     assert len(told("--plans").splitlines()) >= len(driver.plans)
     state = told("--at", "30")
-    assert "plan 30 " in state and "slot" in state and "blocks:" in state
+    assert "plan 30 " in state and "slot" in state and "blocks:" in state and "adapters, " in state
     assert "plan" in told("--at", "0.050s")
     story = told("--request", "request-3")
     assert "arrives" in story and "gets slot" in story

@@ -177,7 +177,6 @@ def test_what_this_server_could_be_but_is_not(rpc: Grpc, http: httpx.Client) -> 
         ),
         lambda: rpc.control.LoadAdapter(control_pb2.LoadAdapterRequest(), **admin),
         lambda: rpc.control.UnloadAdapter(control_pb2.UnloadAdapterRequest(), **admin),
-        lambda: rpc.control.ListAdapters(control_pb2.ListAdaptersRequest(), **admin),
         lambda: rpc.control.StreamKvEvents(control_pb2.StreamKvEventsRequest(), **admin),
     ]
     assert [over_grpc(call) for call in calls] == [disabled] * len(calls)
@@ -185,7 +184,11 @@ def test_what_this_server_could_be_but_is_not(rpc: Grpc, http: httpx.Client) -> 
         "messages": [{"role": "user", "content": "a"}],
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     }
-    assert over_http(http.post("/v1/chat/completions", json=body)) == (400, "feature_disabled", "invalid_request_error")
+    refused = (400, "feature_disabled", "invalid_request_error")
+    assert over_http(http.post("/v1/chat/completions", json=body)) == refused
+    admin_http = {"authorization": f"Bearer {ADMIN}"}
+    for path in ("load", "unload"):
+        assert over_http(http.post(f"/v1/{path}_lora_adapter", json={}, headers=admin_http)) == refused
 
 
 def test_an_id_that_is_in_use(rpc: Grpc, http: httpx.Client) -> None:

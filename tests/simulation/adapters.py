@@ -74,8 +74,29 @@ def request_of(index: int) -> LoRARequest:
 
 
 def make_store(world: World, language: Language) -> Adapters:
-    """Make production's store over a world's folders."""
-    return Adapters(world.llm.config, language, world.folders.read)
+    """Make production's store over a world's folders.
+
+    Which adapters live on with their requests, the collector of cycles decides at its own times: here those that are
+    kept and no others, or, in some worlds, all.
+    """
+    store = Adapters(world.llm.config, language, world.folders.read)
+    alive: Any = {} if world.setting["seed"] % 3 == 0 else OnlyKept(store)
+    store._alive = alive
+    return store
+
+
+class OnlyKept(dict[LoRARequest, Adapter]):
+    """Adapters that live: those that a store keeps."""
+
+    def __init__(self, store: Adapters) -> None:
+        super().__init__()
+        self._store = store
+
+    def get(self, request: LoRARequest, default: Any = None) -> Any:
+        return self._store._kept.get(request, default)
+
+    def __setitem__(self, request: LoRARequest, adapter: Adapter) -> None:
+        """The store keeps it, or nobody does."""
 
 
 class Held(ResidentAdapters):

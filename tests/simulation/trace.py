@@ -71,7 +71,7 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
     return {
         "max_adapters": max_adapters,
         "num_adapters": chance.choice((1, 2, 4, 6)) if max_adapters else 0,
-        "max_kept": max_adapters + chance.randrange(4),  # in the host's memory
+        "max_kept": max_adapters + chance.choice((0, 0, 1, 3)),  # in the host's memory
         "block_size": block_size,
         "num_slots": num_slots,
         "num_blocks": max(1, num_blocks),
@@ -118,7 +118,7 @@ class _Maker:
             "burst": 0.005, "drain": 0.006, "restart": 0.006, "reset_cache": 0.01, "pause": 0.02, "dies": 0.005,
             "request_fault": 0.01, "leave_early": 0.01,
             "sample_raises_before": 0.008, "sample_raises_after": 0.008, "sample_out_of_memory": 0.008,
-            "fill_raises": 0.008, "grammar_raises": 0.012, "reload_adapter": 0.02, "put_raises": 0.01,
+            "fill_raises": 0.008, "grammar_raises": 0.012, "reload_adapter": 0.04, "put_raises": 0.01,
             "resume_reading": 0.2,
         }  # fmt: skip
         is_on = [(kind, rate) for kind, rate in rates.items() if kind in faults or kind == "resume_reading"]
@@ -151,7 +151,7 @@ class _Maker:
             case "out_of_memory" | "sample_out_of_memory":
                 return [chance.choice((1, 4, 16))]
             case "reload_adapter":
-                return [chance.randrange(1000), chance.random() < 0.8, chance.random() < 0.5]
+                return [chance.randrange(1000), chance.random() < 0.8, chance.random() < 0.3]
             case "leave_early":
                 return [self._request()]
             case "tokenizer_error":

@@ -13,6 +13,7 @@ import pytest
 
 from jaxllm.commands import cli
 from jaxllm.errors import EngineError, UserError
+from jaxllm.lora_request import LoRARequest
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
@@ -24,10 +25,14 @@ class FakeEngine:
         self.model = SimpleNamespace(max_model_len=max_model_len)
         self.aborted: list[str] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
+        self.adapters: list[LoRARequest | None] = []  # of requests, and of conversations that were written out
         self._words: list[str] = []
         self._text = ""
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
+    def add_request(
+        self, request_id: str, prompt: Any, params: SamplingParams, lora_request: LoRARequest | None = None
+    ) -> None:
+        self.adapters.append(lora_request)
         text = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
         if text == "too long":
             raise UserError("The prompt is too long.", "prompt")
@@ -88,11 +93,21 @@ class FakeLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         return self.default
 
-    def generate(self, prompts: Sequence[Any], params: Sequence[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        use_tqdm: bool,
+        lora_request: LoRARequest | None = None,
+    ) -> list[RequestOutput]:
+        self.engine.adapters.append(lora_request)
         self.engine.seen += list(zip(prompts, params, strict=True))
         return [output_of(str(index), prompt, f"<{prompt}>", True) for index, prompt in enumerate(prompts)]
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, str]], lora_request: LoRARequest | None = None
+    ) -> dict[str, Any]:
+        self.engine.adapters.append(lora_request)
         if self.model == "base":
             raise UserError("base has no chat template; use generate().", "chat_template")
         text = "|".join(f"{message['role'][0]}:{message['content']}" for message in messages)

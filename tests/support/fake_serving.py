@@ -11,12 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from zlib import crc32
 
 import numpy as np
 
+from jaxllm.engine.adapters import Known
 from jaxllm.errors import NotFoundError, OverloadedError, UserError
+from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import Load
 from jaxllm.model.pooler import Pooler
 from jaxllm.outputs import Logprob
@@ -24,6 +27,7 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.http.app import make_app
 from jaxllm_server.http.protocol import server_config
 from jaxllm_server.http.server import HttpServer
+from jaxllm_server.shared.adapters import ServedAdapters
 from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
@@ -40,16 +44,39 @@ def pooled(index: int, call: PoolCall, width: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=1 if call.task == "score" else width).astype(np.float32)
 
 
+class FakeStore:
+    """What a server's adapters ask of an engine: folders whose names begin with "bad" cannot be read."""
+
+    def __init__(self) -> None:
+        self.known_requests: dict[int, LoRARequest] = {}
+        self.adapters = self
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        if Path(request.lora_path).name.startswith("bad"):
+            raise UserError(f"adapter {request.lora_name!r}: {request.lora_path} is bad.", "lora_request")
+        self.known_requests[request.lora_int_id] = request
+        return True
+
+    def remove_lora(self, number: int) -> bool:
+        return self.known_requests.pop(number, None) is not None
+
+    def known(self, request: LoRARequest) -> Known | None:
+        return Known(b"", request.lora_int_id, 8, frozenset({2}), True)
+
+
 class FakeServing:
     """Answers each call with the script, or with drawn numbers; `failure` is raised before output `fails_at`."""
 
-    def __init__(self, script: list[str] | None = None) -> None:
+    def __init__(self, script: list[str] | None = None, options: ServerOptions | None = None) -> None:
         self.names = ("fake", "org/alias")
         self.root = "/models/fake"
-        self.options = ServerOptions()
+        self.options = ServerOptions() if options is None else options
         self.script = SCRIPT if script is None else script
         self.engine = SimpleNamespace(
             state="serving",
+            config=SimpleNamespace(enable_lora=self.options.lora_root is not None),
+            engine=FakeStore(),
+            check_health=self._check_health,
             model=SimpleNamespace(
                 max_model_len=64,
                 pooler=Pooler("cls", labels=LABELS),
@@ -58,6 +85,7 @@ class FakeServing:
             get_load=lambda: Load(running=1, waiting=2),
             off_loop=self._off_loop,
         )
+        self.adapters = ServedAdapters(self.engine, self.options, self.names)  # type: ignore[arg-type]
         self.failure: BaseException | None = None
         self.fails_at = 0
         self.delay = 0.0  # seconds before each output
@@ -76,6 +104,9 @@ class FakeServing:
         self.num_off_loop += 1
         return await asyncio.to_thread(function, *arguments)
 
+    async def _check_health(self):
+        pass
+
     def check_room(self, client, pools=None):
         self.askers.append(client)
         if self.is_full:
@@ -84,10 +115,12 @@ class FakeServing:
     def check_calls(self, calls):
         pass
 
-    def check_model(self, name):
-        if name and name not in self.names:
+    def check_model(self, name, adapter=""):
+        if adapter:
+            return self.adapters.find(adapter).name
+        if name and name not in self.names and name not in self.adapters:
             raise NotFoundError(f"The model `{name}` does not exist.", "model")
-        return self.names[0]
+        return name if name in self.adapters else self.names[0]
 
     def params_of(self, call):
         return SamplingParams(**{"max_tokens": call.default_max_tokens, "temperature": 1.0, **call.sampling})
@@ -155,7 +188,11 @@ class FakeServing:
         self.check_model(call.model)
         return list(range(self.num_tokens))
 
-    async def detokenize(self, ids, client):
+    async def tokenizer_of(self, name, client):
+        return self.engine.model.tokenizer
+
+    async def detokenize(self, ids, client, model):
+        self.check_model(model)
         if any(token >= len(self.script) for token in ids):
             raise UserError("tokens must be integers of the vocabulary.", "tokens")
         return "".join(self.script[token] for token in ids)

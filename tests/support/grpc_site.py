@@ -26,11 +26,13 @@ from jaxllm.scheduler.state import Cleared, Removed, Stored
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm_server.grpc.server import GrpcServer, start_grpc
 from jaxllm_server.shared import pool_stream
+from jaxllm_server.shared.adapters import ServedAdapters
 from jaxllm_server.shared.auth import Keys
 from jaxllm_server.shared.calls import Call, Chunk, Part, PromptInfo, Timing, Usage
 from jaxllm_server.shared.client_quota import Shares
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
+from tests.support.fake_serving import FakeStore
 
 Result = TypeVar("Result")
 SOON = 3.0  # seconds, for what happens in milliseconds
@@ -52,12 +54,15 @@ class ScriptedServing:
         self.num_open = 0
         self.askers: list[str] = []  # who asked for room
         self.started = asyncio.Event()
-        self.engine: Any = FakeEngine()
+        self.engine: Any = FakeEngine(has_adapters=options.lora_root is not None)
+        self.adapters = ServedAdapters(self.engine, options, self.names)
 
     def check_room(self, client: str) -> None:
         self.askers.append(client)
 
-    def check_model(self, name: str) -> str:
+    def check_model(self, name: str, adapter: str = "") -> str:
+        if adapter or name in self.adapters:
+            return self.adapters.find(adapter or name).name
         if name and name not in self.names:
             raise errors.NotFoundError(f"The model `{name}` does not exist.", "model")
         return self.names[0]
@@ -90,7 +95,7 @@ class ScriptedServing:
         self.calls.append(call)
         return list(range(len(call.prompt or call.messages or ())))
 
-    async def detokenize(self, ids: list[int], client: str) -> str:
+    async def detokenize(self, ids: list[int], client: str, model: str) -> str:
         return " ".join(map(str, ids))
 
     async def closed(self) -> None:
@@ -103,12 +108,13 @@ class ScriptedServing:
 class FakeEngine:
     """What the services ask of an `AsyncLLM`."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_adapters: bool) -> None:
         self.state = "serving"
+        self.engine = FakeStore()
         self.aborted: list[str] = []
         self.paused: tuple[str, bool] | None = None
         self.max_queued_requests = None
-        self.config = SimpleNamespace(tensor_parallel_size=2)
+        self.config = SimpleNamespace(tensor_parallel_size=2, enable_lora=has_adapters)
         self._model = ModelInfo(
             tokenizer=cast(Any, SimpleNamespace(has_chat_template=True)),
             generation_config={},
@@ -132,6 +138,12 @@ class FakeEngine:
 
     def get_load(self) -> Load:
         return Load(1, 2, 3, 4, 99, 8, 50.0, 0.25, 0.5)
+
+    async def check_health(self) -> None:
+        pass
+
+    async def off_loop(self, function: Any, *arguments: Any, client: str | None) -> Any:
+        return function(*arguments)
 
     async def abort(self, ids: Any) -> None:
         self.aborted += ids

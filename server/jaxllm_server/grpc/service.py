@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from google.protobuf.message import Message
@@ -22,7 +22,6 @@ from grpc.aio import ServicerContext
 from jaxllm.errors import (
     DeadlineError,
     EngineError,
-    FeatureDisabledError,
     RequestIdInUseError,
     SlowConsumerError,
     UserError,
@@ -45,8 +44,8 @@ Item = TypeVar("Item")
 REQUEST_ID = "x-request-id"
 _LEAST_REMAINING = 0.001  # seconds before its deadline at which a call can still be answered
 _MAX_METADATA_CHARS = 256
-_NO_ADAPTERS = "This server has no adapters: jaxllm cannot load any yet."
-_API_REVISION = 3  # counts the additions to jaxllm.v1
+_API_REVISION = 4  # counts the additions to jaxllm.v1
+_ADAPTER_FIELDS = {"lora_name": "name", "lora_path": "source"}
 _PAUSE_MODES: Mapping[int, PauseMode] = {
     control_pb2.PAUSE_MODE_UNSPECIFIED: "abort",
     control_pb2.PAUSE_MODE_ABORT: "abort",
@@ -141,7 +140,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Turn token ids into text."""
         ids = messages.detokenize_ids_of(request)
         self._serving.check_model(request.model)
-        text = await self._serving.detokenize(ids, self._client_of(context))
+        text = await self._serving.detokenize(ids, self._client_of(context), request.model)
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
@@ -168,7 +167,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             model.default_stop.CopyFrom(replies.default_stop_of(params, most))
         else:
             model.pooling.CopyFrom(replies.pooling_of(pooler, engine.model.pooled_size))
-        return inference_pb2.ListModelsResponse(models=[model])
+        return inference_pb2.ListModelsResponse(models=[model, *self._adapters(model)])
+
+    def _adapters(self, parent: inference_pb2.Model) -> Iterator[inference_pb2.Model]:
+        """Describe each adapter: its model, less the names, but for what its tokenizer changes."""
+        for served in self._serving.adapters:
+            known = self._serving.adapters.known(served)
+            if known is None:
+                continue
+            model = inference_pb2.Model()
+            model.CopyFrom(parent)
+            model.name, model.parent = served.name, parent.name
+            del model.aliases[:], model.eos_token_ids[:]
+            model.eos_token_ids.extend(sorted(known.eos_ids))
+            model.has_chat = self._serving.options.chat_template is not None or known.has_chat_template
+            yield model
 
     def _begin(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext, *, stream: bool
@@ -178,7 +191,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         most = self._serving.options.max_json_depth
         call = messages.call_of(request, request_id, stream=stream, max_json_depth=most)
         call = replace(call, client=client)
-        model = self._serving.check_model(request.model)
+        model = self._serving.check_model(request.model, request.adapter)
         generate = self._serving.generate
         chunks = self._hinted(generate, call) if is_hint else generate(call)
         return chunks, replies.reply_of(request, model)
@@ -296,6 +309,9 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             generated_tokens_per_second=load.generated_tokens_per_second,
             prefix_hit_rate=load.prefix_hit_rate,
             step_time=replies.duration_of(load.step_seconds),
+            adapters=[served.name for served in self._serving.adapters],
+            running_adapters=load.running_adapters,
+            waiting_adapters=load.waiting_adapters,
             snapshot_time=_now(),
         )
 
@@ -337,17 +353,34 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             async for batch in batches:
                 await writer.write(replies.kv_events_of(batch))
 
-    async def LoadAdapter(self, request: control_pb2.LoadAdapterRequest, context: ServicerContext) -> NoReturn:
-        """Refuse: adapters are not built yet."""
-        raise FeatureDisabledError(_NO_ADAPTERS)
+    async def LoadAdapter(
+        self, request: control_pb2.LoadAdapterRequest, context: ServicerContext
+    ) -> control_pb2.LoadAdapterResponse:
+        """Load an adapter under a name."""
+        with _by_fields():
+            await self._serving.adapters.load(request.name, request.source, in_place=request.load_inplace)
+        return control_pb2.LoadAdapterResponse()
 
-    async def UnloadAdapter(self, request: control_pb2.UnloadAdapterRequest, context: ServicerContext) -> NoReturn:
-        """Refuse: adapters are not built yet."""
-        raise FeatureDisabledError(_NO_ADAPTERS)
+    async def UnloadAdapter(
+        self, request: control_pb2.UnloadAdapterRequest, context: ServicerContext
+    ) -> control_pb2.UnloadAdapterResponse:
+        """Take an adapter away."""
+        with _by_fields():
+            self._serving.adapters.unload(request.name)
+        return control_pb2.UnloadAdapterResponse()
 
-    async def ListAdapters(self, request: control_pb2.ListAdaptersRequest, context: ServicerContext) -> NoReturn:
-        """Refuse: adapters are not built yet."""
-        raise FeatureDisabledError(_NO_ADAPTERS)
+    async def ListAdapters(
+        self, request: control_pb2.ListAdaptersRequest, context: ServicerContext
+    ) -> control_pb2.ListAdaptersResponse:
+        """Name the adapters."""
+        adapters = self._serving.adapters
+        found = [(served, adapters.known(served)) for served in adapters]
+        return control_pb2.ListAdaptersResponse(
+            adapters=[
+                control_pb2.Adapter(name=served.name, source=served.source, rank=0 if known is None else known.rank)
+                for served, known in found
+            ]
+        )
 
 
 class Writer:
@@ -397,6 +430,16 @@ class Writer:
         else:
             self._is_stalled = True
             self._task.cancel()
+
+
+@contextmanager
+def _by_fields() -> Iterator[None]:
+    """Have errors about adapters name the fields of these calls."""
+    try:
+        yield
+    except UserError as error:
+        error.parameter = _ADAPTER_FIELDS.get(error.parameter or "", error.parameter)
+        raise
 
 
 def first(metadata: Any, key: str) -> str | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,6 +37,7 @@ from jaxllm_server.http.guard import CLIENT, Bodies, Guard, is_request_id, reque
 from jaxllm_server.http.protocol import transport_of
 from jaxllm_server.http.sse import dumps
 from jaxllm_server.observability.tracing import Tracer
+from jaxllm_server.openai.adapters import load_request_of, unload_request_of
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.messages import Body, Reply, model_card, model_list
@@ -91,6 +92,8 @@ class Endpoints:
             "/v1/chat/completions": self.chat,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
+            "/v1/load_lora_adapter": self.load_adapter,
+            "/v1/unload_lora_adapter": self.unload_adapter,
             **{path: self._pooling(reply) for path, reply in REPLIES.items()},
         }
         gets: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
@@ -111,13 +114,12 @@ class Endpoints:
         """Continue one or more prompts."""
         self._serving.check_room(request.scope[CLIENT], pools=False)
         reply = CompletionReply(await self._body(request), self._options, _own_request_id(request))
+        client, model = request.scope[CLIENT], reply.calls[0].model
 
         async def read_prompts() -> None:
             for prompt in reply.echo_of:
                 is_text = isinstance(prompt, str)
-                reply.prompt_texts.append(
-                    prompt if is_text else await self._serving.detokenize(prompt, request.scope[CLIENT])
-                )
+                reply.prompt_texts.append(prompt if is_text else await self._serving.detokenize(prompt, client, model))
 
         return self._text_answer(request, reply, read_prompts)
 
@@ -144,33 +146,50 @@ class Endpoints:
         call, wants_pieces = tokenize_call_of(await self._body(request))
         client = request.scope[CLIENT]
         ids = await while_connected(request.receive, self._serving.tokenize(replace(call, client=client)))
-        engine = self._serving.engine
+        tokenizer = await self._serving.tokenizer_of(call.model, client) if wants_pieces else None
 
         def write() -> Response:
-            pieces = [engine.model.tokenizer.token(token_id) for token_id in ids] if wants_pieces else None
-            return _json(tokens_response(ids, engine.model.max_model_len, pieces))
+            pieces = None if tokenizer is None else [tokenizer.token(token_id) for token_id in ids]
+            return _json(tokens_response(ids, self._serving.engine.model.max_model_len, pieces))
 
         return await self._run(write, len(ids) > _MANY_TOKENS, client)
 
     async def detokenize(self, request: Request) -> ASGIApp:
         """Turn token ids into text."""
         model, ids = detokenize_request_of(await self._body(request))
-        self._serving.check_model(model)
-        return _json({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT])})
+        return _json({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT], model)})
+
+    async def load_adapter(self, request: Request) -> ASGIApp:
+        """Load an adapter under a name."""
+        name, path, in_place = load_request_of(await self._body(request))
+        await self._serving.adapters.load(name, path, in_place=in_place, client=request.scope[CLIENT])
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> ASGIApp:
+        """Take an adapter away."""
+        name = unload_request_of(await self._body(request))
+        self._serving.adapters.unload(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def models(self, request: Request) -> ASGIApp:
-        """List the names that the model goes by."""
-        serving = self._serving
-        return _json(model_list(serving.names, serving.root, self._since, serving.engine.model.max_model_len))
+        """List the names that the model goes by, and its adapters."""
+        names = (*self._serving.names, *(served.name for served in self._serving.adapters))
+        return _json(model_list([self._card(name) for name in names]))
 
     async def model(self, request: Request) -> ASGIApp:
         """Describe one name."""
         asked = request.path_params["model"]
         if not asked:  # "" would be the served one
             raise nothing_at(request.scope["path"])
-        serving = self._serving
-        serving.check_model(asked)
-        return _json(model_card(asked, serving.root, self._since, serving.engine.model.max_model_len))
+        self._serving.check_model(asked)
+        return _json(self._card(asked))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        """Describe a served name."""
+        serving, length = self._serving, self._serving.engine.model.max_model_len
+        if name in serving.adapters:
+            return model_card(name, serving.adapters.find(name).source, self._since, length, serving.names[0])
+        return model_card(name, serving.root, self._since, length)
 
     async def health(self, request: Request) -> ASGIApp:
         """Say whether there is an engine. Fails while the model is being loaded: vLLM's clients wait for this one."""

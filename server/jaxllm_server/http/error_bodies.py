@@ -34,7 +34,6 @@ _UNSERVED: Mapping[str, str] = {
     "moderations": "jaxllm has no models that judge texts; /classify asks a classifier.",
     "responses": "the Responses API is not built into jaxllm yet; use /v1/chat/completions.",
     "messages": "Anthropic's API is not built into jaxllm yet; use /v1/chat/completions.",
-    **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), "adapters are not built into jaxllm yet."),
     **dict.fromkeys(
         ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
     ),

@@ -9,12 +9,13 @@ event loop; knows no route and no RPC but by name.
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import psutil
 from google.rpc import code_pb2
@@ -29,6 +30,9 @@ from jaxllm.metrics import Load, Metrics, StepReport
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.v1 import control_pb2, inference_pb2
+
+if TYPE_CHECKING:
+    from jaxllm_server.shared.adapters import ServedAdapters
 
 OTHER = "other"  # the label of everything that is in no closed set
 HTTP_ROUTES = (
@@ -46,6 +50,8 @@ HTTP_ROUTES = (
     "/v1/models/{model}",
     "/tokenize",
     "/detokenize",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
     "/health",
     "/live",
     "/ready",
@@ -120,6 +126,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
     ("steps", "Engine steps.", lambda own: own.steps),
     ("computed_tokens", "Rows of programs that were tokens of requests.", lambda own: own.computed_tokens),
     ("padded_tokens", "Rows of programs, padding included.", lambda own: own.padded_tokens),
+    ("adapter_loads", "Adapters put on the devices.", lambda own: own.adapter_loads),
     ("recoveries", "Steps that failed and took the cache with them.", lambda own: own.recoveries),
     ("programs_compiled", "Programs compiled ahead of time.", lambda own: own.programs_compiled),
     ("programs_failed", "Failed tries to compile a program in the background.", lambda own: own.programs_failed),
@@ -167,8 +174,9 @@ class PrometheusObserver(Collector):
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
-    def __init__(self, engine: AsyncLLM, model_name: str) -> None:
+    def __init__(self, engine: AsyncLLM, model_name: str, adapters: ServedAdapters) -> None:
         self._engine = engine
+        self._adapters = adapters
         self._labels = {"model_name": model_name, "engine": "0"}
         self._histograms = {name: Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
         self._handled: dict[tuple[str, str, str], int] = {}  # by protocol, route and code
@@ -263,6 +271,8 @@ class PrometheusObserver(Collector):
             yield self._gauge(name, documentation, [({}, read(load))])
         reasons = [({"finished_reason": reason}, metrics.finished.get(reason, 0)) for reason in get_args(FinishReason)]
         yield self._counter("request_success", "Outputs that have ended, by the reason.", reasons)
+        if self._engine.config.enable_lora:
+            yield from self._adapter_families(load)
         states = [({"state": state}, float(state == self._engine.state)) for state in get_args(EngineState)]
         yield self._gauge("engine_state", "1 for what the engine is doing.", states)
         config = self._engine.config
@@ -277,6 +287,21 @@ class PrometheusObserver(Collector):
         }
         labels = {name: str(value) for name, value in facts.items()}
         yield self._gauge("cache_config_info", "How the KV cache is set up.", [(labels, 1.0)])
+
+    def _adapter_families(self, load: Load) -> Iterator[Metric]:
+        """Report which adapters requests have; a router reads the names out of the labels, of the newest sample."""
+        labels = {
+            "max_lora": str(self._engine.config.max_loras),
+            "running_lora_adapters": ",".join(load.running_adapters),
+            "waiting_lora_adapters": ",".join(load.waiting_adapters),
+        }
+        text = "Adapters of the requests that run and that wait; the value is the time."
+        yield self._gauge("lora_requests_info", text, [(labels, time.time())])
+        counts = {served.name: served.num_finished for served in self._adapters}
+        counts[OTHER] = counts.get(OTHER, 0) + self._adapters.num_finished_others
+        samples = [({"lora_name": name}, count) for name, count in counts.items()]
+        text = "Requests that ended with an adapter; other: with one that is no longer loaded."
+        yield self._counter("lora_requests_finished", text, samples)
 
     def _histogram_families(self) -> Iterator[Metric]:
         try:

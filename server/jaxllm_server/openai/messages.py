@@ -318,11 +318,12 @@ def error_body_of(error: BaseException) -> dict[str, dict[str, Any]]:
     return error_body(message_of(error), row.kind, parameter, row.reason)
 
 
-def model_card(name: str, root: str, created: int, max_model_len: int) -> dict[str, Any]:
+def model_card(name: str, root: str, created: int, max_model_len: int, parent: str | None = None) -> dict[str, Any]:
     """Return what the API says about a served name.
 
     `root` is the model as the server was started with it, as vLLM has it: a client on the same machine finds the
-    tokenizer there. `created` is in seconds since 1970.
+    tokenizer there. Of an adapter it is where that was loaded from, and `parent` the model's name. `created` is in
+    seconds since 1970.
     """
     return {
         "id": name,
@@ -330,12 +331,12 @@ def model_card(name: str, root: str, created: int, max_model_len: int) -> dict[s
         "created": created,
         "owned_by": "jaxllm",
         "root": root,
-        "parent": None,
+        "parent": parent,
         "max_model_len": max_model_len,
         "permission": [],
     }
 
 
-def model_list(names: Sequence[str], root: str, created: int, max_model_len: int) -> dict[str, Any]:
+def model_list(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the cards of all served names."""
-    return {"object": "list", "data": [model_card(name, root, created, max_model_len) for name in names]}
+    return {"object": "list", "data": cards}

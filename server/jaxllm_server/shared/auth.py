@@ -1,8 +1,8 @@
 """Who may call: API keys, compared in constant time. Knows neither protocol: both hand in the Authorization header.
 
-With no keys at all every call is open. What shows or ends the work of all (gRPC's control service, /load and /metrics
-over HTTP) needs an admin key where there are any, and where there are several API keys. An admin key also opens what
-an API key opens.
+With no keys at all every call is open. What shows or ends the work of all (gRPC's control service; over HTTP /load,
+/metrics, and what loads and unloads adapters) needs an admin key where there are any, and where there are several API
+keys. An admin key also opens what an API key opens.
 """
 
 from __future__ import annotations

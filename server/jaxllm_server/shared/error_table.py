@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jaxllm.errors import (
+    AdapterNotFoundError,
     ContextLengthError,
     DeadlineError,
     DrainingError,
@@ -54,6 +55,7 @@ class Row(NamedTuple):
 _ROWS: tuple[tuple[type[BaseException], Row], ...] = (
     (UnsupportedError, Row("INVALID_ARGUMENT", "UNSUPPORTED_PARAMETER", 400, "invalid_request_error")),
     (ContextLengthError, Row("INVALID_ARGUMENT", "CONTEXT_LENGTH_EXCEEDED", 400, "invalid_request_error")),
+    (AdapterNotFoundError, Row("NOT_FOUND", "ADAPTER_NOT_FOUND", 404, "not_found")),
     (NotFoundError, Row("NOT_FOUND", "MODEL_NOT_FOUND", 404, "not_found")),
     (FeatureDisabledError, Row("FAILED_PRECONDITION", "FEATURE_DISABLED", 400, "invalid_request_error")),
     (RequestIdInUseError, Row("ALREADY_EXISTS", "REQUEST_ID_IN_USE", 409, "invalid_request_error")),

@@ -34,6 +34,16 @@ class ServerOptions:
     served_model_name: tuple[str, ...] = setting(
         (), "name that clients may use; may be repeated; answers give the first (default: the model's)"
     )
+    lora_modules: tuple[str, ...] = setting(
+        (),
+        "LoRA adapters to begin with, each under the name of a model of its own: NAME=PATH, or "
+        '{"name": NAME, "path": PATH}; needs --enable-lora',
+        "MODULE",
+        takes_several=True,
+    )
+    lora_root: str | None = setting(
+        None, "folder below which adapters may be loaded while the server runs; without it none are", "DIR"
+    )
     chat_template: str | None = setting(None, "file that replaces the model's own template", "FILE")
     default_chat_template_kwargs: str | None = setting(None, "JSON object: variables of every chat template", "JSON")
     response_role: str = setting("assistant", "role of the answers to a chat")
@@ -57,8 +67,9 @@ class ServerOptions:
     )
     admin_api_key: tuple[str, ...] = setting(
         (),
-        "key for what shows or ends the work of all: /metrics (Prometheus has to send it) and /load over HTTP, gRPC's "
-        "control service; may be repeated; without any, these open with an only --api-key, not with several",
+        "key for what shows or ends the work of all: /metrics (Prometheus has to send it), /load and the routes of "
+        "adapters over HTTP, gRPC's control service; may be repeated; without any, these open with an only --api-key, "
+        "not with several",
         "KEY",
     )
     ssl_keyfile: str | None = setting(None, "private key, for TLS on both front ends", "FILE")
@@ -142,6 +153,8 @@ class ServerOptions:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise UserError(f"{name}: there is no file {path}.", name)
+        if self.lora_root is not None and not Path(self.lora_root).is_dir():
+            raise UserError(f"lora_root: there is no folder {self.lora_root}.", "lora_root")
         if self.most_receiving_bytes < self.max_body_bytes:
             raise UserError("max_receiving_bytes must be at least max_body_bytes.", "max_receiving_bytes")
         if self.max_request_id_chars < 40:  # what the server makes up itself has to fit

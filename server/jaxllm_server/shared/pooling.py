@@ -146,7 +146,7 @@ async def _outputs(
         if texts is not None:
             own = *texts, most
             is_long = sum(map(len, texts)) > LONG_TEXT
-            prompt |= (await serving.off_loop(call, model.pair, *own)) if is_long else model.pair(*own)
+            prompt |= (await serving.off_loop(call.client, model.pair, *own)) if is_long else model.pair(*own)
         while True:
             try:
                 outputs = engine.encode(
@@ -185,7 +185,7 @@ async def _outputs(
             if num_units <= LONG_TEXT:
                 prompts = _prompts(items, call, model, most)
             else:
-                prompts = await serving.off_loop(call, _prompts, items, call, model, most)
+                prompts = await serving.off_loop(call.client, _prompts, items, call, model, most)
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
         if serving.options.enable_log_requests:
             _log.info("request %s: %s, %d prompts of %d tokens", request_id, params.task, len(items), num_tokens)

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from jaxllm.embedded import SHIPPED
+from jaxllm.engine.adapters import Adapter
 from jaxllm.engine.async_llm import LONG_TEXT, AsyncLLM
 from jaxllm.engine.input_processor import text_to_encode
-from jaxllm.errors import FeatureDisabledError, NotFoundError, UserError, late, too_long
+from jaxllm.engine.model_info import ModelInfo
+from jaxllm.errors import FeatureDisabledError, NotFoundError, RequestFailedError, UserError, late, too_long
 from jaxllm.outputs import RequestMetrics, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.tokenizer import Tokenizer
@@ -31,6 +33,7 @@ from jaxllm_server.parsers.forced_calls import NamedCall, RequiredCalls
 from jaxllm_server.parsers.reasoning import REASONING_PARSERS, ReasoningParser
 from jaxllm_server.parsers.tool_parsers import TOOL_PARSERS, ToolCallDelta, ToolParser
 from jaxllm_server.shared import pool_stream, pooling
+from jaxllm_server.shared.adapters import Served, ServedAdapters
 from jaxllm_server.shared.calls import Call, Chunk, Finish, NamedTool, Part, PromptInfo, Timing, Usage, is_forced
 from jaxllm_server.shared.chat_checks import (
     check_messages,
@@ -63,6 +66,7 @@ class Serving:
         shipped = {path: name for name, path in SHIPPED.items()}
         self.root = shipped.get(Path(engine.config.model), engine.config.model)
         self.names = options.served_model_name or (_model_name(self.root),)
+        self.adapters = ServedAdapters(engine, options, self.names)
         self._template_kwargs = template_kwargs(options)
         self.shares = Shares(options.max_sequences_per_client)
         self.pool_shares = FairShares()
@@ -76,11 +80,23 @@ class Serving:
             if chosen is not None and chosen not in known:
                 raise UserError(f"{name} must be one of {', '.join(sorted(known))}, got {chosen!r}.", name)
 
-    def check_model(self, name: str) -> str:
-        """Return the name that answers give, the first one as vLLM's do; one that is not served is a NotFoundError."""
-        if name and name not in self.names:
-            raise NotFoundError(f"The model `{name[:128]}` does not exist; `{self.names[0]}` is served here.", "model")
-        return self.names[0]
+    def check_model(self, name: str, adapter: str = "") -> str:
+        """Return the name that answers give: the adapter's, else the model's first one as vLLM's do.
+
+        What is not served is a NotFoundError.
+        """
+        served = self._served(name, adapter)
+        return self.names[0] if served is None else served.name
+
+    def _served(self, model: str, adapter: str = "") -> Served | None:
+        """Return the adapter that a request asks for, as its model or by a field of its own."""
+        if model in self.adapters:
+            if adapter and adapter != model:
+                raise UserError("model names one adapter and adapter another.", "adapter")
+            return self.adapters.find(model)
+        if model and model not in self.names:
+            raise NotFoundError(f"The model `{model[:128]}` does not exist; `{self.names[0]}` is served here.", "model")
+        return self.adapters.find(adapter) if adapter else None
 
     def check_room(self, client: str, pools: bool | None = None) -> None:
         """Refuse what no request of a client could pass now, or ever; asked before anything of one is read.
@@ -119,9 +135,7 @@ class Serving:
 
     async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
         """Answer a call, in one chunk or as it comes. To close the iterator aborts the request."""
-        self.check_model(call.model)
-        if call.adapter:
-            raise FeatureDisabledError("Adapters are not built into jaxllm yet.", "adapter")
+        served = self._served(call.model, call.adapter)
         self.check_text("request_id", call.request_id)
         self.check_text("cache_salt", call.cache_salt)
         arrival = time.monotonic()
@@ -129,11 +143,13 @@ class Serving:
         pooling.check_kind(self.engine.model, self.names[0], pools=False)
         params = self.params_of(call)
         self._check_splitting(call, params)
-        with self.shares.place(call.client, params.n):
+        with self.adapters.using(served), self.shares.place(call.client, params.n):
             with self.engine.preparing(params.n):
-                prompt = await self.prompt_of(call, params)
+                adapter = await self._adapter(served, call.client)
+                model = self.engine.model if adapter is None else adapter.language.model
+                prompt = await self.prompt_of(call, params, model)
             self._check_length(call, params, prompt)
-            reader = self._reader(call, params, prompt.get("prompt") or "")
+            reader = self._reader(call, params, prompt.get("prompt") or "", model.tokenizer)
             if reader.shows_markers:
                 params = replace(params, skip_special_tokens=False)
             if reader.may_reason and params.structured_outputs is not None:
@@ -151,17 +167,21 @@ class Serving:
                 timeout=self.options.request_timeout or None,
                 arrival=arrival,
                 name=f"{request_id} ({call.client_id})" if call.client_id else None,
+                lora_request=None if served is None else served.request,
             )
             if self.options.enable_log_requests:
-                num_prompt = len(prompt["prompt_token_ids"])
-                _log.info("request %s: %d prompt tokens, %s", request_id, num_prompt, given_of(params))
+                num_prompt, own = len(prompt["prompt_token_ids"]), "" if served is None else f"adapter {served.name}, "
+                _log.info("request %s: %s%d prompt tokens, %s", request_id, own, num_prompt, given_of(params))
             with blaming_tools(call):
                 async with aclosing(outputs):
                     async for output in outputs:
                         chunk = reader.read(output)
                         if chunk.is_last:
                             counts = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
-                            facts = request_attributes(request_id, self.names[0], params, output.metrics, *counts)
+                            name = self.names[0] if served is None else served.name
+                            facts = request_attributes(request_id, name, params, output.metrics, *counts)
+                            if served is not None:
+                                self.adapters.note_finished(served)
                             current_span().set(facts, name=REQUEST_SPAN)
                         yield chunk
 
@@ -182,12 +202,15 @@ class Serving:
         model = self.engine.model
         return ("generate",) if model.pooler is None else pooling.tasks_of(model)
 
-    async def prompt_of(self, call: Call, params: SamplingParams | None = None) -> dict[str, Any]:
+    async def prompt_of(
+        self, call: Call, params: SamplingParams | None = None, model: ModelInfo | None = None
+    ) -> dict[str, Any]:
         """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt.
 
-        What cannot fit into the context is refused before it is tokenized, or cut where `params` say so.
+        What cannot fit into the context is refused before it is tokenized, or cut where `params` say so. `model` is
+        the model as the call's adapter has it.
         """
-        tokenizer = self.engine.model.tokenizer
+        tokenizer = (self.engine.model if model is None else model).tokenizer
         salt = self.salt_of(call)
         if (call.prompt is None) == (call.messages is None):
             raise UserError("A request has either a prompt or messages.", "prompt")
@@ -201,7 +224,7 @@ class Serving:
             # Templates may leave words out, old reasoning for one: what is far too long is no conversation.
             most = LEFT_OUT * longest + 4096
             check_messages(call.messages, longest, most)
-            text, ids = await self.off_loop(call, self._encode_chat, call, most)
+            text, ids = await self.off_loop(call.client, self._encode_chat, call, most, tokenizer)
             return {"prompt": text, "prompt_token_ids": ids, **salt}
         if not isinstance(call.prompt, str):
             return {"prompt_token_ids": call.prompt, **salt}
@@ -210,16 +233,15 @@ class Serving:
         if len(text) <= LONG_TEXT:
             ids = tokenizer.encode(text, add)
         else:
-            ids = await self.off_loop(call, tokenizer.encode, text, add)
+            ids = await self.off_loop(call.client, tokenizer.encode, text, add)
         return {"prompt": text, "prompt_token_ids": ids, **salt}
 
-    def _encode_chat(self, call: Call, most: int) -> tuple[str, list[int]]:
+    def _encode_chat(self, call: Call, most: int, tokenizer: Tokenizer) -> tuple[str, list[int]]:
         """Write out a conversation of `most` tokens, and return its token ids as well; slow.
 
         A template may show any of its texts, and what none shows is copied and searched for special tokens all the
         same: an ignored key of 1,300,000 empty lists took 16 s.
         """
-        tokenizer = self.engine.model.tokenizer
         tools = call.tools if call.tool_choice != "none" else None
         messages = with_parsed_arguments(call.messages or (), self.options.max_json_depth)
         tokenizer.check_length("".join(texts_of([messages, tools])), self.engine.model.max_model_len, most)
@@ -233,11 +255,27 @@ class Serving:
             add_special_tokens=bool(call.add_special_tokens),
         )
 
-    async def off_loop(self, call: Call | PoolCall, function: Callable[..., Item], *arguments: Any) -> Item:
-        """Run what makes a call's prompt beside the event loop; to wait for a thread takes from its time as well."""
+    async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
+        """Return a request's adapter, which is read again if it is not in the host's memory any more."""
+        if served is None:
+            return None
+        store = self.engine.engine.adapters
+        try:
+            return store.find(served.request) or await self.off_loop(client, store.get, served.request)
+        except UserError as error:  # it could be read once; its folder is not the client's business
+            _log.error("%s", error)
+            raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
+
+    async def _model_of(self, name: str, client: str) -> ModelInfo:
+        """Return the model as requests under a name see it."""
+        adapter = await self._adapter(self._served(name), client)
+        return self.engine.model if adapter is None else adapter.language.model
+
+    async def off_loop(self, client: str, function: Callable[..., Item], *arguments: Any) -> Item:
+        """Run what makes a client's prompt beside the event loop; to wait for a thread takes from its time as well."""
         try:
             async with asyncio.timeout(self.options.request_timeout or None):
-                return await self.engine.off_loop(function, *arguments, client=call.client)
+                return await self.engine.off_loop(function, *arguments, client=client)
         except TimeoutError as error:
             raise late(self.options.request_timeout) from error
 
@@ -258,17 +296,23 @@ class Serving:
         """Return the token ids of a call's prompt or messages."""
         self.check_model(call.model)
         await self.engine.check_health()
-        return list((await self.prompt_of(call))["prompt_token_ids"])
+        model = await self._model_of(call.model, call.client)
+        return list((await self.prompt_of(call, model=model))["prompt_token_ids"])
 
-    async def detokenize(self, ids: Sequence[int], client: str = "") -> str:
-        """Return the text of token ids that a client gave, special tokens included."""
+    async def tokenizer_of(self, name: str, client: str = "") -> Tokenizer:
+        """Return the tokenizer of a model, or of an adapter."""
         await self.engine.check_health()
+        return (await self._model_of(name, client)).tokenizer
+
+    async def detokenize(self, ids: Sequence[int], client: str = "", model: str = "") -> str:
+        """Return the text of token ids that a client gave, special tokens included."""
+        tokenizer = await self.tokenizer_of(model, client)
         vocab_size, longest = self.engine.model.vocab_size, self.engine.model.max_model_len
         if len(ids) > longest:
             raise UserError(f"tokens may hold at most {longest} ids, got {len(ids)}.", "tokens")
         if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size for token in ids):
             raise UserError(f"tokens must be integers from 0 to {vocab_size - 1}.", "tokens")
-        return await self.engine.off_loop(self.engine.model.tokenizer.decode, ids, False, client=client)
+        return await self.engine.off_loop(tokenizer.decode, ids, False, client=client)
 
     def _check_bounds(self, given: Mapping[str, Any]) -> None:
         """Refuse what is more than this server takes, before anything of that size is made."""
@@ -314,11 +358,11 @@ class Serving:
         if has_tools and not params.detokenize:
             raise UserError("Tool calls are read from the text: leave detokenize on.", "detokenize")
 
-    def _reader(self, call: Call, params: SamplingParams, prompt: str) -> _Reader:
+    def _reader(self, call: Call, params: SamplingParams, prompt: str, tokenizer: Tokenizer) -> _Reader:
         return _Reader(
             call,
             params,
-            self.engine.model.tokenizer,
+            tokenizer,
             self._tool_parser(call),
             self.options.reasoning_parser if call.messages is not None else None,
             prompt,

@@ -8,6 +8,7 @@ import functools
 import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,9 +17,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxllm import errors
+from jaxllm.engine.kv_events import BlockBatch
+from jaxllm.scheduler.state import Stored
 from jaxllm.v1 import control_pb2, control_pb2_grpc, types_pb2
 from jaxllm.v1 import inference_pb2 as pb
 from jaxllm.v1.inference_pb2_grpc import InferenceServiceStub
+from jaxllm_server.grpc.replies import kv_events_of
 from jaxllm_server.grpc.server import INFERENCE
 from jaxllm_server.grpc.service import InferenceService
 from jaxllm_server.shared.auth import Keys
@@ -170,10 +174,51 @@ async def test_the_control_service(run: Any) -> None:
         for call, request in (
             (stub.LoadAdapter, control_pb2.LoadAdapterRequest(name="a")),
             (stub.UnloadAdapter, control_pb2.UnloadAdapterRequest(name="a")),
-            (stub.ListAdapters, control_pb2.ListAdaptersRequest()),
         ):
             error = await error_of(call(request))
             assert (error.code(), reason_of(error)) == (grpc.StatusCode.FAILED_PRECONDITION, "FEATURE_DISABLED")
+        assert not (await stub.ListAdapters(control_pb2.ListAdaptersRequest())).adapters
+
+
+async def test_adapters(run: Any, tmp_path: Path) -> None:
+    for name in ("a", "bad"):
+        (tmp_path / name).mkdir()
+    async with site(lora_root=str(tmp_path)) as own, own.channel() as channel:
+        control, inference = control_pb2_grpc.ControlServiceStub(channel), InferenceServiceStub(channel)
+        await control.LoadAdapter(control_pb2.LoadAdapterRequest(name="poet", source="a"))
+        (adapter,) = (await control.ListAdapters(control_pb2.ListAdaptersRequest())).adapters
+        assert (adapter.name, adapter.source, adapter.rank) == ("poet", "a", 8)
+        assert (await control.GetLoad(control_pb2.GetLoadRequest())).adapters == ["poet"]
+        base, model = (await inference.ListModels(pb.ListModelsRequest())).models
+        assert (base.name, base.parent, model.name, model.parent) == ("m", "", "poet", "m")
+        assert not model.aliases and list(model.eos_token_ids) == [2] and model.has_chat
+        assert model.default_sampling == base.default_sampling and model.max_model_len == base.max_model_len
+        answers = [await inference.Generate(ask(**by)) for by in ({"adapter": "poet"}, {"model": "poet"}, {})]
+        assert [answer.model for answer in answers] == ["poet", "poet", "m"]
+        assert [(call.adapter, call.model) for call in own.serving.calls] == [("poet", ""), ("", "poet"), ("", "")]
+        await control.LoadAdapter(control_pb2.LoadAdapterRequest(name="poet", source="a", load_inplace=True))
+        for request, field in (
+            (control_pb2.LoadAdapterRequest(name="poet", source="a"), "name"),
+            (control_pb2.LoadAdapterRequest(name="x", source="bad"), "source"),
+            (control_pb2.LoadAdapterRequest(name="x"), "source"),
+        ):
+            error = await error_of(control.LoadAdapter(request))
+            assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert details_of(error)["BadRequest"].field_violations[0].field == field
+        await control.UnloadAdapter(control_pb2.UnloadAdapterRequest(name="poet"))
+        for call in (
+            control.UnloadAdapter(control_pb2.UnloadAdapterRequest(name="poet")),
+            control.LoadAdapter(control_pb2.LoadAdapterRequest(name="x", source="b")),
+            inference.Generate(ask(adapter="poet")),
+        ):
+            error = await error_of(call)
+            assert (error.code(), reason_of(error)) == (grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND")
+
+
+def test_kv_events_of_several_adapters_are_several_events() -> None:
+    stored = [Stored(bytes([own]) * 32, None, (own,), adapter) for own, adapter in enumerate([0, 0, 7, 7, 5])]
+    sent = kv_events_of(BlockBatch(1, 1.0, 4, tuple(stored), {7: "poet", 5: "bard"})).events
+    assert [(event.stored.adapter, len(event.stored.blocks)) for event in sent] == [("", 2), ("poet", 2), ("bard", 1)]
 
 
 async def test_kv_events(run: Any) -> None:

@@ -186,6 +186,45 @@ def test_models_and_tokens(server):
     assert server.http.post("/detokenize", json={"tokens": [1, 2]}).json() == {"prompt": " upon a"}
 
 
+def test_an_adapter_is_a_model_while_it_is_loaded(tmp_path):
+    for name in ("a", "bad"):
+        (tmp_path / name).mkdir()
+    serving = FakeServing(options=ServerOptions(lora_root=str(tmp_path)))
+    with http_server(serving) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}/v1") as http:
+
+        def ask(path, **body):
+            answer = http.post(path, json=body)
+            error = answer.json()["error"] if answer.status_code != 200 else {}
+            return answer.status_code, error.get("message", answer.text), error.get("param")
+
+        names = {"lora_name": "poet", "lora_path": "a"}
+        added = (200, "Success: LoRA adapter 'poet' added successfully.", None)
+        assert ask("/load_lora_adapter", **names) == added
+        cards = http.get("/models").json()["data"]
+        assert [(card["id"], card["root"], card["parent"]) for card in cards[1:]] == [
+            ("org/alias", "/models/fake", None),
+            ("poet", "a", "fake"),
+        ]
+        assert http.get("/models/poet").json() == cards[2]
+        for path in ("/completions", "/../tokenize", "/../detokenize", "/chat/completions"):
+            own = {"prompt": "a"} if "detok" not in path else {"tokens": [1]}
+            answer = http.post(path, json={"model": "poet", **(own if "chat" not in path else {"messages": MESSAGES})})
+            assert answer.json().get("model", "poet") == "poet" and answer.status_code == 200
+        assert ask("/load_lora_adapter", **names)[::2] == (400, "lora_name")
+        assert ask("/load_lora_adapter", **names, load_inplace=True) == added
+        assert ask("/load_lora_adapter", lora_name="x", lora_path="b")[::2] == (404, "lora_path")
+        assert ask("/load_lora_adapter", lora_name="x", lora_path="bad")[::2] == (400, "lora_path")
+        assert ask("/load_lora_adapter", lora_name="x", lora_path="..")[::2] == (400, "lora_path")
+        assert ask("/load_lora_adapter", lora_name=5)[::2] == (400, "lora_name")
+        assert ask("/load_lora_adapter", lora="x")[::2] == (400, "lora")
+        removed = (200, "Success: LoRA adapter 'poet' removed successfully.", None)
+        assert ask("/unload_lora_adapter", lora_name="poet", lora_int_id=1) == removed
+        gone = (404, "The lora adapter 'poet' cannot be found.", "lora_name")
+        assert ask("/unload_lora_adapter", lora_name="poet") == gone
+        assert ask("/completions", model="poet", prompt="a")[::2] == (404, "model")
+        assert [card["id"] for card in http.get("/models").json()["data"]] == ["fake", "org/alias"]
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -43,7 +44,7 @@ _HISTOGRAMS = {
 }
 _COUNTERS = (
     "prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens prompt_tokens_cached "
-    "forced_tokens "
+    "forced_tokens adapter_loads "
     "request_success programs_compiled compile_seconds compilations_after_ready recoveries padded_tokens "
     "computed_tokens steps requests_handled"
 ).split()
@@ -83,8 +84,14 @@ class _Engine:
         return None if self.state == "loading" else DeviceReport(4, 0, 9, memory)
 
 
+class _Adapters(list[Any]):
+    """A server's adapters."""
+
+    num_finished_others = 0
+
+
 def _observer(engine: _Engine | None = None) -> PrometheusObserver:
-    return PrometheusObserver(engine or _Engine(), "tiny")  # pyright: ignore[reportArgumentType]
+    return PrometheusObserver(engine or _Engine(), "tiny", _Adapters())  # pyright: ignore[reportArgumentType]
 
 
 def _samples(observer: PrometheusObserver) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -188,6 +195,23 @@ def test_a_scripted_run_is_counted_exactly() -> None:
     assert value("num_requests_running") == 3 and value("num_requests_waiting") == 5
     assert value("kv_cache_usage_perc") == 0.25
     assert value("programs_ready") == 4 and value("programs_possible") == 9
+
+
+def test_adapters_are_named_in_vllms_metric_and_their_requests_counted() -> None:
+    engine = _Engine(config=EngineConfig(model="m", enable_lora=True, max_loras=3))
+    engine.metrics.adapter_loads = 4
+    engine.load = Load(running_adapters=("a", "b"), waiting_adapters=("b",))
+    observer = _observer(engine)
+    observer._adapters = served = _Adapters(  # pyright: ignore[reportAttributeAccessIssue]
+        [SimpleNamespace(name=name, num_finished=count) for name, count in (("a", 5), ("other", 1))]
+    )
+    served.num_finished_others = 2
+    labels = {"max_lora": "3", "running_lora_adapters": "a,b", "waiting_lora_adapters": "b"}
+    assert _value(observer, "lora_requests_info", **labels) == pytest.approx(time.time(), abs=60)
+    assert _value(observer, "adapter_loads_total") == 4
+    found = {dict(own)["lora_name"]: n for (name, own), n in _samples(observer).items() if "requests_finished" in name}
+    assert found == {"a": 5, "other": 3}
+    assert not any("lora" in name for name, _ in _samples(_observer())), "nothing of them where there are none"
 
 
 def test_a_value_on_a_bound_belongs_to_its_bucket_and_all_values_to_the_last() -> None:

@@ -1,0 +1,22 @@
+"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, vLLM's endpoints: what their bodies ask for.
+
+Pure functions of their arguments. Knows no HTTP and no adapter.
+"""
+
+from __future__ import annotations
+
+from jaxllm_server.openai.messages import Body, flag, given, text
+
+_UNBUILT = {"is_3d_lora_weight": (False,)}
+
+
+def load_request_of(body: Body) -> tuple[str, str, bool]:
+    """Return an adapter's name and path, and whether it may replace one of that name; "" for what is missing."""
+    fields = given(body, frozenset({"lora_name", "lora_path", "load_inplace", *_UNBUILT}), _UNBUILT)
+    in_place = bool(flag(fields, "load_inplace", False))
+    return text(fields, "lora_name") or "", text(fields, "lora_path") or "", in_place
+
+
+def unload_request_of(body: Body) -> str:
+    """Return the name of the adapter that is to go; "" where it is missing. vLLM's `lora_int_id` names none there."""
+    return text(given(body, frozenset({"lora_name", "lora_int_id"}), {}), "lora_name") or ""
