@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxllm.engine.llm import LLM
     from jaxllm.engine.llm_engine import LLMEngine
     from jaxllm.errors import EngineError, UserError
+    from jaxllm.lora_request import LoRARequest
     from jaxllm.outputs import (
         ClassificationRequestOutput,
         CompletionOutput,
@@ -45,6 +46,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -71,6 +73,7 @@ _HOMES = {
     "LLMEngine": "engine.llm_engine",
     "UserError": "errors",
     "CompletionOutput": "outputs",
+    "LoRARequest": "lora_request",
     "Logprob": "outputs",
     "RequestOutput": "outputs",
     **dict.fromkeys(("ClassificationRequestOutput", "EmbeddingRequestOutput"), "outputs"),

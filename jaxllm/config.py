@@ -72,6 +72,12 @@ class EngineConfig:
     enable_kv_cache_events: bool = setting(
         False, "report which blocks enter and leave the prefix cache (StreamKvEvents)"
     )
+    enable_lora: bool = setting(False, "let requests have LoRA adapters of the model")
+    max_loras: int = setting(1, "adapters on the device, which the requests of one step can have")
+    max_lora_rank: int = setting(16, "the highest rank of an adapter; all take the memory of this one")
+    max_cpu_loras: int | None = setting(
+        None, "adapters that stay in the host's memory while no request has them (default: --max-loras)"
+    )
     max_logprobs: int = setting(
         20, "the most log-probabilities a request may ask for; -1: as many as the vocabulary has"
     )
@@ -118,6 +124,10 @@ class EngineConfig:
             object.__setattr__(self, name, tuple(value))
         if self.pooler_config is not None:
             _check_pooler_config(self.pooler_config)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise UserError(
+                f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}).", "max_cpu_loras"
+            )
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise UserError(f"gpu_memory_utilization must be in (0, 1], got {share!r}.", "gpu_memory_utilization")
@@ -207,7 +217,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "enable_lora": (False,),
     "enable_sleep_mode": (False,),
     "speculative_config": (None,),
     "cpu_offload_gb": (0,),
@@ -256,10 +265,14 @@ _RANGES: dict[str, tuple[int, int]] = {
     "tensor_parallel_size": (1, 1024),
     "kv_cache_memory_bytes": (1, 2**50),
     "num_kv_blocks": (1, 2**31 - 1),
+    "max_loras": (1, 64),
+    "max_lora_rank": (1, 1024),
+    "max_cpu_loras": (1, 2**20),
     "max_logprobs": (-1, 2**31 - 1),
 }
 _SWITCHES = (
     *("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "deterministic"),
-    "enable_kv_cache_events",
+    *("enable_kv_cache_events", "enable_lora"),
 )
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "num_kv_blocks"}
+_OPTIONAL |= {"max_cpu_loras"}

@@ -27,6 +27,7 @@ class Metrics:
     chunk_tokens: int = 0  # of prompts, computed in steps that have ended; those found in the cache are not
     generated_tokens: int = 0
     forced_tokens: int = 0  # of them, those that a grammar forced, which were not sampled
+    adapter_loads: int = 0  # adapters put on the devices
     preemptions: int = 0
     recoveries: int = 0  # steps that failed and took the cache with them
     finished: dict[str, int] = field(default_factory=dict)  # sequences by finish reason

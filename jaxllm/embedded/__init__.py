@@ -6,3 +6,5 @@ MODEL_DIR: Path = Path(__file__).resolve().parent / "model"
 EMBEDDER_DIR: Path = Path(__file__).resolve().parent / "embedder"
 # By the names under which the server reports them.
 SHIPPED: dict[str, Path] = {"jaxllm-embedded": MODEL_DIR, "jaxllm-embedder": EMBEDDER_DIR}
+# LoRA adapters of the model, by the names under which they can be asked for.
+ADAPTERS: dict[str, Path] = {}

@@ -39,6 +39,7 @@ from jaxllm.errors import (
     UserError,
     late,
 )
+from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import DeviceReport, Load, Metrics, Observer, StepReport
 from jaxllm.outputs import PoolingRequestOutput, RequestOutput, pooled_output
 from jaxllm.pooling_params import PoolingParams
@@ -95,7 +96,7 @@ class AsyncLLM:
         self._thread: EngineThread | None = None
         self._thread_type = thread_type
         self._inbox = Inbox()
-        self._blocks = BlockLog()
+        self._blocks = BlockLog(lambda number: self.engine.adapters.name_of(number))
         self._streams = StreamTable()
         self._started: asyncio.Future[None] | None = None
         self._death: asyncio.Future[BaseException] | None = None
@@ -192,6 +193,7 @@ class AsyncLLM:
         timeout: float | None = None,
         arrival: float | None = None,
         name: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a request's outputs, of the kind that its parameters name. To close the iterator aborts the request.
 
@@ -201,7 +203,7 @@ class AsyncLLM:
         Among the running requests of an `owner` an id must be unique. What is slow to prepare is shared out among
         `client`s, by their names.
         `arrival`, of the monotonic clock, is when the request came, if that was before this call;
-        `name` is its name in logs and recordings, if that is more than its id.
+        `name` is its name in logs and recordings, if that is more than its id. `lora_request` names its adapter.
         """
         arrival = self._clock() if arrival is None else arrival
         for limit, seconds in (("time_limit", time_limit), ("timeout", timeout)):
@@ -213,7 +215,9 @@ class AsyncLLM:
         if self._streams.has(request_id, owner):
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
         with self.preparing(1):
-            accepted = await self._accept(request_id, prompt, sampling_params, priority, client, timeout)
+            accepted = await self._accept(
+                request_id, prompt, sampling_params, priority, lora_request, client=client, timeout=timeout
+            )
         if self._streams.has(request_id, owner):
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
         self._check_serving()
@@ -329,6 +333,18 @@ class AsyncLLM:
         """Forget all cached prompts; False while requests run, because they hold some of the blocks."""
         return await self._call(lambda engine: engine.reset_prefix_cache())
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter ahead of the requests that name it; what is wrong with it is a UserError."""
+        return await self.off_loop(self.engine.add_lora, lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; whether it was known. Requests that have it end with it."""
+        return self.engine.remove_lora(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """Return the `lora_int_id` of adapters that were read and not removed."""
+        return self.engine.list_loras()
+
     async def start_profile(self, folder: str, num_steps: int) -> None:
         """Begin a trace of the next `num_steps` steps. Its path is logged; streams wait while it is written."""
         await self._call(lambda engine: engine.start_profile(folder, num_steps))
@@ -441,17 +457,22 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | PoolingParams | None,
         priority: int,
+        lora_request: LoRARequest | None,
+        *,
         client: str | None,
         timeout: float | None,
     ) -> Accepted:
-        """Check a request; a long text is tokenized, and a grammar compiled, off the event loop."""
+        """Check a request; off the event loop a long text is tokenized, a grammar compiled, and an adapter read."""
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
-        is_long = isinstance(text, str) and len(text) > LONG_TEXT
-        if not is_long and (not isinstance(params, SamplingParams) or params.structured_outputs is None):
-            return self.engine.accept(request_id, prompt, params, priority)
+        is_slow = isinstance(text, str) and len(text) > LONG_TEXT
+        is_slow |= isinstance(params, SamplingParams) and params.structured_outputs is not None
+        is_slow |= lora_request is not None and self.engine.adapters.find(lora_request) is None
+        given = request_id, prompt, params, priority, lora_request
+        if not is_slow:
+            return self.engine.accept(*given)
         try:
             async with asyncio.timeout(timeout):
-                return await self.off_loop(self.engine.accept, request_id, prompt, params, priority, client=client)
+                return await self.off_loop(self.engine.accept, *given, client=client)
         except TimeoutError as error:
             assert timeout is not None
             raise late(timeout) from error

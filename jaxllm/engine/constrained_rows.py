@@ -9,6 +9,7 @@ Letters: R rows of a plan, W words of a mask, V vocabulary.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -85,8 +86,14 @@ class ConstrainedRows:
         words, is_masked = np.zeros((num_rows, self._num_words), np.int32), np.zeros(num_rows, np.bool_)
         live = self._batch.is_constrained[plan.slots] & scheduler.is_live(state, plan)
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in live.nonzero()[0].tolist()}
-        wanted = [(own.constraint, row) for row, own in owners.items() if own.constraint is not None]
-        self._grammars.fill(wanted, words)
+        wanted: dict[Grammars, list[tuple[Constraint, int]]] = defaultdict(list)
+        for row, own in owners.items():
+            if own.constraint is not None:
+                adapter = own.group.adapter
+                grammars = self._grammars if adapter is None else adapter.language.grammars
+                wanted[grammars].append((own.constraint, row))
+        for grammars, some in wanted.items():
+            grammars.fill(some, words)
         stuck: Stuck = []
         for row, own in owners.items():
             is_masked[row] = True

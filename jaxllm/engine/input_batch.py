@@ -50,6 +50,7 @@ class InputBatch:
         self._variants = np.zeros(num_slots, np.int8)  # index into VARIANTS
         self._is_scored = np.zeros(num_slots, np.bool_)  # whether `scored` may list it
         self.is_constrained = np.zeros(num_slots, np.bool_)  # whether it obeys a grammar
+        self._adapters = np.zeros(num_slots, np.int64)  # number of its adapter, 0 without
 
     def place(self, slot: int, sequence: Sequence) -> None:
         """Put a sequence into a slot."""
@@ -60,6 +61,7 @@ class InputBatch:
         wants_prompt = sequence.index == 0 and sequence.group.num_prompt_logprobs is not None
         self._is_scored[slot] = wants_prompt or self._is_whole(sequence.params.logprobs)
         self.is_constrained[slot] = sequence.constraint is not None
+        self._adapters[slot] = 0 if sequence.group.adapter is None else sequence.group.adapter.number
         self.rows[slot] = sequence.row
 
     def owner(self, slot: int) -> Sequence:
@@ -83,6 +85,10 @@ class InputBatch:
             with blaming(sequence):
                 chunks.append(np.asarray(sequence.tokens[start : start + length], np.int32))
         return chunks
+
+    def adapters(self, plan: Plan) -> np.ndarray:
+        """Return the numbers of the adapters of a plan's rows, int64[R]."""
+        return self._adapters[plan.slots]
 
     def token_types(self, plan: Plan) -> list[np.ndarray | None]:
         """Return the types of the tokens of a plan's whole prompts, int32[·] each; None: zeros."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine import pooled_input, sequence
+from jaxllm.engine.adapters import Adapter, Language
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.prompts import Prompt, checked_ids, parts_of
 from jaxllm.engine.sequence import SequenceGroup
@@ -23,8 +24,9 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling import sampler
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, validate_for_model
 from jaxllm.scheduler import scheduler
+from jaxllm.scheduler.block_pool import content_root
 from jaxllm.scheduler.state import Limits, Request
-from jaxllm.structured_output.grammars import Grammar, Grammars
+from jaxllm.structured_output.grammars import Grammar
 from jaxllm.text import detokenizer
 from jaxllm.text.repetition_detector import RepetitionDetector
 from jaxllm.text.stop_strings import StopMatcher
@@ -47,6 +49,7 @@ class Accepted:
     salt: bytes
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences
     grammar: Grammar | None = None
+    adapter: Adapter | None = None
     pooling: PoolingParams | None = None  # of a prompt that is pooled; `params` mean nothing then
     token_types: tuple[int, ...] | None = None
     name: str  # for logs and recordings
@@ -63,24 +66,25 @@ class Accepted:
 class InputProcessor:
     """Turns requests into sequences for one engine. All but `accept` belong to the engine's thread."""
 
-    def __init__(
-        self, config: EngineConfig, model: ModelInfo, limits: Limits, extras: sampler.Extras, grammars: Grammars
-    ) -> None:
+    def __init__(self, config: EngineConfig, language: Language, limits: Limits, extras: sampler.Extras) -> None:
         self._config = config
-        self._grammars = grammars
-        self._model = model
+        self._language = language
+        self._model = language.model
         self._limits = limits
         self._extras = extras
         self._random = np.random.default_rng(config.seed % 2**64)
         self._num_sequences = 0
 
-    def accept(self, request_id: str, prompt: Prompt, params: Params | None, priority: int) -> Accepted:
+    def accept(
+        self, request_id: str, prompt: Prompt, params: Params | None, priority: int, adapter: Adapter | None = None
+    ) -> Accepted:
         """Check a request and make its token ids; a problem with it is a UserError. Any thread may call this.
 
         `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids" and perhaps "cache_salt"; of a
         model that pools perhaps with "token_type_ids".
         """
-        config, model = self._config, self._model
+        language = self._language if adapter is None else adapter.language
+        config, model = self._config, language.model
         pooled_input.check_kind(params, model, config.model)
         params = model.default_params if params is None else params
         if not isinstance(params, SamplingParams | PoolingParams):
@@ -112,7 +116,8 @@ class InputProcessor:
             priority=int(priority),
             salt=salt,
             bad_words=bad_words,
-            grammar=self._grammar(params),
+            grammar=self._grammar(params, language),
+            adapter=adapter,
             name=request_id,
         )
         scheduler.check_fits(self._limits, len(ids), accepted.limit(model.max_model_len))
@@ -135,7 +140,7 @@ class InputProcessor:
             name=request_id,
         )
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def _grammar(self, params: SamplingParams, language: Language) -> Grammar | None:
         """Compile what an output must look like, if anything is asked."""
         asked = params.structured_outputs
         if asked is None:
@@ -143,10 +148,10 @@ class InputProcessor:
         if self._config.skip_tokenizer_init:
             message = "structured_outputs needs the tokenizer, and skip_tokenizer_init left it out."
             raise UserError(message, "structured_outputs")
-        if not self._model.eos_ids:
+        if not language.model.eos_ids:
             message = "structured_outputs needs a token that ends an output, and this model has none."
             raise UserError(message, "structured_outputs")
-        return self._grammars.compile(asked)
+        return language.grammars.compile(asked)
 
     def make_group(self, accepted: Accepted, now: float) -> tuple[SequenceGroup, list[Request]]:
         """Make a request's sequences, and what the scheduler needs of each."""
@@ -158,14 +163,12 @@ class InputProcessor:
             prompt_token_ids=ids,
             metrics=RequestMetrics(arrival_time=now),
             kind=params.output_kind,
+            tokenizer=self._model_of(accepted.adapter).tokenizer,
+            adapter=accepted.adapter,
             num_prompt_logprobs=params.prompt_logprobs,
         )
-        salt: bytes | None = accepted.salt
-        if self._limits.whole_prompts:  # there is no cache
-            salt = None
-        elif not self._config.enable_prefix_caching:
-            # The n sequences of a prompt still share its blocks, under a salt that no other request has.
-            salt = f"{self._num_sequences}".encode() if params.n > 1 else None
+        digest = b"" if accepted.adapter is None else accepted.adapter.digest
+        root = self._root(accepted, digest)
         requests = []
         for index in range(params.n):
             own = self._make_sequence(group, index, params, accepted.grammar)
@@ -185,12 +188,22 @@ class InputProcessor:
                     limit=accepted.limit(self._model.max_model_len),
                     stop_ids=tuple(own.eos_ids) + tuple(set(params.stop_token_ids) - own.eos_ids),
                     priority=accepted.priority,
-                    salt=salt,
+                    adapter=0 if accepted.adapter is None else accepted.adapter.number,
+                    root=root,
                     reads_cache=reads_cache and not params.skip_reading_prefix_cache,
                     name=f"{accepted.name}[{index}]" if params.n > 1 else accepted.name,
                 )
             )
         return group, requests
+
+    def _root(self, accepted: Accepted, adapter_digest: bytes) -> bytes | None:
+        """Return what a request's blocks depend on beside its tokens; None if they are not to be shared."""
+        if self._limits.whole_prompts:  # there is no cache
+            return None
+        if self._config.enable_prefix_caching:
+            return content_root(accepted.salt, adapter_digest)
+        # The n sequences of a prompt still share its blocks, under a root that no other request has.
+        return content_root(f"{self._num_sequences}".encode()) if accepted.params.n > 1 else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
         """Choose the seeds of a request's sequences and pack their sampling parameters for the device.
@@ -216,21 +229,25 @@ class InputProcessor:
             )
             own.extras = extras.pack(params, accepted.bad_words)
 
+    def _model_of(self, adapter: Adapter | None) -> ModelInfo:
+        """Return the model as the requests of an adapter see it."""
+        return self._model if adapter is None else adapter.language.model
+
     def _make_sequence(
         self, group: SequenceGroup, index: int, params: SamplingParams, grammar: Grammar | None
     ) -> sequence.Sequence:
         self._num_sequences += 1
-        tokenizer, ids = self._model.tokenizer, group.prompt_token_ids
+        model, ids = self._model_of(group.adapter), group.prompt_token_ids
         return sequence.Sequence(
             sequence_id=self._num_sequences,
             group=group,
             index=index,
             params=params,
             # With `ignore_eos` a grammar's masks allow an end only where nothing else may follow.
-            eos_ids=frozenset() if params.ignore_eos and grammar is None else self._model.eos_ids,
+            eos_ids=frozenset() if params.ignore_eos and grammar is None else model.eos_ids,
             variant=sampler.needs(params),
             tokens=array("i", ids),
-            detokenizer=detokenizer.begin(tokenizer, ids, params.skip_special_tokens),
+            detokenizer=detokenizer.begin(model.tokenizer, ids, params.skip_special_tokens),
             matcher=StopMatcher.of(params.stop),
             repetition=RepetitionDetector(params.repetition_detection) if params.repetition_detection else None,
             constraint=None if grammar is None else grammar.begin(),

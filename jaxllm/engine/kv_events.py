@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import NamedTuple
 
 from jaxllm.errors import OutOfRangeError
-from jaxllm.scheduler.state import BlockEvent
+from jaxllm.scheduler.state import BlockEvent, Stored
 
 LOGGED_EVENTS = 100_000  # changes of the prefix cache that are kept for readers that come back: 25 MB
 
@@ -20,12 +20,15 @@ class BlockBatch(NamedTuple):
     time: float  # seconds since 1970
     block_size: int  # tokens of a block
     events: tuple[BlockEvent, ...]
+    adapters: Mapping[int, str] = {}  # names of those that the events number
 
 
 class BlockLog:
     """The last changes of the prefix cache, for any number of readers. Belongs to the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, name_of: Callable[[int], str]) -> None:
+        """`name_of` returns the name of an adapter, by its number."""
+        self._name_of = name_of
         self._batches: deque[BlockBatch] = deque()
         self._num_events = 0
         self._next = 0
@@ -34,7 +37,9 @@ class BlockLog:
 
     def append(self, time: float, block_size: int, events: tuple[BlockEvent, ...]) -> None:
         """Note a batch and wake the readers."""
-        self._batches.append(BlockBatch(self._next, time, block_size, events))
+        numbers = {event.adapter for event in events if isinstance(event, Stored) and event.adapter}
+        names = {number: self._name_of(number) for number in numbers}
+        self._batches.append(BlockBatch(self._next, time, block_size, events, names))
         self._next += 1
         self._num_events += len(events)
         while self._num_events > LOGGED_EVENTS and len(self._batches) > 1:

@@ -17,6 +17,7 @@ from jaxllm.engine.input_processor import Prompt
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.pooled_input import check_kind
 from jaxllm.errors import EngineError, UserError
+from jaxllm.lora_request import LoRARequest
 from jaxllm.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -95,11 +96,12 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; outputs stand in the order of the prompts.
 
-        A prompt is text, a list of token ids, or a mapping (see `LLMEngine.add_request`). Parameters are one for all
-        or one each; without them the model's own defaults hold. If one prompt is refused, none runs.
+        A prompt is text, a list of token ids, or a mapping (see `LLMEngine.add_request`). Parameters, and adapters, are
+        one for all or one each; without parameters the model's own defaults hold. If one prompt is refused, none runs.
         """
         items = _as_list(prompts)
         params = self._params_for(len(items), sampling_params)
@@ -109,7 +111,7 @@ class LLM:
             replace(own, output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(own, SamplingParams) else own
             for own in params
         ]
-        return self._complete(items, final, use_tqdm, priority)
+        return self._complete(items, final, use_tqdm, priority, adapters=_each(len(items), lora_request))
 
     def chat(
         self,
@@ -122,28 +124,33 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of them, through the model's chat template."""
+        """Answer a conversation, or each of a list of them, through the model's chat template, or its adapter's."""
         self._check_generates()
         if not messages:
             raise UserError("A conversation needs at least one message.", "messages")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        adapters = _each(len(conversations), lora_request)
         prompts = [
             self.chat_prompt(
                 conversation,
+                lora_request=adapter,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            for conversation in conversations
+            for conversation, adapter in zip(conversations, adapters, strict=True)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=adapters)
 
-    def chat_prompt(self, messages: Sequence[Message], **template_args: Any) -> dict[str, Any]:
+    def chat_prompt(
+        self, messages: Sequence[Message], *, lora_request: LoRARequest | None = None, **template_args: Any
+    ) -> dict[str, Any]:
         """Render a conversation into a prompt: its text and token ids; arguments as of `Tokenizer.encode_chat`."""
-        text, ids = self.engine.model.tokenizer.encode_chat(messages, **template_args)
+        text, ids = self.engine.model_of(lora_request).tokenizer.encode_chat(messages, **template_args)
         return {"prompt": text, "prompt_token_ids": ids}
 
     def embed(
@@ -226,9 +233,9 @@ class LLM:
                 raise EngineError(f"Prompt {index} failed: {output.outputs.stop_reason}.")
         return outputs
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer."""
-        return self.engine.model.tokenizer
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer:
+        """Return the model's tokenizer, or the one that an adapter brings."""
+        return self.engine.model_of(lora_request).tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what holds for a request without parameters: the model's generation_config.json, then neutral."""
@@ -262,12 +269,14 @@ class LLM:
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
         sorts: bool = False,
+        adapters: Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Run requests to their ends; with `sorts` the longest prompts go first."""
         accepted = []
         for index, (prompt, own) in enumerate(zip(items, params, strict=True)):
             rank = 0 if priority is None else priority[index]
-            accepted.append(self.engine.accept(str(self._num_requests + index), prompt, own, rank))
+            adapter = None if adapters is None else adapters[index]
+            accepted.append(self.engine.accept(str(self._num_requests + index), prompt, own, rank, adapter))
         self._num_requests += len(items)
         ids = [request.request_id for request in accepted]
         if sorts:
@@ -295,6 +304,14 @@ class LLM:
                     bar.postfix = f"est. speed input: {num_in / seconds:.2f} toks/s{made}"
                     bar.update()
         return [done[request_id] for request_id in ids]
+
+
+def _each(count: int, given: LoRARequest | Sequence[LoRARequest | None] | None) -> Sequence[LoRARequest | None]:
+    """Return the adapter of each of `count` prompts."""
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * count
+    _check_lengths("lora_request", count, len(given))
+    return given
 
 
 def _check_lengths(name: str, num_prompts: int, count: int) -> None:

@@ -19,10 +19,12 @@ from jaxllm.engine.input_batch import VARIANTS, InputBatch, RequestFault, blamin
 from jaxllm.engine.input_processor import Accepted, InputProcessor, Params, Prompt
 from jaxllm.engine.interrupts import uninterrupted
 from jaxllm.engine.loader import Parts, load_parts
+from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.engine.recovery import FailedSteps
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.errors import EngineError, RequestIdInUseError
+from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.runner.model_runner import HeldStep, StepInFlight
@@ -64,12 +66,11 @@ class LLMEngine:
         self._clock = parts.clock
         limits = self.runner.limits
         self.scheduler = RecordedScheduler(limits, recorder)
-        self.inputs = InputProcessor(config, self.model, limits, self.runner.extras, parts.grammars)
-        self.outputs = OutputProcessor(
-            self.model.tokenizer, self.scheduler, self.metrics, self._clock, self.model.pooler
-        )
+        self.adapters = parts.adapters
+        self.inputs = InputProcessor(config, self.adapters.language, limits, self.runner.extras)
+        self.outputs = OutputProcessor(self.scheduler, self.metrics, self._clock, self.model.pooler)
         self._batch = InputBatch(limits.num_slots, self.runner.num_logprobs)
-        self._constrained = ConstrainedRows(self._batch, parts.grammars, self.model.vocab_size)
+        self._constrained = ConstrainedRows(self._batch, self.adapters.language.grammars, self.model.vocab_size)
         self._depth = 2 if config.async_scheduling else 1  # steps in flight
         # A step whose rows need masks waits for them between its halves, until the one before it is committed.
         self._in_flight: deque[tuple[Plan, Flight]] = deque()
@@ -85,13 +86,48 @@ class LLMEngine:
         """Make an engine of `EngineArgs`, or of the arguments of `LLM`: a model and fields of `EngineConfig`."""
         return cls(config_of(engine_args, settings), progress=progress)
 
-    def add_request(self, request_id: str, prompt: Prompt, params: Params | None = None, priority: int = 0) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: Params | None = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
         """Queue a request; a problem with it is a UserError and leaves the engine as it was."""
-        self.add([self.accept(request_id, prompt, params, priority)])
+        self.add([self.accept(request_id, prompt, params, priority, lora_request)])
 
-    def accept(self, request_id: str, prompt: Prompt, params: Params | None = None, priority: int = 0) -> Accepted:
-        """Check a request and make its token ids, see `InputProcessor.accept`; nothing is queued."""
-        return self.inputs.accept(request_id, prompt, params, priority)
+    def accept(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: Params | None = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> Accepted:
+        """Check a request and make its token ids, see `InputProcessor.accept`; nothing is queued.
+
+        An adapter that is not in memory is read.
+        """
+        adapter = None if lora_request is None else self.adapters.get(lora_request)
+        return self.inputs.accept(request_id, prompt, params, priority, adapter)
+
+    def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
+        """Return the model as a request sees it: with the tokenizer of its adapter, if that brings one."""
+        return self.model if lora_request is None else self.adapters.get(lora_request).language.model
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter ahead of the requests that name it; what is wrong with it is a UserError."""
+        self.adapters.get(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; whether it was known. Requests that have it end with it."""
+        return self.adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the `lora_int_id` of adapters that were read and not removed."""
+        return self.adapters.ids()
 
     def add(self, requests: Sequence[Accepted]) -> None:
         """Queue requests that `accept` made; an id that is in use is a UserError, and then none is queued."""
@@ -211,6 +247,8 @@ class LLMEngine:
         with span("plan"):
             plan = self._planned = self.scheduler.plan(self._clock())
             history, extras = self._admit(plan)
+            if plan.adapters:
+                self._hold_adapters(plan)
         if not len(plan.slots):
             return None
         if isinstance(self.runner, PoolingRunner):
@@ -221,8 +259,9 @@ class LLMEngine:
             scored = self._batch.scored(plan)
             variant = VARIANTS[-1] if scored else self._batch.variant(plan)
             chunks = self._batch.chunks(plan)
+            adapters = self._batch.adapters(plan) if plan.adapters else None
         dispatch = self.runner.dispatch_held if self._constrained.any(plan) else self.runner.dispatch
-        return plan, dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored)
+        return plan, dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored, adapters)
 
     def _sample_held(self) -> Stuck:
         """Let the next step in flight be sampled if it was held: all tokens before it are known now.
@@ -268,6 +307,18 @@ class LLMEngine:
                     known = sequence.tokens[: admission.num_cached]
                     history += [(admission.slot, position, token) for position, token in enumerate(known)]
         return np.asarray(history, np.int32) if history else None, extras
+
+    def _hold_adapters(self, plan: Plan) -> None:
+        """Have the adapters of a plan on the devices. A new one comes with a request that the plan admits."""
+        sequences = self.outputs.sequences
+        admitted = {each.request.adapter: each.request.sequence_id for each in plan.admitted if each.request.adapter}
+
+        def weights(number: int) -> Any:
+            adapter = sequences[admitted[number]].group.adapter
+            assert adapter is not None
+            return adapter.weights
+
+        self.runner.hold_adapters(plan.adapters, weights)
 
     def _note_admitted(self, group: SequenceGroup, num_cached: int, now: float) -> None:
         """Keep when a request was first admitted, and how many of its tokens were cached then."""

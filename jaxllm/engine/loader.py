@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.adapters import Adapters, Language, reader
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
@@ -31,7 +32,7 @@ class Parts:
 
     model: ModelInfo
     runner: Runner
-    grammars: Grammars
+    adapters: Adapters
     clock: Callable[[], float] = time.monotonic  # seconds
     start_phases: tuple[Phase, ...] = ()  # how long each phase of the start took, and why
 
@@ -74,8 +75,9 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         pooled_size=0 if setup.pooler is None else setup.pooler.size(setup.spec.width),
         num_token_types=setup.spec.token_types,
     )
-    grammars = Grammars(tokenizer, setup.spec.vocab_size, eos_ids)
-    return Parts(model=model, runner=runner, grammars=grammars, start_phases=start_phases)
+    language = Language(model=model, grammars=Grammars(tokenizer, setup.spec.vocab_size, eos_ids))
+    adapters = Adapters(config, language, reader(setup, config))
+    return Parts(model=model, runner=runner, adapters=adapters, start_phases=start_phases)
 
 
 def _eos_ids(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:

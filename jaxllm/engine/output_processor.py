@@ -21,7 +21,6 @@ from jaxllm.runner.step import Result
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events
-from jaxllm.text.tokenizer import Tokenizer
 
 FEW_STREAMS = 32  # running sequences up to which every token is an output of its own …
 # … and from which on so many tokens are one: an output costs 30 to 50 us, however many tokens it has.
@@ -35,7 +34,6 @@ class OutputProcessor:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
         scheduler: RecordedScheduler,
         metrics: Metrics,
         clock: Callable[[], float],
@@ -43,7 +41,6 @@ class OutputProcessor:
     ) -> None:
         self.groups: dict[str, SequenceGroup] = {}  # by internal id
         self.sequences: dict[int, sequence.Sequence] = {}  # by sequence id
-        self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._metrics = metrics
         self._clock = clock
@@ -69,8 +66,8 @@ class OutputProcessor:
             if own.finish_reason is not None:
                 continue  # another sequence of its request has just failed
             try:
-                own.read(self._tokenizer)
-                own.flush(self._tokenizer)
+                own.read(own.group.tokenizer)
+                own.flush(own.group.tokenizer)
             except Exception:  # in this request's text: other requests are unaffected
                 self.fail(own.group)
             else:
@@ -130,7 +127,7 @@ class OutputProcessor:
     def _add_score(self, group: SequenceGroup, score: Score) -> None:
         """Take in the log-probability of a token of a prompt."""
         if np.isfinite(score.logprob):
-            group.add_prompt_logprobs(self._tokenizer, score)
+            group.add_prompt_logprobs(group.tokenizer, score)
 
     def _append(self, own: sequence.Sequence, count: int, row: int, result: Result, events: Events, now: float) -> None:
         """Take in the newest `count` tokens of a sequence, which may end it."""
@@ -144,8 +141,8 @@ class OutputProcessor:
             self._end(own, "stop", None)
             return
         if own.logprobs is not None:  # then it yields one token at most
-            own.add_logprobs(self._tokenizer, own.tokens[-1], result, row)
-        end = own.advance(self._tokenizer, count, events.finished.get(own.sequence_id))
+            own.add_logprobs(own.group.tokenizer, own.tokens[-1], result, row)
+        end = own.advance(own.group.tokenizer, count, events.finished.get(own.sequence_id))
         if end is not None:
             if own.sequence_id not in events.finished:
                 self._scheduler.abort({own.sequence_id: end[0]})
@@ -170,7 +167,7 @@ class OutputProcessor:
             return self._finish(group, now)
         for own in group.sequences:
             if own.finish_reason is None and group.kind is not RequestOutputKind.FINAL_ONLY:
-                own.read(self._tokenizer)
+                own.read(own.group.tokenizer)
         return group.show()
 
     def _finish(self, group: SequenceGroup, now: float) -> RequestOutput:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jaxllm.engine.adapters import Adapter
 from jaxllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.scoring import Score
@@ -209,6 +210,8 @@ class SequenceGroup:
     prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics
     kind: RequestOutputKind
+    tokenizer: Tokenizer  # of its adapter, if that brings one
+    adapter: Adapter | None = None
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int | None = None  # likeliest tokens to report of each of the prompt's; None: none, -1: all

@@ -1,8 +1,8 @@
 """What a LoRA adapter of a decoder is: of each layer and product two thin matrices, declared as the weights are.
 
-An adapter adds B·A·x to a product W·x (Hu et al. 2021). Where W is made of several parts, A has the rows of each part's
-own A one behind the other, and B has the rows of W in W's order: both are split among devices as W is, which adds no
-collective. B is stored with the adapter's scale in it. Pure; knows no file and no request.
+An adapter adds B·A·x to a product W·x (Hu et al. 2021). Where W is made of several parts, A has the rows of each
+part's own A one behind the other, and B has the rows of W in W's order: both are split among devices as W is, and no
+collective is added. B is stored with the adapter's scale in it. Pure; knows no file and no request.
 """
 
 from __future__ import annotations

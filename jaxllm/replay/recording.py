@@ -31,7 +31,7 @@ from jaxllm.scheduler.state import Events, Plan, Request
 from jaxllm.version import __version__
 
 MAGIC = "jaxllm recording"
-FORMAT = 3
+FORMAT = 4
 MIN_BYTES = 1 << 20
 _PSEUDONYM = 1 << 30  # at least: no vocabulary has such ids, so a pseudonym is never a stop token
 _log = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class Pseudonyms:
         return hidden
 
     def of_bytes(self, value: bytes) -> bytes:
-        """Return a pseudonym of a cache salt."""
+        """Return a pseudonym of what stands before a chain of blocks."""
         return blake2b(value, key=self._key, digest_size=16).digest()
 
     def forget(self, sequences: Iterable[int]) -> None:
@@ -220,10 +220,10 @@ class Pseudonyms:
 
 def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict[str, Any]:
     """Write a new request as plain data."""
-    tokens, salt = request.tokens, request.salt
+    tokens, root = request.tokens, request.root
     if pseudonyms is not None:
         tokens = pseudonyms.begin(request.sequence_id, tokens)
-        salt = salt and pseudonyms.of_bytes(salt)
+        root = root and pseudonyms.of_bytes(root)
     return {
         "id": request.sequence_id,
         "name": request.name,
@@ -232,7 +232,8 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
         "stop_ids": list(request.stop_ids),
         "priority": request.priority,
         "reads_cache": request.reads_cache,
-        "salt": salt,
+        "root": root,
+        "adapter": request.adapter,
         "tokens": tokens.tobytes(),
     }
 
@@ -245,8 +246,9 @@ def describe(plan: Plan) -> list[int]:
     for one in plan.admitted:
         numbers = np.asarray([one.slot, one.request.sequence_id, one.num_known, one.num_cached], np.int64)
         check = zlib.crc32(numbers.tobytes(), check)
-    if plan.preempted:
-        check = zlib.crc32(np.asarray(plan.preempted, np.int64).tobytes(), check)
+    for numbers in (plan.preempted, plan.adapters):
+        if numbers:
+            check = zlib.crc32(np.asarray(numbers, np.int64).tobytes(), check)
     num_rows = len(plan.slots)
     num_tokens = num_rows if num_rows == plan.num_decodes else plan.num_tokens
     return [plan.number, plan.num_decodes, num_rows, num_tokens, check]

@@ -218,7 +218,8 @@ def _read_request(fields: Mapping[str, Any]) -> Request:
         limit=int(fields["limit"]),
         stop_ids=tuple(map(int, fields["stop_ids"])),
         priority=int(fields["priority"]),
-        salt=fields["salt"],
+        root=fields["root"],
+        adapter=int(fields["adapter"]),
         reads_cache=bool(fields["reads_cache"]),
         name=str(fields["name"]),
     )

@@ -35,6 +35,7 @@ class Shape:
     entries: int  # U: changes of the block table that fit into the buffer
     sampling_fields: int  # F; 0 in a decode program, whose rows are on the device
     bin_tokens: int = 0  # of an encoder's program, see encoder_batch.py
+    adapters: int = 0  # distinct ones that its rows can have
 
     @property
     def is_decode(self) -> bool:
@@ -44,7 +45,8 @@ class Shape:
     def __str__(self) -> str:
         if self.bin_tokens:
             return f"encode[{self.tiles} × {self.bin_tokens}]"
-        return f"decode[{self.rows}]" if self.is_decode else f"ragged[{self.tokens}]"
+        kind = f"decode[{self.rows}]" if self.is_decode else f"ragged[{self.tokens}]"
+        return f"{kind}+{self.adapters}" if self.adapters else kind
 
 
 class Extent(NamedTuple):
@@ -53,6 +55,7 @@ class Extent(NamedTuple):
     tokens: int
     rows: int
     tiles: int  # of its chunks of prompts; 0: every row is a decode row
+    adapters: int = 0
 
 
 def decode_shapes(num_slots: int, smallest: int = 1) -> list[Shape]:
@@ -102,7 +105,7 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
 
 def coarser(shapes: Sequence[Shape]) -> list[Shape]:
     """Pick powers of two, and the largest: enough for rare variants."""
-    return [shape for shape in shapes if shape is shapes[-1] or shape.tokens & (shape.tokens - 1) == 0]
+    return [shape for shape in shapes if shape.tokens in (shapes[-1].tokens, 1 << shape.tokens.bit_length() - 1)]
 
 
 def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
@@ -120,17 +123,19 @@ def max_chunks(tokens: int, num_slots: int) -> int:
     return min(num_slots, max(1, 2 * tokens // TILE))
 
 
-def extent(plan: Plan) -> Extent:
+def extent(plan: Plan, num_adapters: int = 0) -> Extent:
     """Measure a plan."""
     num_rows = len(plan.slots)
     if num_rows == plan.num_decodes:
-        return Extent(num_rows, num_rows, 0)
+        return Extent(num_rows, num_rows, 0, num_adapters)
     tiles = int((-(-plan.lengths[plan.num_decodes :] // TILE)).sum())
-    return Extent(plan.num_tokens, num_rows, tiles)
+    return Extent(plan.num_tokens, num_rows, tiles, num_adapters)
 
 
 def fits(size: Extent, shape: Shape) -> bool:
     """Whether a plan can be packed into a shape; block-table entries that do not fit are sent ahead."""
+    if size.adapters > shape.adapters:
+        return False
     if shape.is_decode:
         return not size.tiles and size.rows <= shape.rows
     has_tiles = not shape.tiles or size.tiles <= shape.tiles
@@ -160,7 +165,7 @@ def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
             "sampling": (shape.rows, shape.sampling_fields),
             **table,
         }
-    return placed(sizes)
+    return placed(sizes | ({"token_adapter": (shape.tokens,)} if shape.adapters else {}))
 
 
 def placed(sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
@@ -195,11 +200,13 @@ def pack(
     num_slots: int,
     chunks: Sequence[np.ndarray] = (),
     sampling: np.ndarray | None = None,
+    adapters: np.ndarray | None = None,
 ) -> np.ndarray:
     """Lay a plan out as int32[buffer_size(shape)].
 
     `chunks` are the token ids of the rows after the decode rows, `sampling` is int32[S, F]. Unused rows,
-    tokens, tiles and entries have slot S, which the device drops.
+    tokens, tiles and entries have slot S, which the device drops. `adapters`, int32[R], says which of the program's
+    adapters each row has, and `shape.adapters` where it has none.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))
@@ -210,6 +217,10 @@ def pack(
     table = plan.table[: shape.entries]  # entries beyond these were sent ahead
     view["table"][: len(table)] = table
     view["table"][len(table) :, 0] = num_slots
+    if shape.adapters:
+        view["token_adapter"][:] = shape.adapters
+        if adapters is not None:
+            view["token_adapter"][: plan.num_tokens] = np.repeat(adapters, plan.lengths)
     if shape.is_decode:
         return buffer
 

@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tqdm import tqdm
@@ -277,11 +277,13 @@ class Programs(ProgramTable):
         lower: Callable[[Key], Any],
         metrics: Metrics,
         variants: Sequence[Variant] = VARIANTS,
+        max_adapters: int = 0,
     ) -> None:
         """Without `decode` shapes ragged programs run every plan; `variants` are those of steps of one program."""
         widest = VARIANTS[-1]
+        # What is rare, the widest sampling, halves and adapters, gets a coarser table: at most twice the plan's size.
+        ragged, decode = (with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode))
         largest = [halves(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
-        # What is rare, the widest sampling and halves, gets a coarser table: at most twice the plan's size.
         coarse = [*batch.coarser(ragged), *batch.coarser(decode)]
         ways: list[Way] = []
         for variant in variants:
@@ -302,9 +304,12 @@ class Programs(ProgramTable):
             for is_decode, shapes in ((True, decode or ragged), (False, ragged))
         }
 
-    def choose(self, plan: Plan, variant: Variant, is_held: bool = False) -> Way:
-        """Return the cheapest ready way to run a plan with sampling as wide as `variant`; halves if it `is_held`."""
-        size = batch.extent(plan)
+    def choose(self, plan: Plan, variant: Variant, is_held: bool = False, num_adapters: int = 0) -> Way:
+        """Return the cheapest ready way to run a plan with sampling as wide as `variant`; halves if it `is_held`.
+
+        `num_adapters` are the distinct ones of its rows.
+        """
+        size = batch.extent(plan, num_adapters)
         least = VARIANTS.index(variant)
         fitting = (
             way
@@ -325,12 +330,24 @@ def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:
         method()
 
 
-def _cost(way: Way) -> tuple[int, int, int]:
-    """Order of ways to run the same plan: the fewest tokens first, then the narrowest sampling, then one program."""
-    variant = way[-1].variant
-    return way[0].shape.tokens, -1 if variant is None else VARIANTS.index(variant), len(way)
+def with_adapters(shapes: Sequence[Shape], most: int, only_most: bool) -> list[Shape]:
+    """Add to shapes without adapters some with 1, 2, 4, ... distinct ones up to `most`; or have all with `most`.
+
+    The last one is the largest, and has the most.
+    """
+    if only_most or not most:
+        return [replace(shape, adapters=most) for shape in shapes]
+    counts = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+    return [*shapes, *(replace(shape, adapters=count) for count in counts for shape in batch.coarser(shapes))]
 
 
-def _urgency(key: Key) -> tuple[bool, int, int]:
+def _cost(way: Way) -> tuple[int, int, int, int]:
+    """Order of ways to run the same plan: the fewest tokens and adapters first, then sampling, then one program."""
+    variant, shape = way[-1].variant, way[0].shape
+    return shape.tokens, shape.adapters, -1 if variant is None else VARIANTS.index(variant), len(way)
+
+
+def _urgency(key: Key) -> tuple[bool, int, int, int]:
     """Order of compilation: steps of one program, then usual sampling, then larger programs, which serve more plans."""
-    return key.part != "step", -1 if key.variant is None else VARIANTS.index(key.variant), -key.shape.tokens
+    variant, shape = key.variant, key.shape
+    return key.part != "step", -1 if variant is None else VARIANTS.index(variant), shape.adapters, -shape.tokens

@@ -36,6 +36,7 @@ class Need:
     block_size: int  # tokens
     num_slots: int
     model_len: int  # tokens that the model was made for
+    adapters: int = 0  # those on the device, and those that a step in flight still reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
     Without such a length it is the model's, or what the blocks hold.
     """
     _check_weights(device, need)
-    room = None if device.free is None else device.free - need.weights - need.slots - need.temporaries
+    room = None if device.free is None else device.free - need.weights - need.adapters - need.slots - need.temporaries
     # What the user asked for is not refused because of an estimate.
     most = None if room is None else room + (0 if need.is_measured else need.temporaries)
     longest = _blocks_of(asked.max_model_len or need.model_len, need)
@@ -122,6 +123,7 @@ def describe(plan: MemoryPlan, where: str, host: str) -> str:
     cut = f", cut from {need.model_len}" if plan.max_model_len < need.model_len else ""
     rows = [
         ("weights", size(need.weights), ""),
+        *([("adapters", size(need.adapters), "")] if need.adapters else []),
         ("temporaries", size(need.temporaries), "of the largest program" + ("" if need.is_measured else ", at most")),
         ("slots", size(need.slots), f"of {need.num_slots} requests at once"),
         (
@@ -132,7 +134,7 @@ def describe(plan: MemoryPlan, where: str, host: str) -> str:
         ),
     ]
     if plan.device.free is not None:
-        used = need.weights + need.temporaries + need.slots + plan.kv_bytes
+        used = need.weights + need.adapters + need.temporaries + need.slots + plan.kv_bytes
         rows.append(("left", size(plan.device.free - used), f"of {size(plan.device.free)}"))
     lines = [f"  {name:<12} {amount:>10}  {text}".rstrip() for name, amount, text in rows]
     return "\n".join([f"memory of {where}:", *lines, f"  {'host':<12} {host}"])

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
-from jaxllm.model import decoder, sharding, weights
+from jaxllm.model import decoder, lora, sharding, weights
 from jaxllm.runner import aot_manifest, batch, device_state, memory_plan, scoring, step
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import Key, Programs
@@ -31,6 +31,7 @@ from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TOKENS_AT, Geomet
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.runner.model_setup import Setup, describe_memory, describe_programs, extras_of, free_bytes, plan_memory
 from jaxllm.runner.profiling import span
+from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.scoring import SCORED_ROWS, Scored
 from jaxllm.runner.startup_timing import Compilations, Phases
 from jaxllm.runner.step import Result, StepModel
@@ -100,6 +101,10 @@ class Runner:
             self._params_shapes = weights.abstract(
                 setup.spec, self._mesh, setup.dtype, config.quantization, setup.pooler
             )
+            self._adapter_shapes = (
+                lora.abstract(setup.spec, self._mesh, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
+            )
+            self.adapters = ResidentAdapters(self._adapter_shapes)
             free = free_bytes(setup, self._mesh.size)
             plan = plan_memory(config, setup, self._mesh, free)
             if needs_weights and config.load_format != "dummy":
@@ -156,6 +161,7 @@ class Runner:
             if self._config.deterministic
             else batch.max_chunks(self.setup.max_num_batched_tokens, self.geometry.num_slots),
             records_blocks=self._config.enable_kv_cache_events,
+            max_adapters=self._config.max_loras if self._config.enable_lora else 0,
         )
 
     def dispatch(
@@ -167,16 +173,18 @@ class Runner:
         history: np.ndarray | None = None,
         extras: Sequence[tuple[int, np.ndarray]] = (),
         scored: Sequence[Scored] = (),
+        adapters: np.ndarray | None = None,
     ) -> StepInFlight:
         """Dispatch one step, which begins when the one before it has ended; do not wait.
 
         `chunks` are the token ids of the plan's rows after its decode rows; `sampling` is int32[S, F]; `history` is
         int32[·, 3] of (slot, position, token) that the device needs before the step, for penalties over cached prompts;
         `extras` are the slots of newly admitted requests that have extras, each with their packed `sampler.Extras`;
-        `scored` are positions of this step to score, which needs the widest variant.
+        `scored` are positions of this step to score, which needs the widest variant; `adapters`, int64[R], are the
+        numbers of the rows' adapters, which `hold_adapters` has put on the devices, and 0 of rows that have none.
         After an exception the state may be lost: call `renew`, and compute every running request again.
         """
-        started = self._start(plan, chunks, sampling, variant, history, extras, scored, is_held=False)
+        started = self._start(plan, chunks, sampling, variant, history, extras, scored, adapters, is_held=False)
         return self.sample(started) if isinstance(started, HeldStep) else started
 
     def dispatch_held(self, *arguments: Any) -> HeldStep:
@@ -184,6 +192,10 @@ class Runner:
         started = self._start(*arguments, is_held=True)
         assert isinstance(started, HeldStep)
         return started
+
+    def hold_adapters(self, numbers: tuple[int, ...], weights: Weights) -> None:
+        """Have exactly the adapters `numbers` on the devices for the steps to come; steps in flight keep theirs."""
+        self.metrics.adapter_loads += self.adapters.hold(numbers, weights)
 
     def sample(
         self, held: HeldStep, masks: np.ndarray | None = None, is_masked: np.ndarray | None = None
@@ -214,20 +226,23 @@ class Runner:
         history: np.ndarray | None,
         extras: Sequence[tuple[int, np.ndarray]],
         scored: Sequence[Scored],
+        adapters: np.ndarray | None,
         is_held: bool,
     ) -> StepInFlight | HeldStep:
         with self._compilations_counted():
             with span("pack"):
-                way = self.programs.choose(plan, variant, is_held)
+                num_adapters = 0 if adapters is None else len(self.adapters.of_rows(adapters))
+                way = self.programs.choose(plan, variant, is_held, num_adapters)
                 shape = way[0].shape
-                buffer = batch.pack(plan, shape, self.geometry.num_slots, chunks, sampling)
+                which, own = self.adapters.arguments(adapters, shape.adapters)
+                buffer = batch.pack(plan, shape, self.geometry.num_slots, chunks, sampling, which)
             with span("dispatch"):
                 ahead = plan.table[shape.entries :]
                 if len(ahead) or history is not None:
                     self._patch(ahead, history)
                 if extras:
                     self._patch_extras(extras)
-                self._state, returned = self.programs[way[0]](self._params, self._state, buffer)
+                self._state, returned = self.programs[way[0]](self._params, self._state, buffer, *own)
                 if len(way) == 1:
                     returned.copy_to_host_async()
                 scores = self._score(scored) if scored else ()
@@ -273,6 +288,7 @@ class Runner:
             jax.block_until_ready(self._state)
         self._state = ()
         self._params = ()
+        self.adapters.forget()
 
     def _load(self, config: EngineConfig, progress: bool) -> decoder.Params[jax.Array]:
         setup, options = self.setup, (config.quantization, self.setup.pooler)
@@ -302,6 +318,8 @@ class Runner:
             state=self._state_shapes,
             kernels=setup.kernels,
             pooler=setup.pooler,
+            adapter=self._adapter_shapes,
+            joins_adapters=setup.platform != "cpu",
         )
         self.programs = self._list_programs()
         text = describe_memory(plan, setup, shards)
@@ -339,13 +357,14 @@ class Runner:
         """List the programs that can run plans."""
         setup, geometry = self.setup, self.geometry
         sizes = setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH
+        most = self.limits.max_adapters
         if self._config.deterministic:
-            return Programs([], [batch.uniform_shape(*sizes)], self._lower, self.metrics, ())
+            return Programs([], [batch.uniform_shape(*sizes)], self._lower, self.metrics, (), max_adapters=most)
         is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
         # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row, and
         # on a GPU it makes two kernels of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
         decode = batch.decode_shapes(geometry.num_slots, 1 if setup.platform == "cpu" and not is_narrow else 2)
-        return Programs(decode, batch.ragged_shapes(*sizes), self._lower, self.metrics)
+        return Programs(decode, batch.ragged_shapes(*sizes), self._lower, self.metrics, max_adapters=most)
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""
@@ -404,7 +423,8 @@ class Runner:
             run = step.build(self._step_model, key.shape, key.variant)
         buffer = jax.ShapeDtypeStruct((batch.buffer_size(key.shape),), jnp.int32, sharding=everywhere)
         params, state = (tuple(jax.tree.leaves(tree)) for tree in (self._params_shapes, self._state_shapes))
-        return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(params, state, buffer)
+        adapters = (tuple(jax.tree.leaves(self._adapter_shapes)),) * key.shape.adapters
+        return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(params, state, buffer, *adapters)
 
     def _lower_sample(self, rows: int, variant: Variant) -> jax.stages.Lowered:
         """Trace the second half of a step."""

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 import pallas_kernels
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.model import weights
+from jaxllm.model import lora, weights
 from jaxllm.model.families import Family, read_spec
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.pooler_files import most_tokens, read_pooler
@@ -146,6 +146,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             f"{family.architectures[0]}; leave it out.",
             "quantization",
         )
+    if config.enable_lora:
+        _check_adapters(spec, own_pooler is not None)
     is_cpu = platform == "cpu"
     dtype = choose_dtype(config, checkpoint, platform)
     recorded = aot_manifest.read(config.cache_dir(), spec)
@@ -178,6 +180,13 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         kernels=choose_kernels(config, spec, devices[0], dtype),
         prepared=recorded,
     )
+
+
+def _check_adapters(spec: Spec, pools: bool) -> None:
+    """Refuse models that cannot have adapters."""
+    if pools:
+        raise UserError("enable_lora is for models that generate; leave it out.", "enable_lora")
+    lora.check_supported(spec)
 
 
 def _check_deterministic(config: EngineConfig, is_cpu: bool, pools: bool) -> None:
@@ -240,7 +249,8 @@ def plan_memory(
     spec = setup.spec
     longest = -(-setup.max_model_len // config.block_size)
     is_cpu = setup.platform == "cpu"
-    leaves = jax.tree.leaves(weights.abstract(spec, mesh, setup.dtype, config.quantization, setup.pooler))
+    described = weights.abstract(spec, mesh, setup.dtype, config.quantization, setup.pooler)
+    adapter = lora.abstract(spec, mesh, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
     device = memory_plan.Device(
         free=free,
         share=CPU_SHARE if is_cpu else GPU_SHARE,
@@ -248,7 +258,9 @@ def plan_memory(
         knob="kv_cache_memory_bytes" if is_cpu else "gpu_memory_utilization",
     )
     need = memory_plan.Need(
-        weights=sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves),
+        weights=_bytes_on_one(described),
+        # At most one is put there in a step, and two steps in flight may read ones that were let go.
+        adapters=(config.max_loras + 2) * _bytes_on_one(adapter),
         temporaries=_guess(setup) if temporaries is None else temporaries,
         # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
         slots=4 * setup.max_num_seqs * (longest + setup.max_model_len + extras_of(config, spec).width)
@@ -267,6 +279,12 @@ def plan_memory(
         prepared_blocks=setup.prepared.get("num_kv_blocks"),
     )
     return memory_plan.share_out(device, need, asked)
+
+
+def _bytes_on_one(described: Any) -> int:
+    """Count the bytes of described arrays on one device."""
+    leaves = jax.tree.leaves(described)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def extras_of(config: EngineConfig, spec: Spec) -> Extras:
@@ -298,6 +316,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "kernels": {operation: chosen.name for operation, chosen in setup.kernels.items()},
         "dtype": setup.dtype.name,
         "quantization": config.quantization,
+        "adapters": [config.max_loras, config.max_lora_rank] if config.enable_lora else None,
         "deterministic": config.deterministic,
         "tensor_parallel_size": shards,
         "pools": setup.pooler is not None,

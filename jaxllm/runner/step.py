@@ -23,8 +23,9 @@ from jax import lax, named_scope
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_kernels
-from jaxllm.model import decoder
+from jaxllm.model import decoder, lora
 from jaxllm.model.decoder import Heads, Params
+from jaxllm.model.lora_linear import adapted_linear
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import AXIS
 from jaxllm.model.spec import Spec
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from jaxllm.runner.scoring import Score
 
 Leaves = tuple[jax.Array, ...]
+Adapter = lora.Adapter[jax.Array]
 MOST_LOGPROBS = 20  # likeliest tokens that a step reports; requests for more are scored from whole rows (scoring.py)
 
 # Code that layers and programs share is jitted by itself: here, in sampler.py and in model/. JAX then traces it once
@@ -81,62 +83,68 @@ class StepModel:
     state: Any  # the device's state, described: a DeviceState, or a PoolState
     kernels: Mapping[str, Choice]
     pooler: Pooler | None = None  # of a model that pools
+    adapter: lora.Adapter[jax.ShapeDtypeStruct] = ()  # each one, described; empty: there are none
+    joins_adapters: bool = False  # see `adapted_linear`
 
 
-def build(
-    model: StepModel, shape: Shape, variant: Variant
-) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
+def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
     """Return the step of one program as a function of flat tuples: (weights, state, buffer) -> (state, results).
 
+    A program with adapters takes the leaves of each of them, too, as further arguments.
     Flat, because flattening a tree in each call costs other engines 17 to 34 ms a step (DECISIONS, "Flat arguments").
     """
 
     def run(
-        weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array
+        weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Adapter
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
-        following, sampled = _step(model, shape, variant, weights, state, buffer)
+        following, sampled = _step(model, shape, variant, weights, state, buffer, adapters)
         return following, join(sampled)
 
-    return on_shards(model, run, program_name(shape, variant), PartitionSpec())
+    return on_shards(model, run, program_name(shape, variant), PartitionSpec(), shape.adapters)
 
 
-def build_forward(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
+def build_forward(model: StepModel, shape: Shape) -> Callable[..., tuple[Leaves, jax.Array]]:
     """Return the first half of a step: (weights, state, buffer) -> (state, logits), f32[R, V] over the shards."""
 
     def run(
-        weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array
+        weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Adapter
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
-        following, logits, _ = _forward(model, shape, True, weights, state, fields_of(batch.fields(shape), buffer))
+        field = fields_of(batch.fields(shape), buffer)
+        following, logits, _ = _forward(model, shape, True, weights, state, field, adapters)
         return following, logits
 
-    return on_shards(model, run, program_name(shape, None), PartitionSpec(None, AXIS))
+    return on_shards(model, run, program_name(shape, None), PartitionSpec(None, AXIS), shape.adapters)
 
 
 def on_shards(
     model: StepModel,
-    run: Callable[[Params[jax.Array], Any, jax.Array], tuple[Any, jax.Array]],
+    run: Callable[..., tuple[Any, jax.Array]],
     name: str,
     result: PartitionSpec,
-) -> Callable[[Leaves, Leaves, jax.Array], tuple[Leaves, jax.Array]]:
+    num_adapters: int = 0,
+) -> Callable[..., tuple[Leaves, jax.Array]]:
     """Return a function of trees as one of flat tuples over the mesh; `result` is how its second result is divided."""
-    params, state = model.params, model.state
-    params_tree, state_tree = jax.tree.structure(params), jax.tree.structure(state)
+    params, state, adapter = model.params, model.state, model.adapter
+    params_tree, state_tree, adapter_tree = map(jax.tree.structure, (params, state, adapter))
 
-    def on_shard(params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array) -> tuple[Leaves, jax.Array]:
+    def on_shard(
+        params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array, *adapters: Leaves
+    ) -> tuple[Leaves, jax.Array]:
         weights = jax.tree.unflatten(params_tree, params_leaves)
-        following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer)
+        trees = (jax.tree.unflatten(adapter_tree, leaves) for leaves in adapters)
+        following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer, *trees)
         return tuple(jax.tree.leaves(following)), returned
 
     # What a trace calls the program. Part of its name in the compilation cache, too: what is found there has the scopes
     # of the code that compiled it, for keys hold no scopes.
     on_shard.__name__ = name
-    params_specs, state_specs = (
-        tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state)
+    params_specs, state_specs, adapter_specs = (
+        tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state, adapter)
     )
     return jax.shard_map(
         on_shard,
         mesh=model.mesh,
-        in_specs=(params_specs, state_specs, PartitionSpec()),
+        in_specs=(params_specs, state_specs, PartitionSpec(), *(adapter_specs,) * num_adapters),
         out_specs=(state_specs, result),
         check_vma=False,  # kernels inside of shard_map declare no varying axes
     )
@@ -204,7 +212,8 @@ def program_name(shape: Shape, variant: Variant | None, part: str = "forward") -
     kind = "decode" if shape.is_decode else "ragged"
     if shape.bin_tokens:
         kind = f"encode_{shape.bin_tokens}"
-    return f"{kind}_{shape.tokens}_{part if variant is None else variant.value}"
+    with_adapters = f"_adapters_{shape.adapters}" if shape.adapters else ""
+    return f"{kind}_{shape.tokens}{with_adapters}_{part if variant is None else variant.value}"
 
 
 def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
@@ -265,9 +274,10 @@ def _step(
     params: Params[jax.Array],
     state: DeviceState[jax.Array],
     buffer: jax.Array,
+    adapters: Sequence[Adapter],
 ) -> tuple[DeviceState[jax.Array], Sampled]:
     field = fields_of(batch.fields(shape), buffer)
-    following, logits, samples = _forward(model, shape, variant is Variant.FULL, params, state, field)
+    following, logits, samples = _forward(model, shape, variant is Variant.FULL, params, state, field, adapters)
     slots = following.tokens, following.sampling, following.extras
     tokens, sampled = _sample(model, variant, *slots, logits, field["row_slot"], field["row_position"], samples)
     return replace(following, tokens=tokens), sampled
@@ -280,6 +290,7 @@ def _forward(
     params: Params[jax.Array],
     state: DeviceState[jax.Array],
     field: Mapping[str, jax.Array],
+    adapters: Sequence[Adapter],
 ) -> tuple[DeviceState[jax.Array], jax.Array, jax.Array]:
     """Compute a batch's tokens: the state behind it, each row's logits, f32[R, Vx], and which rows are sampled."""
     spec, geometry = model.spec, model.geometry
@@ -301,6 +312,9 @@ def _forward(
     kv = list(state.kv)
     attend = attention(model, shape, kv, tables, field, slots, positions)
     context = decoder.Context(positions, attend, axis=AXIS)
+    if adapters:
+        linear = adapted_linear(spec, adapters, field["token_adapter"], AXIS, model.joins_adapters)
+        context = replace(context, linear=linear)
     hidden = decoder.forward(spec, params, tokens, context)  # [T, D]
     kept = state.hidden
     if keeps_hidden:

@@ -87,6 +87,15 @@ def make_pool(num_blocks: int) -> Pool:
     )
 
 
+def content_root(*parts: bytes) -> bytes:
+    """Return what stands before a sequence's first block in the chain of digests: all that its blocks depend on beside
+    its tokens, as a cache salt and the digest of an adapter.
+
+    Each part has its length before it: without, parts that are cut elsewhere would be the same root.
+    """
+    return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+
+
 def chain(parent: bytes, tokens: bytes) -> bytes:
     """Return the digest of a full block: of its tokens (int32, little-endian) and of all that stands before it.
 

@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm.errors import ContextLengthError
 from jaxllm.outputs import FinishReason
 from jaxllm.scheduler import block_pool
+from jaxllm.scheduler.adapter_places import AdapterPlaces, idle_first
 from jaxllm.scheduler.state import Admission, Events, Limits, Plan, Request, Running, State, StateEditor, Waiting
 
 NO_TOKEN = np.iinfo(np.int32).max
@@ -38,9 +39,11 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
     editor = StateEditor(state)
     entries: list[Waiting] = []
     for request in requests:
+        if request.adapter and not limits.max_adapters:
+            raise ValueError(f"request {request.name!r:.80} has an adapter, and there are no places for any")
         check_fits(limits, request.num_prompt, request.limit)
         before = entries[-1] if entries else None
-        if before and before.request.salt == request.salt and before.request.tokens == request.tokens:
+        if before and before.request.root == request.root and before.request.tokens == request.tokens:
             digests = before.digests  # the next sample of the same prompt
         else:
             digests = digests_of(request, limits, (), request.num_prompt)
@@ -65,6 +68,7 @@ def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
 def reset(state: State, limits: Limits) -> State:
     """Forget the cache: what ran goes back to the queue's head with its tokens, the pool is new, what waited stays.
 
+    Adapters are forgotten, too: what comes next brings its own, and the host may have none of the idle ones any more.
     For a device whose cache was lost, as after a step that failed once its input had been donated.
     """
     editor = StateEditor(state)
@@ -73,6 +77,7 @@ def reset(state: State, limits: Limits) -> State:
         _requeue(editor, limits, slot)
     _vacate(editor, limits, slots)
     editor.forget_cache(limits)
+    editor.adapters = ()
     return editor.done()
 
 
@@ -121,6 +126,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         admitted=tuple(admitted),
         preempted=preempted,
         number=state.num_planned,
+        adapters=state.adapters,
     )
 
 
@@ -285,14 +291,22 @@ def _admit(
 ) -> None:
     """Give slots and blocks to waiting requests while there are tokens, slots and blocks for the first in rank.
 
+    Who lacks only a place for its adapter is skipped, and keeps its place in the queue.
     Adds to `rows`, whose tokens count against `budget`, to `admitted` and to `table`.
     """
     budget -= sum(length for _, _, length in rows)
     free_slots = (editor.slots.epochs == 0).nonzero()[0].tolist()[::-1]
     num_running = limits.num_slots - len(free_slots)
+    places = None
+    if limits.max_adapters and free_slots:
+        places = AdapterPlaces(editor.adapters, editor.running, limits.max_adapters)
+    skipped: list[Waiting] = []
     for entry in editor.waiting:
         if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
             break
+        if places is not None and not places.admits(entry.request.adapter):
+            skipped.append(entry)
+            continue
         if limits.whole_prompts and entry.known > budget:  # a step without other rows has room for any
             break
         # The last known token is always computed: its logits are what the next token is sampled from.
@@ -304,6 +318,8 @@ def _admit(
         if num_new > available - num_running:
             break
         slot = free_slots.pop()
+        if places is not None:
+            places.enter(entry.request.adapter)
         editor.pool.share(hits)
         owned = (*hits, *editor.pool.take(num_new).tolist())
         start = len(hits) * limits.block_size
@@ -315,7 +331,11 @@ def _admit(
         rows.append((slot, start, length))
         admitted.append(Admission(slot, entry.request, entry.known, start))
         table.append(np.array(([slot] * len(owned), range(len(owned)), owned), np.int32).T)
-    editor.waiting = editor.waiting[len(admitted) :]
+    if admitted:
+        rest = editor.waiting[len(skipped) + len(admitted) :]
+        editor.waiting = (*skipped, *rest) if skipped else rest
+    if places is not None:
+        editor.adapters = places.residents
 
 
 def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
@@ -379,6 +399,8 @@ def _vacate(
             editor.pool.publish(zip(digests[first:], table[first:], strict=False))
         editor.pool.release(table, digests)
         editor.running[slot], editor.tables[slot] = None, ()
+    if editor.adapters:
+        editor.adapters = idle_first(editor.adapters, editor.running)
     # A free slot has limit and length 0, so that no column test takes it for one with work to do.
     own = editor.own_slots
     columns = own.epochs, own.given, own.issued, own.length, own.known, own.turn, own.done, own.limit, own.capacity
@@ -401,13 +423,14 @@ def _publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, 
 
 def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
     """Continue the digests `first` of leading blocks to all full blocks among the first tokens of a request."""
-    if request.salt is None:
+    if request.root is None:
         return ()
     size = limits.block_size
-    digests = [*first]
+    digests, parent = [*first], first[-1] if first else request.root
     tokens = request.tokens[len(first) * size : num_tokens // size * size].tobytes()
     for start in range(0, len(tokens), 4 * size):
-        digests.append(block_pool.chain(digests[-1] if digests else _root(request), tokens[start : start + 4 * size]))
+        parent = block_pool.chain(parent, tokens[start : start + 4 * size])
+        digests.append(parent)
     return tuple(digests)
 
 
@@ -417,11 +440,6 @@ def _ones(count: int) -> tuple[np.ndarray, np.ndarray]:
     lengths, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
     lengths.flags.writeable = samples.flags.writeable = False
     return lengths, samples
-
-
-def _root(request: Request) -> bytes:
-    """Return what stands before a sequence's first block in the chain of digests."""
-    return block_pool.chain(b"", request.salt or b"")
 
 
 def _taken_slots(editor: StateEditor) -> list[int]:

@@ -34,6 +34,7 @@ class Limits:
     max_step_chunks: int  # requests whose prompts are computed in one step
     records_blocks: bool = False  # whether states carry `block_events`
     whole_prompts: bool = False  # no prompt is computed in chunks; `max_step_tokens` holds the longest
+    max_adapters: int = 0  # distinct ones of the requests that run, and resident on the device
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -46,7 +47,8 @@ class Request:
     limit: int  # the most tokens it may have, prompt included; `num_prompt`: it is computed and yields no token
     stop_ids: tuple[int, ...] = ()  # a sampled token among these ends it; the usual one first
     priority: int = 0  # lower goes first
-    salt: bytes | None = b""  # blocks are shared only between requests of equal salt; None shares nothing
+    root: bytes | None = b""  # blocks are shared only between requests of equal root; None shares nothing
+    adapter: int = 0  # number of the adapter that it is computed with, 0 for none
     reads_cache: bool = True  # whether cached blocks stand in for its tokens; its own blocks are cached in any case
     name: str = ""  # for logs and recordings
 
@@ -103,6 +105,7 @@ class Stored(NamedTuple):
     digest: bytes
     parent: bytes | None  # the digest of the block before it, None where it is the first
     tokens: tuple[int, ...]
+    adapter: int = 0  # number of that of the request that computed it; others of the same content share the block
 
 
 class Removed(NamedTuple):
@@ -129,6 +132,9 @@ class State(NamedTuple):
     num_added: int = 0
     num_admitted: int = 0
     num_planned: int = 0
+    # Numbers of resident adapters: first those that no running request has, the least recently used first; then those
+    # in use, longest in use first.
+    adapters: tuple[int, ...] = ()
     block_events: tuple[BlockEvent, ...] | None = None  # of the prefix index, until they are taken; None: not recorded
 
     @property
@@ -162,6 +168,7 @@ class Plan(NamedTuple):
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[int, ...] = ()  # ids
     number: int = 0  # counts plans
+    adapters: tuple[int, ...] = ()  # resident in this step; the object of the plan before if nothing changed
 
     @property
     def num_tokens(self) -> int:
@@ -260,6 +267,7 @@ class StateEditor:
         self.num_admitted = state.num_admitted
         self.num_planned = state.num_planned
         self.waiting = state.waiting
+        self.adapters = state.adapters
         self._was_cleared = False
         self._described: dict[bytes, Stored] = {}
 
@@ -311,7 +319,7 @@ class StateEditor:
         for index in full:
             parent = digests[index - 1] if index else None
             tokens = tuple(request.tokens[index * block_size : (index + 1) * block_size])
-            self._described[digests[index]] = Stored(digests[index], parent, tokens)
+            self._described[digests[index]] = Stored(digests[index], parent, tokens, request.adapter)
 
     def done(self) -> State:
         """Return the changed state; the editor must not be used afterwards."""
@@ -336,6 +344,7 @@ class StateEditor:
             num_added=self.num_added,
             num_admitted=self.num_admitted,
             num_planned=self.num_planned,
+            adapters=self.adapters,
             block_events=events,
         )
 

@@ -14,6 +14,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -114,6 +115,17 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """The id of the end-of-sequence token, if the tokenizer names one. A generation config may list more."""
         return self._named_id("eos_token")
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """The chat templates by name."""
+        return self._chat_templates
+
+    def with_chat_templates(self, templates: Mapping[str, str]) -> Tokenizer:
+        """Return the same tokenizer with other chat templates."""
+        other = copy(self)
+        other._chat_templates = dict(templates)
+        return other
 
     @property
     def has_chat_template(self) -> bool:

@@ -49,6 +49,11 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE))
 
 
+def read_chat_templates(folder: Path) -> dict[str, str]:
+    """Read the chat templates of a folder by name; it need not hold a tokenizer."""
+    return _chat_templates(folder, _read_settings(folder, "tokenizer_config.json"))
+
+
 def read_tokenizer_files(folder_or_id: str | Path, revision: str | None = None) -> TokenizerFiles:
     """Read the files of a local folder or of a hub repository (`revision`: its branch, tag or commit).
 

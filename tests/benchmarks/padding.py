@@ -69,7 +69,7 @@ def simulate(machine: Machine, rate: float, count: int, decode: Sequence[Shape],
             tokens=array("i", [number] * (prompt + output)),
             num_prompt=prompt,
             limit=prompt + output,
-            salt=None,
+            root=None,
         )
         for number, (prompt, output) in enumerate(lengths(count, 0))
     ]

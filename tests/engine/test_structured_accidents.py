@@ -22,6 +22,7 @@ from jaxllm.structured_output.grammars import Grammar, Grammars
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from tests.engine.structured_requests import FLAT
 from tests.support import paths
+from tests.support.adapters import without_adapters
 from tests.support.sizes import SLOTS
 
 STORIES = str(paths.STORIES)
@@ -151,7 +152,9 @@ def test_a_constraint_that_goes_wrong_ends_its_request_alone(llm: LLM) -> None:
     parts = load_parts(config, False, metrics)
     model = parts.model
     grammars = FaultyGrammars(model.tokenizer, model.vocab_size, model.eos_ids)
-    engine = LLMEngine(config, metrics=metrics, parts=replace(parts, grammars=grammars))
+    engine = LLMEngine(
+        config, metrics=metrics, parts=replace(parts, adapters=without_adapters(config, model, grammars))
+    )
     fine = [sampled({"regex": "[a-z]{20,40}"}, seed=seed) for seed in range(3)]
     expected = told([output for own in fine for output in generate(llm, own)])
     try:

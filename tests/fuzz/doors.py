@@ -43,6 +43,7 @@ from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.calls import Call, Chunk
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.serving import Serving
+from tests.support.adapters import without_adapters
 
 VOCABULARY = 1536
 CONTEXT = 512
@@ -102,7 +103,7 @@ class Doors:
             max_model_len=CONTEXT,
         )
         grammars = Grammars(tokenizer(), VOCABULARY, model.eos_ids)
-        parts = Parts(model=model, runner=runner, grammars=grammars)
+        parts = Parts(model=model, runner=runner, adapters=without_adapters(config, model, grammars))
         self.llm = AsyncLLM(str(MODEL_DIR), max_queued_requests=10**6)
         self.llm._engine = LLMEngine(config, metrics=Metrics(), parts=parts)
         self.llm._life.on("ready")

@@ -22,7 +22,6 @@ from safetensors.numpy import load_file, save_file
 from jaxllm.errors import UserError
 from jaxllm.model.families import read_spec
 from jaxllm.model.lora_files import LoraFiles, read_adapter
-from jaxllm.model.name_patterns import Budget, Pattern
 from jaxllm.model.weights import read_config
 from tests.support.checkpoints import write_checkpoint
 from tests.support.lora_deltas import assert_merged
@@ -204,10 +203,8 @@ REFUSED_FIELDS: dict[str, Any] = {
 DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
     *((name, changed_config(**{name: value})) for name, value in REFUSED_FIELDS.items()),
     *(("init_lora_weights", changed_config(init_lora_weights=name)) for name in ("olora", "corda", "loftq", "lora_ga")),
-    ("takes too long", changed_config(rank_pattern={"a" * 2_000_000: 3})),
-    ("no regular expression", changed_config(rank_pattern={"(": 3})),
-    ("not supported", changed_config(exclude_modules=r"(.)\1")),
-    ("recursion", changed_config(target_modules="(" * 3000 + ")" * 3000)),
+    ("no expression", changed_config(rank_pattern={"(": 3})),
+    ("no expression", changed_config(target_modules="(" * 3000 + ")" * 3000)),
     ("max_lora_rank=17", changed_config(r=17)),
     ("max_lora_rank=9999999", changed_config(rank_pattern={"q_proj": 9999999})),
     (CONFIG, lambda folder: (folder / CONFIG).unlink()),
@@ -287,35 +284,3 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         os.mkfifo(folder / name)
         with pytest.raises(UserError):
             read(folder)
-
-
-def _expression(chance: random.Random, depth: int) -> str:
-    if depth == 0:
-        return chance.choice(r"a b . \. [ab] [^a] \d \w \b ^ $ c 1 \W \B [\d.] [^\w] \D \s [a-c1] (?!)".split())
-    inner = _expression(chance, depth - 1)
-    shape = chance.choice(
-        ["({}|%s)", "(?:{})*", "(?:{})+?", "(?:{}){{1,3}}", "(?:{}){{2}}", "(?={})", "(?!{})", "({})?", "{}%s"]
-    )
-    made = shape.format(inner)
-    return made % _expression(chance, depth - 1) if "%s" in made else made
-
-
-def test_patterns_match_as_pythons_do() -> None:
-    chance, matched = random.Random(3), 0
-    for _ in range(800):
-        expression = _expression(chance, chance.randrange(5))
-        theirs, ours = re.compile(expression), Pattern(expression, Budget())
-        ending = re.compile(rf"(.*\.)?({expression})")
-        for _ in range(5):
-            text = "".join(chance.choices("ab.1c", k=chance.randint(1, 7)))
-            assert ours.matches(text) == bool(theirs.fullmatch(text)), (expression, text)
-            assert ours.matches_end(text) == bool(ending.fullmatch(text)), (expression, text)
-            matched += ours.matches(text)
-    assert matched > 200
-
-
-def test_a_pattern_that_would_take_python_years_is_answered_or_refused_soon() -> None:
-    name = "model.layers.0.self_attn." + "a" * 50
-    assert not Pattern(r"(.*)*(a*)*(a|a)*b", Budget(10_000)).matches(name)
-    with pytest.raises(ValueError, match="too long"):
-        Pattern(".*" + "(?=(.*)*)" * 100, Budget(10_000)).matches(name)

@@ -31,7 +31,7 @@ from jaxllm.scheduler.state import Limits, Plan, Request, initial
 from tests.support.serving_process import QUICK, ServingProcess
 from tests.support.sizes import MANY_SLOTS
 
-LIMITS = Limits(num_slots=6, num_blocks=24, block_size=4, max_step_tokens=24, max_step_chunks=3)
+LIMITS = Limits(num_slots=6, num_blocks=24, block_size=4, max_step_tokens=24, max_step_chunks=3, max_adapters=2)
 STOP = 7
 
 
@@ -75,7 +75,7 @@ class Driver:
         number, random = self.num_added, self.random
         prompt = [random.choice((3, 4))] * random.randint(1, 20)
         stop_ids = random.choice([(STOP,), (STOP, 8), ()])
-        salt = random.choice([b"", b"", b"other", None])
+        root = random.choice([b"", b"", b"other", None])
         limit = len(prompt) + random.randint(1, 30)
         return Request(
             sequence_id=number,
@@ -83,7 +83,8 @@ class Driver:
             num_prompt=len(prompt),
             limit=limit,
             stop_ids=stop_ids,
-            salt=salt,
+            root=root,
+            adapter=random.choice([0, 0, 1, 2, 3]),
             name=f"request-{number}",
         )
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.metrics import Metrics
 from jaxllm.model.sharding import make_mesh
-from jaxllm.runner import device_state, memory_plan
+from jaxllm.runner import batch, device_state, memory_plan
 from jaxllm.runner.batch import coarser, decode_shapes, ragged_shapes, uniform_shape
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compile_threads import return_freed_memory
@@ -231,6 +232,30 @@ def test_two_halves_run_every_plan_where_there_is_nothing_else() -> None:
             assert shown(programs.choose(plan, variant)) == "ragged[32].forward sample[8].full"
     programs.wait()
     assert len(programs) == 2
+
+
+def test_a_plan_with_adapters_runs_in_a_program_that_has_as_many_and_others_do_not() -> None:
+    programs = Programs(
+        decode_shapes(8),
+        ragged_shapes(64, 8, 16, 40),
+        lambda key: SimpleNamespace(compile=lambda: key),
+        Metrics(),
+        max_adapters=6,
+    )
+    programs.begin(programs.covering, 1)
+    programs.wait()
+    assert sorted(map(str, programs.covering)) == ["decode[8]+6.forward", "ragged[64]+6.forward", "sample[8].full"]
+    programs.follow(1)
+    ones = np.ones(3, np.int32)
+    plan = Plan(0.0, 3, ones, ones.astype(np.int64), ones, ones, ones > 0, ones, np.zeros((0, 3), np.int32))
+    for count, due in ((0, ""), (1, "+1"), (2, "+2"), (3, "+4"), (5, "+6")):
+        programs.choose(plan, Variant.GREEDY, num_adapters=count)
+        programs.wait()
+        assert shown(programs.choose(plan, Variant.GREEDY, num_adapters=count)) == f"decode[4]{due}.greedy"
+    buffer = batch.pack(plan, replace(decode_shapes(8)[2], adapters=2), 8, adapters=np.array([1, 2, 0], np.int32))
+    assert buffer[-4:].tolist() == [1, 2, 0, 2], (
+        "a row without an adapter, and padding, have the number behind the last"
+    )
 
 
 @pytest.mark.parametrize("num_failures", [1, 2])

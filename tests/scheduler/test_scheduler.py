@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxllm.errors import UserError
 from jaxllm.scheduler import block_pool, scheduler
-from jaxllm.scheduler.block_pool import PoolEditor
+from jaxllm.scheduler.block_pool import PoolEditor, content_root
 from jaxllm.scheduler.state import Cleared, Limits, Plan, Removed, Request, State, Stored, initial, take_block_events
 from tests.support.fake_device import VOCABULARY, FakeDevice, next_token
 
-SALTS = (b"", b"other", None)
+ROOTS = (b"", b"other", None)
 MOST_PROMPT = 14  # tokens
 
 
@@ -92,6 +92,7 @@ class Machine(RuleBasedStateMachine):
         max_chunks=st.integers(1, 4),
         depth=st.integers(1, 3),
         is_whole=st.booleans(),
+        max_adapters=st.integers(0, 3),
     )
     def start(
         self,
@@ -102,11 +103,14 @@ class Machine(RuleBasedStateMachine):
         max_chunks: int,
         depth: int,
         is_whole: bool,
+        max_adapters: int,
     ) -> None:
         self.depth = depth
         extra_tokens += MOST_PROMPT * is_whole
         self.in_flight: deque[tuple[Plan, np.ndarray, np.ndarray, list[int]]] = deque()
-        self.limits = Limits(num_slots, num_blocks, block_size, num_slots + extra_tokens, max_chunks, True, is_whole)
+        self.limits = Limits(
+            num_slots, num_blocks, block_size, num_slots + extra_tokens, max_chunks, True, is_whole, max_adapters
+        )
         self.state = initial(self.limits)
         self.indexed: set[bytes] = set()  # what the block events say
         self.device = FakeDevice(self.limits)
@@ -126,14 +130,18 @@ class Machine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=MOST_PROMPT),
         num_new=st.integers(0, 12),
-        salt=st.sampled_from(SALTS),
+        root=st.sampled_from(ROOTS),
+        adapter=st.integers(0, 4),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         stops=st.sets(st.integers(0, VOCABULARY - 1), max_size=3),
     )
-    def add(self, prompt: list[int], num_new: int, salt: bytes | None, priority: int, stops: set[int]) -> None:
+    def add(
+        self, prompt: list[int], num_new: int, root: bytes | None, adapter: int, priority: int, stops: set[int]
+    ) -> None:
+        adapter *= self.limits.max_adapters > 0
         request_id = len(self.requests) + 1
         if self.limits.whole_prompts:  # of models that yield no tokens
-            num_new, salt = 0, None
+            num_new, root = 0, None
         request = Request(
             sequence_id=request_id,
             tokens=array("i", prompt),
@@ -141,7 +149,8 @@ class Machine(RuleBasedStateMachine):
             limit=len(prompt) + num_new,
             stop_ids=tuple(stops),
             priority=priority,
-            salt=salt,
+            root=None if root is None else content_root(root, bytes([adapter])),
+            adapter=adapter,
         )
         needed = -(-max(len(prompt), request.limit - 1) // self.limits.block_size)
         if needed > self.limits.num_blocks:
@@ -163,9 +172,12 @@ class Machine(RuleBasedStateMachine):
 
     def issue(self) -> bool:
         """Plan a step and run it; False if there is nothing to do before results are taken in."""
+        before = self.state.adapters
         self.state, plan = self.call("plan", 0.0)
         self.plans.append(plan_bytes(plan))
         assert not (plan.admitted and plan.preempted), "no admission in a step that preempted"
+        assert plan.adapters is self.state.adapters and len(plan.adapters) <= self.limits.max_adapters
+        assert len(set(plan.adapters) - set(before)) <= 1, "one transfer at most"
         if self.limits.whole_prompts:
             whole = [(each.slot, 0, each.num_known) for each in plan.admitted]
             assert list(zip(*(column.tolist() for column in plan[2:3] + plan[4:6]), strict=True)) == whole
@@ -259,6 +271,9 @@ class Machine(RuleBasedStateMachine):
             check_accounts(self.state, self.limits)
             alive = [entry.request.sequence_id for entry in self.state.waiting]
             alive += [record.request.sequence_id for record in self.state.running if record is not None]
+            in_use = {record.request.adapter for record in self.state.running if record is not None} - {0}
+            idle = len(self.state.adapters) - len(in_use)
+            assert set(self.state.adapters[idle:]) == in_use and not in_use & set(self.state.adapters[:idle])
             assert sorted(alive) == sorted(set(self.requests) - set(self.ended)), "no request is lost or kept"
 
     def teardown(self) -> None:
@@ -335,7 +350,7 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
 
 def test_decode_rows_ride_along_with_a_chunk() -> None:
     state, _ = run(start(request(1)))
-    state = scheduler.add(state, LIMITS, [request(2, length=40, salt=None)])
+    state = scheduler.add(state, LIMITS, [request(2, length=40, root=None)])
     _, plan = run(state)
     assert plan.num_decodes == 1 and plan.lengths.tolist() == [1, 15]
 
@@ -346,9 +361,9 @@ def test_an_equal_prompt_hits_in_the_step_that_computes_it_and_its_last_token_is
     assert plan.lengths.tolist() == [8, 4]
 
 
-@pytest.mark.parametrize(("salt", "cached"), [(b"", 4), (b"tenant", 0), (None, 0)])
-def test_blocks_are_shared_only_under_one_salt(salt: bytes | None, cached: int) -> None:
-    _, plan = run(start(request(1), request(2, salt=salt)))
+@pytest.mark.parametrize(("root", "cached"), [(b"", 4), (b"tenant", 0), (None, 0)])
+def test_blocks_are_shared_only_under_one_root(root: bytes | None, cached: int) -> None:
+    _, plan = run(start(request(1), request(2, root=root)))
     assert plan.admitted[1].num_cached == cached
 
 
@@ -371,7 +386,7 @@ def test_tokens_that_were_sampled_are_hit_by_the_next_turn() -> None:
 
 def test_priority_goes_before_arrival_and_the_last_in_rank_is_preempted() -> None:
     limits = dataclasses.replace(LIMITS, num_blocks=6)
-    low, high = request(1, num_new=9, priority=1, salt=None), request(2, num_new=9, priority=0, salt=None)
+    low, high = request(1, num_new=9, priority=1, root=None), request(2, num_new=9, priority=0, root=None)
     state, plan = run(start(low, high, limits=limits), limits=limits)
     assert [admission.request.sequence_id for admission in plan.admitted] == [2, 1]
     preempted: list[int] = []
@@ -416,3 +431,67 @@ def test_a_prefix_that_is_hit_for_ever_does_not_grow_the_eviction_queue() -> Non
         editor.release(block, [digest])
         pool = editor.done()
     assert pool.num_entries < 2000 and block_pool.cached_blocks(pool) == block
+
+
+def adapted(request_id: int, adapter: int, num_new: int = 4, **options: Any) -> Request:
+    return request(request_id, num_new=num_new, adapter=adapter, root=None, **options)
+
+
+def admitted(plan: Plan) -> list[int]:
+    return [admission.request.sequence_id for admission in plan.admitted]
+
+
+def test_who_finds_no_place_for_its_adapter_is_skipped_and_the_queue_behind_it_is_not() -> None:
+    limits = dataclasses.replace(LIMITS, num_slots=8, max_step_tokens=64, max_step_chunks=8, max_adapters=2)
+    waiting = [adapted(1, 7), adapted(2, 8), adapted(3, 7), adapted(4, 0), adapted(5, 9)]
+    state, plan = run(start(*waiting, limits=limits), limits=limits)
+    assert admitted(plan) == [1, 3, 4], "one new adapter in a plan"
+    assert plan.adapters == (7,) and [entry.request.sequence_id for entry in state.waiting] == [2, 5]
+    state, plan = run(state, limits=limits)
+    assert admitted(plan) == [2] and plan.adapters == (7, 8)
+    state = scheduler.add(state, limits, [adapted(6, 7), adapted(7, 8), adapted(8, 0)])
+    state, plan = run(state, limits=limits)
+    assert admitted(plan) == [7, 8], "7 is the longest in use, and drains for 9"
+    state = scheduler.abort(state, limits, [1, 3])
+    assert state.adapters == (7, 8)
+    state, plan = run(state, limits=limits)
+    assert admitted(plan) == [5] and plan.adapters == (8, 9), "9 was first in rank"
+    assert [entry.request.sequence_id for entry in state.waiting] == [6]
+
+
+def test_an_idle_adapter_stays_until_its_place_is_needed_and_the_one_used_longest_ago_goes_first() -> None:
+    limits = dataclasses.replace(LIMITS, max_adapters=2)
+    state = initial(limits)
+    plans = []
+    for number, adapter in enumerate((7, 8, 7, 9, 0)):
+        state, plan = run(scheduler.add(state, limits, [adapted(number, adapter, num_new=1)]), limits=limits)
+        plans.append(plan.adapters)
+    assert plans == [(7,), (7, 8), (8, 7), (7, 9), (7, 9)]
+    _, again = run(scheduler.add(state, limits, [adapted(9, 9)]), limits=limits)
+    assert again.adapters is state.adapters, "nothing to do"
+    assert scheduler.reset(state, limits).adapters == (), "the device may have lost them"
+
+
+def test_a_request_with_an_adapter_needs_places_for_some() -> None:
+    with pytest.raises(ValueError, match="no places"):
+        start(adapted(1, 7))
+
+
+@pytest.mark.parametrize("num_hot", [0, 8])
+def test_no_adapter_starves(num_hot: int) -> None:
+    """Two hundred adapters come once each, while others run all the time: those drain, and all are served in turn."""
+    limits = Limits(
+        num_slots=80, num_blocks=4096, block_size=4, max_step_tokens=512, max_step_chunks=64, max_adapters=8
+    )
+    random, longest = np.random.default_rng(0), 12
+    state, step, served = initial(limits), 0, []
+    while len(served) < 200 and step < 220 * longest:
+        own = [adapted(1000 * step, 100 + step, num_new=longest)] if 20 <= step < 220 else []
+        hot = [
+            adapted(1000 * step + number, number, num_new=int(random.integers(1, longest)))
+            for number in range(1, num_hot + 1)
+        ]
+        state, plan = run(scheduler.add(state, limits, [*own, *hot]), limits=limits)
+        served += [request_id for request_id in admitted(plan) if request_id % 1000 == 0]
+        step += 1
+    assert served == [1000 * number for number in range(20, 220)], "each in its turn"

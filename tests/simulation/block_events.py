@@ -11,22 +11,35 @@ import numpy as np
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.errors import EngineDeadError
 from jaxllm.scheduler.state import Cleared, Removed, Stored
+from tests.simulation.adapters import digest_of
 from tests.simulation.device import Violation
+
+
+def root_of(salt: bytes, adapter: bytes | None = b"") -> bytes:
+    """Say what stands before the first block of a request with this salt, and this digest of its adapter."""
+    parts = [salt] if adapter is None else [salt, adapter]
+    return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
 
 class Follower:
     """Knows what the cache holds, by what is told of it, and checks that.
 
-    `ids` are those of all requests so far, after which private caches are called; what is wrong goes to
-    `failures`.
+    `ids` are those of all requests so far, after which private caches are called; `contents` are those of adapters, by
+    their numbers; what is wrong goes to `failures`.
     """
 
     def __init__(
-        self, llm: AsyncLLM, setting: Mapping[str, Any], ids: Collection[int], failures: list[BaseException]
+        self,
+        llm: AsyncLLM,
+        setting: Mapping[str, Any],
+        ids: Collection[int],
+        contents: Mapping[int, int],
+        failures: list[BaseException],
     ) -> None:
         self._llm = llm
         self._setting = setting
         self._ids = ids
+        self._contents = contents
         self._failures = failures
         self.stored: set[bytes] = set()  # digests of blocks that can be hit
 
@@ -54,10 +67,11 @@ class Follower:
                     if event.digest in self.stored or len(event.tokens) != self._setting["block_size"]:
                         raise Violation("a block is told to be stored twice, or in part")
                     tokens = np.array(event.tokens, "<i4").tobytes()
-                    roots = [sha256(salt).digest() for salt in (b"", b"one", b"two")]
+                    adapter = digest_of(self._contents[event.adapter]) if event.adapter else b""
+                    roots = [root_of(salt, adapter) for salt in (b"", b"one", b"two")]
                     parents = roots if event.parent is None else [event.parent]
                     if event.parent is None and not self._setting["prefix_caching"]:
-                        parents = [sha256(f"{number}".encode()).digest() for number in range(max(self._ids) + 1)]
+                        parents = [root_of(f"{number}".encode(), None) for number in range(max(self._ids) + 1)]
                     if all(sha256(parent + tokens).digest() != event.digest for parent in parents):
                         raise Violation("a block is told to hold other tokens")
                     self.stored.add(event.digest)

@@ -31,11 +31,12 @@ def check_turn(world: World, began: float) -> None:
     counted = (
         *(metrics.generated_tokens, metrics.preemptions, metrics.prompt_tokens),
         *(metrics.cached_tokens, metrics.recoveries, metrics.steps, metrics.computed_tokens, metrics.forced_tokens),
+        metrics.adapter_loads,
     )
     due = (
         *(reference.num_generated, reference.num_preempted, world.prompt_tokens),
         *(world.cached_tokens, world.num_recoveries, world.runner.device.num_steps, world.runner.device.num_tokens),
-        reference.num_forced,
+        *(reference.num_forced, world.held.num_put),
     )
     if counted != due:
         raise Violation(f"I11: metrics count {counted}, where {due} is due")

@@ -9,6 +9,7 @@ from jaxllm.engine.output_processor import MANY_STREAMS_INTERVAL
 from jaxllm.errors import EngineError, UserError
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from tests.simulation.adapters import request_of
 from tests.simulation.device import Violation
 from tests.simulation.oracle import (
     BROKEN,
@@ -42,6 +43,8 @@ class Client:
                 "cache_salt": request["salt"],
             }
         self.salt: str = request.get("salt", "")
+        self.folder: int | None = request.get("adapter")  # of its adapter, None: none
+        self.adapter = self.weights = 0  # number and content of its adapter, once the engine has read it
         self.priority: int = request.get("priority", 0)
         self.timeout: float | None = request.get("timeout")
         self.time_limit: float | None = request.get("time_limit")
@@ -99,6 +102,7 @@ class Client:
             time_limit=self.time_limit,
             timeout=self.timeout,
             arrival=self.arrival,
+            lora_request=None if self.folder is None else request_of(self.folder),
         )
         try:
             async for output in stream:

@@ -21,6 +21,7 @@ from jaxllm.runner.batch import TILE, Shape
 from jaxllm.runner.compiled_programs import Key, Programs
 from jaxllm.runner.device_state import DeviceState, Geometry
 from jaxllm.runner.model_runner import HeldStep, Runner, StepInFlight
+from jaxllm.runner.resident_adapters import ResidentAdapters
 from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob
@@ -134,20 +135,22 @@ class Device:
         shape = key.shape
         variant = -1 if key.variant is None else VARIANTS.index(key.variant)
 
-        def forward(params: Any, state: Any, buffer: np.ndarray) -> tuple[Any, Logits]:
+        def forward(params: Any, state: Any, buffer: np.ndarray, *adapters: tuple[int, ...]) -> tuple[Any, Logits]:
             self.faults.before_dispatch(shape)
             self._check_state()
             if len(buffer) != batch.buffer_size(shape):
                 raise Violation("I12: the buffer is not one of the program's")
             field = batch.views(buffer, batch.fields(shape))
-            logits = self._forward(shape, field)
+            if len(adapters) != shape.adapters:
+                raise Violation("a program gets another number of adapters than it takes")
+            logits = self._forward(shape, field, [adapter[0] if adapter else 0 for adapter in adapters])
             if not shape.is_decode:
                 num_tokens = np.count_nonzero(field["token_slot"] < self.geometry.num_slots)
                 logits.num_chunk_tokens = int(num_tokens - field["num_decodes"][0])
             return state, logits
 
-        def run(params: Any, state: Any, buffer: np.ndarray) -> tuple[Any, Flight]:
-            state, logits = forward(params, state, buffer)
+        def run(params: Any, state: Any, buffer: np.ndarray, *adapters: tuple[int, ...]) -> tuple[Any, Flight]:
+            state, logits = forward(params, state, buffer, *adapters)
             return state, Flight(self._sample(shape.rows, variant, logits, None), logits.num_chunk_tokens, self)
 
         def sample(
@@ -197,7 +200,8 @@ class Device:
         if self.is_lost:
             raise Violation("a program was given a state that is gone")
 
-    def _forward(self, shape: Shape, field: Mapping[str, np.ndarray]) -> Logits:
+    def _forward(self, shape: Shape, field: Mapping[str, np.ndarray], adapters: Sequence[int]) -> Logits:
+        """Compute the tokens of a step; `adapters` are the contents of those that it was given."""
         geometry = self.geometry
         num_slots, size = geometry.num_slots, geometry.block_size
         self.num_steps += 1
@@ -220,6 +224,11 @@ class Device:
             samples = (field["row_samples"][:num_rows] > 0).tolist()
         slot_list, end_list = slots.tolist(), ends.tolist()
         owners = [self.owners[slot] for slot in slot_list]
+
+        if adapters:
+            self._check_adapters(field["token_adapter"][: len(token_slots)], token_slots, adapters)
+        elif any(owner is not None and owner.weights for owner in owners):
+            raise Violation("a row is computed without its adapter")
 
         # Write: content follows from the token and from what stands before it, which is checked below.
         content = self._chains[token_slots, positions]
@@ -252,6 +261,16 @@ class Device:
         last = places if shape.is_decode else places[field["row_last"][:num_rows]]
         living = [owner for owner in owners if owner is not None]
         return Logits(self.num_steps, slots, ends, samples, living, last, poisoned)
+
+    def _check_adapters(self, chosen: np.ndarray, token_slots: np.ndarray, adapters: Sequence[int]) -> None:
+        """Check that each token of a step is computed with the adapter of its request, and with no other."""
+        weights = [*adapters, 0]
+        if not all(0 <= index < len(weights) for index in chosen.tolist()):
+            raise Violation("a token has an adapter that the step was not given")
+        for slot, index in set(zip(token_slots.tolist(), chosen.tolist(), strict=True)):
+            owner = self.owners[slot]
+            if owner is not None and owner.weights != weights[index]:
+                raise Violation(f"slot {slot} is computed with the adapter of another")
 
     def _read_masks(self, num_rows: int, logits: Logits, buffer: np.ndarray) -> list[int | None]:
         """Check that the buffer of a second half belongs to its first; return the mask of each row, if it has one."""
@@ -407,7 +426,15 @@ def _fill_logprobs(joined: np.ndarray, chains: list[int], tokens: list[int]) -> 
 class SimulatedRunner(Runner):
     """The production runner over a `Device`; which of the smaller programs are compiled is given."""
 
-    def __init__(self, config: Any, geometry: Geometry, max_step_tokens: int, metrics: Metrics, faults: Faults) -> None:
+    def __init__(
+        self,
+        config: Any,
+        geometry: Geometry,
+        max_step_tokens: int,
+        metrics: Metrics,
+        faults: Faults,
+        adapters: ResidentAdapters,
+    ) -> None:
         self.geometry = geometry
         self.metrics = metrics
         self.extras = Extras(VOCABULARY)
@@ -419,6 +446,7 @@ class SimulatedRunner(Runner):
         self._running_thread = None
         self.device = Device(geometry, self.extras, faults)
         self._params = ()
+        self.adapters = adapters
         device = self.device
         shapes = DeviceState(
             kv=(),
@@ -438,6 +466,7 @@ class SimulatedRunner(Runner):
             batch.ragged_shapes(max_step_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH),
             lambda key: key,
             metrics,
+            max_adapters=self.limits.max_adapters,
         )
         for key in self.programs.covering:
             self.compile(key)

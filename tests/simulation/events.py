@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxllm.errors import EngineError
 from jaxllm.scheduler.state import Plan
+from tests.simulation.adapters import request_of
 from tests.simulation.client import Client
 from tests.simulation.device import Violation
 from tests.simulation.requests import burst, leave_early, race, submit
@@ -78,6 +79,9 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
                 world.is_held = False
                 world.drain_until = world.now + arguments[0]
                 world.draining = world.loop.create_task(drain(world, arguments[0]))
+        case "reload_adapter":
+            if world.setting["max_adapters"]:
+                reload_adapter(world, *arguments)
         case "restart":
             world.fired[kind] += 1
             world.end()
@@ -89,6 +93,26 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
             world.armed[kind] = True
         case _:
             world.armed[kind] = arguments[0] if arguments else True
+
+
+def reload_adapter(world: World, number: int, is_changed: bool, is_forgotten: bool) -> None:
+    """Change the files of an adapter, tell the engine to forget it, or both."""
+    index = 1 + number % world.setting["num_adapters"]
+    world.fired["reload_adapter"] += 1
+    if is_changed:
+        world.folders.change(index)
+    if is_forgotten:
+        call(world, forget_adapter(world, index))
+
+
+async def forget_adapter(world: World, index: int) -> None:
+    request = request_of(index)
+    was_known = request.lora_int_id in await world.llm.list_loras()
+    if await world.llm.remove_lora(request.lora_int_id) != was_known:
+        raise Violation("an adapter was forgotten that was not known, or the reverse")
+    if request.lora_int_id in await world.llm.list_loras():
+        raise Violation("an adapter that was forgotten is still known")
+    world.folders.forget(index)
 
 
 def stop_one(world: World, kind: str, number: int, _is_mid: bool, is_twice: bool, wanted: str | None) -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from jaxllm.engine import async_llm, kv_events, llm_engine, output_processor
+from jaxllm.engine import adapters, async_llm, kv_events, llm_engine, output_processor
 from jaxllm.engine.input_batch import InputBatch
 from jaxllm.engine.recovery import MAX_EXHAUSTED, MAX_FAILURES
 from jaxllm.runner import model_runner
@@ -19,6 +19,7 @@ from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler import block_pool
 from jaxllm.scheduler.block_pool import PoolEditor
 from jaxllm.scheduler.state import Plan
+from tests.simulation.adapters import FOLDERS
 from tests.simulation.device import VARIANTS, Flight, Violation
 from tests.simulation.events import happen
 from tests.simulation.grammars import Constraint
@@ -71,6 +72,11 @@ class StepFaults:
         if times == {1: 1, 4: MAX_FAILURES, 16: MAX_EXHAUSTED * MAX_FAILURES}[limit]:
             del armed[kind], armed[f"{kind} times"]
         self.fail(kind, is_lost=True, words="RESOURCE_EXHAUSTED")
+
+    def before_put(self) -> None:
+        """Fail while an adapter is put on the device."""
+        if self.world.armed.pop("put_raises", None):
+            self.fail("put_raises", is_lost=False)
 
     def before_fill(self) -> None:
         """Fail while masks are made."""
@@ -185,6 +191,7 @@ class StepFaults:
                 mock.patch.object(block_pool, "MOST_STALE", 8),  # so that the queue of cached blocks is swept
                 mock.patch.object(async_llm, "LONG_TEXT", 6),
                 mock.patch.object(kv_events, "LOGGED_EVENTS", 20),
+                mock.patch.object(adapters, "ADAPTERS", FOLDERS),
                 mock.patch.object(InputBatch, "place", placing),
                 mock.patch.object(InputBatch, "variant", narrowest),
                 mock.patch.object(output_processor, "FEW_STREAMS", world.few_streams),

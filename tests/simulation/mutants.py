@@ -76,7 +76,7 @@ HISTORY = [
         "needed > limits.num_blocks",
         "False",
     ),
-    Mutant("the salt is not in the key", "scheduler.scheduler._root", 'request.salt or b""', 'b""'),
+    Mutant("the salt is not in the key", "engine.input_processor.InputProcessor._root", "accepted.salt", 'b""'),
     Mutant(
         "the list of new blocks is never emptied",
         "scheduler.scheduler.plan",
@@ -128,6 +128,49 @@ HISTORY = [
         "engine.constrained_rows.ConstrainedRows.take_in",
         "scheduler.is_live(state, plan)",
         "plan.samples",
+    ),
+    Mutant(
+        "an adapter is not in the key",
+        "engine.input_processor.InputProcessor._root",
+        "content_root(accepted.salt, adapter_digest)",
+        "content_root(accepted.salt)",
+    ),
+    Mutant(
+        "who waits for an adapter's place claims none",
+        "scheduler.adapter_places.AdapterPlaces.admits",
+        "self._claims.add(adapter)",
+        "pass",
+    ),
+    Mutant(
+        "an adapter in use is evicted",
+        "scheduler.adapter_places.AdapterPlaces.enter",
+        "others[len(others) == self._most :]",
+        "others[: self._most - 1]",
+    ),
+    Mutant("adapters stay in use", "scheduler.scheduler._vacate", "if editor.adapters:", "if False:"),
+    Mutant(
+        "adapters survive the device's state, and nobody has their weights",
+        "scheduler.scheduler.reset",
+        "editor.adapters = ()",
+        "pass",
+    ),
+    Mutant(
+        "who was skipped for its adapter goes to the end of the queue",
+        "scheduler.scheduler._admit",
+        "(*skipped, *rest)",
+        "(*rest, *skipped)",
+    ),
+    Mutant(
+        "a slot keeps the adapter of its last request",
+        "engine.input_batch.InputBatch.place",
+        "self._adapters[slot] = 0 if sequence.group.adapter is None else",
+        "self._adapters[slot] = self._adapters[slot] if sequence.group.adapter is None else",
+    ),
+    Mutant(
+        "an adapter that has changed keeps its number",
+        "engine.adapters.Adapters._load",
+        "if digest != files.digest:",
+        "if not number:",
     ),
 ]
 

@@ -191,12 +191,23 @@ class Outcome:
 
 
 class Truth:
-    """One sample. `root` names those with whom it may share blocks."""
+    """One sample. `root` names those with whom it may share blocks; `weights` is the content of its adapter, 0: none.
+
+    Both stand before every link of its chain, so that neither a token nor a place of the cache is that of another's.
+    """
 
     def __init__(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int, root: int, limit: int, is_broken: bool
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+        root: int,
+        limit: int,
+        is_broken: bool,
+        weights: int = 0,
     ) -> None:
         self.params = params
+        self.weights = weights
         self.prompt = tuple(prompt)
         self.seed = seed
         self.limit = limit
@@ -228,7 +239,7 @@ class Truth:
         self.has_lost_grammar = False  # a fault has ended its constraint
         bias = repr(sorted((params.logit_bias or {}).items())).encode()
         self._salted = zlib.crc32(self.row_bytes) | zlib.crc32(bias) << 32
-        self._last = root
+        self._last = mix(root, weights) if weights else root
         links = []
         for token in self.prompt:
             self._last = mix(self._last, token)

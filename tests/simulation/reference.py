@@ -7,7 +7,7 @@ the sequence up to their end (`oracle.Truth.chain`), the least recently released
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm.scheduler import block_pool
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Limits, Plan, Request
+from tests.simulation.adapters import Places
 from tests.simulation.device import Violation
 from tests.simulation.oracle import Truth
 
@@ -34,6 +35,7 @@ class Entry:
     is_shared: bool  # may its blocks be found by others
     reads_cache: bool
     known: int
+    adapter: int = 0  # its number, 0: none
     seen: int = 0  # of `known`, when it was last looked at whether its reader has them
     brought: int = 0  # full blocks that it brought when it was queued
     slot: int = -1  # -1: waits, -2: has ended
@@ -74,7 +76,9 @@ class Reference:
         self.num_planned = 0
         self.num_generated = self.num_forced = 0
         self.num_preempted = 0
-        self.num_resets = 0
+        self.num_resets = self.num_skipped = 0
+        self.places = Places(limits.max_adapters)
+        self._passed_over: tuple[Entry, int, set[tuple[int, int]]] | None = None  # see `_check_patience`
         self._claim = claim
         self._forget_cache()
 
@@ -113,6 +117,7 @@ class Reference:
                 self._vacate(entry)
         for entry in gone:
             entry.slot = -2
+        self.places.settle(self.running.values())
 
     def was_reset(self) -> None:
         self.num_resets += 1
@@ -121,6 +126,8 @@ class Reference:
             self._requeue(entry)
         self._forget_cache()
         self.plans.clear()
+        self.places.clear()
+        self._passed_over = None
 
     def planned(self, plan: Plan) -> None:
         size = self.limits.block_size
@@ -144,6 +151,7 @@ class Reference:
             preempted.append(victim.id)
             slot = victim.slot
             self._vacate(victim)
+            self.places.settle(self.running.values())
             self._requeue(victim)
             if self.num_available <= before and victim not in growing:
                 raise Violation(f"preempting the owner of slot {slot} gave no block")
@@ -164,16 +172,24 @@ class Reference:
                 self._publish_chunk(*chunks[-1])
         admitted: list[tuple[int, int, int, int]] = []
         at = sum(counts)
-        while self.waiting and not preempted and budget and len(chunks) < self.limits.max_step_chunks:
-            entry = self.waiting[0]
-            if len(self.running) == self.limits.num_slots or (self.limits.whole_prompts and entry.known > budget):
+        before = {(entry.id, entry.admission): entry.adapter for entry in self.running.values()}
+        residents = self.places.residents
+        self.places.begin()
+        for entry in [] if preempted else list(self.waiting):
+            if not budget or len(chunks) == self.limits.max_step_chunks or len(self.running) == self.limits.num_slots:
+                break
+            if not self.places.admits(entry.adapter):
+                self.num_skipped += 1
+                continue
+            if self.limits.whole_prompts and entry.known > budget:
                 break
             hits = self._hits(entry)
             num_new = -(-entry.known // size) - len(hits)
             idle = sum(self.references[block] == 0 for block in hits)
             if num_new > self.num_available - idle - len(self.running):
                 break
-            self.waiting.pop(0)
+            self.waiting.remove(entry)
+            self.places.enter(entry.adapter)
             entry.slot = min(set(range(self.limits.num_slots)) - set(self.running))
             self.running[entry.slot] = entry
             entry.admission += 1
@@ -221,6 +237,13 @@ class Reference:
         for (_, _, block), (_, _, due) in zip(pairs, new_blocks, strict=True):
             if due >= 0 and block != due:
                 raise Violation("the plan's block table names another block")
+        if plan.adapters != self.places.residents:
+            raise Violation(f"adapters {plan.adapters} are resident, where {self.places.residents} are due")
+        if len(plan.adapters) > self.limits.max_adapters or len({*plan.adapters} - {*residents}) > 1:
+            raise Violation("I15: more adapters are resident than there are places, or more than one is new")
+        if not {entry.adapter for entry, *_ in rows} <= {0, *plan.adapters}:
+            raise Violation("I15: a request runs whose adapter is not resident")
+        self._check_patience(before, {each.request.sequence_id for each in plan.admitted})
         if plan.number != self.num_planned or sum(length for _, _, length in rows) > self.limits.max_step_tokens:
             raise Violation("I5: a plan beyond its budget, or counted wrongly")
         if self.num_planned % CHECK_EVERY == 0:
@@ -278,8 +301,10 @@ class Reference:
                     del self.index[key]
         for entry in failed:
             self._vacate(entry, publishes=False)
+        self.places.settle(self.running.values())
         for entry in ended:
             self._vacate(entry, fresh=fresh[entry.id])
+        self.places.settle(self.running.values())
         if (
             events.finished != reasons
             or events.ids.tolist() != ids
@@ -370,6 +395,34 @@ class Reference:
 
     # Comparing.
 
+    def _check_patience(self, before: Mapping[tuple[int, int], int], admitted: Collection[int]) -> None:
+        """I15: who is passed over for want of a place for its adapter waits for one generation of requests at most.
+
+        If the first in the queue was passed over, those that then run with the adapter longest in use are all that it
+        waits for: none joins them from behind, and once they have ended nobody goes before it. `before` are the
+        adapters of those who ran before this plan admitted.
+        """
+        first = self.waiting[0] if self.waiting else None
+        kept, self._passed_over = self._passed_over, None
+        is_passed = first is not None and any(self.by_id[each].rank > first.rank for each in admitted)
+        if first is None or not (is_passed or (kept and kept[0] is first)):
+            return
+        if kept is None or kept[0] is not first:
+            oldest = next(iter(self.places.in_use), 0)
+            ahead = {each for each, adapter in before.items() if adapter == oldest}
+            ahead |= {(each.id, each.admission) for each in self.running.values() if each.adapter == oldest}
+            self._passed_over = first, oldest, ahead
+            return
+        _, oldest, ahead = kept
+        left = {each for each, adapter in before.items() if adapter == oldest and each in ahead}
+        joined = {(each.id, each.admission) for each in self.running.values() if each.adapter == oldest} - ahead
+        behind = [each for each in self.running.values() if (each.id, each.admission) in joined]
+        if any(each.rank > first.rank for each in behind):
+            raise Violation("I15: a request joins an adapter that drains for one before it")
+        if is_passed and not left:
+            raise Violation("I15: a request is passed over although the place that it waits for is free")
+        self._passed_over = first, oldest, ahead | joined
+
     def compare(self, with_index: bool = True) -> None:
         """Compare all that production's state holds."""
         assert self.core is not None
@@ -379,6 +432,8 @@ class Reference:
             raise Violation("the queue is not in order")
         if [entry.known for entry in state.waiting] != [entry.known for entry in self.waiting]:
             raise Violation("the queue holds other numbers of tokens")
+        if state.adapters != self.places.residents:
+            raise Violation("other adapters are resident than are due, or in another order")
         slots = state.slots
         names = ("ids", "given", "issued", "length", "known", "turn", "done", "limit", "capacity")
         columns = list(zip(*(getattr(slots, name).tolist() for name in names), strict=True))

@@ -18,6 +18,7 @@ from jaxllm.errors import (
     UserError,
 )
 from jaxllm.sampling_params import SamplingParams
+from tests.simulation.adapters import BROKEN_FOLDER
 from tests.simulation.client import Client
 from tests.simulation.device import Violation
 from tests.simulation.grammars import is_refused
@@ -100,6 +101,7 @@ def edges(world: World, client: Client) -> Iterator[tuple[str, bool]]:
     yield "length_block+1", length == size + 1
     yield "length_max-1", length == most - 1
     yield "forks", client.params.n > 1
+    yield "adapted", bool(client.folder)
     yield "constrained", client.params.structured_outputs is not None
     yield "limit_of_pool", -(-(client.limit - 1) // size) == world.setting["num_blocks"]
 
@@ -138,6 +140,8 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
         return RequestIdInUseError
     if queue_is_full(world, 1, 0):
         return OverloadedError
+    if client.folder == BROKEN_FOLDER:
+        return UserError
     if isinstance(client.prompt, str) and "\0" in client.prompt:
         return BrokenTextError
     if isinstance(client.prompt, dict) and "\0" in str(client.prompt.get("prompt")):

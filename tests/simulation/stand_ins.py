@@ -71,8 +71,16 @@ class Recorder(Reference):
     world: World
 
     def planned(self, plan: Plan) -> None:
+        places, counts = self.places, (self.num_skipped, self.places.num_drained, self.places.num_evicted)
         super().planned(plan)
         world = self.world
+        for kind, before, after in zip(
+            ("adapter_skipped", "adapter_drained", "adapter_evicted"),
+            counts,
+            (self.num_skipped, places.num_drained, places.num_evicted),
+            strict=True,
+        ):
+            world.fired[kind] += after > before
         for part in (plan.slots, plan.starts, plan.lengths, plan.table):
             world.digest = zlib.crc32(part.tobytes(), world.digest)
         world.plans.append(plan)

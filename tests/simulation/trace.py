@@ -19,6 +19,7 @@ FAULTS = (
     *("compile_stall", "tokenizer_error", "detokenizer_error", "same_prefix", "prefix_thrash", "priority_inversion"),
     *("burst", "drain", "restart", "reset_cache", "pause", "dies", "request_fault", "leave_early"),
     *("sample_raises_before", "sample_raises_after", "fill_raises", "grammar_raises", "sample_out_of_memory"),
+    *("reload_adapter", "put_raises"),
 )
 # What a prompt may end in: characters that it has begun, of two bytes, three and four.
 HALVES = tuple(tuple(PIECES.index(bytes([byte])) for byte in end) for end in (b"ab\xc3", b"a\xe2\x82", b"\xf0\x9f\x98"))
@@ -66,7 +67,11 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
         "tight": whole + 1 + whole * num_slots // 4,
         "roomy": whole * max(2, num_slots // 2 + chance.randint(0, 3)),
     }[size]
+    max_adapters = chance.choice((0, 0, 1, 1, 2, 3))
     return {
+        "max_adapters": max_adapters,
+        "num_adapters": chance.choice((1, 2, 4, 6)) if max_adapters else 0,
+        "max_kept": max_adapters + chance.randrange(4),  # in the host's memory
         "block_size": block_size,
         "num_slots": num_slots,
         "num_blocks": max(1, num_blocks),
@@ -113,7 +118,7 @@ class _Maker:
             "burst": 0.005, "drain": 0.006, "restart": 0.006, "reset_cache": 0.01, "pause": 0.02, "dies": 0.005,
             "request_fault": 0.01, "leave_early": 0.01,
             "sample_raises_before": 0.008, "sample_raises_after": 0.008, "sample_out_of_memory": 0.008,
-            "fill_raises": 0.008, "grammar_raises": 0.012,
+            "fill_raises": 0.008, "grammar_raises": 0.012, "reload_adapter": 0.02, "put_raises": 0.01,
             "resume_reading": 0.2,
         }  # fmt: skip
         is_on = [(kind, rate) for kind, rate in rates.items() if kind in faults or kind == "resume_reading"]
@@ -145,6 +150,8 @@ class _Maker:
                 return [chance.randrange(8)]
             case "out_of_memory" | "sample_out_of_memory":
                 return [chance.choice((1, 4, 16))]
+            case "reload_adapter":
+                return [chance.randrange(1000), chance.random() < 0.8, chance.random() < 0.5]
             case "leave_early":
                 return [self._request()]
             case "tokenizer_error":
@@ -198,6 +205,8 @@ class _Maker:
         request: dict[str, Any] = {"name": f"r{self.num_names}", "ids": ids, "params": chance.choice(self.params)}
         if draw() < 0.15:
             request["salt"] = chance.choice(("one", "two"))
+        if setting["num_adapters"] and draw() < 0.7:
+            request["adapter"] = 0 if draw() < 0.01 else 1 + int(draw() * setting["num_adapters"])
         if setting["policy"] == "priority":
             request["priority"] = chance.choice((-1, 0, 0, 5))
             if "priority_inversion" in faults:  # the long ones are unimportant, the short ones urgent

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.engine.adapters import Language
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.input_batch import RequestFault
 from jaxllm.engine.input_processor import Accepted
@@ -35,6 +36,7 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.runner.device_state import Geometry
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.scheduler.state import Plan, Request
+from tests.simulation.adapters import Folders, Held, make_store
 from tests.simulation.block_events import Follower
 from tests.simulation.checks import ROUNDING, TICK, check_idle, check_over, check_turn
 from tests.simulation.client import Client
@@ -70,6 +72,7 @@ class World:
         self.tokenizer.is_broken = trace.setting["broken_text"]
         self.submitting: Client | None = None
         self.num_seeds = self.num_roots = 0
+        self.folders = Folders(trace.setting["num_adapters"])
         self.params: dict[str, SamplingParams] = {}
         self._events: dict[int, list[list[Any]]] = {}
         for event in trace.events:
@@ -138,10 +141,17 @@ class World:
             async_scheduling=setting["async_scheduling"],
             scheduling_policy=setting["policy"],
             enable_kv_cache_events=setting["block_events"],
+            enable_lora=setting["max_adapters"] > 0,
+            max_loras=setting["max_adapters"] or 1,
+            max_cpu_loras=setting["max_kept"] or None,
             seed=setting["seed"],
             max_logprobs=5,
         )
-        self.runner = SimulatedRunner(llm.config, geometry, setting["max_step_tokens"], llm.metrics, self.faults)
+        self.folders.contents.clear()  # numbers begin anew
+        self.held = Held(self.faults.before_put)
+        self.runner = SimulatedRunner(
+            llm.config, geometry, setting["max_step_tokens"], llm.metrics, self.faults, self.held
+        )
         self.reference = llm._recorder = Recorder(self.runner.limits, self._claim)
         self.reference.world = self
         rest = self.runner.programs.rest
@@ -156,16 +166,19 @@ class World:
             max_model_len=self.max_model_len,
         )
         grammars: Any = Grammars(self.faults)
-        llm._parts = Parts(model=model, runner=self.runner, grammars=grammars, clock=lambda: self.now)
+        store = make_store(self, Language(model=model, grammars=grammars))
+        llm._parts = Parts(model=model, runner=self.runner, adapters=store, clock=lambda: self.now)
         llm._clock = llm._parts.clock
         self.condition = llm._inbox._changed = Condition()  # type: ignore[assignment]
         add = llm._inbox.add
 
         def noted(accepted: Accepted) -> None:
             add(accepted)
-            assert self.submitting is not None
-            self.submitting.is_submitted = True
-            self.submitted.append(self.submitting)
+            client = self.submitting
+            assert client is not None
+            client.is_submitted = True
+            client.adapter, client.weights = self.folders.note(client.folder or 0, accepted.adapter)
+            self.submitted.append(client)
 
         llm._inbox.add = noted  # type: ignore[method-assign]
         self.loop.create_task(llm.start())
@@ -187,7 +200,7 @@ class World:
             return due(changed, now)
 
         self.engine.outputs.due = make  # type: ignore[method-assign]
-        self.follower = Follower(llm, setting, self.client_of, self.loop.failures)
+        self.follower = Follower(llm, setting, self.client_of, self.folders.contents, self.loop.failures)
         self.following = self.loop.create_task(self.follower.run()) if setting["block_events"] else None
 
     def end(self) -> None:
@@ -247,7 +260,9 @@ class World:
             self.num_roots += 1
             root = zlib.crc32(client.salt.encode()) if is_cached else mix(self.num_roots, 0)
             for index in range(params.n):
-                truth = Truth(client.ids, params, seed + index, root, client.limit, self.tokenizer.is_broken)
+                truth = Truth(
+                    client.ids, params, seed + index, root, client.limit, self.tokenizer.is_broken, client.weights
+                )
                 client.truths.append(truth)
                 self.runner.device.truths[(seed + index) % 2**64] = truth
                 request = requests[len(entries)]
@@ -262,6 +277,7 @@ class World:
                         is_shared=is_cached or params.n > 1,
                         reads_cache=not skips,
                         known=len(client.ids),
+                        adapter=client.adapter,
                     )
                 )
                 client.entries.append(entries[-1])

@@ -149,7 +149,8 @@ class FakeEngine:
         if start > 7:
             raise errors.OutOfRangeError("batch is not kept.", "start_sequence")
         stored = (Stored(b"\0" * 7 + b"\1" + b"x" * 24, None, (1, 2)), Stored(b"\xff" * 32, b"\0" * 7 + b"\1", (3, 4)))
-        yield BlockBatch(start, 1.5, 2, (Cleared(), *stored, Removed(b"\xff" * 32), Removed(b"\0" * 32)))
+        stored += (Stored(b"\1" * 32, None, (1, 2), adapter=5),)
+        yield BlockBatch(start, 1.5, 2, (Cleared(), *stored, Removed(b"\xff" * 32), Removed(b"\0" * 32)), {5: "pirate"})
 
 
 class FakeObserver:

@@ -281,13 +281,18 @@ def duration_of(seconds: float) -> Duration:
 
 
 def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
-    """Return what entered and left the prefix cache, in its order; neighbours of one kind become one event."""
+    """Return what entered and left the prefix cache, in its order; neighbours of one kind become one event.
+
+    Blocks of different adapters are different events.
+    """
     response = control_pb2.StreamKvEventsResponse(sequence=batch.sequence)
     response.time.FromNanoseconds(round(batch.time * 1e9))
-    for kind, own in groupby(batch.events, type):
+    for (kind, adapter), own in groupby(batch.events, lambda event: (type(event), getattr(event, "adapter", 0))):
         event = response.events.add()
         if kind is Cleared:
             event.cleared.SetInParent()
+        if adapter:
+            event.stored.adapter = batch.adapters[adapter]
         for change in own:
             if isinstance(change, Removed):
                 event.removed.hashes.append(_hash(change.digest))

@@ -181,11 +181,12 @@ async def test_kv_events(run: Any) -> None:
         stub = control_pb2_grpc.ControlServiceStub(channel)
         (batch,) = await drained(stub.StreamKvEvents(control_pb2.StreamKvEventsRequest(start_sequence=3)))
         assert batch.sequence == 3 and batch.time.ToMilliseconds() == 1500
-        assert [event.WhichOneof("event") for event in batch.events] == ["cleared", "stored", "removed"]
+        assert [event.WhichOneof("event") for event in batch.events] == ["cleared", "stored", "stored", "removed"]
         first, second = batch.events[1].stored.blocks
         assert (first.hash, list(first.token_ids), batch.events[1].stored.block_size) == (1, [1, 2], 2)
         assert not first.HasField("parent_hash") and (second.hash, second.parent_hash) == (2**64 - 1, 1)
-        assert list(batch.events[2].removed.hashes) == [2**64 - 1, 0]
+        assert [event.stored.adapter for event in batch.events[1:3]] == ["", "pirate"]
+        assert list(batch.events[3].removed.hashes) == [2**64 - 1, 0]
         error = await error_of(drained(stub.StreamKvEvents(control_pb2.StreamKvEventsRequest(start_sequence=8))))
         assert error.code() == grpc.StatusCode.OUT_OF_RANGE
         assert details_of(error)["BadRequest"].field_violations[0].field == "start_sequence"

@@ -1,0 +1,200 @@
+"""The adapters that an engine knows: read from their folders, kept in the host's memory, with what their texts need.
+
+An adapter gets a number when its content is first read, and other content gets another one: the scheduler, the device
+and the prefix cache know adapters by number and digest only. A request holds its adapter, so that forgetting one never
+takes it from a request that runs. Any thread may call this; reading takes as long as the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from jaxllm.config import EngineConfig
+from jaxllm.embedded import ADAPTERS
+from jaxllm.engine.model_info import ModelInfo
+from jaxllm.errors import UserError
+from jaxllm.lora_request import LoRARequest
+from jaxllm.model import lora
+from jaxllm.model.lora_files import LoraFiles, read_adapter
+from jaxllm.model.weights import resolve
+from jaxllm.runner.model_setup import Setup
+from jaxllm.structured_output.grammars import Grammars
+from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.text.tokenizer_files import TOKENIZER_FILES, has_tokenizer, read_chat_templates
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Language:
+    """What texts are to a request: the model with its tokenizer, and the grammars over its vocabulary."""
+
+    model: ModelInfo
+    grammars: Grammars
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Adapter:
+    """An adapter in the host's memory."""
+
+    number: int  # above 0; of its content, and never given to another
+    request: LoRARequest
+    digest: bytes  # of its content
+    weights: lora.Adapter[np.ndarray]
+    language: Language  # the model's, or one with the tokenizer or the chat template that its folder brings
+
+
+class Adapters:
+    """Reads adapters when they are first asked for, and keeps those that were used last."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        language: Language,
+        read: Callable[[Path], LoraFiles],
+    ) -> None:
+        """`read` reads the weights of a folder."""
+        self._config = config
+        self.language = language
+        self._read = read
+        self._most_kept = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()
+        self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # the one used last at the end
+        self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # those of requests, too
+        self._numbers: dict[LoRARequest, tuple[bytes, int]] = {}  # digest and number, when it was last read
+        self._names: dict[int, str] = {}  # by number, of all that were ever read: the cache may have blocks of any
+        self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by the digest of their files
+
+    def find(self, request: LoRARequest) -> Adapter | None:
+        """Return an adapter that is in memory."""
+        with self._lock:
+            adapter = self._alive.get(request)
+            if adapter is not None:
+                self._keep(adapter)
+            return adapter
+
+    def get(self, request: LoRARequest) -> Adapter:
+        """Return an adapter, which is read if it is not in memory; what is wrong with it is a UserError."""
+        if not self._config.enable_lora:
+            message = f"Got lora_request {request!r:.200} but LoRA is not enabled! Start the engine with enable_lora."
+            raise UserError(message, "lora_request")
+        if not isinstance(request, LoRARequest):
+            raise UserError(f"lora_request is a LoRARequest, not {type(request).__name__}.", "lora_request")
+        found = self.find(request)
+        if found is not None:
+            return found
+        with self._reading:
+            found = self.find(request)
+            if found is None:
+                found = self._load(request)
+        return found
+
+    def remove(self, lora_int_id: int) -> bool:
+        """Forget adapters by the caller's number; requests that have one keep it. Whether there was one."""
+        with self._lock:
+            gone = [request for request in self._numbers if request.lora_int_id == lora_int_id]
+            for request in gone:
+                del self._numbers[request]
+                self._kept.pop(request, None)
+                self._alive.pop(request, None)
+        return bool(gone)
+
+    def ids(self) -> set[int]:
+        """Return the callers' numbers of the adapters that are known."""
+        with self._lock:
+            return {request.lora_int_id for request in self._numbers}
+
+    def name_of(self, number: int) -> str:
+        """Return the name of an adapter by its number, whether it is still known or not."""
+        return self._names[number]
+
+    def _load(self, request: LoRARequest) -> Adapter:
+        try:
+            folder = ADAPTERS.get(request.lora_path) or resolve(request.lora_path)
+            files = self._read(folder)
+            language = self._language_of(folder)
+        except UserError as error:
+            message = str(error)
+            raise UserError(f"adapter {request.lora_name!r:.80}: {message}", "lora_request") from error
+        with self._lock:
+            digest, number = self._numbers.get(request, (b"", 0))
+            if digest != files.digest:
+                number = len(self._names) + 1
+                self._names[number] = request.lora_name
+            self._numbers[request] = files.digest, number
+            adapter = Adapter(
+                number=number, request=request, digest=files.digest, weights=files.weights, language=language
+            )
+            self._alive[request] = adapter
+            self._keep(adapter)
+        return adapter
+
+    def _keep(self, adapter: Adapter) -> None:
+        self._kept[adapter.request] = adapter
+        self._kept.move_to_end(adapter.request)
+        while len(self._kept) > self._most_kept:
+            self._kept.popitem(last=False)
+
+    def _language_of(self, folder: Path) -> Language:
+        """Return the language of an adapter's folder; folders with the same files share one."""
+        own = self.language.model
+        templates = read_chat_templates(folder)
+        brings = not self._config.skip_tokenizer_init and has_tokenizer(folder)
+        if not brings and not templates:
+            return self.language
+        digest = _digest(folder)
+        language = self._languages.get(digest)
+        if language is not None:
+            return language
+        if not brings:
+            model = replace(own, tokenizer=own.tokenizer.with_chat_templates(templates))
+            language = Language(model=model, grammars=self.language.grammars)
+        else:
+            tokenizer = load_tokenizer(folder)
+            if tokenizer.vocab_size > own.vocab_size:
+                raise UserError(
+                    f"its tokenizer has {tokenizer.vocab_size} tokens, and the model only {own.vocab_size}; "
+                    "adapters that add tokens are not supported.",
+                    "lora_request",
+                )
+            if not templates:
+                tokenizer = tokenizer.with_chat_templates(own.tokenizer.chat_templates)
+            eos_ids = _eos_ids(tokenizer, own)
+            model = replace(own, tokenizer=tokenizer, eos_ids=eos_ids)
+            language = Language(model=model, grammars=Grammars(tokenizer, own.vocab_size, eos_ids))
+        self._languages[digest] = language
+        return language
+
+
+def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
+    """Return what ends a text of an adapter's tokenizer: its own end, and those of the model that are the same here."""
+    same = {token for token in model.eos_ids if tokenizer.token(token) == model.tokenizer.token(token)}
+    own = tokenizer.eos_token_id
+    return frozenset(same if own is None else {own, *same})
+
+
+def reader(setup: Setup, config: EngineConfig) -> Callable[[Path], LoraFiles]:
+    """Return what reads the weights of a folder for an engine's devices."""
+
+    def read(folder: Path) -> LoraFiles:
+        shards = config.tensor_parallel_size
+        return read_adapter(folder, setup.spec, setup.family, shards, config.max_lora_rank, setup.dtype)
+
+    return read
+
+
+def _digest(folder: Path) -> bytes:
+    """Return a digest of a folder's tokenizer and chat templates."""
+    digest = hashlib.sha256()
+    files = (file for pattern in TOKENIZER_FILES if pattern != "config.json" for file in folder.glob(pattern))
+    for file in sorted(files):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(folder)} {len(content)} ".encode() + content)
+    return digest.digest()

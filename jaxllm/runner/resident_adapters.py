@@ -1,0 +1,79 @@
+"""The adapters that are on the devices: arrays of their own, which the runner gives to a step as arguments.
+
+Putting one there, and letting it go, compiles nothing and changes no array that a step in flight reads. Knows numbers
+of adapters and arrays; which adapters stay is the scheduler's decision (`State.adapters`).
+
+Letters: R rows of a plan, U adapters of a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.model.lora import Adapter
+
+Leaves = tuple[jax.Array, ...]
+Weights = Callable[[int], Adapter[np.ndarray]]  # by an adapter's number
+
+
+class ResidentAdapters:
+    """Adapters of one padded shape, by number."""
+
+    def __init__(self, described: Adapter[jax.ShapeDtypeStruct]) -> None:
+        self._described = tuple(jax.tree.leaves(described))
+        self._numbers: tuple[int, ...] = ()
+        self._leaves: dict[int, Leaves] = {}
+        self._nothing: Leaves = ()
+
+    def hold(self, numbers: tuple[int, ...], weights: Weights) -> int:
+        """Have exactly the adapters `numbers`; return how many were missing. After an exception there are none."""
+        if numbers is self._numbers:
+            return 0
+        kept = {number: self._leaves[number] for number in numbers if number in self._leaves}
+        self._leaves, self._numbers = {}, ()
+        missing = [number for number in numbers if number not in kept]
+        for number in missing:
+            kept[number] = self._put(weights(number))
+        self._leaves, self._numbers = kept, numbers
+        return len(missing)
+
+    def of_rows(self, rows: np.ndarray) -> list[int]:
+        """List the distinct adapters of rows, int64[R] of numbers, 0 where a row has none."""
+        return [number for number in dict.fromkeys(rows.tolist()) if number]
+
+    def arguments(self, rows: np.ndarray | None, count: int) -> tuple[np.ndarray | None, tuple[Leaves, ...]]:
+        """Return what a program of `count` adapters needs: which of them each row has, int32[R], and their arrays.
+
+        Where a plan has fewer adapters, zeros fill up.
+        """
+        if rows is None or not count:
+            return None, (self._zeros(),) * count
+        distinct = self.of_rows(rows)
+        at = {number: index for index, number in enumerate(distinct)} | {0: count}
+        which = np.array([at[number] for number in rows.tolist()], np.int32)
+        leaves = [self._leaves[number] for number in distinct]
+        return which, (*leaves, *(self._zeros(),) * (count - len(leaves)))
+
+    def forget(self) -> None:
+        """Let go of all arrays."""
+        self._leaves, self._numbers, self._nothing = {}, (), ()
+
+    def _put(self, weights: Adapter[np.ndarray]) -> Leaves:
+        shardings = [leaf.sharding for leaf in self._described]
+        return tuple(jax.device_put(jax.tree.leaves(weights), shardings))
+
+    def _zeros(self) -> Leaves:
+        """Return an adapter that adds nothing; layers share its arrays."""
+        if not self._nothing:
+
+            @cache
+            def zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
+                return jax.device_put(np.zeros(shape, dtype), sharding)  # `jnp.zeros` would compile a program
+
+            self._nothing = tuple(zeros(leaf.shape, leaf.dtype, leaf.sharding) for leaf in self._described)
+        return self._nothing

@@ -1,0 +1,85 @@
+"""What LoRA adapters cost: decoding 16 rows of Qwen2.5-0.5B's shape with 0, 1, 2, 4 and 8 distinct ones in the step.
+
+`python -m tests.benchmarks.adapters`. Random weights, float32, greedy, adapters of rank 16 of every product. Rounds go
+through the numbers in turns, so that what else the machine does hits all alike; the medians are compared. All rows of a
+step take as long as the step: what rows without an adapter lose beside others is the step's own loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from jaxllm import LLM, LoRARequest, SamplingParams
+from jaxllm.model import weights
+from jaxllm.runner.compiled_programs import Key
+from jaxllm.sampling.sampler import Variant
+from tests.benchmarks import shapes
+from tests.benchmarks.aims import require
+from tests.benchmarks.sides import GEOMETRY, medians, prompts_of
+from tests.support.adapters import write_adapter
+
+ROWS, PROMPT, NEW, RANK = GEOMETRY["max_num_seqs"], 8, 10, 16
+COUNTS = (0, 1, 2, 4, 8)
+MOST_LOST = 0.05  # of the speed of rows without an adapter, beside rows with two
+
+
+def write(folder: Path, number: int, layers: int) -> LoRARequest:
+    """Write an adapter of every product of the shape's layers."""
+    shape = shapes.SHAPES["qwen2.5-0.5b"]
+    width, inner, keys = shape["hidden_size"], shape["intermediate_size"], 64 * shape["num_key_value_heads"]
+    attention = {"q": width, "k": keys, "v": keys, "o": width}
+    sizes = {f"self_attn.{name}_proj": (size, width) for name, size in attention.items()}
+    sizes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+    modules = {f"model.layers.{layer}.{name}": size for layer in range(layers) for name, size in sizes.items()}
+    return LoRARequest(f"a{number}", number, str(write_adapter(folder / f"a{number}", modules, RANK, seed=number)))
+
+
+def decode(llm: LLM, adapters: list[LoRARequest]) -> float:
+    """Return the seconds of a step that decodes all rows; the adapters take turns, and half of the rows have none."""
+    own = [adapters[row // 2 % len(adapters)] if adapters and row % 2 else None for row in range(ROWS)]
+    taken = []
+    for new in (NEW, 1):
+        params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+        began = time.perf_counter()
+        llm.generate(prompts_of(ROWS, PROMPT), params, use_tqdm=False, lora_request=own)
+        taken.append(time.perf_counter() - began)
+    return (taken[0] - taken[1]) / (NEW - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=24, help="of the shape")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    model = str(shapes.folder_of("qwen2.5-0.5b", "float32", options.layers))
+    settings = {"enable_lora": True, "max_loras": max(COUNTS), "max_lora_rank": RANK, "precompile": "covering"}
+    with tempfile.TemporaryDirectory() as folder, LLM(model, dtype="float32", **GEOMETRY, **settings) as llm:
+        adapters = [write(Path(folder), number, options.layers) for number in range(1, max(COUNTS) + 1)]
+        programs = llm.engine.runner.programs
+
+        def is_wanted(key: Key) -> bool:
+            return key.shape.is_decode and key.variant is Variant.GREEDY and key.shape.tokens == ROWS
+
+        programs.begin([key for key in programs.rest if is_wanted(key)], 2)
+        programs.wait()
+        seconds = medians(options.rounds, {count: partial(decode, llm, adapters[:count]) for count in COUNTS})
+        own = weights.num_bytes(llm.engine.runner._params)
+        each = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.adapters.get(adapters[0]).weights))
+    for count in COUNTS:
+        print(
+            f"{count} adapters of rank {RANK} in {ROWS} rows, half of them without: {seconds[count] * 1e3:6.1f} ms a "
+            f"step, {seconds[count] / seconds[0]:.3f} times as long (bytes read: {1 + count * each / own:.3f})"
+        )
+    lost = 1 - seconds[0] / seconds[2]
+    print(f"rows without an adapter lose {lost:.1%} beside ones with two (at most {MOST_LOST:.0%})")
+    require(lost <= MOST_LOST, "adapters cost their neighbours more than is promised")
+
+
+if __name__ == "__main__":
+    main()

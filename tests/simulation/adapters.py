@@ -1,0 +1,171 @@
+"""Adapters of a simulated engine: folders whose content is a number, weights that are that number, naive places.
+
+The store (`engine/adapters.py`) is production's, and so is what holds weights on the device but for the transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.engine.adapters import Adapter, Adapters, Language
+from jaxllm.errors import UserError
+from jaxllm.lora_request import LoRARequest
+from jaxllm.model.lora_files import LoraFiles
+from jaxllm.runner.resident_adapters import ResidentAdapters
+from tests.simulation.device import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.reference import Entry
+    from tests.simulation.world import World
+
+FOLDERS = {f"adapter-{index}": Path(f"/nowhere/{index}") for index in range(10)}
+BROKEN_FOLDER = 0  # its files cannot be read
+
+
+class Folders:
+    """The folders of adapters, in each of which a number stands for the files."""
+
+    def __init__(self, num_adapters: int) -> None:
+        self._history = {index: [index] for index in range(1, num_adapters + 1)}  # contents, the newest last
+        self._least = dict.fromkeys(self._history, 0)  # in the history, that a request may still get
+        self._num_contents = num_adapters
+        self.contents: dict[int, int] = {}  # by the numbers that the engine gave
+
+    def read(self, folder: Path) -> LoraFiles:
+        """Read a folder for the engine."""
+        index = int(folder.name)
+        if index == BROKEN_FOLDER:
+            raise UserError("there is no adapter_config.json", "lora_request")
+        content = self._history[index][-1]
+        return LoraFiles(rank=1, digest=digest_of(content), weights=(content,))  # type: ignore[arg-type]
+
+    def change(self, index: int) -> None:
+        """Put other files into a folder; who has read it keeps what it has."""
+        self._num_contents += 1
+        self._history[index].append(self._num_contents)
+
+    def forget(self, index: int) -> None:
+        """The engine was told to forget an adapter: from now on its folder is read anew."""
+        self._least[index] = len(self._history[index]) - 1
+
+    def note(self, asked: int, adapter: Adapter | None) -> tuple[int, int]:
+        """Check which adapter a request got that asked for a folder, 0 for none; return its number and content."""
+        if adapter is None:
+            if asked:
+                raise Violation("a request has lost its adapter")
+            return 0, 0
+        (content,) = adapter.weights
+        if not asked or content not in self._history[asked][self._least[asked] :]:
+            raise Violation("a request got an adapter that it did not ask for, or one that was forgotten")
+        if self.contents.setdefault(adapter.number, content) != content or not adapter.number:
+            raise Violation("a number of an adapter was given again")
+        return adapter.number, content
+
+
+def digest_of(content: int) -> bytes:
+    """Return the digest of an adapter's files."""
+    return f"files {content}".encode()
+
+
+def request_of(index: int) -> LoRARequest:
+    return LoRARequest(f"name-{index}", index + 1, f"adapter-{index}")
+
+
+def make_store(world: World, language: Language) -> Adapters:
+    """Make production's store over a world's folders."""
+    return Adapters(world.llm.config, language, world.folders.read, lambda tokenizer: frozenset())
+
+
+class Held(ResidentAdapters):
+    """What holds weights on the device; to put them there may fail."""
+
+    def __init__(self, before_put: Callable[[], None]) -> None:
+        super().__init__(())
+        self._before_put = before_put
+        self.num_put = 0
+
+    def _put(self, weights: Any) -> Any:
+        self._before_put()
+        self.num_put += 1
+        return weights
+
+    def _zeros(self) -> Any:
+        return ()
+
+
+class Places:
+    """Which adapters are resident, by the naive scheduler: everything is counted anew, from who runs now."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._now = 0
+        self._came: dict[int, int] = {}  # by resident: when it came into use
+        self._left: dict[int, int] = {}  # by idle resident: when it was let go of
+        self._claims: list[int] = []
+        self._has_loaded = False
+        self._were_in_use: list[int] = []
+        self.num_drained = self.num_evicted = 0
+
+    @property
+    def in_use(self) -> list[int]:
+        """Those of running requests, longest in use first."""
+        return sorted((each for each in self._came if each not in self._left), key=lambda each: self._came[each])
+
+    @property
+    def residents(self) -> tuple[int, ...]:
+        """All, in the order of `State.adapters`."""
+        idle = sorted(self._left, key=lambda each: (self._left[each], self._came[each]))
+        return (*idle, *self.in_use)
+
+    def settle(self, running: Iterable[Entry]) -> None:
+        """Requests have left their slots: what none of the others has is idle."""
+        self._now += 1
+        kept = {entry.adapter for entry in running}
+        for adapter in self.in_use:
+            if adapter not in kept:
+                self._left[adapter] = self._now
+
+    def clear(self) -> None:
+        """The device has lost them."""
+        self._came.clear()
+        self._left.clear()
+
+    def begin(self) -> None:
+        """A plan begins to admit."""
+        self._claims = []
+        self._has_loaded = False
+        self._were_in_use = self.in_use
+
+    def admits(self, adapter: int) -> bool:
+        """Whether a waiting request may have its adapter in this plan; if not, the adapter claims a place."""
+        in_use = self.in_use
+        num_free = self._most - len(in_use) - len(self._claims)  # below 0: so many of those in use are to drain
+        if not adapter:
+            return True
+        if adapter in in_use:
+            half = max(1, self._most // 2)
+            is_drained = adapter in self._were_in_use[:half] and in_use.index(adapter) < -num_free
+            self.num_drained += is_drained
+            return not is_drained
+        if adapter in self._claims:
+            return False
+        if num_free > 0 and (adapter in self._left or not self._has_loaded):
+            return True
+        self._claims.append(adapter)
+        return False
+
+    def enter(self, adapter: int) -> None:
+        """A request with this adapter was admitted."""
+        if not adapter or adapter in self.in_use:
+            return
+        if adapter not in self._left:
+            self._has_loaded = True
+            if len(self._came) == self._most:
+                gone = self.residents[0]
+                del self._came[gone], self._left[gone]
+                self.num_evicted += 1
+        self._now += 1
+        self._left.pop(adapter, None)
+        self._came[adapter] = self._now

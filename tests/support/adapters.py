@@ -1,0 +1,94 @@
+"""Adapters of small checkpoints: written at random, merged into their base, or none at all."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.adapters import Adapters, Language
+from jaxllm.engine.model_info import ModelInfo
+
+
+def without_adapters(config: EngineConfig, model: ModelInfo, grammars: Any) -> Adapters:
+    """Return a store of adapters from which none can be had."""
+
+    def read(folder: Path) -> Any:
+        raise NotImplementedError
+
+    return Adapters(config, Language(model=model, grammars=grammars), read)
+
+
+def modules(base: Path) -> dict[str, tuple[int, int]]:
+    """List the linear modules of a checkpoint's layers by full name, each with its outputs and inputs."""
+    found = {}
+    for name, tensor in load_file(base / "model.safetensors").items():
+        if tensor.ndim == 2 and re.search(r"\.\d+\.", name) and name.endswith(".weight"):
+            found[name.removesuffix(".weight")] = tensor.shape[::-1] if _is_transposed(name) else tensor.shape
+    return found
+
+
+def write_adapter(
+    folder: Path,
+    base: Path | Mapping[str, tuple[int, int]],
+    rank: int = 8,
+    *,
+    targets: Sequence[str] | None = None,
+    seed: int = 0,
+    strength: float = 0.3,
+    **config: Any,
+) -> Path:
+    """Write a random adapter of a checkpoint, or of `modules`, in PEFT's format.
+
+    `targets` are last parts of modules' names, None: all.
+
+    `strength` is how large a change of an output is, beside a random input of the size 1.
+    """
+    random = np.random.default_rng(seed)
+    there = modules(base) if isinstance(base, Path) else base
+    own = {name: shape for name, shape in there.items() if targets is None or name.split(".")[-1] in targets}
+    alpha = config.setdefault("lora_alpha", 2 * rank)
+    tensors = {}
+    for name, (outputs, inputs) in own.items():
+        size = strength * rank / alpha / np.sqrt(rank)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = random.standard_normal((rank, inputs), np.float32)
+        tensors[f"base_model.model.{name}.lora_A.weight"] /= np.float32(np.sqrt(inputs))
+        tensors[f"base_model.model.{name}.lora_B.weight"] = size * random.standard_normal((outputs, rank), np.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    named = sorted({name.split(".")[-1] for name in own})
+    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "target_modules": named, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    save_file({name: np.ascontiguousarray(each, np.float32) for name, each in tensors.items()}, _weights(folder))
+    return folder
+
+
+def merge(folder: Path, base: Path, adapter: Path) -> Path:
+    """Write the checkpoint that a plain adapter makes of its base, as PEFT's `merge_and_unload` does."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors, own = load_file(base / "model.safetensors"), load_file(_weights(adapter))
+    for name in modules(base):
+        a, b = (own.get(f"base_model.model.{name}.lora_{part}.weight") for part in "AB")
+        if a is not None and b is not None:
+            delta = config["lora_alpha"] / config["r"] * (b.astype(np.float64) @ a.astype(np.float64))
+            weight = f"{name}.weight"
+            tensors[weight] = tensors[weight] + (delta.T if _is_transposed(weight) else delta).astype(np.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in base.glob("*.json"):
+        shutil.copy(file, folder)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _weights(folder: Path) -> Path:
+    return folder / "adapter_model.safetensors"
+
+
+def _is_transposed(name: str) -> bool:
+    return ".c_" in name  # GPT-2's Conv1D
