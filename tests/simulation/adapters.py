@@ -75,7 +75,7 @@ def request_of(index: int) -> LoRARequest:
 
 def make_store(world: World, language: Language) -> Adapters:
     """Make production's store over a world's folders."""
-    return Adapters(world.llm.config, language, world.folders.read, lambda tokenizer: frozenset())
+    return Adapters(world.llm.config, language, world.folders.read)
 
 
 class Held(ResidentAdapters):
