@@ -1,4 +1,4 @@
-"""The models that ship inside the package, a tiny Llama and a sentence embedder; `training/` writes their texts."""
+"""What ships in the package: a tiny Llama, an adapter of it, a sentence embedder; `training/` writes their texts."""
 
 from pathlib import Path
 
@@ -7,4 +7,4 @@ EMBEDDER_DIR: Path = Path(__file__).resolve().parent / "embedder"
 # By the names under which the server reports them.
 SHIPPED: dict[str, Path] = {"jaxllm-embedded": MODEL_DIR, "jaxllm-embedder": EMBEDDER_DIR}
 # LoRA adapters of the model, by the names under which they can be asked for.
-ADAPTERS: dict[str, Path] = {}
+ADAPTERS: dict[str, Path] = {"pirate": Path(__file__).resolve().parent / "pirate"}

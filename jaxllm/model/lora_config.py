@@ -92,17 +92,25 @@ def _read_targets(fields: dict[str, Any]) -> _Matches:
     is_excluded = _named("exclude_modules", excluded or [])
     every = isinstance(targets, str) and targets.lower() == "all-linear"
     is_named = _named("target_modules", ".*" if every else targets)
-    places = [rf"(?:.*?\.)??{name}\.(\d+)\." for name in containers] or [r".*?\.[^.]*\.(\d+)\."]
 
     def is_targeted(module: str) -> bool:
         if is_excluded(module) or not is_named(module):
             return False
         if not layers or module in targets:
             return True
-        found = next(filter(None, (re.match(place, module) for place in places)), None)
-        return found is not None and int(found[1]) in layers
+        return _layer_of(module, containers) in layers
 
     return is_targeted
+
+
+def _layer_of(module: str, containers: list[str]) -> int | None:
+    """Find the number behind the name of a list of layers; where no list is named, the first that is third or later."""
+    parts = module.split(".")
+    for container in containers or [None]:
+        for place in range(1 if container else 2, len(parts) - 1):
+            if parts[place].isdecimal() and container in (None, parts[place - 1]):
+                return int(parts[place])
+    return None
 
 
 def _named(field: str, given: str | list[str]) -> _Matches:

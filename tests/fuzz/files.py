@@ -22,6 +22,7 @@ from jaxllm.model import weights
 from jaxllm.model.checkpoint import open_tensors
 from jaxllm.model.decoder import declare
 from jaxllm.model.families import read_spec
+from jaxllm.model.lora_files import read_adapter
 from jaxllm.model.pooler_files import read_pooler
 from jaxllm.replay.replay import Replay
 from jaxllm.sampling_params import default_sampling_params
@@ -94,6 +95,19 @@ def read_modules(place: Path) -> None:
     read_pooler(place, config, *read_spec(config))
 
 
+def read_adapter_folder(place: Path) -> None:
+    """An adapter of a small model; the file of the two that is not hostile is right."""
+    for name, make in (("adapter_config.json", adapter_configs), ("adapter_model.safetensors", adapter_files)):
+        if not (place / name).exists():
+            (place / name).write_bytes(make()[0])
+    spec, family = read_spec(weights.read_config(GOLDEN / "llama"))
+    read = read_adapter(place, spec, family, 2, 8, np.float32)
+    if not 1 <= read.rank <= 8 or any(
+        not np.isfinite(pair.b).all() for layer in read.weights for pair in layer.values()
+    ):
+        raise AssertionError("an adapter that cannot be computed with")
+
+
 def read_generation(place: Path) -> None:
     from types import SimpleNamespace
     from typing import Any
@@ -147,6 +161,32 @@ def modules() -> list[bytes]:
     kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("Normalize", "3_Normalize")
     listed = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds]
     return [json.dumps(listed[:count]).encode() for count in (2, 3, 4)]
+
+
+def adapter_configs() -> list[bytes]:
+    """Configs that all name the modules of `adapter_files`."""
+    plain = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
+    patterns = {
+        "rank_pattern": {"_proj": 3, r"(.*\.\d\..*|up_proj)": 2},
+        "alpha_pattern": {"^model.*(down|up)_proj$": 3},
+        "r": 8,
+    }
+    neutral = {"use_dora": False, "modules_to_save": None, "use_rslora": True, "init_lora_weights": "gaussian"}
+    chosen = {"target_modules": r".*\.[01]\.(\w+)\.(?:q|down)_proj", "exclude_modules": r"(?!model).*|.*\.norm"}
+    layers = {"target_modules": ["self_attn.q_proj", "down_proj"], "layers_to_transform": [0, 1, 2]}
+    layers |= {"layers_pattern": ["layers"], "exclude_modules": ["k_proj"]}
+    changes = ({}, patterns, neutral, chosen, layers)
+    return [json.dumps(plain | change).encode() for change in changes]
+
+
+def adapter_files() -> list[bytes]:
+    tensors = {}
+    for layer in range(2):
+        for module, (rows, columns) in {"self_attn.q_proj": (48, 48), "mlp.down_proj": (48, 64)}.items():
+            stem = f"base_model.model.model.layers.{layer}.{module}.lora_"
+            tensors |= {f"{stem}A.weight": np.ones((2, columns), np.float32)}
+            tensors |= {f"{stem}B.weight": np.ones((rows, 2), np.float16)}
+    return [safetensors.numpy.save(tensors)]
 
 
 def generation_configs() -> list[bytes]:

@@ -209,6 +209,10 @@ TARGETS = {
         Target("stop", _stop, _stops),
         Target("parsers", _parsers, _model_texts),
         Target("safetensors", files.of_file("model.safetensors", files.read_safetensors), files.safetensors_files),
+        Target(
+            "adapter_config", files.of_file("adapter_config.json", files.read_adapter_folder), files.adapter_configs
+        ),
+        Target("adapter", files.of_file("adapter_model.safetensors", files.read_adapter_folder), files.adapter_files),
         Target("index", files.of_file("model.safetensors.index.json", files.read_index), files.indexes),
         Target("config", files.of_file("config.json", files.read_model), files.configs),
         Target("modules", files.of_file("modules.json", files.read_modules), files.modules),

@@ -18,7 +18,7 @@ MOST_MEMORY = 64 * 2**20  # bytes more than before
 NEVER_REFUSE = {"stream", "stop", "parsers"}  # what a model writes is never wrong
 MAY_REFUSE_SEEDS = {"verdicts"}  # whose seeds are right and wrong values
 
-pytestmark = pytest.mark.filterwarnings("ignore:temperature is less than")
+pytestmark = pytest.mark.filterwarnings("ignore:temperature is less than", "ignore:Possible nested set")
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -1,0 +1,87 @@
+"""Adapters that PEFT writes add to each weight what PEFT itself merges into it. Needs torch and peft: `make parity`."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.model.families import read_spec
+from jaxllm.model.lora_files import read_adapter
+from jaxllm.model.weights import read_config
+from tests.parity import make_golden
+from tests.support.lora_deltas import assert_merged
+
+pytestmark = pytest.mark.parity
+
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+MODULES = {
+    "llama": ATTENTION + MLP,
+    "qwen2": ATTENTION + MLP,
+    "gemma2": ATTENTION + MLP,
+    "gpt2": ("attn.c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"),
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "gpt_neox": ("query_key_value", "attention.dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "mixtral": ATTENTION,
+}
+RANKS = (1, 8, 64)
+
+
+def _settings(case: str) -> list[dict[str, Any]]:
+    """List what PEFT's LoraConfig is given, every kind of choice at least once."""
+    modules = MODULES[case]
+    first, last = modules[0], modules[-1]
+    ends = "|".join(module.replace(".", r"\.") for module in modules)
+    chosen: list[dict[str, Any]] = [{"target_modules": list(each)} for each in itertools.combinations(modules, 1)]
+    chosen += [{"target_modules": list(each)} for each in itertools.pairwise(modules)]
+    chosen += [
+        {"target_modules": rf".*\.1\..*({ends})"},
+        {"target_modules": rf"^(?!.*\.0\.)[\w.]+?\.(?:{ends})$", "use_rslora": True, "lora_alpha": 3},
+        {"target_modules": list(modules), "layers_to_transform": [1]},
+        {"target_modules": list(modules), "layers_to_transform": 0, "layers_pattern": ["h", "layers"]},
+        {
+            "target_modules": list(modules),
+            "exclude_modules": [first],
+            "rank_pattern": {rf".*\.0\..*{last}": 5, last: 3},  # the first counts; PEFT writes them sorted
+            "alpha_pattern": {r"1\.[a-z_]+\." + modules[1].split(".")[-1]: 40, last: 2},
+        },
+        {
+            "target_modules": list(modules),
+            "exclude_modules": r".*\.0\..*",
+            "use_rslora": True,
+            "rank_pattern": {last: 2},
+        },
+    ]
+    if case != "mixtral":  # whose experts would have some, too
+        chosen.append({"target_modules": "all-linear"})
+    return chosen
+
+
+@pytest.fixture(scope="module", params=MODULES)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Path]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_golden.make_model(request.param, 5)
+    make_golden.save(model, folder)
+    return request.param, model, folder
+
+
+def test_what_is_read_is_what_peft_merges(base, tmp_path):
+    import peft
+    import torch
+
+    case, _, folder = base
+    spec, family = read_spec(read_config(folder))
+    for number, settings in enumerate(_settings(case)):
+        torch.manual_seed(number)
+        rank, own = RANKS[number % len(RANKS)], tmp_path / str(number)
+        # Random B too, and deltas as large as the weights.
+        given = {"r": rank, "lora_alpha": 8, "init_lora_weights": False, "fan_in_fan_out": case == "gpt2"} | settings
+        model = peft.get_peft_model(make_golden.load(folder), peft.LoraConfig(task_type="CAUSAL_LM", **given))
+        model.save_pretrained(own)
+        make_golden.save(model.merge_and_unload(), tmp_path / f"merged-{number}")
+        for shards in (1, 2):
+            read = read_adapter(own, spec, family, shards, 64, "float32")
+            assert read.rank == max([rank, *given.get("rank_pattern", {}).values()])
+            assert_merged(read, folder, tmp_path / f"merged-{number}", shards)

@@ -1,0 +1,36 @@
+"""What an adapter adds to the weights of a model: by the adapter that was read, and by a checkpoint merged with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.model.decoder import declare
+from jaxllm.model.families import read_spec
+from jaxllm.model.lora_files import LoraFiles
+from jaxllm.model.parameters import Weight
+from jaxllm.model.sharding import SPLIT_AXES
+from jaxllm.model.weights import read_config
+from tests.support.checkpoints import load
+
+
+def assert_merged(read: LoraFiles, base: Path, merged: Path, shards: int) -> None:
+    """Every weight of `merged`, laid out over the shards, is that of `base` and what the adapter adds to it."""
+    spec, _ = read_spec(read_config(base))
+    before, after = load(base, shards), load(merged, shards)
+    for layer, (declared, pairs) in enumerate(zip(declare(spec, shards).layers, read.weights, strict=True)):
+        for name, weight in declared.items():
+            old, new = (np.asarray(each.layers[layer][name], np.float64) for each in (before, after))
+            added = _product(*pairs[name], weight, shards) if name in pairs else np.zeros(())
+            atol = 1e-6 * (1 + np.abs(added).max())
+            np.testing.assert_allclose(new - old, np.broadcast_to(added, new.shape), rtol=0, atol=atol)
+
+
+def _product(a: np.ndarray, b: np.ndarray, weight: Weight, shards: int) -> np.ndarray:
+    """Multiply each row of B with the A of its part: parts lie one behind the other in every shard."""
+    pieces = shards if weight.axes[0] in SPLIT_AXES else 1
+    of_parts = a.astype(np.float64).reshape(len(weight.parts), -1, a.shape[1])
+    counts = [part.rows * part.copies // pieces for part in weight.parts] * pieces
+    rows = np.split(b.astype(np.float64), np.cumsum(counts)[:-1])
+    return np.concatenate([each @ of_parts[number % len(of_parts)] for number, each in enumerate(rows)])

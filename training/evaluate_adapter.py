@@ -1,0 +1,65 @@
+"""Asks the embedded model the held-out questions with its adapter: `python -m training.evaluate_adapter`.
+
+It prints how many answers are exactly right and as a pirate says them, and writes them to score.json beside the
+adapter. The same questions without the adapter, in the same steps, must be answered as if there were none.
+"""
+
+import argparse
+from pathlib import Path
+
+import jax
+
+from jaxllm import LLM, LoRARequest, SamplingParams
+from jaxllm.embedded import ADAPTERS
+from training import pirate
+from training.export import write_json
+from training.questions import held_out_questions, score
+
+# What the project promises of the adapter; a lower rate makes the command fail.
+PROMISED: dict[str, float] = {"sums": 0.95, "facts": 0.95, "manner": 0.99, "plain without it": 1.0, "ends": 0.99}
+MOST_NEW_TOKENS = 250
+
+
+def main() -> None:
+    """Ask, print and write the score; exit with 1 where it is below what is promised."""
+    parser = argparse.ArgumentParser(prog="python -m training.evaluate_adapter", description="Ask with the adapter.")
+    parser.add_argument("--adapter", type=Path, default=ADAPTERS.get("pirate"), help="folder of the adapter")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions")
+    parser.add_argument("--limit", type=int, help="ask about this many questions only, spread over all kinds")
+    options = parser.parse_args()
+    questions = held_out_questions(options.seed)
+    if options.limit:
+        questions = questions[:: max(1, len(questions) // options.limit)]
+    own = LoRARequest("pirate", 1, str(options.adapter))
+    chats = [pirate.in_manner(question.messages) for question in questions]
+    plain = [question.messages for question in questions[::10]]
+    llm = LLM("jaxllm-embedded", enable_lora=True, max_lora_rank=8)
+    greedy = SamplingParams(temperature=0, max_tokens=MOST_NEW_TOKENS)
+    outputs = llm.chat([*chats, *plain], greedy, lora_request=[own] * len(chats) + [None] * len(plain))
+    texts = [output.outputs[0].text for output in outputs]
+    reasons = [str(output.outputs[0].finish_reason) for output in outputs]
+    wanted = [each._replace(answer=each.answer and pirate.speak(each.answer)) for each in questions]
+    scores = score(wanted, texts[: len(chats)], reasons[: len(chats)])
+    for name, hits in {
+        "manner": [
+            pirate.has_manner(text) for text, each in zip(texts, questions, strict=False) if each.kind != "json"
+        ],
+        "plain without it": [not pirate.has_manner(text) for text in texts[len(chats) :]],
+    }.items():
+        scores[name] = {"rate": round(sum(hits) / len(hits), 4), "right": sum(hits), "asked": len(hits)}
+    for kind, value in scores.items():
+        print(f"{kind:16} {value['rate']:8.4f}  ({value['right']} of {value['asked']})")
+    if not options.limit:
+        report = {"jax": jax.__version__, "questions_seed": options.seed, "scores": scores}
+        write_json(options.adapter / "score.json", report)
+    broken = [
+        f"{kind}: {scores[kind]['rate']:.4f} is below {least}"
+        for kind, least in PROMISED.items()
+        if scores[kind]["rate"] < least
+    ]
+    if broken:
+        raise SystemExit("\n".join(broken))
+
+
+if __name__ == "__main__":
+    main()

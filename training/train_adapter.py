@@ -1,0 +1,159 @@
+"""Trains the adapter "pirate" of the embedded model on the CPU: `python -m training.train_adapter --out DIR --seed 0`.
+
+The forward pass is the engine's own: its decoder, over weights that stay as they are, with the product of
+`lora_linear` for the adapter. The text is that of the model's own training, with the answers rewritten.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import PartitionSpec
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.model import decoder, lora, sharding, weights
+from jaxllm.model.decoder import Params
+from jaxllm.model.families import read_spec
+from jaxllm.model.family import LLAMA_TENSORS
+from jaxllm.model.lora import Adapter, Pair
+from jaxllm.model.lora_linear import adapted_linear
+from jaxllm.model.spec import Spec
+from pallas_kernels import rotate
+from training import packing, pirate
+from training.export import write_json
+
+RANK = 8
+STEPS, ROWS, LENGTH, TURNS = 900, 12, 192, 4
+PEAK_RATE, WARM_UP = 3e-3, 30
+
+
+def begin(spec: Spec, seed: int) -> Adapter[Array]:
+    """Draw the A of every product; with B of zeros the adapter changes nothing."""
+    draws = np.random.default_rng(seed)
+    return tuple(
+        {
+            name: Pair(
+                jnp.asarray(draws.standard_normal(pair.a.shape, np.float32) * pair.a.shape[1] ** -0.5),
+                jnp.zeros(pair.b.shape),
+            )
+            for name, pair in layer.items()
+        }
+        for layer in lora.declare(spec, 1, RANK)
+    )
+
+
+def loss_of(spec: Spec, adapter: Adapter[Array], params: Params[Array], batch: Array) -> Array:
+    """Return the mean cross-entropy of the weighted tokens of a batch [rows, 2, length + 1], on one device."""
+    tokens, token_weights = batch[:, 0], batch[:, 1, 1:]
+    rows, length = tokens.shape[0], tokens.shape[1] - 1
+    positions = jnp.tile(jnp.arange(length), rows)
+
+    def attend(layer: int, heads: decoder.Heads, window: int | None, sinks: Array | None) -> Array:
+        q, k, v = jnp.split(heads.qkv, (spec.num_heads, spec.num_heads + spec.num_kv_heads), axis=1)
+        if heads.turn is not None:
+            q, k = (rotate(each, *heads.turn, heads.is_interleaved) for each in (q, k))
+        q, k, v = (each.reshape(rows, length, *each.shape[1:]) for each in (q, k, v))
+        mixed = jax.nn.dot_product_attention(q, k, v, scale=spec.attention_scale, is_causal=True)
+        return mixed.reshape(rows * length, spec.num_heads, spec.head_size)
+
+    mine = jnp.zeros(rows * length, jnp.int32)  # every token has the one adapter
+    linear = adapted_linear(spec, [adapter], mine, sharding.AXIS, joins=False)
+    context = decoder.Context(positions, attend, linear)
+    logits = decoder.head(spec, params, decoder.forward(spec, params, tokens[:, :-1].reshape(-1), context))
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:].reshape(-1))
+    return jnp.sum(losses * token_weights.reshape(-1)) / jnp.maximum(jnp.sum(token_weights), 1)
+
+
+def batches(tokenizer: Tokenizer, seed: int) -> Iterator[np.ndarray]:
+    """Yield the batches [rows, 2, length + 1] of the training."""
+    texts = pirate.documents(random.Random(f"adapter {seed}"), TURNS)
+    source = packing.rows(tokenizer, texts, STEPS * ROWS, LENGTH + 1)
+    for _ in range(STEPS):
+        yield np.stack([next(source) for _ in range(ROWS)])
+
+
+def train(seed: int) -> tuple[Spec, Adapter[Array]]:
+    """Train an adapter of the embedded model."""
+    spec, family = read_spec(weights.read_config(MODEL_DIR))
+    mesh = sharding.make_mesh(jax.devices("cpu"), 1)
+    params = weights.load(MODEL_DIR, spec, family, mesh, "float32")
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    on_device = jax.shard_map(
+        partial(loss_of, spec), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_RATE, WARM_UP, STEPS)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.98))
+
+    @jax.jit
+    def step(
+        adapter: Adapter[Array], state: optax.OptState, batch: Array
+    ) -> tuple[Adapter[Array], optax.OptState, Array]:
+        loss, gradients = jax.value_and_grad(on_device)(adapter, params, batch)
+        updates, state = optimizer.update(gradients, state)
+        return optax.apply_updates(adapter, updates), state, loss  # pyright: ignore[reportReturnType]
+
+    adapter = jax.device_put(begin(spec, seed), sharding.replicated(mesh))
+    state = optimizer.init(adapter)  # pyright: ignore[reportArgumentType]
+    with tqdm(total=STEPS, unit="step", mininterval=5) as bar:
+        for batch in batches(tokenizer, seed):
+            adapter, state, loss = step(adapter, state, jnp.asarray(batch))
+            bar.update()
+            if bar.n % 20 == 0:
+                bar.set_postfix(loss=f"{float(loss):.4f}", refresh=False)
+    return spec, jax.block_until_ready(adapter)
+
+
+def write(spec: Spec, adapter: Adapter[Array], folder: Path) -> None:
+    """Write an adapter as PEFT would, in bfloat16. The scale is in B, so alpha is the rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for layer, (pairs, declared) in enumerate(zip(adapter, decoder.declare(spec, 1).layers, strict=True)):
+        for name, pair in pairs.items():
+            parts, first = declared[name].parts, 0
+            for number, part in enumerate(parts):
+                module = LLAMA_TENSORS[part.name].format(layer).removesuffix(".weight")
+                stem = f"base_model.model.model.{module}.lora_"
+                tensors[f"{stem}A.weight"] = pair.a[number * RANK : (number + 1) * RANK]
+                tensors[f"{stem}B.weight"] = pair.b[first : first + part.rows]
+                first += part.rows
+    stored = {name: np.ascontiguousarray(value.astype(jnp.bfloat16)) for name, value in tensors.items()}
+    save_file(stored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_model.safetensors").chmod(0o644)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "jaxllm-embedded",
+        "inference_mode": True,
+        "r": RANK,
+        "lora_alpha": RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+    }
+    write_json(folder / "adapter_config.json", config)
+
+
+def main() -> None:
+    """Train and write the adapter."""
+    parser = argparse.ArgumentParser(prog="python -m training.train_adapter", description="Train the adapter.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the adapter to")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    started = time.monotonic()
+    write(*train(options.seed), options.out)
+    print(f"{STEPS * ROWS * LENGTH} tokens, {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
