@@ -86,6 +86,7 @@ class Adapters:
         self._known: dict[LoRARequest, Known] = {}  # as it was when it was last read
         self._names: dict[int, str] = {}  # by number, which is never given again
         self._num_read = 0
+        self._readers: dict[int, set[object]] = {}  # by the caller's number, of what was not removed meanwhile
         self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by the digest of their files
 
     def find(self, request: LoRARequest) -> Adapter | None:
@@ -106,11 +107,15 @@ class Adapters:
         found = self.find(request)
         if found is not None:
             return found
-        with self._reading:
-            found = self.find(request)
-            if found is None:
-                found = self._load(request)
-        return found
+        reader = object()
+        with self._lock:
+            self._readers.setdefault(request.lora_int_id, set()).add(reader)
+        try:
+            with self._reading:
+                return self.find(request) or self._load(request, reader)
+        finally:
+            with self._lock:
+                self._end(request, reader)
 
     def known(self, request: LoRARequest) -> Known | None:
         """Return what is remembered of an adapter that was read and not removed."""
@@ -126,6 +131,7 @@ class Adapters:
         """Forget adapters by the caller's number; requests that have one keep it. Whether there was one."""
         with self._lock:
             gone = [request for request in self._known if request.lora_int_id == lora_int_id]
+            self._readers.pop(lora_int_id, None)
             for request in gone:
                 del self._known[request]
                 self._kept.pop(request, None)
@@ -137,7 +143,17 @@ class Adapters:
         with self._lock:
             return {request.lora_int_id for request in self._known}
 
-    def _load(self, request: LoRARequest) -> Adapter:
+    def _end(self, request: LoRARequest, reader: object) -> bool:
+        """End a reader; return whether what it read was not removed meanwhile. The lock is held."""
+        readers = self._readers.get(request.lora_int_id, set())
+        is_wanted = reader in readers
+        readers.discard(reader)
+        if is_wanted and not readers:
+            del self._readers[request.lora_int_id]
+        return is_wanted
+
+    def _load(self, request: LoRARequest, reader: object) -> Adapter:
+        """Read an adapter. One that is removed while it is read is that of this one request."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)
@@ -150,13 +166,14 @@ class Adapters:
                 number = self._num_read = self._num_read + 1
                 self._names[number] = request.lora_name
                 self._forget_names()
-            tokenizer, eos_ids = language.model.tokenizer, language.model.eos_ids
-            self._known[request] = Known(files.digest, number, files.rank, eos_ids, tokenizer.has_chat_template)
             adapter = Adapter(
                 number=number, request=request, digest=files.digest, weights=files.weights, language=language
             )
-            self._alive[request] = adapter
-            self._keep(adapter)
+            if self._end(request, reader):
+                tokenizer, eos_ids = language.model.tokenizer, language.model.eos_ids
+                self._known[request] = Known(files.digest, number, files.rank, eos_ids, tokenizer.has_chat_template)
+                self._alive[request] = adapter
+                self._keep(adapter)
         return adapter
 
     def _forget_names(self) -> None:

@@ -168,7 +168,7 @@ def test_help_begins_with_what_most_set_and_says_which_paths_need_the_key(run: R
     assert len(usual.splitlines()) < 60
     said = " ".join(out.split())
     assert "every path but /health, /live and /ready" in said
-    assert "/metrics (Prometheus has to send it) and /load over HTTP, gRPC's control service" in said
+    assert "/metrics (Prometheus has to send it), /load and the routes of adapters over HTTP, gRPC's control" in said
 
 
 def test_log_probabilities_without_json_are_warned_of(run: Run) -> None:
@@ -176,6 +176,12 @@ def test_log_probabilities_without_json_are_warned_of(run: Run) -> None:
     assert (code, out) == (0, "<p>\n")
     assert err.startswith("jaxllm: warning: --logprobs, --logprob-token-ids: log-probabilities are written with --json")
     assert "warning" not in run("generate", "--json", "--logprobs", "2", "p")[2] + run("generate", "p")[2]
+
+
+def test_modules_of_a_config_file_are_texts_or_objects(tmp_path: Path) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text("lora-modules: [a=b, {name: c, path: d}]\n")
+    assert flags.read_config_file(str(path), []) == ["--lora-modules=a=b", '--lora-modules={"name": "c", "path": "d"}']
 
 
 def test_an_unknown_key_of_a_config_file_is_told_with_the_file(run: Run, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ class Tokenizer:
     special_ids = SPECIAL
     eos_token_id = EOS
     name = "simulated"
+    has_chat_template = False
     vocab_size = VOCABULARY
 
     def __init__(self) -> None:

@@ -268,8 +268,10 @@ class Serving:
 
     async def _model_of(self, name: str, client: str) -> ModelInfo:
         """Return the model as requests under a name see it."""
-        adapter = await self._adapter(self._served(name), client)
-        return self.engine.model if adapter is None else adapter.language.model
+        served = self._served(name)
+        with self.adapters.using(served):
+            adapter = await self._adapter(served, client)
+            return self.engine.model if adapter is None else adapter.language.model
 
     async def off_loop(self, client: str, function: Callable[..., Item], *arguments: Any) -> Item:
         """Run what makes a client's prompt beside the event loop; to wait for a thread takes from its time as well."""
