@@ -6,8 +6,10 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jaxllm import LLM, LoRARequest, SamplingParams
 from jaxllm.model.families import read_spec
 from jaxllm.model.lora_files import read_adapter
 from jaxllm.model.weights import read_config
@@ -85,3 +87,45 @@ def test_what_is_read_is_what_peft_merges(base, tmp_path):
             read = read_adapter(own, spec, family, shards, 64, "float32")
             assert read.rank == max([rank, *given.get("rank_pattern", {}).values()])
             assert_merged(read, folder, tmp_path / f"merged-{number}", shards)
+
+
+@pytest.mark.parametrize("case", ("llama", "qwen2", "gemma2", "gpt2", "phi3"))
+def test_rows_of_one_batch_are_those_of_merged_models(case, tmp_path):
+    """Eight adapters of three ranks and plain rows run together; each log-probability is the merged model's."""
+    import peft
+    import torch
+
+    base = make_golden.make_model(case, 3)
+    make_golden.save(base, tmp_path / "base")
+    merged, requests = [base.eval()], [None]
+    for number in range(1, 9):
+        torch.manual_seed(number)
+        targets = "all-linear" if number % 3 == 0 else list(MODULES[case][number % 4 :])
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=RANKS[number % 3],
+            lora_alpha=2,
+            init_lora_weights=False,
+            target_modules=targets,
+            fan_in_fan_out=case == "gpt2",
+        )
+        model = peft.get_peft_model(make_golden.load(tmp_path / "base"), config)
+        model.save_pretrained(tmp_path / f"a{number}")
+        merged.append(model.merge_and_unload().eval())
+        requests.append(LoRARequest(f"a{number}", number, str(tmp_path / f"a{number}")))
+    prompts = [[5 + row, 9, 7 + row, 6] * (1 + row % 4) for row in range(18)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=-1, ignore_eos=True)
+    settings = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64, "max_logprobs": -1, "block_size": 4}
+    small = {"max_num_seqs": 6, "max_num_batched_tokens": 16, "skip_tokenizer_init": True, "precompile": "covering"}
+    with LLM(str(tmp_path / "base"), **settings, **small) as llm:
+        own = [requests[row % 9] for row in range(18)]
+        outputs = llm.generate(prompts, params, lora_request=own, use_tqdm=False)
+    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        tokens = list(output.outputs[0].token_ids)
+        with torch.no_grad():
+            logits = merged[row % 9](torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        due = torch.log_softmax(logits.double(), -1).numpy()
+        tables = output.outputs[0].logprobs or []
+        found = np.array([[table[token].logprob for token in range(due.shape[1])] for table in tables])
+        np.testing.assert_allclose(found, due, rtol=0, atol=1e-4)
+        assert tokens == due.argmax(-1).tolist()
