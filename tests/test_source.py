@@ -153,6 +153,7 @@ REPEATS = (constants.MAX_REPEAT, constants.MIN_REPEAT)
 MANY = 64  # repetitions that count as unbounded
 MADE_AT_RUN_TIME = {
     "jaxllm/text/special_token_guard.py": 2,  # signs between two characters; an alternation of escaped texts
+    "jaxllm/model/lora_config.py": 2,  # of an adapter, whose folder is as trusted as a model's
 }
 # Their input is the operator's own: flags, reports, programs that XLA wrote.
 NOT_ON_INPUT = ("jaxllm/bench/", "jaxllm/commands/")

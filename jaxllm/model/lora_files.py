@@ -30,7 +30,7 @@ from jaxllm.model.spec import Spec
 WEIGHTS = "adapter_model.safetensors"
 
 _OF_THE_MODEL = "base_model.model."  # PEFT's two wrappers
-_NAME = re.compile(rf"{re.escape(_OF_THE_MODEL)}(.+)\.lora_([AB])\.weight")
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
 @dataclass(frozen=True, eq=False)

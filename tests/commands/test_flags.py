@@ -27,12 +27,13 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         "--stop-token-ids": "3", "--max-tokens": "9", "--min-tokens": "1", "--logprobs": "2",
         "--truncate-prompt-tokens": "1k", "--prompt-logprobs": "3", "--logprob-token-ids": "4",
         "--allowed-token-ids": "5", "--bad-words": "w", "--logits-processors": "module:function",
+        "--max-loras": "3", "--max-lora-rank": "8", "--max-cpu-loras": "5",
         "--kernels": "sample=xla", "--runner": "pooling", "--pooler-config": '{"pooling_type": "MEAN"}',
     }  # fmt: skip
     switches = [
         "--no-enable-prefix-caching", "--no-async-scheduling", "--enable-kv-cache-events", "--deterministic",
         "--ignore-eos", "--no-skip-special-tokens", "--include-stop-str-in-output", "--stop=--y",
-        "--no-skip-reading-prefix-cache", "--skip-tokenizer-init",
+        "--no-skip-reading-prefix-cache", "--skip-tokenizer-init", "--enable-lora",
     ]  # fmt: skip
     code, _, _ = run("generate", "-m", "m", *(part for pair in given.items() for part in pair), *switches, "--", "p")
     assert code == 0
@@ -43,6 +44,7 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         tensor_parallel_size=2, gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**30, num_kv_blocks=9,
         scheduling_policy="priority", max_logprobs=7, load_format="dummy", precompile="all",
         compilation_cache_dir="c", logits_processors=("module:function",), kernels=("sample=xla",),
+        enable_lora=True, max_loras=3, max_lora_rank=8, max_cpu_loras=5,
         skip_tokenizer_init=True, runner="pooling", pooler_config={"pooling_type": "MEAN"},
     )  # fmt: skip
     assert seen_params() == [
@@ -106,7 +108,10 @@ def test_integers_with_units(text: str, value: int) -> None:
         (["serve", "--otlp-traces-endpoint", "x"], "--otlp-traces-endpoint must be a URL such as"),
         (["serve", "--max-model-len", "1m"], "--max-model-len (1000000) is greater than what the model was made for"),
         (["serve", "--enable-auto-tool-choice"], "--enable-auto-tool-choice requires --tool-call-parser"),
-        (["generate", "--enable-lora", "x"], "--enable-lora is not supported by jaxllm yet; leave it out"),
+        (
+            ["generate", "--max-loras", "4", "--max-cpu-loras", "2", "x"],
+            "--max-cpu-loras (2) must be at least --max-loras",
+        ),
         (["generate", "--quantization", "awq", "x"], "argument --quantization: invalid choice: 'awq'"),
         (["generate", "--convert", "embed", "x"], "--convert embed is not supported by jaxllm yet"),
         (["serve", "-pp", "2"], "-pp 2 is not supported by jaxllm yet; leave it out"),

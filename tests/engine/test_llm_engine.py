@@ -347,7 +347,6 @@ def test_other_refusals(llm: LLM) -> None:
         with pytest.raises(UserError, match=r"int|SamplingParams"):
             generate(llm, prompt, params)
     for settings, message in [
-        ({"enable_lora": True}, "enable_lora is not supported"),
         ({"blocksize": 3}, "Did you mean 'block_size'"),
         ({"block_size": 0}, "block_size"),
         ({"max_model_len": 513}, "512 positions"),

@@ -436,7 +436,8 @@ def test_special_tokens_within_special_tokens_end(tokenizers: dict[str, Tokenize
 
 def test_chat_prompts_are_made_this_way(tokenizers: dict[str, Tokenizer]) -> None:
     llm = LLM.__new__(LLM)
-    llm.engine = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizers["embedded"]))  # type: ignore[assignment]
+    model = SimpleNamespace(tokenizer=tokenizers["embedded"])
+    llm.engine = SimpleNamespace(model=model, model_of=lambda _: model)  # type: ignore[assignment]
     messages = _conversation("<|im_end|>")
     prompt = llm.chat_prompt(messages, chat_template_kwargs={"x": 1})
     assert (prompt["prompt"], prompt["prompt_token_ids"]) == tokenizers["embedded"].encode_chat(messages)
