@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import pallas_kernels
-from jaxllm.model import sharding, weights
+from jaxllm.model import lora, sharding, weights
 from jaxllm.model.families import read_spec
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import batch, device_state, step
@@ -34,6 +34,7 @@ from pallas_kernels import Choice, Site
 
 TARGET = Path(__file__).with_name("h200_target.txtpb")
 CAPABILITY = 90
+RANK = 16  # of adapters
 # A GPU's tuner decides whether a product is split over what it sums; without one it would be split by a rule of thumb.
 FIXED = {"xla_gpu_experimental_force_split_k": 1}
 _LAUNCHED = "kCustomKernel kKernel kCustomCall kCublasLtMatmul kGemm kCopy kMemset32BitValue kMemzero".split()
@@ -110,6 +111,7 @@ def compile_step(
     donates: bool = True,
     flags: Mapping[str, Any] | None = None,
     is_deterministic: bool = False,
+    adapters: int = 0,
 ) -> Program:
     """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model that config.json describes."""
     spec, _ = read_spec(dict(config))
@@ -121,7 +123,7 @@ def compile_step(
         shapes = batch.decode_shapes(slots, 2)
     else:
         shapes = batch.ragged_shapes(8192, slots, geometry.block_size, ROW_WIDTH)
-    (shape,) = (one for one in shapes if one.tokens == (rows or tokens))
+    (shape,) = (replace(one, adapters=adapters) for one in shapes if one.tokens == (rows or tokens))
     options = {**step.compiler_options("gpu", is_deterministic), **({} if is_deterministic else FIXED), **(flags or {})}
     return compile_shape(spec, geometry, shape, devices, variant, dtype, kernels, donates, options)
 
@@ -143,6 +145,7 @@ def compile_shape(
     extras = Extras(spec.vocab_size)
     state = device_state.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype))
     chosen = kernels_of(spec, devices, dtype, kernels)
+    adapter = lora.abstract(spec, over, dtype, RANK) if shape.adapters else ()
     model = step.StepModel(
         spec=spec,
         geometry=geometry,
@@ -153,14 +156,17 @@ def compile_shape(
         params=params,
         state=state,
         kernels=chosen,
+        adapter=adapter,
+        joins_adapters=True,
     )
     run = step.build(model, shape, variant)
     buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=sharding.replicated(over))
     leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))
-    lowered = jax.jit(run, donate_argnums=(1,) if donates else ()).lower(*leaves, buffer)
+    own = (tuple(jax.tree.leaves(adapter)),) * shape.adapters
+    lowered = jax.jit(run, donate_argnums=(1,) if donates else ()).lower(*leaves, buffer, *own)
     keys = state.kv[0][0].shape
-    own = (keys[0], keys[1] // devices, *keys[2:])
-    return read(lowered, weights.num_bytes(state.kv) // devices, own, options)
+    block = (keys[0], keys[1] // devices, *keys[2:])
+    return read(lowered, weights.num_bytes(state.kv) // devices, block, options)
 
 
 def read(

@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": SHAPES["qwen2.5-0.5b"],
     "llama-3.1-8b": SHAPES["llama-3.1-8b"],
 }
+SPLIT = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}  # heads that four devices divide
 KERNELS_A_LAYER = 12  # 8 is the goal
 KERNELS_BESIDE = 16  # embedding, rotation, tables, head, sampling
 # Temporary memory, MiB, a quarter above what was found: of 64 decode rows mostly their logits, of prompts activations.
@@ -68,6 +69,14 @@ def test_a_ragged_step_copies_nothing(model, tokens):
     program = aot.compile_step(MODELS[model], tokens=tokens)
     print(f"{program.outside}, {program.temporary_bytes / MIB:.1f} MiB")
     assert not program.violations(False, RAGGED_MIB[model][tokens] * MIB)
+
+
+@pytest.mark.parametrize(("rows", "adapters", "devices"), [(64, 1, 1), (64, 8, 1), (16, 4, 4)])
+def test_a_step_with_adapters_is_one_graph_without_further_sums(rows, adapters, devices):
+    program = aot.compile_step(MODELS["qwen2.5-0.5b"] | SPLIT, rows=rows, adapters=adapters, devices=devices)
+    print(f"{program.kernels / 24:.1f} kernels a layer, {program.temporary_bytes / MIB:.1f} MiB")
+    assert not program.violations(True, 200 * MIB)
+    assert program.all_reduces == (0 if devices == 1 else 2 * 24 + 1)
 
 
 @pytest.mark.parametrize("size", [{"rows": 2}, {"rows": 64}, {"tokens": 512}], ids=str)
