@@ -41,6 +41,7 @@ MEASUREMENTS = {
     "overlap": _bench("overlap", is_long=True),
     "bare": _bench("bare", "--layers", LAYERS, "--rounds", "3"),
     "quantized": _bench("quantized", "--layers", LAYERS, "--rounds", "3"),
+    "adapters": _bench("adapters", "--layers", LAYERS, "--rounds", "3"),
     "constrained": _bench("constrained", "--rounds", "3"),
     "deterministic": _bench("deterministic", is_long=True),
     "prefix_cache": _bench("prefix_cache", "--requests", "60", "--rounds", "3"),
