@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jaxllm.embedded import ADAPTERS, MODEL_DIR
 from jaxllm.model.families import read_spec
 from jaxllm.model.lora_files import read_adapter
 from jaxllm.model.weights import read_config
@@ -85,3 +86,12 @@ def test_what_is_read_is_what_peft_merges(base, tmp_path):
             read = read_adapter(own, spec, family, shards, 64, "float32")
             assert read.rank == max([rank, *given.get("rank_pattern", {}).values()])
             assert_merged(read, folder, tmp_path / f"merged-{number}", shards)
+
+
+def test_the_adapter_that_ships_is_what_peft_reads(tmp_path):
+    import peft
+
+    spec, family = read_spec(read_config(MODEL_DIR))
+    model = peft.PeftModel.from_pretrained(make_golden.load(MODEL_DIR), str(ADAPTERS["pirate"]))
+    make_golden.save(model.merge_and_unload(), tmp_path)
+    assert_merged(read_adapter(ADAPTERS["pirate"], spec, family, 2, 8, "float32"), MODEL_DIR, tmp_path, 2)
