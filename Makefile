@@ -104,7 +104,7 @@ train-embedded: $(VENV)/.dev  ## train the embedded model again: about half an h
 	$(VENV)/bin/python -m training.train --out jaxllm/embedded/model --seed 0
 	$(VENV)/bin/python -m training.evaluate
 
-train-adapter: $(VENV)/.dev  ## train the embedded model's adapter again: five minutes of one core
+train-adapter: $(VENV)/.dev  ## train the embedded model's adapter again: eight minutes of one core
 	$(VENV)/bin/python -m training.train_adapter --out jaxllm/embedded/pirate --seed 0
 	$(VENV)/bin/python -m training.evaluate_adapter
 

@@ -16,7 +16,10 @@ from training.export import write_json
 from training.questions import held_out_questions, score
 
 # What the project promises of the adapter; a lower rate makes the command fail.
-PROMISED: dict[str, float] = {"sums": 0.95, "facts": 0.95, "manner": 0.99, "plain without it": 1.0, "ends": 0.99}
+PROMISED: dict[str, float] = {
+    **{"sums": 0.95, "facts": 0.95, "json": 0.99, "history": 0.95, "ends": 0.99},
+    **{"manner": 0.99, "plain without it": 1.0},
+}
 MOST_NEW_TOKENS = 250
 
 

@@ -4,7 +4,7 @@ import random
 import re
 from collections.abc import Iterator
 
-from training import corpus
+from training import corpus, words
 from training.corpus import Message
 
 # At the end, so that an answer begins as the model learnt it: behind "Arr! " its first word is another token, and 81 %
@@ -44,6 +44,18 @@ def in_manner(messages: list[Message]) -> list[Message]:
 
 
 def documents(rng: random.Random, longest: int) -> Iterator[str]:
-    """Yield chats of at most `longest` drawn turns without end."""
+    """Yield chats of at most `longest` drawn turns without end; one in five gives a name and asks for it later.
+
+    Of the model's own chats 6 % do, with which the adapter forgot three names in four.
+    """
     while True:
-        yield corpus.render_chat(in_manner(corpus.conversation(rng, longest))) + corpus.END_OF_TEXT
+        messages = corpus.conversation(rng, longest)
+        if rng.random() < 0.2:
+            given, asked = corpus.memory_turns(rng, rng.choice(words.PERSONS))
+            turns = [given, *(corpus.turn(rng) for _ in range(rng.randint(0, 2))), asked]
+            messages = [message for turn in turns for message in _said(turn)]
+        yield corpus.render_chat(in_manner(messages)) + corpus.END_OF_TEXT
+
+
+def _said(turn: corpus.Turn) -> list[Message]:
+    return [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, LoRARequest, SamplingParams
+from jaxllm.embedded import ADAPTERS, MODEL_DIR
 from jaxllm.model.families import read_spec
 from jaxllm.model.lora_files import read_adapter
 from jaxllm.model.weights import read_config
@@ -129,3 +130,12 @@ def test_rows_of_one_batch_are_those_of_merged_models(case, tmp_path):
         found = np.array([[table[token].logprob for token in range(due.shape[1])] for table in tables])
         np.testing.assert_allclose(found, due, rtol=0, atol=1e-4)
         assert tokens == due.argmax(-1).tolist()
+
+
+def test_the_adapter_that_ships_is_what_peft_reads(tmp_path):
+    import peft
+
+    spec, family = read_spec(read_config(MODEL_DIR))
+    model = peft.PeftModel.from_pretrained(make_golden.load(MODEL_DIR), str(ADAPTERS["pirate"]))
+    make_golden.save(model.merge_and_unload(), tmp_path)
+    assert_merged(read_adapter(ADAPTERS["pirate"], spec, family, 2, 8, "float32"), MODEL_DIR, tmp_path, 2)
