@@ -2,8 +2,8 @@
 
 `python -m tests.benchmarks.adapters`. Random weights, float32, greedy, adapters of rank 16 of every product. A step
 without adapters is measured right before and right after each with some, so that what else the machine does hits both
-alike; medians are compared. All rows of a step take as long as the step: what rows without an adapter lose beside others
-is the step's own loss.
+alike; medians are compared. All rows of a step take as long as the step: what rows without an adapter lose beside
+others is the step's own loss.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def main() -> None:
     times = {count: 2 * seconds[count, 1] / (seconds[count, 0] + seconds[count, 2]) for count in COUNTS}
     for count in COUNTS:
         print(
-            f"{count} adapters of rank {RANK} in {ROWS} rows, half of them without: {seconds[count, 1] * 1e3:6.1f} ms a "
-            f"step, {times[count]:.3f} times as long as without (bytes read: {1 + count * each / own:.3f})"
+            f"{count} adapters of rank {RANK} in {ROWS} rows, half of them without: {seconds[count, 1] * 1e3:6.1f} ms "
+            f"a step, {times[count]:.3f} times as long as without (bytes read: {1 + count * each / own:.3f})"
         )
     lost = 1 - 1 / times[2]
     print(f"rows without an adapter lose {lost:.1%} beside ones with two (at most {MOST_LOST:.0%})")
