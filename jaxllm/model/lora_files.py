@@ -199,5 +199,5 @@ def _digest(modules: dict[str, _Module], stored: dict[str, np.ndarray]) -> bytes
     for name, module in sorted(modules.items()):
         for tensor in (module.a, module.b):
             digest.update(f"{name} {module.scale.hex()} {tensor.dtype} {tensor.shape} ".encode())
-            digest.update(stored[tensor.name].view(np.uint8))
+            digest.update(stored[tensor.name].view(np.uint8).data)
     return digest.digest()

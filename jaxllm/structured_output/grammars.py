@@ -131,7 +131,7 @@ class Grammars:
                     constraint.fail(one_line(str(error)))
         rows = [row for _, row in computed]
         masks[rows] &= self._vocabulary().allowed
-        for (constraint, row), allows in zip(computed, masks[rows].any(axis=1).tolist(), strict=True):
+        for (constraint, row), allows in zip(computed, np.asarray(masks[rows].any(axis=1)).tolist(), strict=True):
             constraint.check()
             if constraint.error is None and not allows:
                 constraint.fail("The grammar allows no token here.")
