@@ -39,6 +39,12 @@ TARGETS = (
     ("q_proj", "o_proj", "up_proj", "c_attn"),
     None,
 )
+ALL_SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"tensor_parallel_size": 2, "max_loras": 8},
+    {"async_scheduling": False, "enable_prefix_caching": False, "max_loras": 1, "max_cpu_loras": 4},
+    {"deterministic": True, "max_loras": 2},
+]
 Case = tuple[int, tuple[int, ...], SamplingParams]  # adapter (0: none), prompt, parameters
 
 
@@ -55,8 +61,8 @@ def adapters(family: str) -> tuple[Path, list[LoRARequest]]:
 
 
 @functools.cache
-def cases(family: str) -> list[Case]:
-    """Draw requests: some begin alike, whoever's adapter they have."""
+def cases(family: str, count: int) -> list[Case]:
+    """Draw requests with so many adapters: some begin alike, whoever's adapter they have."""
     random = np.random.default_rng(sum(map(ord, family)))
     vocabulary = 90
     shared = [random.integers(3, vocabulary, 40) for _ in range(2)]
@@ -75,19 +81,19 @@ def cases(family: str) -> list[Case]:
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        drawn.append((number % (len(RANKS) + 1), ids, params))
+        drawn.append((number % (count + 1), ids, params))
     return drawn
 
 
 @functools.cache
-def expected(family: str) -> list[RequestOutput]:
+def expected(family: str, count: int) -> list[RequestOutput]:
     """Run each request alone in a merged model, or in the base."""
     folder, _ = adapters(family)
     outputs: dict[int, RequestOutput] = {}
-    for adapter in range(len(RANKS) + 1):
+    for adapter in range(count + 1):
         model = folder / f"merged{adapter}" if adapter else GOLDEN / family
         with LLM(str(model), **SHARED, max_num_seqs=2, max_num_batched_tokens=64) as llm:
-            for index, (own, ids, params) in enumerate(cases(family)):
+            for index, (own, ids, params) in enumerate(cases(family, count)):
                 if own == adapter:
                     llm.reset_prefix_cache()
                     (outputs[index],) = llm.generate([{"prompt_token_ids": list(ids)}], params, use_tqdm=False)
@@ -102,25 +108,25 @@ def told(output: RequestOutput) -> tuple[Any, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"),
+    ("family", "count", "settings"),
     [
-        pytest.param(family, own, marks=() if family == "llama" and not own else pytest.mark.ci, id=f"{family} {own}")
-        for family in FAMILIES
-        for own in (
-            {},
-            {"tensor_parallel_size": 2, "max_loras": 8},
-            {"async_scheduling": False, "enable_prefix_caching": False, "max_loras": 1, "max_cpu_loras": 4},
-            {"deterministic": True, "max_loras": 2},
-        )
+        ("llama", 2, {"max_loras": 1}),
+        *(
+            pytest.param(family, len(RANKS), own, marks=pytest.mark.ci, id=f"{family} {own}")
+            for family in FAMILIES
+            for own in (ALL_SETTINGS if family == "llama" else ALL_SETTINGS[:2])
+        ),
     ],
 )
-def test_each_request_gets_what_its_merged_model_gives_it_alone(family: str, settings: dict[str, Any]) -> None:
+def test_each_request_gets_what_its_merged_model_gives_it_alone(
+    family: str, count: int, settings: dict[str, Any]
+) -> None:
     _, requests = adapters(family)
     random = np.random.default_rng(7)
     with LLM(str(GOLDEN / family), **SHARED | CHUNKED | LORA | settings) as llm:
         engine = llm.engine
         outputs: dict[str, RequestOutput] = {}
-        left = list(enumerate(cases(family)))
+        left = list(enumerate(cases(family, count)))
         while left or engine.has_unfinished_requests():
             for _ in range(int(random.integers(6))):
                 if left:
@@ -129,7 +135,7 @@ def test_each_request_gets_what_its_merged_model_gives_it_alone(family: str, set
                     engine.add_request(str(number), {"prompt_token_ids": list(ids)}, params, lora_request=own)
             outputs |= {output.request_id: output for output in engine.step()}
         most = engine.config.max_loras
-        assert len(engine.scheduler.state.adapters) <= most and engine.metrics.adapter_loads >= len(RANKS)
+        assert len(engine.scheduler.state.adapters) <= most and engine.metrics.adapter_loads >= count
         assert engine.metrics.compilations_after_ready == 0
         assert engine.metrics.preemptions > 0 or settings
         if engine.config.tensor_parallel_size > 1:
@@ -137,13 +143,14 @@ def test_each_request_gets_what_its_merged_model_gives_it_alone(family: str, set
             for key in programs.covering:
                 if key.part == "forward":  # no more than without adapters
                     assert programs[key].as_text().count(" all-reduce(") == 2 * layers + 1
-    for number, due in enumerate(expected(family)):
+    for number, due in enumerate(expected(family, count)):
         tokens, logprobs = told(outputs[str(number)])
         due_tokens, due_logprobs = told(due)
         assert tokens == due_tokens, number
         np.testing.assert_allclose(logprobs, due_logprobs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.ci
 def test_over_an_8_bit_model_rows_do_not_disturb_each_other() -> None:
     _, requests = adapters("llama")
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -159,11 +166,14 @@ def test_over_an_8_bit_model_rows_do_not_disturb_each_other() -> None:
     )
 
 
+@pytest.mark.ci
 def test_adapters_change_what_is_said() -> None:
-    by_adapter = {case[0]: told(output)[0] for case, output in zip(cases("llama"), expected("llama"), strict=True)}
+    drawn = zip(cases("llama", len(RANKS)), expected("llama", len(RANKS)), strict=True)
+    by_adapter = {case[0]: told(output)[0] for case, output in drawn}
     assert len({str(tokens) for tokens in by_adapter.values()}) == len(by_adapter)
 
 
+@pytest.mark.ci
 def test_without_the_switch_an_adapter_is_refused(tmp_path: Path) -> None:
     request = LoRARequest("a", 1, str(write_adapter(tmp_path / "a", GOLDEN / "llama")))
     with LLM(str(GOLDEN / "llama"), **SHARED) as llm:
@@ -267,6 +277,7 @@ def test_other_weights_under_an_old_name_hit_no_old_block(
     assert fourth.num_cached_tokens == 32 and fourth.outputs[0].token_ids == first.outputs[0].token_ids
 
 
+@pytest.mark.ci
 def test_adapters_beyond_those_in_memory_are_read_again(tmp_path: Path) -> None:
     requests = [
         LoRARequest(f"a{number}", number, str(write_adapter(tmp_path / f"a{number}", GOLDEN / "llama", seed=number)))
