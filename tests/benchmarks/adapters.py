@@ -74,7 +74,7 @@ def main() -> None:
         programs.wait()
         jobs = {
             (count, number): partial(decode, llm, adapters[: number % 2 * count])
-            for count in COUNTS
+            for count in counts
             for number in range(3)
         }
         seconds = medians(options.rounds, jobs)
