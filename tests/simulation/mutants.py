@@ -169,8 +169,8 @@ HISTORY = [
     Mutant(
         "an adapter that has changed keeps its number",
         "engine.adapters.Adapters._load",
-        "if digest != files.digest:",
-        "if not number:",
+        "if before is not None and before.digest == files.digest:",
+        "if before is not None:",
     ),
 ]
 
