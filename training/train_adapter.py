@@ -45,7 +45,7 @@ def begin(spec: Spec, seed: int) -> Adapter[Array]:
         {
             name: Pair(
                 jnp.asarray(draws.standard_normal(pair.a.shape, np.float32) * pair.a.shape[1] ** -0.5),
-                jnp.zeros(pair.b.shape),
+                tuple(jnp.zeros(b.shape) for b in pair.b),
             )
             for name, pair in layer.items()
         }
@@ -68,7 +68,7 @@ def loss_of(spec: Spec, adapter: Adapter[Array], params: Params[Array], batch: A
         return mixed.reshape(rows * length, spec.num_heads, spec.head_size)
 
     mine = jnp.zeros(rows * length, jnp.int32)  # every token has the one adapter
-    linear = adapted_linear(spec, [adapter], mine, sharding.AXIS, joins=False)
+    linear = adapted_linear([adapter], mine, joins=False)
     context = decoder.Context(positions, attend, linear)
     logits = decoder.head(spec, params, decoder.forward(spec, params, tokens[:, :-1].reshape(-1), context))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:].reshape(-1))
@@ -120,13 +120,11 @@ def write(spec: Spec, adapter: Adapter[Array], folder: Path) -> None:
     tensors = {}
     for layer, (pairs, declared) in enumerate(zip(adapter, decoder.declare(spec, 1).layers, strict=True)):
         for name, pair in pairs.items():
-            parts, first = declared[name].parts, 0
-            for number, part in enumerate(parts):
+            for number, (part, b) in enumerate(zip(declared[name].parts, pair.b, strict=True)):
                 module = LLAMA_TENSORS[part.name].format(layer).removesuffix(".weight")
                 stem = f"base_model.model.model.{module}.lora_"
                 tensors[f"{stem}A.weight"] = pair.a[number * RANK : (number + 1) * RANK]
-                tensors[f"{stem}B.weight"] = pair.b[first : first + part.rows]
-                first += part.rows
+                tensors[f"{stem}B.weight"] = b
     stored = {name: np.ascontiguousarray(value.astype(jnp.bfloat16)) for name, value in tensors.items()}
     save_file(stored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_model.safetensors").chmod(0o644)

@@ -1,7 +1,7 @@
 """What a LoRA adapter of a decoder is: of each layer and product two thin matrices, declared as the weights are.
 
 An adapter adds B·A·x to a product W·x (Hu et al. 2021). Where W is made of several parts, A has the rows of each
-part's own A one behind the other, and B has the rows of W in W's order: both are split among devices as W is, and no
+part's own A one behind the other, and each part has a B of its own. Both are split among devices as W is, so that no
 collective is added. B is stored with the adapter's scale in it. Pure; knows no file and no request.
 """
 
@@ -28,7 +28,7 @@ class Pair(NamedTuple, Generic[Leaf]):
     """The two factors that are added to one product; r is the rank that they are padded to."""
 
     a: Leaf  # [parts · r, in]: r rows for each part of the weight
-    b: Leaf  # [out, r]: rows as those of the weight
+    b: tuple[Leaf, ...]  # of each part [its rows, r], copies of rows included
 
 
 # A pair for each adapted product of each layer.
@@ -50,10 +50,10 @@ def declare(spec: Spec, shards: int, rank: int) -> Adapter[Weight]:
 
 
 def _pair(weight: Weight, rank: int) -> Pair[Weight]:
-    (rows, columns), (rows_axis, columns_axis) = weight.shape, weight.axes
+    columns, (rows_axis, columns_axis) = weight.shape[1], weight.axes
     return Pair(
         Weight((len(weight.parts) * rank, columns), (None, columns_axis), (), "zeros"),
-        Weight((rows, rank), (rows_axis, None), weight.parts, "zeros"),
+        tuple(Weight((part.rows * part.copies, rank), (rows_axis, None), (part,), "zeros") for part in weight.parts),
     )
 
 

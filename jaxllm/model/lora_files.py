@@ -163,23 +163,17 @@ def _fill(
     for product, layer, weight in _products(spec, shards):
         names = _names(weight, family, layer)
         a = np.zeros((len(names), max_rank, weight.shape[1]), dtype)
-        b = np.zeros((weight.shape[0], max_rank), dtype)
-        b_values: dict[str, np.ndarray] = {}
-        for name, rows in zip(names, a, strict=True):
-            if name in modules:
-                own = modules[name]
-                rows[: own.rank] = _values(own.a.name, stored, 1.0, dtype)
-                b_values[name] = _values(own.b.name, stored, own.scale, dtype)
+        b = tuple(np.zeros((part.rows * part.copies, max_rank), dtype) for part in weight.parts)
         places, _ = in_tensors(weight.parts, names, family.alternating)
-        filled = 0
-        for run in in_order(weight.parts, weight.shape[0], weight.axes[0], shards, slice(None)):
-            values = b_values.get(names[run.part])
-            for piece in places[run.part].slices(run.first, run.count):
-                count = len(range(*piece.indices(piece.stop)))
-                if values is not None:
-                    b[filled : filled + count, : values.shape[1]] = values[piece]
-                filled += count
-            filled += run.padding
+        for name, part, place, rows_a, rows_b in zip(names, weight.parts, places, a, b, strict=True):
+            if name not in modules:
+                continue
+            own = modules[name]
+            rows_a[: own.rank] = _values(own.a.name, stored, 1.0, dtype)
+            values = _values(own.b.name, stored, own.scale, dtype)
+            runs = in_order((part,), len(rows_b), weight.axes[0], shards, slice(None))
+            pieces = [values[piece] for run in runs for piece in place.slices(run.first, run.count)]
+            rows_b[:, : own.rank] = np.concatenate(pieces)
         layers[layer][product] = Pair(a.reshape(-1, weight.shape[1]), b)
     return tuple(layers)
 

@@ -313,7 +313,7 @@ def _forward(
     attend = attention(model, shape, kv, tables, field, slots, positions)
     context = decoder.Context(positions, attend, axis=AXIS)
     if adapters:
-        linear = adapted_linear(spec, adapters, field["token_adapter"], AXIS, model.joins_adapters)
+        linear = adapted_linear(adapters, field["token_adapter"], model.joins_adapters)
         context = replace(context, linear=linear)
     hidden = decoder.forward(spec, params, tokens, context)  # [T, D]
     kept = state.hidden

@@ -25,7 +25,7 @@ from tests.benchmarks.aims import require
 from tests.benchmarks.sides import GEOMETRY, medians, prompts_of
 from tests.support.adapters import write_adapter
 
-ROWS, PROMPT, NEW, RANK = GEOMETRY["max_num_seqs"], 8, 17, 16
+ROWS, PROMPT, NEW, RANK = GEOMETRY["max_num_seqs"], 8, 9, 16
 COUNTS = (1, 2, 4, 8)
 MOST_LOST = 0.05  # of the speed of rows without an adapter, beside rows with two
 

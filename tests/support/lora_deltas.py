@@ -27,10 +27,9 @@ def assert_merged(read: LoraFiles, base: Path, merged: Path, shards: int) -> Non
             np.testing.assert_allclose(new - old, np.broadcast_to(added, new.shape), rtol=0, atol=atol)
 
 
-def _product(a: np.ndarray, b: np.ndarray, weight: Weight, shards: int) -> np.ndarray:
-    """Multiply each row of B with the A of its part: parts lie one behind the other in every shard."""
+def _product(a: np.ndarray, b: tuple[np.ndarray, ...], weight: Weight, shards: int) -> np.ndarray:
+    """Multiply each part's B with its A: in the weight the parts lie one behind the other in every shard."""
     pieces = shards if weight.axes[0] in SPLIT_AXES else 1
-    of_parts = a.astype(np.float64).reshape(len(weight.parts), -1, a.shape[1])
-    counts = [part.rows * part.copies // pieces for part in weight.parts] * pieces
-    rows = np.split(b.astype(np.float64), np.cumsum(counts)[:-1])
-    return np.concatenate([each @ of_parts[number % len(of_parts)] for number, each in enumerate(rows)])
+    of_parts = a.astype(np.float64).reshape(len(b), -1, a.shape[1])
+    products = [np.split(own.astype(np.float64) @ of_parts[number], pieces) for number, own in enumerate(b)]
+    return np.concatenate([own[piece] for piece in range(pieces) for own in products])
