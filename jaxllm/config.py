@@ -274,5 +274,6 @@ _SWITCHES = (
     *("skip_tokenizer_init", "enable_prefix_caching", "async_scheduling", "deterministic"),
     *("enable_kv_cache_events", "enable_lora"),
 )
-_OPTIONAL = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "num_kv_blocks"}
-_OPTIONAL |= {"max_cpu_loras"}
+_OPTIONAL = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "num_kv_blocks"} | {
+    "max_cpu_loras"
+}

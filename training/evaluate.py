@@ -6,13 +6,12 @@ It prints how many answers are exactly right and writes them to score.json, besi
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.embedded import MODEL_DIR
-from training.questions import Question, held_out_questions, score
+from training.questions import Question, add_arguments, broken_promises, chosen_questions, score
 
 # What the project promises of the embedded model; a lower rate makes the command fail.
 PROMISED: dict[str, float] = {"sums": 0.95, "facts": 0.98, "ends": 0.99}
@@ -27,24 +26,13 @@ def answers_of_engine(model: Path, questions: list[Question]) -> tuple[list[str]
     return [output.text for output in outputs], [str(output.finish_reason) for output in outputs]
 
 
-def broken_promises(scores: dict[str, Any]) -> list[str]:
-    """Return a line for every rate below what is promised."""
-    return [
-        f"{kind}: {scores[kind]['rate']:.4f} is below {least}" for kind, least in PROMISED.items()
-        if kind in scores and scores[kind]["rate"] < least
-    ]  # fmt: skip
-
-
 def main() -> None:
     """Ask, print and write the score; exit with 1 where it is below what is promised."""
     parser = argparse.ArgumentParser(prog="python -m training.evaluate", description="Ask the held-out questions.")
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="folder of the model")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions")
-    parser.add_argument("--limit", type=int, help="ask about this many questions only, spread over all kinds")
+    add_arguments(parser)
     options = parser.parse_args()
-    questions = held_out_questions(options.seed)
-    if options.limit:
-        questions = questions[:: max(1, len(questions) // options.limit)]
+    questions = chosen_questions(options)
     answers, reasons = answers_of_engine(options.model, questions)
     scores = score(questions, answers, reasons)
     for kind, value in scores.items():
@@ -54,7 +42,7 @@ def main() -> None:
         noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         noted |= {"answered_by": "engine", "jax": jax.__version__, "questions_seed": options.seed, "scores": scores}
         path.write_text(json.dumps(noted, indent=2) + "\n", encoding="utf-8")
-    broken = broken_promises(scores)
+    broken = broken_promises(scores, PROMISED)
     if broken:
         raise SystemExit("\n".join(broken))
 

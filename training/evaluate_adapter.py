@@ -13,7 +13,7 @@ from jaxllm import LLM, LoRARequest, SamplingParams
 from jaxllm.embedded import ADAPTERS
 from training import pirate
 from training.export import write_json
-from training.questions import held_out_questions, score
+from training.questions import add_arguments, broken_promises, chosen_questions, score
 
 # What the project promises of the adapter; a lower rate makes the command fail.
 PROMISED: dict[str, float] = {
@@ -27,12 +27,9 @@ def main() -> None:
     """Ask, print and write the score; exit with 1 where it is below what is promised."""
     parser = argparse.ArgumentParser(prog="python -m training.evaluate_adapter", description="Ask with the adapter.")
     parser.add_argument("--adapter", type=Path, default=ADAPTERS.get("pirate"), help="folder of the adapter")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions")
-    parser.add_argument("--limit", type=int, help="ask about this many questions only, spread over all kinds")
+    add_arguments(parser)
     options = parser.parse_args()
-    questions = held_out_questions(options.seed)
-    if options.limit:
-        questions = questions[:: max(1, len(questions) // options.limit)]
+    questions = chosen_questions(options)
     own = LoRARequest("pirate", 1, str(options.adapter))
     chats = [pirate.in_manner(question.messages) for question in questions]
     plain = [question.messages for question in questions[::10]]
@@ -55,11 +52,7 @@ def main() -> None:
     if not options.limit:
         report = {"jax": jax.__version__, "questions_seed": options.seed, "scores": scores}
         write_json(options.adapter / "score.json", report)
-    broken = [
-        f"{kind}: {scores[kind]['rate']:.4f} is below {least}"
-        for kind, least in PROMISED.items()
-        if scores[kind]["rate"] < least
-    ]
+    broken = broken_promises(scores, PROMISED)
     if broken:
         raise SystemExit("\n".join(broken))
 

@@ -1,6 +1,8 @@
 """The held-out questions of the embedded model, and the score of a set of answers to them."""
 
+import argparse
 import random
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from training import corpus, facts, words
@@ -45,6 +47,26 @@ def held_out_questions(seed: int, sums: int = 1000, others: int = 100) -> list[Q
     questions += [_asked("talk", corpus.talk_turn(rng)) for _ in range(others)]
     stories = [_asked("stories", corpus.story_turn(rng)) for _ in range(others)]
     return questions + [story._replace(answer=None) for story in stories]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which questions are asked."""
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawn questions")
+    parser.add_argument("--limit", type=int, help="ask about this many questions only, spread over all kinds")
+
+
+def chosen_questions(options: argparse.Namespace) -> list[Question]:
+    """Return the held-out questions that the arguments ask for."""
+    questions = held_out_questions(options.seed)
+    return questions[:: max(1, len(questions) // options.limit)] if options.limit else questions
+
+
+def broken_promises(scores: Score, promised: Mapping[str, float]) -> list[str]:
+    """Return a line for every rate below what is promised."""
+    return [
+        f"{kind}: {scores[kind]['rate']:.4f} is below {least}" for kind, least in promised.items()
+        if kind in scores and scores[kind]["rate"] < least
+    ]  # fmt: skip
 
 
 def score(questions: list[Question], answers: list[str], finish_reasons: list[str]) -> Score:

@@ -77,7 +77,7 @@ def _check(config: EngineConfig, options: ServerOptions) -> None:
         mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
         weights.check_shards(setup.spec, config.tensor_parallel_size)
         plan_memory(config, setup, mesh, free_bytes(setup, mesh.size))
-        read = adapters.reader(setup, config)
+        read = adapters.weights_reader(setup, config)
         for request in modules:
             with adapters.naming(request):
                 read(adapters.folder_of(request))

@@ -74,7 +74,7 @@ class Adapters:
         language: Language,
         read: Callable[[Path], LoraFiles],
     ) -> None:
-        """`read` reads the weights of a folder."""
+        """`language` is that of adapters which bring none of their own; `read` reads the weights of a folder."""
         self._config = config
         self.language = language
         self._read = read
@@ -241,7 +241,7 @@ def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
     return frozenset(same if own is None else {own, *same})
 
 
-def reader(setup: Setup, config: EngineConfig) -> Callable[[Path], LoraFiles]:
+def weights_reader(setup: Setup, config: EngineConfig) -> Callable[[Path], LoraFiles]:
     """Return what reads the weights of a folder for an engine's devices."""
 
     def read(folder: Path) -> LoraFiles:

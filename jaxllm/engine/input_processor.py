@@ -167,8 +167,7 @@ class InputProcessor:
             adapter=accepted.adapter,
             num_prompt_logprobs=params.prompt_logprobs,
         )
-        digest = b"" if accepted.adapter is None else accepted.adapter.digest
-        root = self._root(accepted, digest)
+        root = self._root(accepted)
         requests = []
         for index in range(params.n):
             own = self._make_sequence(group, index, params, accepted.grammar)
@@ -196,12 +195,12 @@ class InputProcessor:
             )
         return group, requests
 
-    def _root(self, accepted: Accepted, adapter_digest: bytes) -> bytes | None:
+    def _root(self, accepted: Accepted) -> bytes | None:
         """Return what a request's blocks depend on beside its tokens; None if they are not to be shared."""
         if self._limits.whole_prompts:  # there is no cache
             return None
         if self._config.enable_prefix_caching:
-            return content_root(accepted.salt, adapter_digest)
+            return content_root(accepted.salt, b"" if accepted.adapter is None else accepted.adapter.digest)
         # The n sequences of a prompt still share its blocks, under a root that no other request has.
         return content_root(f"{self._num_sequences}".encode()) if accepted.params.n > 1 else None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.adapters import Adapters, Language, reader
+from jaxllm.engine.adapters import Adapters, Language, weights_reader
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
@@ -76,7 +76,7 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
         num_token_types=setup.spec.token_types,
     )
     language = Language(model=model, grammars=Grammars(tokenizer, setup.spec.vocab_size, eos_ids))
-    adapters = Adapters(config, language, reader(setup, config))
+    adapters = Adapters(config, language, weights_reader(setup, config))
     return Parts(model=model, runner=runner, adapters=adapters, start_phases=start_phases)
 
 

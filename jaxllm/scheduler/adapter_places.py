@@ -13,7 +13,7 @@ from jaxllm.scheduler.state import Running
 
 
 def idle_first(residents: tuple[int, ...], running: Iterable[Running | None]) -> tuple[int, ...]:
-    """Order residents again after requests have left their slots: what nobody runs with any more is idle."""
+    """Order residents again after requests have left their slots: adapters that no running request has come first."""
     in_use = _in_use(running)
     ordered = tuple(sorted(residents, key=in_use.__contains__))  # which keeps the order of equals
     return residents if ordered == residents else ordered

@@ -62,7 +62,7 @@ def adapters(family: str) -> tuple[Path, list[LoRARequest]]:
 
 @functools.cache
 def cases(family: str, count: int) -> list[Case]:
-    """Draw requests with so many adapters: some begin alike, whoever's adapter they have."""
+    """Draw requests with `count` adapters and without; some prompts begin alike, with the same adapter or another."""
     random = np.random.default_rng(sum(map(ord, family)))
     vocabulary = 90
     shared = [random.integers(3, vocabulary, 40) for _ in range(2)]

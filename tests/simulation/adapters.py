@@ -96,7 +96,7 @@ class OnlyKept(dict[LoRARequest, Adapter]):
         return self._store._kept.get(request, default)
 
     def __setitem__(self, request: LoRARequest, adapter: Adapter) -> None:
-        """The store keeps it, or nobody does."""
+        """Nothing: the store puts what it keeps into `_kept`."""
 
 
 class Held(ResidentAdapters):

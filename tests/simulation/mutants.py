@@ -149,7 +149,7 @@ HISTORY = [
     ),
     Mutant("adapters stay in use", "scheduler.scheduler._vacate", "if editor.adapters:", "if False:"),
     Mutant(
-        "adapters survive the device's state, and nobody has their weights",
+        "adapters stay resident when the device's state is lost, and the host may not have their weights",
         "scheduler.scheduler.reset",
         "editor.adapters = ()",
         "pass",

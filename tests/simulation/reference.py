@@ -398,9 +398,9 @@ class Reference:
     def _check_patience(self, before: Mapping[tuple[int, int], int], admitted: Collection[int]) -> None:
         """I15: who is passed over for want of a place for its adapter waits for one generation of requests at most.
 
-        If the first in the queue was passed over, those that then run with the adapter longest in use are all that it
-        waits for: none joins them from behind, and once they have ended nobody goes before it. `before` are the
-        adapters of those who ran before this plan admitted.
+        If the first in the queue was passed over, it waits only for the requests that run with the adapter longest in
+        use: no request from further behind gets that adapter, and when they have ended the first in the queue is
+        admitted before all others. `before` are the adapters of those who ran before this plan admitted.
         """
         first = self.waiting[0] if self.waiting else None
         kept, self._passed_over = self._passed_over, None

@@ -34,7 +34,7 @@ class Served:
     """An adapter under its name."""
 
     request: LoRARequest  # what the engine knows it by
-    source: str  # where it is, as whoever loaded it said
+    source: str  # its path as it was given
     num_finished: int = 0  # requests under this name
     num_users: int = 0  # requests that have not ended
     is_gone: bool = False  # no new request gets it
