@@ -49,13 +49,17 @@ def lookup(table: Array | Int8[Array], rows: Array, dtype: DTypeLike) -> Array:
     return table.at[rows].get(mode="clip").astype(dtype)
 
 
+def is_turned_on_a_cpu(x: Array) -> bool:
+    """Whether a CPU multiplies with `x` [T, in] the other way round: the product then lies as [out, T] in memory."""
+    return 2 <= x.shape[0] <= _FEW_ROWS and x.dtype == jnp.float32
+
+
 def _sums(x: Array, weight: Array) -> Array:
-    rows, is_wide = x.shape[0], x.dtype == jnp.float32
-    if rows == 1 and not is_wide:
+    if x.shape[0] == 1 and x.dtype != jnp.float32:
         # XLA:CPU turns a one-row product with 8 or 16-bit weights into a conversion of the whole weight, 6 to 12 times
         # slower than the same product with two rows (measured).
         return lax.platform_dependent(x, weight, cpu=_first_of_two_rows, default=_product)
-    if 2 <= rows <= _FEW_ROWS and is_wide:
+    if is_turned_on_a_cpu(x):
         return lax.platform_dependent(x, weight, cpu=_turned, default=_product)
     return _product(x, weight)
 
