@@ -132,7 +132,7 @@ HISTORY = [
     Mutant(
         "an adapter is not in the key",
         "engine.input_processor.InputProcessor._root",
-        "content_root(accepted.salt, adapter_digest)",
+        'content_root(accepted.salt, b"" if accepted.adapter is None else accepted.adapter.digest)',
         "content_root(accepted.salt)",
     ),
     Mutant(
