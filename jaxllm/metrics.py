@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
@@ -27,10 +29,22 @@ class Metrics:
     chunk_tokens: int = 0  # of prompts, computed in steps that have ended; those found in the cache are not
     generated_tokens: int = 0
     forced_tokens: int = 0  # of them, those that a grammar forced, which were not sampled
+    drafting_rows: int = 0  # rows that verified drafts
+    draft_tokens: int = 0  # drafts that they verified
+    accepted_tokens: list[int] = field(default_factory=list)  # those that were kept, by their place in the row
     adapter_loads: int = 0  # adapters put on the devices
     preemptions: int = 0
     recoveries: int = 0  # steps that failed and took the cache with them
     finished: dict[str, int] = field(default_factory=dict)  # sequences by finish reason
+
+    def note_drafts(self, drafted: np.ndarray, counts: np.ndarray) -> None:
+        """Count the drafts of a step: how many each row had, int32[R], and how many tokens it sampled, int32[R]."""
+        self.drafting_rows += int(np.count_nonzero(drafted))
+        self.draft_tokens += int(drafted.sum())
+        for place, kept in enumerate(np.bincount(counts - 1)[::-1].cumsum()[::-1][1:].tolist()):
+            if place == len(self.accepted_tokens):
+                self.accepted_tokens.append(0)
+            self.accepted_tokens[place] += kept
 
     def note_finished(self, reason: str, count: int = 1) -> None:
         """Count sequences that have ended."""

@@ -225,12 +225,16 @@ class LLMEngine:
             assert isinstance(flight, StepInFlight | PooledInFlight)
             with span("wait"):
                 result = flight.result()
-            tokens, counts = self._constrained.take_in(self.scheduler.state, plan, result)
+            if result.counts is not None and result.drafted is not None:  # no row of it obeys a grammar
+                tokens, counts = result.tokens, result.counts
+                self.metrics.note_drafts(result.drafted, counts)
+            else:
+                tokens, counts = self._constrained.take_in(self.scheduler.state, plan, result)
         except Exception as error:
             return [*self.outputs.due(ended, self._clock()), *self._recover(error)]
         self._failed_steps.reset()  # whatever becomes of the next one, a step has ended
         with span("commit"):
-            events = self.scheduler.commit(plan, tokens, result.is_finite, counts)
+            events = self.scheduler.commit(plan, tokens, result.is_finite, counts, result.counts)
         outputs: list[RequestOutput] = []
         stuck: Stuck = []
         try:
@@ -241,7 +245,8 @@ class LLMEngine:
             self.num_rows = len(plan.slots)
             self.metrics.chunk_tokens += plan.num_tokens - plan.num_decodes
             self.metrics.generated_tokens += len(events.tokens)
-            self.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))
+            if result.counts is None:
+                self.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))
             outputs += self.outputs.take_in(result, events)
             try:
                 ended += self._end_stuck(stuck)  # of those that did not end by their text just now

@@ -19,10 +19,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.model import sharding
 from jaxllm.model.spec import Spec, heads_per_shard
+from jaxllm.runner.drafting import Drafted, Drafting
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras
 
 Leaf = TypeVar("Leaf")
-TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -4, -3, -2  # of the state's leaves in order: those behind the KV blocks
+TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -4, -3, -2  # of the state's leaves in order
+DRAFTED_END = -5  # before this one come those of `drafted`
 KV_AXES = (None, "kv_heads", None, "head")
 
 
@@ -46,6 +48,7 @@ class DeviceState(Generic[Leaf]):
     """What a step reads and replaces."""
 
     kv: tuple[tuple[Leaf, Leaf | None], ...]  # by layer: keys and values, each [N, K, P, C]; see `block_bytes`
+    drafted: Drafted[Leaf] | None  # of an engine that verifies drafts
     tables: Leaf  # int32[S, M]: the blocks of each slot; behind its length, any block
     tokens: Leaf  # int32[S, M * P]: the tokens of each slot that are known to the device
     sampling: Leaf  # int32[S, ROW_WIDTH]: a `sampler.pack_row` for each slot
@@ -63,7 +66,13 @@ def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> i
 
 
 def abstract(
-    spec: Spec, geometry: Geometry, max_tokens: int, extras: Extras, mesh: Mesh, dtype: jnp.dtype
+    spec: Spec,
+    geometry: Geometry,
+    max_tokens: int,
+    extras: Extras,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    drafting: Drafting | None = None,
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state: shapes, types and shardings, nothing allocated. `max_tokens` are those of a step, T."""
 
@@ -71,8 +80,14 @@ def abstract(
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding.replicated(mesh))
 
     int32 = jnp.dtype(jnp.int32)
+    drafted = None
+    if drafting is not None:
+        drafted = Drafted(
+            lengths=whole((geometry.num_slots,), int32), tokens=whole((geometry.num_slots, drafting.most), int32)
+        )
     return DeviceState(
         kv=abstract_kv(spec, geometry, mesh, dtype),
+        drafted=drafted,
         tables=whole((geometry.num_slots, geometry.max_blocks), int32),
         tokens=whole((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32),
         sampling=whole((geometry.num_slots, ROW_WIDTH), int32),

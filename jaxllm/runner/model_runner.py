@@ -27,9 +27,17 @@ from jaxllm.model import decoder, lora, sharding, weights
 from jaxllm.runner import aot_manifest, batch, device_state, memory_plan, scoring, step
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import Key, Programs
-from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TOKENS_AT, Geometry
+from jaxllm.runner.device_state import DRAFTED_END, EXTRAS_AT, SAMPLING_AT, TOKENS_AT, Geometry
 from jaxllm.runner.memory_plan import MemoryPlan
-from jaxllm.runner.model_setup import Setup, describe_memory, describe_programs, extras_of, free_bytes, plan_memory
+from jaxllm.runner.model_setup import (
+    Setup,
+    describe_memory,
+    describe_programs,
+    drafting_of,
+    extras_of,
+    free_bytes,
+    plan_memory,
+)
 from jaxllm.runner.profiling import span
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.scoring import SCORED_ROWS, Scored
@@ -41,6 +49,7 @@ from jaxllm.scheduler.state import Limits, Plan
 
 PATCH_ENTRIES = 1024  # changes in one call of `step.patch`
 PATCH_EXTRAS = 8  # requests' extras in one call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000
+MOST_VERIFIED = 256  # tokens of a step that verifies drafts, unless there are more slots: each has logits
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +57,8 @@ class StepInFlight(NamedTuple):
     """A step that was dispatched to the device."""
 
     joined: jax.Array
-    num_rows: int
+    plan: Plan
+    has_drafts: bool  # whether the program verifies drafts
     num_logprobs: int
     scores: Sequence[
         tuple[Sequence[Scored], jax.Array | np.ndarray]
@@ -56,7 +66,10 @@ class StepInFlight(NamedTuple):
 
     def result(self) -> Result:
         """Wait for the step's result. A failure on the device is raised here, and by every later step."""
-        result = step.read(np.asarray(self.joined), self.num_rows, self.num_logprobs)
+        if self.has_drafts:
+            result = step.read_verified(np.asarray(self.joined), self.plan, self.num_logprobs)
+        else:
+            result = step.read(np.asarray(self.joined), len(self.plan.slots), self.num_logprobs)
         if not self.scores:
             return result
         return replace(result, scores=[score for of, found in self.scores for score in scoring.read_scores(of, found)])
@@ -96,6 +109,7 @@ class Runner:
         with phases.phase("plan"):
             self._processors = load_processors(config.logits_processors, setup.spec.vocab_size)
             self.extras = extras_of(config, setup.spec)
+            self.drafting = drafting_of(config)
             self.num_logprobs = step.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
             self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
             self._params_shapes = weights.abstract(
@@ -162,7 +176,17 @@ class Runner:
             else batch.max_chunks(self.setup.max_num_batched_tokens, self.geometry.num_slots),
             records_blocks=self._config.enable_kv_cache_events,
             max_adapters=self._config.max_loras if self._config.enable_lora else 0,
+            max_drafts=0 if self.drafting is None else self.drafting.most,
+            max_verified=self._max_verified if self.drafting is not None else 0,
+            token_cost=self.setup.token_cost if self.drafting is not None else 0,
         )
+
+    @property
+    def _max_verified(self) -> int:
+        """Tokens of the largest step that verifies drafts: all rows' if they are few."""
+        slots, drafts = self.geometry.num_slots, 0 if self.drafting is None else self.drafting.most
+        most = max(slots, min(slots * (1 + drafts), MOST_VERIFIED))
+        return min(most, self.setup.max_num_batched_tokens)
 
     def dispatch(
         self,
@@ -208,14 +232,20 @@ class Runner:
         num_rows, num_words = len(plan.slots), -(-self.setup.spec.vocab_size // 32)
         if masks is None or is_masked is None:
             masks, is_masked = np.zeros((num_rows, num_words), np.int32), np.zeros(num_rows, np.bool_)
+        shape = key.shape
         with self._compilations_counted(), span("dispatch"):
-            buffer = batch.pack_masks(plan, key.shape.rows, self.geometry.num_slots, masks, is_masked)
+            buffer = batch.pack_masks(plan, shape.sampled, self.geometry.num_slots, masks, is_masked, shape.drafts)
+            if self.drafting is not None:  # they begin where the device knows
+                buffer[: plan.num_decodes + plan.num_drafts, 1] = -1
             leaves = list(self._state)
-            tokens, sampling, extras = (leaves[at] for at in (TOKENS_AT, SAMPLING_AT, EXTRAS_AT))
-            leaves[TOKENS_AT], joined = self.programs[key](tokens, sampling, extras, held.logits, buffer)
+            sampling, extras = (leaves[at] for at in (SAMPLING_AT, EXTRAS_AT))
+            kept = tuple(leaves[at] for at in self._sampled_at)
+            kept, joined = self.programs[key](kept, sampling, extras, held.logits, buffer)
+            for at, leaf in zip(self._sampled_at, kept, strict=True):
+                leaves[at] = leaf
             self._state = tuple(leaves)
             joined.copy_to_host_async()
-        return StepInFlight(joined, num_rows, self.num_logprobs, held.scores)
+        return StepInFlight(joined, plan, shape.drafts > 0, self.num_logprobs, held.scores)
 
     def _start(
         self,
@@ -251,7 +281,7 @@ class Runner:
         self.metrics.computed_tokens += plan.num_tokens
         if len(way) > 1:
             return HeldStep(plan, way[1], returned, scores)
-        return StepInFlight(returned, len(plan.slots), self.num_logprobs, scores)
+        return StepInFlight(returned, plan, shape.drafts > 0, self.num_logprobs, scores)
 
     @contextmanager
     def _compilations_counted(self) -> Iterator[None]:
@@ -320,7 +350,11 @@ class Runner:
             pooler=setup.pooler,
             adapter=self._adapter_shapes,
             joins_adapters=setup.platform != "cpu",
+            drafting=self.drafting,
         )
+        # What the second half of a step changes, among the state's leaves.
+        num_drafted = len(jax.tree.leaves(self._state_shapes.drafted)) if self.drafting is not None else 0
+        self._sampled_at = (TOKENS_AT, *range(DRAFTED_END - num_drafted, DRAFTED_END))
         self.programs = self._list_programs()
         text = describe_memory(plan, setup, shards)
         differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, shards, plan))
@@ -349,22 +383,24 @@ class Runner:
     def _describe_state(self) -> Any:
         """Describe the device's state."""
         setup = self.setup
-        return device_state.abstract(
-            setup.spec, self.geometry, setup.max_num_batched_tokens, self.extras, self._mesh, setup.dtype
-        )
+        sizes = self.geometry, setup.max_num_batched_tokens, self.extras
+        return device_state.abstract(setup.spec, *sizes, self._mesh, setup.dtype, self.drafting)
 
     def _list_programs(self) -> Programs:
         """List the programs that can run plans."""
         setup, geometry = self.setup, self.geometry
         sizes = setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH
         most = self.limits.max_adapters
+        drafts = 0 if self.drafting is None else self.drafting.most
         if self._config.deterministic:
-            return Programs([], [batch.uniform_shape(*sizes)], self._lower, self.metrics, (), max_adapters=most)
+            return Programs([], [batch.uniform_shape(*sizes, drafts)], self._lower, self.metrics, (), max_adapters=most)
         is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
         # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row, and
         # on a GPU it makes two kernels of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
         decode = batch.decode_shapes(geometry.num_slots, 1 if setup.platform == "cpu" and not is_narrow else 2)
-        return Programs(decode, batch.ragged_shapes(*sizes), self._lower, self.metrics, max_adapters=most)
+        ragged = batch.ragged_shapes(*sizes)
+        verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, drafts) if drafts else []
+        return Programs(decode, ragged, self._lower, self.metrics, max_adapters=most, verifying=verifying)
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""
@@ -381,7 +417,7 @@ class Runner:
         """Return what a program needs on one device beside weights and state."""
         memory = self.programs[key].memory_analysis()
         own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        logits = 4 * key.shape.rows * self._num_columns // self._mesh.size if key.part == "sample" else 0
+        logits = 4 * key.shape.sampled * self._num_columns // self._mesh.size if key.part == "sample" else 0
         return own + logits
 
     @property
@@ -416,7 +452,7 @@ class Runner:
         everywhere = sharding.replicated(self._mesh)
         if key.part == "sample":
             assert key.variant is not None
-            return self._lower_sample(key.shape.rows, key.variant)
+            return self._lower_sample(key.shape, key.variant)
         if key.variant is None:
             run = step.build_forward(self._step_model, key.shape)
         else:
@@ -426,16 +462,17 @@ class Runner:
         adapters = (tuple(jax.tree.leaves(self._adapter_shapes)),) * key.shape.adapters
         return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(params, state, buffer, *adapters)
 
-    def _lower_sample(self, rows: int, variant: Variant) -> jax.stages.Lowered:
+    def _lower_sample(self, shape: batch.Shape, variant: Variant) -> jax.stages.Lowered:
         """Trace the second half of a step."""
         spec, shapes, everywhere = self.setup.spec, self._state_shapes, sharding.replicated(self._mesh)
-        width = len(batch.MASK_COLUMNS) + -(-spec.vocab_size // 32)
-        buffer = jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=everywhere)
+        width = len(batch.mask_columns(shape.drafts)) + -(-spec.vocab_size // 32)
+        buffer = jax.ShapeDtypeStruct((shape.sampled, width), jnp.int32, sharding=everywhere)
         columns = jax.NamedSharding(self._mesh, jax.sharding.PartitionSpec(None, sharding.AXIS))
-        logits = jax.ShapeDtypeStruct((rows, self._num_columns), jnp.float32, sharding=columns)
-        run = step.build_sample(self._step_model, rows, variant)
+        logits = jax.ShapeDtypeStruct((shape.sampled, self._num_columns), jnp.float32, sharding=columns)
+        run = step.build_sample(self._step_model, shape, variant)
+        kept = tuple(jax.tree.leaves((shapes.tokens, shapes.drafted)))
         return jax.jit(run, donate_argnums=(0,), compiler_options=self._options).lower(
-            shapes.tokens, shapes.sampling, shapes.extras, logits, buffer
+            kept, shapes.sampling, shapes.extras, logits, buffer
         )
 
     def _patch(self, table: np.ndarray, history: np.ndarray | None) -> None:

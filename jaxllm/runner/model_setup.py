@@ -10,7 +10,7 @@ import importlib.metadata
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,19 @@ from jaxllm.model.pooler import Pooler
 from jaxllm.model.pooler_files import most_tokens, read_pooler
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import aot_manifest, device_state, memory_plan
+from jaxllm.runner.drafting import Drafting
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.sampling.logits_processors import processor_name
 from jaxllm.sampling.sampler import Extras
 from jaxllm.sampling.vocab_parallel import MOST_TOKENS
+from jaxllm.speculative_config import MAX_DRAFTS, SpeculativeConfig
 from jaxllm.version import __version__
 from pallas_kernels import Choice, Site
 
 OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample")  # of a step
 GPU_SHARE = 0.97  # of the remaining memory; the rest is for programs' code and for tuning later ones
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: other programs of a laptop need memory too
+TOKEN_COST = {True: 90, False: 4}  # on a CPU and on a GPU, see `Limits`; tests/benchmarks/verifying.py measures it
 CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in float32
 
 
@@ -57,6 +60,7 @@ class Setup:
     max_num_seqs: int
     max_num_batched_tokens: int
     kernels: Mapping[str, Choice]  # by operation
+    token_cost: int  # see `Limits.token_cost`
     prepared: Mapping[str, Any]  # the manifest that `jaxllm compile` wrote, {} without one
 
 
@@ -178,6 +182,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         max_num_seqs=slots,
         max_num_batched_tokens=tokens,
         kernels=choose_kernels(config, spec, devices[0], dtype),
+        token_cost=0 if config.deterministic else TOKEN_COST[is_cpu],
         prepared=recorded,
     )
 
@@ -264,6 +269,7 @@ def plan_memory(
         temporaries=_guess(setup) if temporaries is None else temporaries,
         # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
         slots=4 * setup.max_num_seqs * (longest + setup.max_model_len + extras_of(config, spec).width)
+        + 4 * setup.max_num_seqs * (0 if drafting_of(config) is None else 1 + MAX_DRAFTS)
         + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize,
         block=device_state.block_bytes(spec, config.block_size, setup.dtype, mesh.size) if spec.is_causal else 0,
         block_size=config.block_size if spec.is_causal else setup.max_model_len,
@@ -292,6 +298,14 @@ def extras_of(config: EngineConfig, spec: Spec) -> Extras:
     return Extras(spec.vocab_size, tuple(map(processor_name, config.logits_processors)))
 
 
+def drafting_of(config: EngineConfig) -> Drafting | None:
+    """Say how an engine drafts; None if it does not."""
+    own = config.speculative_config
+    if not isinstance(own, SpeculativeConfig):
+        return None
+    return Drafting(own.num_speculative_tokens, own.prompt_lookup_min, own.prompt_lookup_max)
+
+
 def describe_memory(plan: MemoryPlan, setup: Setup, shards: int) -> str:
     """Write a memory plan as a small table, and the host's memory."""
     host = psutil.virtual_memory()
@@ -306,6 +320,7 @@ def describe_memory(plan: MemoryPlan, setup: Setup, shards: int) -> str:
 
 def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: MemoryPlan) -> dict[str, Any]:
     """Return the manifest: what programs are compiled for, beside the model's shapes (see aot_manifest.py)."""
+    own_drafting = drafting_of(config)
     return {
         "jaxllm": __version__,
         "jax": jax.__version__,
@@ -318,6 +333,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "quantization": config.quantization,
         "adapters": [config.max_loras, config.max_lora_rank] if config.enable_lora else None,
         "deterministic": config.deterministic,
+        "speculative": None if own_drafting is None else astuple(own_drafting),
         "tensor_parallel_size": shards,
         "pools": setup.pooler is not None,
         "block_size": config.block_size,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,12 +29,14 @@ from jaxllm.model.lora_linear import adapted_linear
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import AXIS
 from jaxllm.model.spec import Spec
-from jaxllm.runner import batch
+from jaxllm.runner import batch, drafting
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState, Geometry
+from jaxllm.runner.drafting import Drafted, Drafting, Places
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import Extras, Processor, Sampled, Variant
 from jaxllm.sampling.vocab_parallel import Vocabulary
+from jaxllm.scheduler.state import Plan
 from pallas_kernels import Choice
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ _paged_prefill = jax.jit(pallas_kernels.paged_prefill, static_argnames=(*_SETTIN
 class Result:
     """What a step sampled, on the host: a row for each row of its plan."""
 
-    tokens: np.ndarray  # int32[R]
+    tokens: np.ndarray  # int32[R]; int32[R, W] with `counts`
     is_finite: np.ndarray  # bool[R]
     logprob: np.ndarray | None = None  # float32[R]; this and what follows only where the variant computes it
     rank: np.ndarray | None = None  # int32[R]
@@ -67,6 +69,10 @@ class Result:
     reported: np.ndarray | None = None  # float32[R, MAX_REPORTED_TOKENS]
     scores: Sequence[Score] = ()  # of the positions that `Runner.dispatch` was given
     pooled: np.ndarray | None = None  # float32[R, W], of a model that pools, where no tokens are sampled
+    # Of a step that verified drafts. The arrays of log-probabilities have an entry for each token of it.
+    counts: np.ndarray | None = None  # int32[R]: tokens that a row sampled, drafts that were kept and one more
+    drafted: np.ndarray | None = None  # int32[R]: drafts that it verified
+    places: np.ndarray | None = None  # int[R]: of its first token in those arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +91,7 @@ class StepModel:
     pooler: Pooler | None = None  # of a model that pools
     adapter: lora.Adapter[jax.ShapeDtypeStruct] = ()  # each one, described; empty: there are none
     joins_adapters: bool = False  # see `adapted_linear`
+    drafting: Drafting | None = None  # of an engine that verifies drafts
 
 
 def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
@@ -97,8 +104,11 @@ def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tup
     def run(
         weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Adapter
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
-        following, sampled = _step(model, shape, variant, weights, state, buffer, adapters)
-        return following, join(sampled)
+        field = fields_of(batch.fields(shape), buffer)
+        following, logits, at = _forward(model, shape, variant is Variant.FULL, weights, state, field, adapters)
+        slots = following.tokens, following.drafted, following.sampling, following.extras
+        tokens, drafted, joined = _sample(model, shape, variant, *slots, logits, at)
+        return replace(following, tokens=tokens, drafted=drafted), joined
 
     return on_shards(model, run, program_name(shape, variant), PartitionSpec(), shape.adapters)
 
@@ -150,25 +160,29 @@ def on_shards(
     )
 
 
-def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def build_sample(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Any, jax.Array]]:
     """Return the second half: (tokens, sampling, extras, logits, buffer) -> (tokens, results).
 
-    The first three are leaves of the state; the buffer is laid out by `batch.pack_masks`.
+    The first three are leaves of the state, `model.sampled_leaves`; the buffer is laid out by `batch.pack_masks`.
     """
+    columns = batch.mask_columns(shape.drafts)
+
+    kept_tree = jax.tree.structure((model.state.tokens, model.state.drafted))
 
     def on_shard(
-        tokens: jax.Array, sampling: jax.Array, extras: jax.Array, logits: jax.Array, buffer: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        place = {name: buffer[:, at] for at, name in enumerate(batch.MASK_COLUMNS)}
-        mask = buffer[:, len(batch.MASK_COLUMNS) :], place["is_masked"]
-        samples = place["samples"] > 0
-        position = place["row_position"]
-        tokens, sampled = _sample(
-            model, variant, tokens, sampling, extras, logits, place["row_slot"], position, samples, mask
-        )
-        return tokens, join(sampled)
+        kept: Leaves, sampling: jax.Array, extras: jax.Array, logits: jax.Array, buffer: jax.Array
+    ) -> tuple[Leaves, jax.Array]:
+        tokens, drafted = jax.tree.unflatten(kept_tree, kept)
+        place = {name: buffer[:, at] for at, name in enumerate(columns)}
+        mask = buffer[:, len(columns) :], place["is_masked"]
+        samples, slots, positions = place["samples"] > 0, place["row_slot"], place["row_position"]
+        at = Places(slots, positions, samples, place.get("row_offset"), place.get("row_drafts"))
+        if drafted is not None:  # a decode row's position is not in the buffer
+            at = at._replace(positions=jnp.where(positions < 0, drafting.begin(drafted, slots, at.offsets), positions))
+        tokens, drafted, joined = _sample(model, shape, variant, tokens, drafted, sampling, extras, logits, at, mask)
+        return tuple(jax.tree.leaves((tokens, drafted))), joined
 
-    on_shard.__name__ = f"sample_{num_rows}_{variant.value}"
+    on_shard.__name__ = f"sample_{shape.sampled}_{variant.value}"
     return jax.shard_map(
         on_shard,
         mesh=model.mesh,
@@ -213,12 +227,34 @@ def program_name(shape: Shape, variant: Variant | None, part: str = "forward") -
     if shape.bin_tokens:
         kind = f"encode_{shape.bin_tokens}"
     with_adapters = f"_adapters_{shape.adapters}" if shape.adapters else ""
+    if shape.drafts:
+        kind += f"_drafts_{shape.rows}"
     return f"{kind}_{shape.tokens}{with_adapters}_{part if variant is None else variant.value}"
 
 
 def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
     """Return how many of the likeliest tokens a step reports, where requests may ask for `max_logprobs`; -1: all."""
     return min(MOST_LOGPROBS if max_logprobs == -1 else max_logprobs, MOST_LOGPROBS, vocab_size)
+
+
+def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> Result:
+    """Take the results of a program that verifies drafts apart, an entry for each token of the plan."""
+    joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
+    result = read(joined, plan.num_tokens, num_logprobs)
+    if not plan.num_drafts:  # a chunk's token comes behind its last
+        last = np.cumsum(plan.lengths) - 1
+        numbers = (getattr(result, field.name) for field in fields(result))
+        return Result(*(each[last] if isinstance(each, np.ndarray) else each for each in numbers))
+    places = np.cumsum(plan.lengths) - plan.lengths
+    following = places[:, None] + np.arange(plan.lengths.max())
+    return replace(
+        result,
+        tokens=result.tokens[np.minimum(following, plan.num_tokens - 1)],
+        is_finite=result.is_finite[places],
+        counts=counts[places],
+        drafted=drafted[places],
+        places=places,
+    )
 
 
 def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> Result:
@@ -267,22 +303,6 @@ def fields_of(table: Mapping[str, tuple[int, tuple[int, ...]]], buffer: jax.Arra
     }
 
 
-def _step(
-    model: StepModel,
-    shape: Shape,
-    variant: Variant,
-    params: Params[jax.Array],
-    state: DeviceState[jax.Array],
-    buffer: jax.Array,
-    adapters: Sequence[Adapter],
-) -> tuple[DeviceState[jax.Array], Sampled]:
-    field = fields_of(batch.fields(shape), buffer)
-    following, logits, samples = _forward(model, shape, variant is Variant.FULL, params, state, field, adapters)
-    slots = following.tokens, following.sampling, following.extras
-    tokens, sampled = _sample(model, variant, *slots, logits, field["row_slot"], field["row_position"], samples)
-    return replace(following, tokens=tokens), sampled
-
-
 def _forward(
     model: StepModel,
     shape: Shape,
@@ -291,23 +311,35 @@ def _forward(
     state: DeviceState[jax.Array],
     field: Mapping[str, jax.Array],
     adapters: Sequence[Adapter],
-) -> tuple[DeviceState[jax.Array], jax.Array, jax.Array]:
-    """Compute a batch's tokens: the state behind it, each row's logits, f32[R, Vx], and which rows are sampled."""
+) -> tuple[DeviceState[jax.Array], jax.Array, Places]:
+    """Compute a batch's tokens: the state behind it, and logits, f32[R, Vx], with the places that they belong to."""
     spec, geometry = model.spec, model.geometry
     row_slot, table = field["row_slot"], field["table"]
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
-    rows, known = state.sampling, state.tokens
+    rows, known, drafted = state.sampling, state.tokens, state.drafted
+    offsets = field.get("row_offset")
     if shape.is_decode:
         slots, positions = row_slot, field["row_position"]
+        if drafted is not None:
+            positions = drafting.begin(drafted, slots, offsets)
         tokens = known.at[slots, positions].get(mode="clip")
-        last, samples = jnp.arange(shape.rows), row_slot < geometry.num_slots
+        if drafted is not None and offsets is not None:
+            tokens = drafting.with_drafts(drafted, tokens, slots, offsets)
+            known = known.at[slots, positions].set(tokens, mode="drop")
+        last, samples = jnp.arange(shape.sampled), row_slot < geometry.num_slots
     else:
         slots, positions = field["token_slot"], field["token_position"]
         is_on_device = jnp.arange(shape.tokens) < field["num_decodes"]
+        if drafted is not None:
+            positions = jnp.where(is_on_device, drafting.begin(drafted, slots, offsets), positions)
         tokens = jnp.where(is_on_device, known.at[slots, positions].get(mode="clip"), field["tokens"])
+        if drafted is not None and offsets is not None:
+            tokens = drafting.with_drafts(drafted, tokens, slots, offsets)
         known = known.at[slots, positions].set(tokens, mode="drop")
         rows = rows.at[row_slot].set(field["sampling"], mode="drop")
         last, samples = field["row_last"], field["row_samples"] > 0
+    ends = field["row_position"] if drafted is None else positions.at[last].get(mode="clip")
+    at = Places(row_slot, ends, samples, offsets, field.get("row_drafts"))
 
     kv = list(state.kv)
     attend = attention(model, shape, kv, tables, field, slots, positions)
@@ -319,31 +351,49 @@ def _forward(
     kept = state.hidden
     if keeps_hidden:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
-    logits = decoder.head(spec, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
-    following = DeviceState(kv=tuple(kv), tables=tables, tokens=known, sampling=rows, extras=state.extras, hidden=kept)
-    return following, logits, samples
+    logits = _logits(model, shape, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
+    following = replace(state, kv=tuple(kv), tables=tables, tokens=known, sampling=rows, hidden=kept)
+    return following, logits, at
+
+
+def _logits(model: StepModel, shape: Shape, params: Params[jax.Array], hidden: jax.Array) -> jax.Array:
+    """Return the logits of a step's places, f32[R, Vx].
+
+    The one program of deterministic mode multiplies as many rows at once as it does without drafts: the bits of a
+    product depend on that.
+    """
+    if shape.is_decode or not shape.drafts:
+        return decoder.head(model.spec, params, hidden)
+    pieces = [
+        decoder.head(model.spec, params, jnp.resize(hidden[start : start + shape.rows], (shape.rows, hidden.shape[1])))
+        for start in range(0, len(hidden), shape.rows)
+    ]
+    return jnp.concatenate(pieces)[: len(hidden)]
 
 
 def _sample(
     model: StepModel,
+    shape: Shape,
     variant: Variant,
     tokens: jax.Array,
+    drafted: Drafted[jax.Array] | None,
     sampling: jax.Array,
     extras: jax.Array,
     logits: jax.Array,
-    row_slot: jax.Array,
-    row_position: jax.Array,
-    samples: jax.Array,
+    at: Places,
     mask: tuple[jax.Array, jax.Array] | None = None,
-) -> tuple[jax.Array, Sampled]:
-    """Choose each row's next token, and write it into its slot's tokens, int32[S, M * P], where `samples` says so."""
+) -> tuple[jax.Array, Drafted[jax.Array] | None, jax.Array]:
+    """Choose the next token of each place, and write those that are wanted into their slots' tokens, int32[S, M * P].
+
+    Returns the tokens, the drafts for the next step, and the results as they go to the host.
+    """
     with named_scope("sampling"):
-        ends = row_position + 1
-        here = sampler.unpack_rows(sampling.at[row_slot].get(mode="clip"))
+        ends = at.positions + 1
+        here = sampler.unpack_rows(sampling.at[at.slots].get(mode="clip"))
         history, own = None, None
         if variant is Variant.FULL:
-            history = tokens.at[row_slot].get(mode="clip")
-            own = model.extras.unpack(extras.at[row_slot].get(mode="clip"))
+            history = tokens.at[at.slots].get(mode="clip")
+            own = model.extras.unpack(extras.at[at.slots].get(mode="clip"))
         vocabulary = Vocabulary(model.spec.vocab_size, AXIS)
         sampled = sampler.sample(
             logits,
@@ -358,8 +408,18 @@ def _sample(
             model.kernels["sample"],
             mask,
         )
-        slots = jnp.where(samples, row_slot, model.geometry.num_slots)
-        return tokens.at[slots, ends].set(sampled.tokens, mode="drop"), sampled
+        if drafted is None or model.drafting is None:
+            slots = jnp.where(at.samples, at.slots, model.geometry.num_slots)
+            return tokens.at[slots, ends].set(sampled.tokens, mode="drop"), drafted, join(sampled)
+        counts, had = drafting.count(drafted, at, sampled)
+        tokens, drafted = drafting.take_in(drafted, tokens, at, sampled, counts)
+    if shape.drafts:
+        with named_scope("drafting"):
+            drafted = drafting.propose(model.drafting, drafted, tokens, at, shape.rows)
+    joined = join(sampled)
+    if shape.drafts:
+        joined = jnp.concatenate([joined, counts[:, None], had[:, None]], axis=1)
+    return tokens, drafted, joined
 
 
 def attention(
