@@ -84,6 +84,7 @@ class Params(Generic[Leaf]):
 
     top: dict[str, Leaf]
     layers: tuple[dict[str, Leaf], ...]
+    draft: Any = None  # `Params` of what drafts for it
 
 
 def declare(spec: Spec, shards: int, quantization: str | None = None, pooler: Pooler | None = None) -> Params[Weight]:

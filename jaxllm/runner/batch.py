@@ -22,6 +22,7 @@ import numpy as np
 from jaxllm.scheduler.state import Plan
 
 TILE = 32  # queries of one sequence that attend together in a ragged step
+MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # of `pack_masks`; the mask's words follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +127,6 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
     )
 
 
-@lru_cache(maxsize=4)
-def mask_columns(drafts: int) -> tuple[str, ...]:
-    """Name the columns of `pack_masks`; the mask's words follow."""
-    further = ("row_offset", "row_drafts") if drafts else ()
-    return "row_slot", "row_position", "samples", *further, "is_masked"
-
-
 def coarser(shapes: Sequence[Shape]) -> list[Shape]:
     """Pick powers of two, and the largest: enough for rare variants."""
     return [shape for shape in shapes if shape.tokens in (shapes[-1].tokens, 1 << shape.tokens.bit_length() - 1)]
@@ -177,7 +171,7 @@ def fits(size: Extent, shape: Shape) -> bool:
 def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
     """Return each field's offset in the buffer and its shape."""
     table = {"table": (shape.entries, 3)}
-    names = ("row_slot", "row_position", *(("row_offset", "row_drafts") if shape.drafts else ()))
+    names = ("row_slot", "row_position", *(("row_offset", "row_drafts", "row_capacity") if shape.drafts else ()))
     rows = dict.fromkeys(names, (shape.sampled,))
     if shape.is_decode:
         sizes = rows | table
@@ -249,7 +243,9 @@ def pack(
     view["row_slot"][used:] = num_slots
     view["row_position"][:used] = at.positions
     if at.offsets is not None:
+        assert plan.capacity is not None
         view["row_offset"][:used], view["row_drafts"][:used] = at.offsets, at.drafts
+        view["row_capacity"][:used] = np.repeat(plan.capacity, plan.lengths)
     table = plan.table[: shape.entries]  # entries beyond these were sent ahead
     view["table"][: len(table)] = table
     view["table"][len(table) :, 0] = num_slots
@@ -289,23 +285,22 @@ def pack(
 
 
 def pack_masks(
-    plan: Plan, num_places: int, num_slots: int, masks: np.ndarray, is_masked: np.ndarray, drafts: int = 0
+    plan: Plan, num_places: int, num_slots: int, masks: np.ndarray, is_masked: np.ndarray, of_tokens: bool = False
 ) -> np.ndarray:
     """Lay out what the second half of a step needs, int32[num_places, columns + V / 32].
 
     `masks` are int32[R, V / 32], a bit for each token that a row of the plan may sample; it holds where `is_masked`,
     bool[R].
     """
-    at = places(plan, drafts > 0)
-    columns = mask_columns(drafts)
-    buffer = np.zeros((num_places, len(columns) + masks.shape[1]), np.int32)
+    at = places(plan, of_tokens)
+    buffer = np.zeros((num_places, len(MASK_COLUMNS) + masks.shape[1]), np.int32)
     used = len(at.slots)
     buffer[used:, 0] = num_slots
-    for column, values in zip(buffer[:used].T, at[: len(columns) - 1], strict=False):
-        column[:] = values
-    last = np.arange(used) if at.offsets is None else np.cumsum(plan.lengths) - 1  # of each row
-    buffer[last, len(columns) - 1] = is_masked
-    buffer[last, len(columns) :] = masks
+    for column, values in enumerate((at.slots, at.positions, at.samples)):
+        buffer[:used, column] = values
+    last = np.cumsum(plan.lengths) - 1 if of_tokens else np.arange(used)  # place of each row
+    buffer[last, len(MASK_COLUMNS) - 1] = is_masked
+    buffer[last, len(MASK_COLUMNS) :] = masks
     return buffer
 
 

@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from tqdm import tqdm
@@ -46,26 +47,31 @@ class Key:
 
     shape: Shape  # of "sample" only the rows count
     variant: Variant | None  # None: no sampling
-    part: Literal["step", "forward", "sample", "pool"] = "step"
+    part: Literal["step", "forward", "sample", "finish", "pool"] = "step"
 
     @property
     def name(self) -> str:
         """What a trace calls the program, behind `jit_`."""
         if self.part == "sample" and self.variant is not None:
-            return f"sample_{self.shape.sampled}_{self.variant.value}"
-        return program_name(self.shape, self.variant, self.part)
+            return f"sample_{self.shape.rows}_{self.variant.value}"
+        name = program_name(self.shape, self.variant, self.part)
+        return f"finish_{name}" if self.part == "finish" else name
 
     def __str__(self) -> str:
-        shape = f"sample[{self.shape.sampled}]" if self.part == "sample" else str(self.shape)
+        if self.part == "finish":
+            return f"finish {self.shape}.{self.variant}"
+        shape = f"sample[{self.shape.rows}]" if self.part == "sample" else str(self.shape)
         return f"{shape}.{self.part if self.variant is None else self.variant.value}"
 
 
 Way = tuple[Key, ...]  # to run a plan: a program, or a forward half and the sampling behind it
 
 
-def halves(shape: Shape, variant: Variant) -> Way:
-    """Return the two programs of a step."""
-    rows = Shape(tokens=shape.sampled, rows=shape.rows, tiles=0, entries=0, sampling_fields=0, drafts=shape.drafts)
+def halves(shape: Shape, variant: Variant, drafts: bool = False) -> Way:
+    """Return the two programs of a step; in an engine that drafts the second one reads the batch once more."""
+    if drafts:
+        return Key(shape, None, "forward"), Key(shape, variant, "finish")
+    rows = Shape(tokens=shape.rows, rows=shape.rows, tiles=0, entries=0, sampling_fields=0)
     return Key(shape, None, "forward"), Key(rows, variant, "sample")
 
 
@@ -279,26 +285,28 @@ class Programs(ProgramTable):
         variants: Sequence[Variant] = VARIANTS,
         max_adapters: int = 0,
         verifying: Sequence[Shape] = (),
+        drafts: bool = False,
     ) -> None:
         """Without `decode` shapes ragged programs run every plan; `variants` are those of steps of one program.
 
-        `verifying` are for steps that verify drafts or draft; none of these comes in halves.
+        In an engine that drafts, `verifying` are for steps that verify drafts, or draft; none of them comes in halves.
         """
         widest = VARIANTS[-1]
         # What is rare, the widest sampling, halves and adapters, gets a coarser table: at most twice the plan's size.
         ragged, decode, verifying = (
             with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode, verifying)
         )
-        largest = [halves(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
+        split = partial(halves, drafts=drafts)
+        largest = [split(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
         coarse = [*batch.coarser(ragged), *batch.coarser(decode)]
         ways: list[Way] = []
         for variant in variants:
             ways += [(Key(shape, variant),) for shape in (coarse if variant is widest else [*ragged, *decode])]
             ways += [(Key(shape, variant),) for shape in verifying]
         if variants:
-            ways += [halves(shape, variant) for shape in coarse for variant in VARIANTS[1:]]
+            ways += [split(shape, variant) for shape in coarse for variant in VARIANTS[1:]]
         else:
-            ways += [halves(shape, widest) for shape in [*ragged, *decode]]
+            ways += [split(shape, widest) for shape in [*ragged, *decode]]
         largest += [(Key(shape, widest),) for shape in verifying[-1:]]
         covering = dict.fromkeys(key for way in largest for key in way)
         super().__init__(list(covering), (key for way in ways for key in way), lower, metrics)

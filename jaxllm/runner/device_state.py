@@ -24,7 +24,6 @@ from jaxllm.sampling.sampler import ROW_WIDTH, Extras
 
 Leaf = TypeVar("Leaf")
 TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -4, -3, -2  # of the state's leaves in order
-DRAFTED_END = -5  # before this one come those of `drafted`
 KV_AXES = (None, "kv_heads", None, "head")
 
 
@@ -83,7 +82,11 @@ def abstract(
     drafted = None
     if drafting is not None:
         drafted = Drafted(
-            lengths=whole((geometry.num_slots,), int32), tokens=whole((geometry.num_slots, drafting.most), int32)
+            lengths=whole((geometry.num_slots,), int32),
+            tokens=whole((geometry.num_slots, drafting.most), int32),
+            kv=() if drafting.spec is None else abstract_kv(drafting.spec, geometry, mesh, dtype),
+            aux=(whole((max_tokens, spec.width), dtype),)
+            * (0 if drafting.head is None else len(drafting.head.aux_layers)),
         )
     return DeviceState(
         kv=abstract_kv(spec, geometry, mesh, dtype),

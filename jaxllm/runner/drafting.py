@@ -11,7 +11,8 @@ Letters: S slots, T tokens of a step, R sequences, K drafts of a row at most, L 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -19,7 +20,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxllm.model.eagle import Head
+from jaxllm.model.spec import Spec
 from jaxllm.sampling.sampler import Sampled
+from pallas_kernels import Choice
 
 Leaf = TypeVar("Leaf")
 NO_DRAFT = -1  # equal to no token
@@ -31,15 +35,21 @@ class Drafted(Generic[Leaf]):
 
     lengths: Leaf  # int32[S]: tokens of each slot
     tokens: Leaf  # int32[S, K]: drafts behind them
+    kv: tuple[tuple[Leaf, Leaf | None], ...] = ()  # of the draft model, by layer, see `DeviceState.kv`
+    aux: tuple[Leaf, ...] = ()  # [T, D] each: the target's hidden states between the halves of a step
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """How an engine drafts."""
+    """How an engine drafts: by prompt lookup, or with a model."""
 
     most: int  # K
-    min_match: int  # of prompt lookup: tokens
-    max_match: int
+    min_match: int = 1  # of prompt lookup: tokens
+    max_match: int = 1
+    spec: Spec | None = None  # of the draft model, or of the head's layer
+    head: Head | None = None
+    kernels: Mapping[str, Choice] = field(default_factory=dict)  # by operation, of the draft model
+    cost: int = 0  # see `Limits.draft_cost`
 
 
 class Places(NamedTuple):
@@ -101,16 +111,11 @@ def take_in(
     return tokens, drafted.replace(lengths=lengths)
 
 
-def propose(
-    drafting: Drafting, drafted: Drafted[jax.Array], tokens: jax.Array, at: Places, num_sequences: int
-) -> Drafted[jax.Array]:
-    """Draft behind the tokens of a step's sequences, of which there are at most `num_sequences`."""
+def sequences(at: Places, most: int, num_slots: int) -> tuple[jax.Array, jax.Array]:
+    """Find the sequences of a step, at most `most`: each one's first place, i32[R], and its slot."""
     is_first = at.samples if at.offsets is None else at.samples & (at.offsets == 0)
-    (rows,) = jnp.nonzero(is_first, size=num_sequences, fill_value=len(is_first))
-    slots = at.slots.at[rows].get(mode="fill", fill_value=len(tokens))
-    lengths = drafted.lengths.at[slots].get(mode="clip")
-    drafts = look_up(tokens.at[slots].get(mode="clip"), lengths, drafting)
-    return drafted.replace(tokens=drafted.tokens.at[slots].set(drafts, mode="drop"))
+    (rows,) = jnp.nonzero(is_first, size=most, fill_value=len(is_first))
+    return rows, at.slots.at[rows].get(mode="fill", fill_value=num_slots)
 
 
 def look_up(tokens: jax.Array, lengths: jax.Array, drafting: Drafting) -> jax.Array:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,17 @@ import numpy as np
 from jax import lax, named_scope
 from jax.sharding import Mesh, PartitionSpec
 
-import pallas_kernels
 from jaxllm.model import decoder, lora
-from jaxllm.model.decoder import Heads, Params
+from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import adapted_linear
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import AXIS
 from jaxllm.model.spec import Spec
-from jaxllm.runner import batch, drafting
+from jaxllm.runner import batch, draft_models, drafting
+from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState, Geometry
-from jaxllm.runner.drafting import Drafted, Drafting, Places
+from jaxllm.runner.drafting import Drafting, Places
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import Extras, Processor, Sampled, Variant
 from jaxllm.sampling.vocab_parallel import Vocabulary
@@ -45,15 +45,6 @@ if TYPE_CHECKING:
 Leaves = tuple[jax.Array, ...]
 Adapter = lora.Adapter[jax.Array]
 MOST_LOGPROBS = 20  # likeliest tokens that a step reports; requests for more are scored from whole rows (scoring.py)
-
-# Code that layers and programs share is jitted by itself: here, in sampler.py and in model/. JAX then traces it once
-# for all calls with the same shapes, and a program's text holds it once; XLA inlines it before all else. Two programs
-# of the 0.5B shape, 24 layers, are traced in 1.1 s this way and in 4.3 s without; with experts in 1.4 and 4.9
-# (DECISIONS, 73).
-_write_kv = jax.jit(pallas_kernels.write_kv, static_argnames=("is_interleaved", "implementation"))
-_SETTINGS = ("scale", "window", "softcap", "value_size", "implementation")
-_paged_decode = jax.jit(pallas_kernels.paged_decode, static_argnames=_SETTINGS)
-_paged_prefill = jax.jit(pallas_kernels.paged_prefill, static_argnames=(*_SETTINGS, "tile"))
 
 
 @dataclass(frozen=True)
@@ -105,10 +96,8 @@ def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tup
         weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Adapter
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
         field = fields_of(batch.fields(shape), buffer)
-        following, logits, at = _forward(model, shape, variant is Variant.FULL, weights, state, field, adapters)
-        slots = following.tokens, following.drafted, following.sampling, following.extras
-        tokens, drafted, joined = _sample(model, shape, variant, *slots, logits, at)
-        return replace(following, tokens=tokens, drafted=drafted), joined
+        following, logits, laid, aux = _forward(model, shape, variant is Variant.FULL, weights, state, field, adapters)
+        return _finish(model, shape, variant, weights, following, field, laid, aux, logits)
 
     return on_shards(model, run, program_name(shape, variant), PartitionSpec(), shape.adapters)
 
@@ -120,7 +109,9 @@ def build_forward(model: StepModel, shape: Shape) -> Callable[..., tuple[Leaves,
         weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Adapter
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
         field = fields_of(batch.fields(shape), buffer)
-        following, logits, _ = _forward(model, shape, True, weights, state, field, adapters)
+        following, logits, _, aux = _forward(model, shape, True, weights, state, field, adapters)
+        if aux and following.drafted is not None:
+            following = replace(following, drafted=draft_models.keep(following.drafted, aux))
         return following, logits
 
     return on_shards(model, run, program_name(shape, None), PartitionSpec(None, AXIS), shape.adapters)
@@ -132,16 +123,20 @@ def on_shards(
     name: str,
     result: PartitionSpec,
     num_adapters: int = 0,
+    further: Sequence[PartitionSpec] = (),
 ) -> Callable[..., tuple[Leaves, jax.Array]]:
-    """Return a function of trees as one of flat tuples over the mesh; `result` is how its second result is divided."""
+    """Return a function of trees as one of flat tuples over the mesh; `result` is how its second result is divided.
+
+    Behind the buffer it takes the leaves of adapters, or `further` arrays.
+    """
     params, state, adapter = model.params, model.state, model.adapter
     params_tree, state_tree, adapter_tree = map(jax.tree.structure, (params, state, adapter))
 
     def on_shard(
-        params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array, *adapters: Leaves
+        params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array, *behind: Any
     ) -> tuple[Leaves, jax.Array]:
         weights = jax.tree.unflatten(params_tree, params_leaves)
-        trees = (jax.tree.unflatten(adapter_tree, leaves) for leaves in adapters)
+        trees = behind if further else (jax.tree.unflatten(adapter_tree, leaves) for leaves in behind)
         following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer, *trees)
         return tuple(jax.tree.leaves(following)), returned
 
@@ -154,35 +149,27 @@ def on_shards(
     return jax.shard_map(
         on_shard,
         mesh=model.mesh,
-        in_specs=(params_specs, state_specs, PartitionSpec(), *(adapter_specs,) * num_adapters),
+        in_specs=(params_specs, state_specs, PartitionSpec(), *(adapter_specs,) * num_adapters, *further),
         out_specs=(state_specs, result),
         check_vma=False,  # kernels inside of shard_map declare no varying axes
     )
 
 
-def build_sample(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Any, jax.Array]]:
-    """Return the second half: (tokens, sampling, extras, logits, buffer) -> (tokens, results).
+def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Return the second half: (tokens, sampling, extras, logits, masks) -> (tokens, results).
 
-    The first three are leaves of the state, `model.sampled_leaves`; the buffer is laid out by `batch.pack_masks`.
+    The first three are leaves of the state; the masks are laid out by `batch.pack_masks`.
     """
-    columns = batch.mask_columns(shape.drafts)
-
-    kept_tree = jax.tree.structure((model.state.tokens, model.state.drafted))
 
     def on_shard(
-        kept: Leaves, sampling: jax.Array, extras: jax.Array, logits: jax.Array, buffer: jax.Array
-    ) -> tuple[Leaves, jax.Array]:
-        tokens, drafted = jax.tree.unflatten(kept_tree, kept)
-        place = {name: buffer[:, at] for at, name in enumerate(columns)}
-        mask = buffer[:, len(columns) :], place["is_masked"]
-        samples, slots, positions = place["samples"] > 0, place["row_slot"], place["row_position"]
-        at = Places(slots, positions, samples, place.get("row_offset"), place.get("row_drafts"))
-        if drafted is not None:  # a decode row's position is not in the buffer
-            at = at._replace(positions=jnp.where(positions < 0, drafting.begin(drafted, slots, at.offsets), positions))
-        tokens, drafted, joined = _sample(model, shape, variant, tokens, drafted, sampling, extras, logits, at, mask)
-        return tuple(jax.tree.leaves((tokens, drafted))), joined
+        tokens: jax.Array, sampling: jax.Array, extras: jax.Array, logits: jax.Array, masks: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        place, mask = _read_masks(masks)
+        at = Places(place["row_slot"], place["row_position"], place["samples"] > 0)
+        sampled = _sample(model, variant, tokens, sampling, extras, logits, at, mask)
+        return _append(model, tokens, at, sampled), join(sampled)
 
-    on_shard.__name__ = f"sample_{shape.sampled}_{variant.value}"
+    on_shard.__name__ = f"sample_{num_rows}_{variant.value}"
     return jax.shard_map(
         on_shard,
         mesh=model.mesh,
@@ -190,6 +177,36 @@ def build_sample(model: StepModel, shape: Shape, variant: Variant) -> Callable[.
         out_specs=PartitionSpec(),
         check_vma=False,
     )
+
+
+def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
+    """Return the second half in an engine that drafts: (weights, state, buffer, logits, masks) -> (state, results).
+
+    The buffer is that of the first half.
+    """
+
+    def run(
+        weights: Params[jax.Array],
+        state: DeviceState[jax.Array],
+        buffer: jax.Array,
+        logits: jax.Array,
+        masks: jax.Array,
+    ) -> tuple[DeviceState[jax.Array], jax.Array]:
+        field = fields_of(batch.fields(shape), buffer)
+        laid = _lay_out(model, shape, state, field)
+        assert state.drafted is not None
+        aux = tuple(states[: shape.tokens] for states in state.drafted.aux)
+        return _finish(model, shape, variant, weights, state, field, laid, aux, logits, _read_masks(masks)[1])
+
+    return on_shards(model, run, f"finish_{program_name(shape, variant)}", PartitionSpec(), further=_OF_HALVES)
+
+
+_OF_HALVES = (PartitionSpec(None, AXIS), PartitionSpec())  # logits and masks
+
+
+def _read_masks(masks: jax.Array) -> tuple[dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
+    place = {name: masks[:, at] for at, name in enumerate(batch.MASK_COLUMNS)}
+    return place, (masks[:, len(batch.MASK_COLUMNS) :], place["is_masked"])
 
 
 def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str, str]:
@@ -303,21 +320,21 @@ def fields_of(table: Mapping[str, tuple[int, tuple[int, ...]]], buffer: jax.Arra
     }
 
 
-def _forward(
-    model: StepModel,
-    shape: Shape,
-    keeps_hidden: bool,
-    params: Params[jax.Array],
-    state: DeviceState[jax.Array],
-    field: Mapping[str, jax.Array],
-    adapters: Sequence[Adapter],
-) -> tuple[DeviceState[jax.Array], jax.Array, Places]:
-    """Compute a batch's tokens: the state behind it, and logits, f32[R, Vx], with the places that they belong to."""
-    spec, geometry = model.spec, model.geometry
-    row_slot, table = field["row_slot"], field["table"]
-    tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
-    rows, known, drafted = state.sampling, state.tokens, state.drafted
-    offsets = field.get("row_offset")
+class Laid(NamedTuple):
+    """A batch as the device sees it."""
+
+    slots: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T]
+    tokens: jax.Array  # i32[T]
+    known: jax.Array  # i32[S, M * P]: the tokens of slots, with these
+    last: jax.Array  # i32[R]: the token behind which each place samples
+    at: Places
+
+
+def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], field: Mapping[str, jax.Array]) -> Laid:
+    """Find out which tokens a batch computes, and where."""
+    known, drafted, offsets = state.tokens, state.drafted, field.get("row_offset")
+    row_slot = field["row_slot"]
     if shape.is_decode:
         slots, positions = row_slot, field["row_position"]
         if drafted is not None:
@@ -326,7 +343,7 @@ def _forward(
         if drafted is not None and offsets is not None:
             tokens = drafting.with_drafts(drafted, tokens, slots, offsets)
             known = known.at[slots, positions].set(tokens, mode="drop")
-        last, samples = jnp.arange(shape.sampled), row_slot < geometry.num_slots
+        last, samples = jnp.arange(shape.sampled), row_slot < model.geometry.num_slots
     else:
         slots, positions = field["token_slot"], field["token_position"]
         is_on_device = jnp.arange(shape.tokens) < field["num_decodes"]
@@ -336,24 +353,51 @@ def _forward(
         if drafted is not None and offsets is not None:
             tokens = drafting.with_drafts(drafted, tokens, slots, offsets)
         known = known.at[slots, positions].set(tokens, mode="drop")
-        rows = rows.at[row_slot].set(field["sampling"], mode="drop")
         last, samples = field["row_last"], field["row_samples"] > 0
     ends = field["row_position"] if drafted is None else positions.at[last].get(mode="clip")
-    at = Places(row_slot, ends, samples, offsets, field.get("row_drafts"))
+    return Laid(
+        slots, positions, tokens, known, last, Places(row_slot, ends, samples, offsets, field.get("row_drafts"))
+    )
+
+
+def _forward(
+    model: StepModel,
+    shape: Shape,
+    keeps_hidden: bool,
+    params: Params[jax.Array],
+    state: DeviceState[jax.Array],
+    field: Mapping[str, jax.Array],
+    adapters: Sequence[Adapter],
+) -> tuple[DeviceState[jax.Array], jax.Array, Laid, Leaves]:
+    """Compute a batch's tokens: the state behind it, logits, f32[R, Vx], and what drafting reads of it.
+
+    That is the batch as it was laid out, and hidden states of some layers, if an EAGLE-3 head drafts.
+    """
+    spec, table = model.spec, field["table"]
+    tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
+    laid = _lay_out(model, shape, state, field)
+    rows = state.sampling
+    if not shape.is_decode:
+        rows = rows.at[field["row_slot"]].set(field["sampling"], mode="drop")
 
     kv = list(state.kv)
-    attend = attention(model, shape, kv, tables, field, slots, positions)
-    context = decoder.Context(positions, attend, axis=AXIS)
+    attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
+    context = decoder.Context(laid.positions, attend, axis=AXIS)
     if adapters:
         linear = adapted_linear(adapters, field["token_adapter"], model.joins_adapters)
         context = replace(context, linear=linear)
-    hidden = decoder.forward(spec, params, tokens, context)  # [T, D]
+    aux: Leaves = ()
+    if model.drafting is not None and model.drafting.head is not None:
+        layers = model.drafting.head.aux_layers
+        hidden, aux = decoder.forward_with_aux(spec, params, laid.tokens, context, layers)
+    else:
+        hidden = decoder.forward(spec, params, laid.tokens, context)  # [T, D]
     kept = state.hidden
     if keeps_hidden:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
-    logits = _logits(model, shape, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
-    following = replace(state, kv=tuple(kv), tables=tables, tokens=known, sampling=rows, hidden=kept)
-    return following, logits, at
+    logits = _logits(model, shape, params, hidden.at[laid.last].get(mode="clip"))  # [R, Vx]
+    following = replace(state, kv=tuple(kv), tables=tables, tokens=laid.known, sampling=rows, hidden=kept)
+    return following, logits, laid, aux
 
 
 def _logits(model: StepModel, shape: Shape, params: Params[jax.Array], hidden: jax.Array) -> jax.Array:
@@ -371,130 +415,72 @@ def _logits(model: StepModel, shape: Shape, params: Params[jax.Array], hidden: j
     return jnp.concatenate(pieces)[: len(hidden)]
 
 
-def _sample(
+def _finish(
     model: StepModel,
     shape: Shape,
     variant: Variant,
+    params: Params[jax.Array],
+    state: DeviceState[jax.Array],
+    field: Mapping[str, jax.Array],
+    laid: Laid,
+    aux: Leaves,
+    logits: jax.Array,
+    mask: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[DeviceState[jax.Array], jax.Array]:
+    """Sample behind a batch's places, and draft for the next step; the state behind it, and results for the host."""
+    at, drafted = laid.at, state.drafted
+    sampled = _sample(model, variant, state.tokens, state.sampling, state.extras, logits, at, mask)
+    if drafted is None or model.drafting is None:
+        return replace(state, tokens=_append(model, state.tokens, at, sampled)), join(sampled)
+    with named_scope("verification"):
+        counts, had = drafting.count(drafted, at, sampled)
+        tokens, drafted = drafting.take_in(drafted, state.tokens, at, sampled, counts)
+    joined = join(sampled)
+    if shape.drafts:
+        joined = jnp.concatenate([joined, counts[:, None], had[:, None]], axis=1)
+    state = replace(state, tokens=tokens, drafted=drafted)
+    with named_scope("drafting"):
+        batch_of = draft_models.Batch(shape, field, laid.slots, laid.positions, laid.tokens, at, counts, aux)
+        return replace(state, drafted=draft_models.draft(model, params, state, batch_of)), joined
+
+
+def _append(model: StepModel, tokens: jax.Array, at: Places, sampled: Sampled) -> jax.Array:
+    """Write each place's token into its slot's tokens, int32[S, M * P], where it is wanted."""
+    with named_scope("sampling"):
+        slots = jnp.where(at.samples, at.slots, model.geometry.num_slots)
+        return tokens.at[slots, at.positions + 1].set(sampled.tokens, mode="drop")
+
+
+def _sample(
+    model: StepModel,
+    variant: Variant,
     tokens: jax.Array,
-    drafted: Drafted[jax.Array] | None,
     sampling: jax.Array,
     extras: jax.Array,
     logits: jax.Array,
     at: Places,
     mask: tuple[jax.Array, jax.Array] | None = None,
-) -> tuple[jax.Array, Drafted[jax.Array] | None, jax.Array]:
-    """Choose the next token of each place, and write those that are wanted into their slots' tokens, int32[S, M * P].
-
-    Returns the tokens, the drafts for the next step, and the results as they go to the host.
-    """
+) -> Sampled:
+    """Choose the next token of each place."""
     with named_scope("sampling"):
-        ends = at.positions + 1
         here = sampler.unpack_rows(sampling.at[at.slots].get(mode="clip"))
         history, own = None, None
         if variant is Variant.FULL:
             history = tokens.at[at.slots].get(mode="clip")
             own = model.extras.unpack(extras.at[at.slots].get(mode="clip"))
-        vocabulary = Vocabulary(model.spec.vocab_size, AXIS)
-        sampled = sampler.sample(
+        return sampler.sample(
             logits,
             here,
-            ends,
+            at.positions + 1,
             history,
             own,
             variant,
             model.num_logprobs,
-            vocabulary,
+            Vocabulary(model.spec.vocab_size, AXIS),
             model.processors,
             model.kernels["sample"],
             mask,
         )
-        if drafted is None or model.drafting is None:
-            slots = jnp.where(at.samples, at.slots, model.geometry.num_slots)
-            return tokens.at[slots, ends].set(sampled.tokens, mode="drop"), drafted, join(sampled)
-        counts, had = drafting.count(drafted, at, sampled)
-        tokens, drafted = drafting.take_in(drafted, tokens, at, sampled, counts)
-    if shape.drafts:
-        with named_scope("drafting"):
-            drafted = drafting.propose(model.drafting, drafted, tokens, at, shape.rows)
-    joined = join(sampled)
-    if shape.drafts:
-        joined = jnp.concatenate([joined, counts[:, None], had[:, None]], axis=1)
-    return tokens, drafted, joined
-
-
-def attention(
-    model: StepModel,
-    shape: Shape,
-    kv: list[tuple[jax.Array, jax.Array | None]],
-    tables: jax.Array,
-    field: Mapping[str, jax.Array],
-    slots: jax.Array,
-    positions: jax.Array,
-) -> decoder.Attend:
-    """Return the function that stores a layer's keys and values in `kv`, then attends over the cache."""
-    spec, geometry, kernels = model.spec, model.geometry, model.kernels
-    size = geometry.block_size
-    # Padding must not be stored; its places are all different because the scatter is promised unique ones.
-    nowhere = geometry.num_blocks + jnp.arange(shape.tokens)
-    stored_in = tables.at[slots, positions // size].get(mode="clip")
-    is_real = slots < geometry.num_slots
-    stored_in = jnp.where(is_real, stored_in, nowhere)
-    offsets = positions % size
-    # Those that attend by themselves: all tokens, or the first R, of which the decode rows do.
-    alone = slice(None) if not shape.tiles else slice(shape.rows)
-    alone_tables = tables.at[slots[alone]].get(mode="clip")  # [T or R, M]
-    lengths = jnp.where(is_real, positions + 1, 0)
-    if shape.tiles:
-        lengths = jnp.where(jnp.arange(shape.rows) < field["num_decodes"], lengths[alone], 0)
-        tile_tables = tables.at[field["tile_slot"]].get(mode="clip")  # [Y, M]
-
-    def attend(layer: int, heads: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
-        with named_scope("cache_write"):
-            written = _write_kv(
-                heads.qkv,
-                *kv[layer],
-                stored_in,
-                offsets,
-                turn=heads.turn,
-                is_interleaved=heads.is_interleaved,
-                implementation=kernels["write_kv"],
-            )
-        q, keys, values = written.q, written.k_cache, written.v_cache
-        kv[layer] = keys, values
-        options: dict[str, Any] = {
-            "scale": spec.attention_scale,
-            "window": window,
-            "softcap": spec.attention_softcap,
-            "sinks": sinks,
-            "value_size": spec.latent.rank if spec.latent else None,
-        }
-        with named_scope("attend"):
-            decoded = _paged_decode(
-                q[alone],
-                keys,
-                values,
-                alone_tables,
-                lengths,
-                implementation=kernels["paged_decode"],
-                **options,
-            )
-            if not shape.tiles:
-                return decoded
-            chunks = _paged_prefill(
-                q,
-                keys,
-                values,
-                tile_tables,
-                field["tile_start"],
-                field["tile_length"],
-                field["tile_position"],
-                tile=batch.TILE,
-                implementation=kernels["paged_prefill"],
-                **options,
-            )
-            return chunks.at[: shape.rows].add(decoded)  # what one of them does not cover, it leaves zero
-
-    return attend
 
 
 def join(sampled: Sampled) -> jax.Array:

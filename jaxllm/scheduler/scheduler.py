@@ -133,6 +133,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         adapters=state.adapters,
         num_drafts=num_drafts,
         proposes=bool(limits.max_drafts and state.slots.has_drafts[row_slots].any()),
+        capacity=state.slots.capacity[row_slots] if limits.max_drafts else None,
     )
 
 

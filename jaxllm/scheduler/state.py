@@ -185,6 +185,7 @@ class Plan(NamedTuple):
     adapters: tuple[int, ...] = ()  # resident in this step; the object of the plan before if nothing changed
     num_drafts: int = 0  # of all rows
     proposes: bool = False  # whether the device drafts behind each row for the next step
+    capacity: np.ndarray | None = None  # int32[R]: tokens that the row's blocks hold; of an engine that drafts
 
     @property
     def num_tokens(self) -> int:
