@@ -81,12 +81,12 @@ def abstract(
     int32 = jnp.dtype(jnp.int32)
     drafted = None
     if drafting is not None:
+        num_aux = 0 if drafting.head is None else len(drafting.head.aux_layers)
         drafted = Drafted(
             lengths=whole((geometry.num_slots,), int32),
             tokens=whole((geometry.num_slots, drafting.most), int32),
             kv=() if drafting.spec is None else abstract_kv(drafting.spec, geometry, mesh, dtype),
-            aux=(whole((max_tokens, spec.width), dtype),)
-            * (0 if drafting.head is None else len(drafting.head.aux_layers)),
+            aux=(whole((max_tokens, spec.width), dtype),) * num_aux,
         )
     return DeviceState(
         kv=abstract_kv(spec, geometry, mesh, dtype),

@@ -12,7 +12,7 @@ Letters: S slots, T tokens of a step, R sequences, K drafts of a row at most, L 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -108,7 +108,7 @@ def take_in(
     lengths = drafted.lengths.at[jnp.where(is_first, at.slots, num_slots)].set(
         ends + jnp.where(at.samples, counts, 0), mode="drop"
     )
-    return tokens, drafted.replace(lengths=lengths)
+    return tokens, replace(drafted, lengths=lengths)
 
 
 def sequences(at: Places, most: int, num_slots: int) -> tuple[jax.Array, jax.Array]:

@@ -189,6 +189,11 @@ class Runner:
         most = max(slots, min(slots * (1 + drafts), MOST_VERIFIED))
         return min(most, self.setup.max_num_batched_tokens)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the device must be told the token behind each chunk of a prompt."""
+        return self.drafting is not None and self.drafting.head is not None
+
     def dispatch(
         self,
         plan: Plan,

@@ -260,8 +260,8 @@ def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> Result:
     result = read(joined, plan.num_tokens, num_logprobs)
     if not plan.num_drafts:  # a chunk's token comes behind its last
         last = np.cumsum(plan.lengths) - 1
-        numbers = (getattr(result, field.name) for field in fields(result))
-        return Result(*(each[last] if isinstance(each, np.ndarray) else each for each in numbers))
+        arrays = {own.name: getattr(result, own.name) for own in fields(result)}
+        return replace(result, **{name: each[last] for name, each in arrays.items() if isinstance(each, np.ndarray)})
     places = np.cumsum(plan.lengths) - plan.lengths
     following = places[:, None] + np.arange(plan.lengths.max())
     return replace(
