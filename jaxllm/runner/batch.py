@@ -84,7 +84,7 @@ def verifying_shapes(max_tokens: int, num_slots: int, drafts: int) -> list[Shape
     """
     shapes = [
         Shape(tokens=size, rows=rows, tiles=0, entries=2 * rows, sampling_fields=0, drafts=drafts)
-        for size in _sizes(1, max_tokens, {1: 1, 8: 2, 32: 4})
+        for size in _sizes(1, max_tokens, {1: 1, 2: 2, 4: 4})
         for rows in sorted({min(size, num_slots), max(1, min(size // (1 + drafts), num_slots))})
     ]
     return sorted(shapes, key=lambda shape: (shape.tokens, shape.rows))
