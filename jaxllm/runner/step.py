@@ -166,8 +166,9 @@ def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[
     ) -> tuple[jax.Array, jax.Array]:
         place, mask = _read_masks(masks)
         at = Places(place["row_slot"], place["row_position"], place["samples"] > 0)
-        sampled = _sample(model, variant, tokens, sampling, extras, logits, at, mask)
-        return _append(model, tokens, at, sampled), join(sampled)
+        ends = at.positions + 1
+        sampled = _sample(model, variant, tokens, sampling, extras, logits, at, ends, mask)
+        return _append(model, tokens, at, ends, sampled), join(sampled)
 
     on_shard.__name__ = f"sample_{num_rows}_{variant.value}"
     return jax.shard_map(
@@ -327,13 +328,14 @@ class Laid(NamedTuple):
     positions: jax.Array  # i32[T]
     tokens: jax.Array  # i32[T]
     known: jax.Array  # i32[S, M * P]: the tokens of slots, with these
+    sampling: jax.Array  # i32[S, F], with those of rows that came with the batch
     last: jax.Array  # i32[R]: the token behind which each place samples
     at: Places
 
 
 def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], field: Mapping[str, jax.Array]) -> Laid:
     """Find out which tokens a batch computes, and where."""
-    known, drafted, offsets = state.tokens, state.drafted, field.get("row_offset")
+    known, rows, drafted, offsets = state.tokens, state.sampling, state.drafted, field.get("row_offset")
     row_slot = field["row_slot"]
     if shape.is_decode:
         slots, positions = row_slot, field["row_position"]
@@ -353,10 +355,11 @@ def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], fiel
         if drafted is not None and offsets is not None:
             tokens = drafting.with_drafts(drafted, tokens, slots, offsets)
         known = known.at[slots, positions].set(tokens, mode="drop")
+        rows = rows.at[row_slot].set(field["sampling"], mode="drop")
         last, samples = field["row_last"], field["row_samples"] > 0
     ends = field["row_position"] if drafted is None else positions.at[last].get(mode="clip")
     return Laid(
-        slots, positions, tokens, known, last, Places(row_slot, ends, samples, offsets, field.get("row_drafts"))
+        slots, positions, tokens, known, rows, last, Places(row_slot, ends, samples, offsets, field.get("row_drafts"))
     )
 
 
@@ -376,10 +379,6 @@ def _forward(
     spec, table = model.spec, field["table"]
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
     laid = _lay_out(model, shape, state, field)
-    rows = state.sampling
-    if not shape.is_decode:
-        rows = rows.at[field["row_slot"]].set(field["sampling"], mode="drop")
-
     kv = list(state.kv)
     attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
     context = decoder.Context(laid.positions, attend, axis=AXIS)
@@ -396,7 +395,7 @@ def _forward(
     if keeps_hidden:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
     logits = _logits(model, shape, params, hidden.at[laid.last].get(mode="clip"))  # [R, Vx]
-    following = replace(state, kv=tuple(kv), tables=tables, tokens=laid.known, sampling=rows, hidden=kept)
+    following = replace(state, kv=tuple(kv), tables=tables, tokens=laid.known, sampling=laid.sampling, hidden=kept)
     return following, logits, laid, aux
 
 
@@ -428,10 +427,10 @@ def _finish(
     mask: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[DeviceState[jax.Array], jax.Array]:
     """Sample behind a batch's places, and draft for the next step; the state behind it, and results for the host."""
-    at, drafted = laid.at, state.drafted
-    sampled = _sample(model, variant, state.tokens, state.sampling, state.extras, logits, at, mask)
+    at, ends, drafted = laid.at, laid.at.positions + 1, state.drafted
+    sampled = _sample(model, variant, state.tokens, state.sampling, state.extras, logits, at, ends, mask)
     if drafted is None or model.drafting is None:
-        return replace(state, tokens=_append(model, state.tokens, at, sampled)), join(sampled)
+        return replace(state, tokens=_append(model, state.tokens, at, ends, sampled)), join(sampled)
     with named_scope("verification"):
         counts, had = drafting.count(drafted, at, sampled)
         tokens, drafted = drafting.take_in(drafted, state.tokens, at, sampled, counts)
@@ -444,11 +443,11 @@ def _finish(
         return replace(state, drafted=draft_models.draft(model, params, state, batch_of)), joined
 
 
-def _append(model: StepModel, tokens: jax.Array, at: Places, sampled: Sampled) -> jax.Array:
-    """Write each place's token into its slot's tokens, int32[S, M * P], where it is wanted."""
+def _append(model: StepModel, tokens: jax.Array, at: Places, ends: jax.Array, sampled: Sampled) -> jax.Array:
+    """Write each place's token into its slot's tokens, int32[S, M * P], at `ends`, where it is wanted."""
     with named_scope("sampling"):
         slots = jnp.where(at.samples, at.slots, model.geometry.num_slots)
-        return tokens.at[slots, at.positions + 1].set(sampled.tokens, mode="drop")
+        return tokens.at[slots, ends].set(sampled.tokens, mode="drop")
 
 
 def _sample(
@@ -459,9 +458,10 @@ def _sample(
     extras: jax.Array,
     logits: jax.Array,
     at: Places,
+    ends: jax.Array,
     mask: tuple[jax.Array, jax.Array] | None = None,
 ) -> Sampled:
-    """Choose the next token of each place."""
+    """Choose the next token of each place, for position `ends`."""
     with named_scope("sampling"):
         here = sampler.unpack_rows(sampling.at[at.slots].get(mode="clip"))
         history, own = None, None
@@ -471,7 +471,7 @@ def _sample(
         return sampler.sample(
             logits,
             here,
-            at.positions + 1,
+            ends,
             history,
             own,
             variant,
