@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
-
-import numpy as np
 
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -37,14 +35,14 @@ class Metrics:
     recoveries: int = 0  # steps that failed and took the cache with them
     finished: dict[str, int] = field(default_factory=dict)  # sequences by finish reason
 
-    def note_drafts(self, drafted: np.ndarray, counts: np.ndarray) -> None:
-        """Count the drafts of a step: how many each row had, int32[R], and how many tokens it sampled, int32[R]."""
-        self.drafting_rows += int(np.count_nonzero(drafted))
-        self.draft_tokens += int(drafted.sum())
-        for place, kept in enumerate(np.bincount(counts - 1)[::-1].cumsum()[::-1][1:].tolist()):
-            if place == len(self.accepted_tokens):
-                self.accepted_tokens.append(0)
-            self.accepted_tokens[place] += kept
+    def note_drafts(self, drafted: Sequence[int], counts: Sequence[int]) -> None:
+        """Count the drafts of a step: how many each row had, and how many tokens it sampled."""
+        self.drafting_rows += sum(had > 0 for had in drafted)
+        self.draft_tokens += sum(drafted)
+        most = max(counts, default=1) - 1
+        self.accepted_tokens += [0] * (most - len(self.accepted_tokens))
+        for place in range(most):
+            self.accepted_tokens[place] += sum(count > place + 1 for count in counts)
 
     def note_finished(self, reason: str, count: int = 1) -> None:
         """Count sequences that have ended."""

@@ -227,7 +227,7 @@ class LLMEngine:
                 result = flight.result()
             if result.counts is not None and result.drafted is not None:  # no row of it obeys a grammar
                 tokens, counts = result.tokens, result.counts
-                self.metrics.note_drafts(result.drafted, counts)
+                self.metrics.note_drafts(result.drafted.tolist(), counts.tolist())
             else:
                 tokens, counts = self._constrained.take_in(self.scheduler.state, plan, result)
         except Exception as error:
