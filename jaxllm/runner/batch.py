@@ -78,16 +78,20 @@ def decode_shapes(num_slots: int, smallest: int = 1) -> list[Shape]:
 
 
 def verifying_shapes(max_tokens: int, num_slots: int, drafts: int) -> list[Shape]:
-    """List the programs that verify up to `drafts` drafts of a row: for each size all rows with drafts, or few.
-
-    Drafting costs per row, all else per token.
-    """
-    shapes = [
-        Shape(tokens=size, rows=rows, tiles=0, entries=2 * rows, sampling_fields=0, drafts=drafts)
-        for size in _sizes(1, max_tokens, {1: 1, 2: 2, 4: 4})
-        for rows in sorted({min(size, num_slots), max(1, min(size // (1 + drafts), num_slots))})
-    ]
-    return sorted(shapes, key=lambda shape: (shape.tokens, shape.rows))
+    """List the programs that verify up to `drafts` drafts of a row: 1, 2, 4, … rows, with none, half or all of them."""
+    shapes = {
+        Shape(
+            tokens=min(rows * (1 + each), max(rows, max_tokens)),
+            rows=rows,
+            tiles=0,
+            entries=2 * rows,
+            sampling_fields=0,
+            drafts=drafts,
+        )
+        for rows in _sizes(1, num_slots, {1: 1})
+        for each in (0, drafts // 2, drafts)
+    }
+    return sorted(shapes, key=lambda shape: (shape.rows, shape.tokens))
 
 
 def ragged_shapes(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int) -> list[Shape]:
