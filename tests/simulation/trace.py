@@ -86,6 +86,10 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
         "most_queued_tokens": chance.choice((None, None, None, 2 * longest)),
         "broken_text": "detokenizer_error" in faults,
         "seed": chance.randrange(1000),
+        "max_drafts": chance.choice((0, 0, 0, 0, 1, 2, 3, 4)),
+        # Of a token and of a draft, see `Limits`: where they are small, drafts pay even if few are kept.
+        "costs": [chance.choice((0, 20, 90, 400)), chance.choice((0, 0, 10, 60))],
+        "grammars": chance.choice((0.0, 0.0, 0.25, 0.25, 0.25)),  # share of the requests
     }
 
 
@@ -284,7 +288,7 @@ class _Maker:
             }
         if chance.random() < 0.1:
             params["skip_reading_prefix_cache"] = True
-        if chance.random() < 0.25:
+        if chance.random() < setting["grammars"]:
             params["structured_outputs"] = {"regex": f"toy{chance.randrange(10**6)}"}
             if chance.random() < 0.25:
                 params["structured_outputs"]["begin_after"] = chance.choice("aab")
