@@ -39,7 +39,16 @@ POISON = np.uint64(0xBAD)  # what a row whose numbers were not finite leaves in 
 WIDTHS = (2, 2, 4 + 2 * NUM_LOGPROBS, 4 + 2 * NUM_LOGPROBS + 128)  # columns of results, by variant
 KEY_AT = 13  # words of a sampling row that hold the seed
 VARIANTS = tuple(Variant)
-DRAFT_SHARES = 256, 256, 240, 208, 160, 96, 0, -1  # of the drafts of a request, in 256ths, that are right; -1: it has none
+DRAFT_SHARES = (
+    256,
+    256,
+    240,
+    208,
+    160,
+    96,
+    0,
+    -1,
+)  # of the drafts of a request, in 256ths, that are right; -1: it has none
 
 
 class Violation(AssertionError):
@@ -581,20 +590,20 @@ class SimulatedRunner(Runner):
         metrics: Metrics,
         faults: Faults,
         adapters: ResidentAdapters,
-        costs: tuple[int, int],
+        setting: Mapping[str, Any],
     ) -> None:
-        """`costs` are `Limits.token_cost` and `Limits.draft_cost`."""
         self.geometry = geometry
         self.drafting = drafting_of(config)
         max_drafts = 0 if self.drafting is None else self.drafting.most
-        self._draft_cost = costs[1] * bool(max_drafts)
+        self._most_verified: int = setting["most_verified"]
+        token_cost, self._draft_cost = setting["costs"]
         self.metrics = metrics
         self.extras = Extras(VOCABULARY)
         self.num_logprobs = NUM_LOGPROBS
         self.setup: Any = SimpleNamespace(
             max_num_batched_tokens=max_step_tokens,
             spec=SimpleNamespace(vocab_size=VOCABULARY),
-            token_cost=costs[0],
+            token_cost=token_cost,
         )
         self._config = config
         self._running_thread = None
@@ -631,6 +640,10 @@ class SimulatedRunner(Runner):
     @property
     def limits(self) -> Limits:
         return replace(super().limits, draft_cost=self._draft_cost)
+
+    @property
+    def _max_verified(self) -> int:
+        return min(super()._max_verified, self._most_verified)
 
     def compile(self, key: Key) -> None:
         """Make a program ready, as a thread in the background does."""

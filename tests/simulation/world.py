@@ -155,7 +155,7 @@ class World:
         self.folders.contents.clear()  # numbers begin anew
         self.held = Held(self.faults.before_put)
         self.runner = SimulatedRunner(
-            llm.config, geometry, setting["max_step_tokens"], llm.metrics, self.faults, self.held, setting["costs"]
+            llm.config, geometry, setting["max_step_tokens"], llm.metrics, self.faults, self.held, setting
         )
         self.reference = llm._recorder = Recorder(self.runner.limits, self._claim)
         self.reference.world = self
