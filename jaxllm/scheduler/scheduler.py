@@ -430,13 +430,13 @@ def _vacate(
     """Empty slots, index the blocks that sampled tokens have filled, and give all blocks back.
 
     The last `num_new` known tokens of each are being committed: a step in flight may have written them, but they are
-    not among the request's tokens yet. Nor are those any more that came, as kept drafts, behind the end of its text.
+    not among the request's tokens yet.
     The blocks are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the
     digests cost 2 us a block (62 of them a step at 1,000 running requests).
     """
     for slot, new in zip(slots, num_new or [0] * len(slots), strict=True):
         record, table = editor.owner(slot), editor.tables[slot]
-        written = min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - new, len(record.request.tokens))
+        written = min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - new)
         first = min(len(record.digests), written // limits.block_size)
         digests = digests_of(record.request, limits, record.digests[:first], written)
         if may_publish:

@@ -223,7 +223,7 @@ HISTORY = [
     Mutant(
         "blocks are indexed as far as drafts in flight may reach",
         "scheduler.scheduler._vacate",
-        "min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - new, len(record.request.tokens))",
+        "min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - new)",
         "int(editor.slots.issued[slot])",
     ),
     Mutant(

@@ -45,7 +45,6 @@ class Entry:
     given: int = 0
     issued: int = 0
     length: int = 0
-    tokens: Sequence[int] = ()  # the request's own, which its reader may cut off at the end of its text
     may_draft: bool = True
     has_drafts: bool = False
     tried: int = 0
@@ -464,7 +463,7 @@ class Reference:
 
     def _vacate(self, entry: Entry, publishes: bool = True, fresh: int = 0) -> None:
         """Empty a slot; `fresh` tokens of it are committed in this very call, and not the request's yet."""
-        written = min(entry.issued, entry.known - fresh, len(entry.tokens))
+        written = min(entry.issued, entry.known - fresh)
         full = written // self.limits.block_size
         if publishes:
             self._publish(entry, range(min(entry.brought, full), full))

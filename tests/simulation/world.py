@@ -283,7 +283,6 @@ class World:
                         reads_cache=not skips,
                         known=len(client.ids),
                         adapter=client.adapter,
-                        tokens=request.tokens,
                         may_draft=params.structured_outputs is None,
                     )
                 )
