@@ -243,7 +243,7 @@ class LLMEngine:
             outputs = self._recover(error)
         with span("output"):
             self.num_rows = len(plan.slots)
-            self.metrics.chunk_tokens += plan.num_tokens - plan.num_decodes
+            self.metrics.chunk_tokens += plan.num_tokens - plan.num_decodes - plan.num_drafts
             self.metrics.generated_tokens += len(events.tokens)
             if result.counts is None:
                 self.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))

@@ -141,14 +141,15 @@ class OutputProcessor:
             self._end(own, "stop", None)
             return
         start = len(own.tokens) - count
-        end = own.advance(own.group.tokenizer, count, events.finished.get(own.sequence_id))
+        length, end = own.advance(own.group.tokenizer, count, events.finished.get(own.sequence_id))
         if own.logprobs is not None:  # then all of them were sampled
             first = row if result.places is None else int(result.places[row])
-            for place, token in enumerate(own.tokens[start:]):
+            for place, token in enumerate(own.tokens[start:length]):
                 own.add_logprobs(own.group.tokenizer, token, result, first + place)
         if end is not None:
             if own.sequence_id not in events.finished:
                 self._scheduler.abort({own.sequence_id: end[0]})
+            del own.tokens[length:]  # which the scheduler still knew: so does a replay, which reads no text
             self._end(own, *end)
 
     def end_group(self, group: SequenceGroup, why: str) -> None:

@@ -63,9 +63,10 @@ def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.nda
     drafts[np.cumsum(drafts) > limits.max_verified - len(rows)] = 0
     room = slots.capacity[rows] - lengths
     blocks = np.maximum(0, -(-(drafts - room) // limits.block_size))
-    # As for admissions, a block is left for each running request; and none is taken from others for a guess.
-    if blocks.any() and blocks.sum() > editor.pool.num_available - np.count_nonzero(slots.epochs):
-        np.minimum(drafts, room, out=drafts)
+    # As for admissions, a block is left for each running request; and none is taken from others for a guess. Nor may
+    # the next step need one for it: a row's bound, a token behind its drafts, must lie in the row's own blocks.
+    if drafts.any() and blocks.sum() > editor.pool.num_available - np.count_nonzero(slots.epochs):
+        np.minimum(drafts, np.maximum(0, room - 1), out=drafts)
         blocks[:] = 0
     if drafts.any():
         editor.own_slots.issued[rows] += drafts
