@@ -16,19 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import ne
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxllm.metrics import Metrics
-from jaxllm.runner import batch
+from jaxllm.runner import batch, draft_setup
 from jaxllm.runner.batch import TILE, Shape
 from jaxllm.runner.compiled_programs import Key, Programs
-from jaxllm.runner.device_state import DRAFTED_END, TOKENS_AT, DeviceState, Geometry
+from jaxllm.runner.device_state import DeviceState, Geometry
 from jaxllm.runner.drafting import NO_DRAFT, Drafted
 from jaxllm.runner.model_runner import HeldStep, Runner, StepInFlight
-from jaxllm.runner.model_setup import drafting_of
 from jaxllm.runner.resident_adapters import ResidentAdapters
 from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
@@ -188,18 +188,26 @@ class Device:
             return state, Flight(self._sample(shape, variant, logits, None), logits, self)
 
         def sample(
-            kept: Sequence[np.ndarray], sampling: np.ndarray, extras: np.ndarray, logits: Logits, buffer: np.ndarray
-        ) -> tuple[Sequence[np.ndarray], Flight]:
+            tokens: np.ndarray, sampling: np.ndarray, extras: np.ndarray, logits: Logits, masks: np.ndarray
+        ) -> tuple[np.ndarray, Flight]:
+            if tokens is not self.tokens or sampling is not self.rows or extras is not self.slot_extras:
+                raise Violation("the second half of a step is given something else for the state")
+            return tokens, second(logits, masks)
+
+        def finish(
+            params: Any, state: Any, buffer: np.ndarray, logits: Logits, masks: np.ndarray
+        ) -> tuple[Any, Flight]:
+            if any(map(ne, map(id, state[:-1]), map(id, self.leaves))) or len(buffer) != batch.buffer_size(shape):
+                raise Violation("the second half of a step is given something else for the state or the batch")
+            return state, second(logits, masks)
+
+        def second(logits: Logits, masks: np.ndarray) -> Flight:
             self.faults.before_sample()
             self._check_state()
-            given = *kept, sampling, extras
-            due = self.tokens, *self.leaves[: 2 * bool(self.max_drafts)], self.rows, self.slot_extras
-            if list(map(id, given)) != list(map(id, due)):
-                raise Violation("the second half of a step is given something else for the state")
-            masks = self._read_masks(shape.rows, logits, buffer)
-            return kept, Flight(self._sample(shape, variant, logits, masks), logits, self)
+            words = self._read_masks(shape.rows, logits, masks)
+            return Flight(self._sample(shape, variant, logits, words), logits, self)
 
-        return {"step": run, "forward": forward, "sample": sample}[key.part]
+        return {"step": run, "forward": forward, "sample": sample, "finish": finish}[key.part]
 
     def patch(self, tables: np.ndarray, tokens: np.ndarray, changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Write what is sent ahead of a step."""
@@ -392,17 +400,17 @@ class Device:
         """Check that the buffer of a second half belongs to its first; return the mask of each row, if it has one."""
         if logits.number != self.num_steps:
             raise Violation("a step came between the halves of another")
-        columns, used = len(batch.mask_columns(0)), len(logits.slots)
+        columns, used = len(batch.MASK_COLUMNS), len(logits.slots)
         if buffer.shape != (num_rows, columns + VOCABULARY // 32):
             raise Violation("I12: the buffer is not one of the program's")
         slot, position, samples, is_masked = buffer[:, :columns].T
-        positions = (logits.ends - 1).tolist()
-        if self.max_drafts:  # where decode rows are, the device knows
-            positions[: logits.num_decodes] = [-1] * logits.num_decodes
+        # Where decode rows are, the device knows: the host's positions are bounds.
+        first = logits.num_decodes if self.max_drafts else 0
+        positions = (logits.ends - 1).tolist()[first:]
         if (
             slot[:used].tolist() != logits.slots.tolist()
             or (slot[used:] < self.geometry.num_slots).any()
-            or position[:used].tolist() != positions
+            or position[first:used].tolist() != positions
             or (samples[:used] > 0).tolist() != logits.samples
         ):
             raise Violation("the halves of a step have different rows")
@@ -593,7 +601,7 @@ class SimulatedRunner(Runner):
         setting: Mapping[str, Any],
     ) -> None:
         self.geometry = geometry
-        self.drafting = drafting_of(config)
+        self.drafting, _ = draft_setup.choose(config, None, 0, None)  # type: ignore[arg-type]
         max_drafts = 0 if self.drafting is None else self.drafting.most
         self._most_verified: int = setting["most_verified"]
         token_cost, self._draft_cost = setting["costs"]
@@ -622,7 +630,6 @@ class SimulatedRunner(Runner):
         )
         self._state_shapes = shapes
         self._state = device.leaves
-        self._sampled_at = TOKENS_AT, *range(DRAFTED_END - 2 * bool(max_drafts), DRAFTED_END)
         self._patch_program = device.patch
         self._patch_extras_program = device.patch_extras
         self._score_programs = [device.score, device.score]
@@ -633,6 +640,7 @@ class SimulatedRunner(Runner):
             metrics,
             max_adapters=self.limits.max_adapters,
             verifying=batch.verifying_shapes(self._max_verified, geometry.num_slots, max_drafts) if max_drafts else (),
+            drafts=max_drafts > 0,
         )
         for key in self.programs.covering:
             self.compile(key)
