@@ -37,9 +37,7 @@ class FakeDevice:
         self.truth: dict[int, list[int]] = {}  # by slot: the sequence as it is, a token ahead of the host perhaps
         self.written: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def run(
-        self, plan: Plan, chunks: list[list[int]], owners: dict[int, int]
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    def run(self, plan: Plan, chunks: list[list[int]], owners: dict[int, int]) -> tuple[np.ndarray, np.ndarray | None]:
         """Execute a plan; `chunks` are the tokens of the rows behind the decode rows, `owners` maps slot to id.
 
         Returns tokens, int32[R]; if it verified drafts they are int32[R, W], with the counts of rows, int32[R].
