@@ -69,7 +69,7 @@ class Sequence:
         return self.eos_ids.union(self.params.stop_token_ids)
 
     def advance(self, tokenizer: Tokenizer, count: int, finish_reason: FinishReason | None) -> tuple[int, End | None]:
-        """Take in the newest `count` of `tokens`; say how they end the sequence, if they do, and behind how many tokens.
+        """Take in the newest `count` of `tokens`; say how many tokens it has and how they end it, if they do.
 
         The scheduler may say so of the last one. Else one does by a stop string, or by a repetition.
         """

@@ -142,7 +142,7 @@ class Replay:
                 raise ValueError("a step has another number of tokens")
             if sampled_lengths is not None:
                 sampled = np.frombuffer(sampled_lengths, np.int32)
-                if not (len(sampled) == num_rows and (0 <= sampled).all() and (sampled <= plan.lengths).all()):
+                if not (len(sampled) == num_rows and (1 <= sampled).all() and (sampled <= plan.lengths).all()):
                     raise ValueError("a step has sampled another number of tokens")
         if len(tokens) != num_rows:
             raise ValueError("a step has another number of tokens")
