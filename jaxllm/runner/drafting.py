@@ -48,7 +48,7 @@ class Drafting:
     max_match: int = 1
     spec: Spec | None = None  # of the draft model, or of the head's layer
     head: Head | None = None
-    kernels: Mapping[str, Choice] = field(default_factory=dict)  # by operation, of the draft model
+    kernels: Mapping[str, Choice] = field(default_factory=dict, hash=False)  # by operation, of the draft model
     cost: int = 0  # see `Limits.draft_cost`
 
 

@@ -37,6 +37,7 @@ def random_plan(random: np.random.Generator, drafts: int, most_chunk: int) -> Pl
         table=table,
         num_drafts=int(lengths[:num_decodes].sum()) - num_decodes,
         proposes=not num_chunks,
+        capacity=random.integers(100, 200, num_rows, dtype=np.int32),
     )
 
 
@@ -89,6 +90,7 @@ def test_a_packed_plan_has_a_token_for_each_draft(drafts: int, most_chunk: int) 
         assert field["row_slot"] == [place[0] for place in due] + [SLOTS] * rest
         for name, at in (("row_position", 1), ("row_offset", 3), ("row_drafts", 4)):
             assert field[name][: len(due)] == [place[at] for place in due]
+        assert field["row_capacity"][: len(due)] == np.repeat(plan.capacity, plan.lengths).tolist()
         assert field["table"] == plan.table.tolist() + [[SLOTS, 0, 0]] * (6 - len(plan.table))
         if is_decode:
             continue
@@ -108,13 +110,13 @@ def test_the_mask_of_a_row_lies_at_its_last_place(of_tokens: bool) -> None:
     for plan in plans(0, 7):
         masks = random.integers(0, 99, (len(plan.slots), WORDS), dtype=np.int32)
         is_masked = random.random(len(plan.slots)) < 0.5
-        buffer = batch.pack_masks(plan, 40, SLOTS, masks, is_masked, DRAFTS * of_tokens)
+        buffer = batch.pack_masks(plan, 40, SLOTS, masks, is_masked, of_tokens)
         due, place = naive_places(plan, of_tokens), 0
         for row, length in enumerate(plan.lengths.tolist()):
             for at in range(length if of_tokens else 1):
                 is_last = at == length - 1 or not of_tokens
                 mask = masks[row].tolist() if is_last else [0] * WORDS
-                assert buffer[place].tolist() == [*due[place], int(is_last and is_masked[row]), *mask]
+                assert buffer[place].tolist() == [*due[place][:3], int(is_last and is_masked[row]), *mask]
                 place += 1
         assert place == len(due) and (buffer[place:, 0] == SLOTS).all()
 
@@ -126,5 +128,5 @@ def test_a_plan_runs_in_a_program_that_drafts_if_it_does() -> None:
         assert any(batch.fits(size, shape) for shape in shapes)
         assert not any(batch.fits(size, shape) for shape in batch.decode_shapes(8))
         assert not any(batch.fits(size._replace(proposes=False), shape) for shape in shapes)
-        smallest = next(shape for shape in shapes if batch.fits(size, shape))
-        assert smallest.tokens <= max(2, 2 * plan.num_tokens) and smallest.rows <= smallest.tokens
+        smallest = min((shape.tokens, shape.rows) for shape in shapes if batch.fits(size, shape))
+        assert smallest[0] <= 4 * plan.num_tokens and smallest[1] <= 2 * len(plan.slots)
