@@ -17,6 +17,7 @@ import pytest
 from jaxllm import LLM, LoRARequest
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.metrics import Metrics
+from jaxllm.runner import draft_setup
 from tests.engine import structured_requests, test_combinations, test_deterministic
 from tests.engine.test_combinations import Answer, ban_above, check_equal, combination, scale
 from tests.support.adapters import write_adapter
@@ -29,11 +30,10 @@ ABORTED = 7  # every so manyth request is aborted on the way
 LENGTH = 40  # tokens of an output
 
 
-def make(model: Path, is_drafting: bool, **settings: Any) -> LLM:
+def make(model: Path, drafting: Mapping[str, Any] | None, **settings: Any) -> LLM:
     tokenizer = None if model in VOCABULARIES else str(STORIES)  # another model's: it only makes text
     fixed = {"max_logprobs": -1, "logits_processors": [scale, ban_above], "precompile": "covering"}
-    drafting = {"speculative_config": NGRAM if is_drafting else None}
-    return LLM(str(model), tokenizer=tokenizer, **SIZES | fixed | drafting | settings)
+    return LLM(str(model), tokenizer=tokenizer, speculative_config=drafting, **SIZES | fixed | settings)
 
 
 def prompt(number: int, vocabulary: int) -> list[int]:
@@ -62,11 +62,17 @@ def run(llm: LLM, numbers: Collection[int], vocabulary: int, adapters: Sequence[
     return {number: answer for number, answer in answers.items() if number not in aborted}
 
 
-def compare(model: Path, numbers: Collection[int], settings: Mapping[str, Any], *adapters: LoRARequest) -> Metrics:
+def compare(
+    model: Path,
+    numbers: Collection[int],
+    settings: Mapping[str, Any],
+    *adapters: LoRARequest,
+    drafting: Mapping[str, Any] = NGRAM,
+) -> Metrics:
     """Run requests with and without drafts."""
     vocabulary, found = VOCABULARIES.get(model, 128), []
-    for is_drafting in (False, True):
-        with make(model, is_drafting, **settings) as llm:
+    for own in (None, drafting):
+        with make(model, own, **settings) as llm:
             found.append(run(llm, numbers, vocabulary, adapters))
             metrics = llm.engine.metrics
             assert metrics.compilations_after_ready == 0
@@ -100,6 +106,25 @@ def test_a_request_gets_with_drafts_what_it_gets_without(model: Path, count: int
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (STORIES, {"max_num_batched_tokens": 16}),
+        (GOLDEN / "qwen3", {"tensor_parallel_size": 2}),
+        (GOLDEN / "deepseek-v3", {"async_scheduling": False}),
+    ],
+    ids=str,
+)
+def test_a_request_gets_with_a_draft_model_what_it_gets_without(
+    monkeypatch: pytest.MonkeyPatch, model: Path, settings: dict[str, Any]
+) -> None:
+    """The draft model is the model: what differs is filters and penalties, which drafts know nothing of."""
+    monkeypatch.setattr(draft_setup, "with_cost", lambda drafting, described: drafting)  # else they never pay
+    drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    compare(model, range(40), settings, drafting=drafting)
+
+
+@pytest.mark.ci
 def test_drafts_are_verified_with_the_adapters_of_their_rows(tmp_path: Path) -> None:
     base = GOLDEN / "llama"
     folders = [write_adapter(tmp_path / str(number), base, 8, seed=number) for number in (1, 2)]
@@ -110,8 +135,8 @@ def test_drafts_are_verified_with_the_adapters_of_their_rows(tmp_path: Path) -> 
 @pytest.mark.ci
 def test_beside_grammars_a_request_gets_what_it_gets_without_drafts() -> None:
     numbers, found = range(60), []
-    for is_drafting in (False, True):
-        with make(STORIES, is_drafting) as llm:
+    for drafting in (None, NGRAM):
+        with make(STORIES, drafting) as llm:
             found.append(structured_requests.run(llm.engine, numbers, aborts=True))
             metrics = llm.engine.metrics
     for number in numbers:
