@@ -14,9 +14,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from jaxllm import speculative_config
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
 from jaxllm.setting import setting
+from jaxllm.speculative_config import SpeculativeConfig
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "gpu"]
@@ -91,6 +93,10 @@ class EngineConfig:
     pooler_config: Mapping[str, Any] | None = setting(
         None, 'how a model pools, as \'{"pooling_type": "MEAN", "normalize": true}\'', "JSON"
     )
+    # See `SpeculativeConfig`, whose fields are its names.
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | None = setting(
+        None, 'draft tokens and verify them, as \'{"method": "ngram", "num_speculative_tokens": 4}\'', "JSON"
+    )
     kernels: Sequence[str] = setting(
         (),
         "operation=implementation, as paged_decode=xla; may be repeated (default: the best, see jaxllm doctor)",
@@ -124,6 +130,8 @@ class EngineConfig:
             object.__setattr__(self, name, tuple(value))
         if self.pooler_config is not None:
             _check_pooler_config(self.pooler_config)
+        if self.speculative_config is not None:
+            object.__setattr__(self, "speculative_config", speculative_config.read(self.speculative_config))
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise UserError(
                 f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}).", "max_cpu_loras"
@@ -218,7 +226,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "enable_sleep_mode": (False,),
-    "speculative_config": (None,),
     "cpu_offload_gb": (0,),
     "hf_overrides": (None,),
     "task": ("auto", "generate"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -27,10 +27,22 @@ class Metrics:
     chunk_tokens: int = 0  # of prompts, computed in steps that have ended; those found in the cache are not
     generated_tokens: int = 0
     forced_tokens: int = 0  # of them, those that a grammar forced, which were not sampled
+    drafting_rows: int = 0  # rows that verified drafts
+    draft_tokens: int = 0  # drafts that they verified
+    accepted_tokens: list[int] = field(default_factory=list)  # those that were kept, by their place in the row
     adapter_loads: int = 0  # adapters put on the devices
     preemptions: int = 0
     recoveries: int = 0  # steps that failed and took the cache with them
     finished: dict[str, int] = field(default_factory=dict)  # sequences by finish reason
+
+    def note_drafts(self, drafted: Sequence[int], counts: Sequence[int]) -> None:
+        """Count the drafts of a step: how many each row had, and how many tokens it sampled."""
+        self.drafting_rows += sum(had > 0 for had in drafted)
+        self.draft_tokens += sum(drafted)
+        most = max(counts, default=1) - 1
+        self.accepted_tokens += [0] * (most - len(self.accepted_tokens))
+        for place in range(most):
+            self.accepted_tokens[place] += sum(count > place + 1 for count in counts)
 
     def note_finished(self, reason: str, count: int = 1) -> None:
         """Count sequences that have ended."""

@@ -28,7 +28,7 @@ os.environ.setdefault("JAXLLM_CACHE_DIR", str(Path(__file__).parent.parent / ".c
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-install_import_hook(["jaxllm.model.decoder", "pallas_kernels.api"], "beartype.beartype")
+install_import_hook(["jaxllm.model.decoder", "jaxllm.model.eagle", "pallas_kernels.api"], "beartype.beartype")
 
 
 @pytest.hookimpl(tryfirst=True)

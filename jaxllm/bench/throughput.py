@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
+from jaxllm.bench import drafts
+from jaxllm.bench.drafts import Drafts, counted
 from jaxllm.bench.timeline import Timeline
 from jaxllm.bench.workload import Job
 from jaxllm.errors import EngineError
@@ -36,6 +38,7 @@ class Served(NamedTuple):
     samples: Mapping[str, Sequence[float]] = {}  # milliseconds by name, as `ttft_ms`
     timeline: Mapping[str, Sequence[float]] | None = None
     num_compiled: int = 0  # programs, meanwhile: time that is in `seconds` and should not be
+    drafts: tuple[Drafts, Drafts] = (Drafts(), Drafts())  # counted before and after
 
 
 def sampling_params(job: Job, n: int, detokenize: bool) -> SamplingParams:
@@ -91,7 +94,7 @@ def run(llm: LLM, jobs: Sequence[Job], n: int = 1, detokenize: bool = True, num_
         for number, job in enumerate(jobs)
     ]
     done: dict[str, RequestOutput] = {}
-    compiled = engine.metrics.programs_compiled
+    compiled, before = engine.metrics.programs_compiled, counted(engine.metrics)
     timeline = Timeline(engine.metrics)
     with tqdm(total=len(jobs), desc="Processed prompts", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
         began = time.monotonic()
@@ -111,6 +114,7 @@ def run(llm: LLM, jobs: Sequence[Job], n: int = 1, detokenize: bool = True, num_
         _samples(outputs, began),
         timeline.lists(),
         engine.metrics.programs_compiled - compiled,
+        (before, counted(engine.metrics)),
     )
 
 
@@ -141,7 +145,7 @@ async def _run_async(
             warm = warm_up_jobs(jobs, num_warmups)
             await asyncio.gather(*(_one(llm, job, n, detokenize) for job in warm))
             await llm.reset_prefix_cache()
-        compiled = llm.metrics.programs_compiled
+        compiled, before = llm.metrics.programs_compiled, counted(llm.metrics)
         timeline = Timeline(llm.metrics)
         watching = asyncio.create_task(_watch(llm, timeline))
         with tqdm(total=len(jobs), desc="Processed prompts", disable=not sys.stderr.isatty()) as bar:
@@ -151,7 +155,9 @@ async def _run_async(
         watching.cancel()
         timeline.add(llm.get_load())
         num_compiled = llm.metrics.programs_compiled - compiled
-    return Served(seconds, check_lengths(outputs, jobs, n), _samples(outputs, began), timeline.lists(), num_compiled)
+        own = before, counted(llm.metrics)
+    lengths = check_lengths(outputs, jobs, n)
+    return Served(seconds, lengths, _samples(outputs, began), timeline.lists(), num_compiled, own)
 
 
 async def _one(llm: AsyncLLM, job: Job, n: int, detokenize: bool, bar: tqdm | None = None) -> RequestOutput:
@@ -197,7 +203,8 @@ def report(backend: str, jobs: Sequence[Job], served: Served) -> tuple[str, dict
         f"Total num prompt tokens:  {prompt_tokens}\n"
         f"Total num output tokens:  {served.output_tokens}"
     )
-    return text, figures
+    lines, drafted = drafts.report(*served.drafts)
+    return text + lines, figures | drafted
 
 
 def _prompt(job: Job) -> Any:

@@ -38,10 +38,11 @@ def run(options: dict[str, Any]) -> int:
     options, config = read_engine(options, ENGINE_DEFAULTS)
     check_trace(options)
     check_context(config, options["input_len"], options["output_len"])
-    from jaxllm.bench import latency
+    from jaxllm.bench import drafts, latency
     from jaxllm.bench.traced import batch
 
     with open_llm(options) as llm:
+        before = drafts.counted(llm.engine.metrics)
         latencies = latency.measure(
             llm,
             batch_size=options["batch_size"],
@@ -54,7 +55,9 @@ def run(options: dict[str, Any]) -> int:
             seed=options["seed"],
         )
         text, figures = latency.report(latencies)
-        print(text)
+        lines, drafted = drafts.report(before, drafts.counted(llm.engine.metrics))
+        print(text + lines)
+        figures |= drafted
         sizes = (
             llm.engine.model.vocab_size,
             options["batch_size"] * options["n"],

@@ -86,6 +86,13 @@ class InputBatch:
                 chunks.append(np.asarray(sequence.tokens[start : start + length], np.int32))
         return chunks
 
+    def following(self, plan: Plan) -> list[tuple[int, int, int]]:
+        """Return the token that follows each chunk that does not reach its sequence's end: slot, position, token."""
+        first = plan.num_decodes
+        ends = (plan.starts + plan.lengths)[first:].tolist()
+        rows = zip(plan.slots[first:].tolist(), ends, plan.samples[first:].tolist(), strict=True)
+        return [(slot, end, self.owner(slot).tokens[end]) for slot, end, samples in rows if not samples]
+
     def adapters(self, plan: Plan) -> np.ndarray:
         """Return the numbers of the adapters of a plan's rows, int64[R]."""
         return self._adapters[plan.slots]

@@ -21,6 +21,7 @@ from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.errors import UserError, too_long
 from jaxllm.outputs import RequestMetrics
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.runner.step import MOST_LOGPROBS
 from jaxllm.sampling import sampler
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, validate_for_model
 from jaxllm.scheduler import scheduler
@@ -188,6 +189,8 @@ class InputProcessor:
                     stop_ids=tuple(own.eos_ids) + tuple(set(params.stop_token_ids) - own.eos_ids),
                     priority=accepted.priority,
                     adapter=0 if accepted.adapter is None else accepted.adapter.number,
+                    # Masks come after the token before, and whole log-probabilities of one place of a row.
+                    may_draft=accepted.grammar is None and 0 <= (params.logprobs or 0) <= MOST_LOGPROBS,
                     root=root,
                     reads_cache=reads_cache and not params.skip_reading_prefix_cache,
                     name=f"{accepted.name}[{index}]" if params.n > 1 else accepted.name,

@@ -225,12 +225,16 @@ class LLMEngine:
             assert isinstance(flight, StepInFlight | PooledInFlight)
             with span("wait"):
                 result = flight.result()
-            tokens, counts = self._constrained.take_in(self.scheduler.state, plan, result)
+            if result.counts is not None and result.drafted is not None:  # no row of it obeys a grammar
+                tokens, counts = result.tokens, result.counts
+                self.metrics.note_drafts(result.drafted.tolist(), counts.tolist())
+            else:
+                tokens, counts = self._constrained.take_in(self.scheduler.state, plan, result)
         except Exception as error:
             return [*self.outputs.due(ended, self._clock()), *self._recover(error)]
         self._failed_steps.reset()  # whatever becomes of the next one, a step has ended
         with span("commit"):
-            events = self.scheduler.commit(plan, tokens, result.is_finite, counts)
+            events = self.scheduler.commit(plan, tokens, result.is_finite, counts, result.counts)
         outputs: list[RequestOutput] = []
         stuck: Stuck = []
         try:
@@ -239,9 +243,10 @@ class LLMEngine:
             outputs = self._recover(error)
         with span("output"):
             self.num_rows = len(plan.slots)
-            self.metrics.chunk_tokens += plan.num_tokens - plan.num_decodes
+            self.metrics.chunk_tokens += plan.num_tokens - plan.num_decodes - plan.num_drafts
             self.metrics.generated_tokens += len(events.tokens)
-            self.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))
+            if result.counts is None:
+                self.metrics.forced_tokens += max(0, len(events.tokens) - len(events.ids))
             outputs += self.outputs.take_in(result, events)
             try:
                 ended += self._end_stuck(stuck)  # of those that did not end by their text just now
@@ -254,6 +259,8 @@ class LLMEngine:
         with span("plan"):
             plan = self._planned = self.scheduler.plan(self._clock())
             history, extras = self._admit(plan)
+            if self.runner.reads_ahead:
+                history += self._batch.following(plan)
             if plan.adapters:
                 self._hold_adapters(plan)
         if not len(plan.slots):
@@ -268,7 +275,8 @@ class LLMEngine:
             chunks = self._batch.chunks(plan)
             adapters = self._batch.adapters(plan) if plan.adapters else None
         dispatch = self.runner.dispatch_held if self._constrained.any(plan) else self.runner.dispatch
-        return plan, dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored, adapters)
+        ahead = np.asarray(history, np.int32) if history else None
+        return plan, dispatch(plan, chunks, self._batch.rows, variant, ahead, extras, scored, adapters)
 
     def _sample_held(self) -> Stuck:
         """Let the next step in flight be sampled if it was held: all tokens before it are known now.
@@ -295,10 +303,10 @@ class LLMEngine:
                 ended.append(own.group)
         return ended
 
-    def _admit(self, plan: Plan) -> tuple[np.ndarray | None, list[tuple[int, np.ndarray]]]:
+    def _admit(self, plan: Plan) -> tuple[list[tuple[int, int, int]], list[tuple[int, np.ndarray]]]:
         """Place newly admitted sequences into their slots.
 
-        Returns what the device needs before the step: tokens, int32[·, 3], and the extras of slots.
+        Returns what the device needs before the step: tokens by slot and position, and the extras of slots.
         """
         self.metrics.preemptions += len(plan.preempted)
         history: list[tuple[int, int, int]] = []
@@ -313,7 +321,7 @@ class LLMEngine:
                 if sampler.reads_history(sequence.params):
                     known = sequence.tokens[: admission.num_cached]
                     history += [(admission.slot, position, token) for position, token in enumerate(known)]
-        return np.asarray(history, np.int32) if history else None, extras
+        return history, extras
 
     def _hold_adapters(self, plan: Plan) -> None:
         """Have the adapters of a plan on the devices. A new one comes with a request that the plan admits."""

@@ -140,12 +140,16 @@ class OutputProcessor:
             own.pooled = finish(self._pooler, result.pooled[row], own.pooling)
             self._end(own, "stop", None)
             return
-        if own.logprobs is not None:  # then it yields one token at most
-            own.add_logprobs(own.group.tokenizer, own.tokens[-1], result, row)
-        end = own.advance(own.group.tokenizer, count, events.finished.get(own.sequence_id))
+        start = len(own.tokens) - count
+        length, end = own.advance(own.group.tokenizer, count, events.finished.get(own.sequence_id))
+        if own.logprobs is not None:  # then all of them were sampled
+            first = row if result.places is None else int(result.places[row])
+            for place, token in enumerate(own.tokens[start:length]):
+                own.add_logprobs(own.group.tokenizer, token, result, first + place)
         if end is not None:
             if own.sequence_id not in events.finished:
                 self._scheduler.abort({own.sequence_id: end[0]})
+            del own.tokens[length:]  # which the scheduler still knew: so does a replay, which reads no text
             self._end(own, *end)
 
     def end_group(self, group: SequenceGroup, why: str) -> None:

@@ -38,7 +38,7 @@ class Sequence:
     params: SamplingParams
     eos_ids: frozenset[int]
     variant: Variant
-    tokens: array[int]  # of prompt and output, int32; only ever appended to
+    tokens: array[int]  # of prompt and output, int32; only appended to before its end
     detokenizer: Detokenizer
     matcher: StopMatcher
     seed: int = 0
@@ -68,23 +68,21 @@ class Sequence:
         """The tokens that end it."""
         return self.eos_ids.union(self.params.stop_token_ids)
 
-    def advance(self, tokenizer: Tokenizer, count: int, finish_reason: FinishReason | None) -> End | None:
-        """Take in the newest `count` of `tokens`; say how they end the sequence, if they do.
+    def advance(self, tokenizer: Tokenizer, count: int, finish_reason: FinishReason | None) -> tuple[int, End | None]:
+        """Take in the newest `count` of `tokens`; say how many tokens it has and how they end it, if they do.
 
-        The scheduler may say so of the last one. Else one does by a stop string, or by a repetition; tokens behind it
-        are dropped.
+        The scheduler may say so of the last one. Else one does by a stop string, or by a repetition.
         """
         for end in range(len(self.tokens) - count + 1, len(self.tokens)):
             ended = self._check(tokenizer, end, None)
             if ended is not None:
-                del self.tokens[end:]
-                return ended
+                return end, ended
         if finish_reason == "stop":
             token = self.tokens[-1]
             self.read(tokenizer, len(self.tokens) - 1)
             self.flush(tokenizer)
-            return "stop", None if token in self.eos_ids else token
-        return self._check(tokenizer, len(self.tokens), finish_reason)
+            return len(self.tokens), ("stop", None if token in self.eos_ids else token)
+        return len(self.tokens), self._check(tokenizer, len(self.tokens), finish_reason)
 
     def _check(self, tokenizer: Tokenizer, end: int, finish_reason: FinishReason | None) -> End | None:
         """Say how the sequence ends with its token before `end`, if it does."""

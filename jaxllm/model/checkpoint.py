@@ -30,6 +30,7 @@ _DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F64": np.dtype(np.float64),
 }
+_INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
 # Bits of an element of every type that the format has; most are only named when they are refused.
 _BITS: dict[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -64,8 +65,18 @@ class Tensor:
                 f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(_DTYPES)} can be read "
                 "(quantised checkpoints are not supported)."
             )
-        count = math.prod(self.shape)
-        return np.frombuffer(self.mapping, _DTYPES[self.dtype], count, self.start).reshape(self.shape)
+        return self._view(_DTYPES[self.dtype])
+
+    def integers(self) -> np.ndarray:
+        """View a tensor of 32 or 64-bit integers in the mapped file; any other type is a UserError."""
+        if self.dtype not in _INTEGERS:
+            raise UserError(
+                f"{self.file.name}: tensor {self.name} has type {self.dtype}, not one of {', '.join(_INTEGERS)}."
+            )
+        return self._view(_INTEGERS[self.dtype])
+
+    def _view(self, dtype: np.dtype) -> np.ndarray:
+        return np.frombuffer(self.mapping, dtype, math.prod(self.shape), self.start).reshape(self.shape)
 
     def release(self) -> None:
         """Give the tensor's pages back to the system; they are read again if needed."""

@@ -84,6 +84,7 @@ class Params(Generic[Leaf]):
 
     top: dict[str, Leaf]
     layers: tuple[dict[str, Leaf], ...]
+    draft: Any = None  # `Params` of what drafts for it
 
 
 def declare(spec: Spec, shards: int, quantization: str | None = None, pooler: Pooler | None = None) -> Params[Weight]:
@@ -205,16 +206,25 @@ def forward(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context
     return final_norm(spec, params, run_layers(spec, params, embed(spec, params, tokens, context), context))
 
 
+def forward_with_aux(
+    spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context, aux_layers: tuple[int, ...]
+) -> tuple[Float[Array, "T D"], tuple[Array, ...]]:
+    """Compute what `forward` does, and the residual stream [T, D] as each of `aux_layers` gets it.
+
+    These are in ascending order; the number of layers stands for the stream behind the last one.
+    """
+    x, done, aux = embed(spec, params, tokens, context), 0, []
+    for layer in aux_layers:
+        x, done = run_layers(spec, params, x, context, done, layer), layer
+        aux.append(x)
+    return final_norm(spec, params, run_layers(spec, params, x, context, done)), tuple(aux)
+
+
 def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context) -> Float[Array, "T D"]:
     """Look up the embeddings of `tokens` [T], with learned positions, types and a norm where the model has them."""
     with named_scope("embedding"):
-        table = params.top["embed"]  # [Vx, D]
-        size = -(-spec.vocab_size // lax.axis_size(context.axis))  # Vx
-        row = tokens - lax.axis_index(context.axis) * size
-        is_here = (row >= 0) & (row < size)
-        norm = params.top["final_norm" if spec.final_norm else "embed_norm"]
-        found = layers.lookup(table, row, norm.dtype)  # norms are never quantized
-        x = _all_reduce(jnp.where(is_here[:, None], found, 0), context.axis)
+        dtype = params.top["final_norm" if spec.final_norm else "embed_norm"].dtype  # norms are never quantized
+        x = look_up(params.top["embed"], tokens, spec.vocab_size, dtype, context.axis)
         if spec.embed_scale != 1.0:
             x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded to the weights' type, as the models were trained
         if spec.learned_positions:
@@ -222,7 +232,16 @@ def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: 
         if spec.token_types:
             types = 0 if context.token_types is None else context.token_types
             x = x + params.top["token_types"].at[types].get(mode="clip")
-        return _norm(spec, params.top, "embed_norm", x)
+        return norm(spec, params.top, "embed_norm", x)
+
+
+def look_up(table: Any, tokens: Int[Array, " T"], vocab_size: int, dtype: Any, axis: str) -> Float[Array, "T D"]:
+    """Take the rows of `tokens` [T] from a table that is divided by its rows, each shard's [Vx, D], as `dtype`."""
+    size = -(-vocab_size // lax.axis_size(axis))  # Vx
+    row = tokens - lax.axis_index(axis) * size
+    is_here = (row >= 0) & (row < size)
+    found = layers.lookup(table, row, dtype)
+    return _all_reduce(jnp.where(is_here[:, None], found, 0), axis)
 
 
 def run_layers(
@@ -237,25 +256,30 @@ def run_layers(
 
     Layers are unrolled: a scan over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU.
     """
-    with named_scope("embedding"):
-        turns = {rope: layers.rotation(rope, context.positions) for rope in spec.ropes if rope is not None}
+    turns = rotations(spec, context)
     mlp_norm = "attn_norm" if spec.residual == "parallel, one norm" else "mlp_norm"
     for layer in range(spec.num_layers)[start:stop]:
         weights = params.layers[layer]
         with named_scope(f"layer_{layer:02}/attention"):
-            mixed = _mixer(spec, weights, layer, _norm(spec, weights, "attn_norm", x), turns, context)
+            mixed = _mixer(spec, weights, layer, norm(spec, weights, "attn_norm", x), turns, context)
             attended = _added(spec, weights, "attn_post_norm", x, mixed)
         x = attended if spec.residual == "serial" else x
         with named_scope(f"layer_{layer:02}/mlp"):
-            mixed = _feed_forward(spec, weights, layer, _norm(spec, weights, mlp_norm, x), context)
+            mixed = feed_forward(spec, weights, layer, norm(spec, weights, mlp_norm, x), context)
             x = _added(spec, weights, "mlp_post_norm", attended, mixed)
     return x
+
+
+def rotations(spec: Spec, context: Context) -> dict[Rope, tuple[Array, Array]]:
+    """Compute cosine and sine of each token's rotation, for each kind that the layers have."""
+    with named_scope("embedding"):
+        return {rope: layers.rotation(rope, context.positions) for rope in spec.ropes if rope is not None}
 
 
 def final_norm(spec: Spec, params: Params[Array], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
     """Norm the last layer's output, where the model does."""
     with named_scope("final_norm"):
-        return _norm(spec, params.top, "final_norm", x)
+        return norm(spec, params.top, "final_norm", x)
 
 
 def head(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Float[Array, "R Vx"]:
@@ -265,21 +289,23 @@ def head(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Floa
     """
     weight = params.top["embed" if spec.tie_embeddings else "head"]  # [Vx, D]
     with named_scope("logits"):
-        return layers.softcap(_scaled(layers.linear(hidden, weight), spec.logit_scale), spec.logit_softcap)
+        return layers.softcap(scaled(layers.linear(hidden, weight), spec.logit_scale), spec.logit_softcap)
 
 
 def _added(spec: Spec, weights: Arrays, name: str, x: Array, mixed: Array) -> Array:
     """Add what a layer's half computed to its input; the norm `name` is of one or of the sum."""
     if spec.norm_place == "after":
-        return _norm(spec, weights, name, x + _scaled(mixed, spec.residual_scale))
-    return x + _scaled(_norm(spec, weights, name, mixed), spec.residual_scale)
+        return norm(spec, weights, name, x + scaled(mixed, spec.residual_scale))
+    return x + scaled(norm(spec, weights, name, mixed), spec.residual_scale)
 
 
-def _scaled(x: Array, factor: float) -> Array:
+def scaled(x: Array, factor: float) -> Array:
+    """Multiply in float32, where the factor is not one."""
     return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def _norm(spec: Spec, weights: Arrays, name: str, x: Array) -> Array:
+def norm(spec: Spec, weights: Arrays, name: str, x: Array) -> Array:
+    """Norm `x` [T, D] with the weights of the norm `name`."""
     if name not in weights:  # the Spec has no norm in this place
         return x
     return layers.norm(x, weights[name], weights.get(f"{name}_bias"), spec.norm, spec.norm_eps)
@@ -289,7 +315,7 @@ def _mixer(
     spec: Spec, weights: Arrays, layer: int, x: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
     if spec.latent is None:
-        return _attention(spec, weights, layer, x, turns, context)
+        return attention(spec, weights, layer, x, turns, context)
     rope, linear = spec.ropes[layer], partial(context.linear, layer)
     assert rope is not None
     q, k = mla.project(spec.latent, weights, x, turns[rope], rope, linear)
@@ -298,9 +324,10 @@ def _mixer(
     return _row_parallel(mla.expand(spec.latent, weights, mixed), weights, "out", linear, context.axis)
 
 
-def _attention(
+def attention(
     spec: Spec, weights: Arrays, layer: int, x: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
+    """Compute a layer's attention of `x` [T, in], which is normed: [T, D]."""
     axis, linear = context.axis, partial(context.linear, layer)
     heads, kv_heads = heads_per_shard(spec, lax.axis_size(axis))
     fused = linear("qkv", x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
@@ -331,7 +358,8 @@ def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, axis: str) -> tupl
     return normed("q_norm", q, powers[0]), normed("k_norm", k, powers[1])
 
 
-def _feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Context) -> Array:
+def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Context) -> Array:
+    """Compute a layer's feed-forward, or its experts, of `x` [T, D], which is normed: [T, D]."""
     if spec.experts is not None and spec.experts.layers[layer]:
         return _all_reduce(moe.mix(spec, spec.experts, weights, x, context.axis).astype(x.dtype), context.axis)
     if context.linear is plain_linear:

@@ -7,7 +7,7 @@ names it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllm.errors import UserError
@@ -78,16 +78,20 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
                 said,
             )
         raise UserError(f"config.json: architecture {said} is not supported; supported: {', '.join(known)}.", said)
-    quantization = config.get("quantization_config")
+    return read_fields(Fields(config, max_model_len), family.read), family
+
+
+def read_fields(fields: Fields, read: Callable[[Fields], Spec]) -> Spec:
+    """Read a config's Spec with a row's reader; refuse what no reader understands."""
+    quantization = fields.raw("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
         raise UserError(
             f"config.json: quantization_config ({method!s:.80}) is not supported; use an unquantised checkpoint.",
             "quantization_config",
         )
-    fields = Fields(config, max_model_len)
     try:
-        spec = family.read(fields)
+        spec = read(fields)
     except (ArithmeticError, ValueError) as error:  # numbers that are right one by one: a division by zero, a logarithm
         if isinstance(error, UserError):
             raise
@@ -110,4 +114,4 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
             f"config.json: {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key-value heads evenly.",
             "num_key_value_heads",
         )
-    return spec, family
+    return spec

@@ -144,7 +144,14 @@ def load(
     declared = declare(spec, shards, quantization, pooler)
     if orbax_checkpoint.is_here(folder):
         return orbax_checkpoint.load(folder, declared, mesh, dtype, progress)
-    sources = _open_sources(folder, declared, family, pooler)
+    return read(declared, _open_sources(folder, declared, family, pooler), mesh, dtype, progress)
+
+
+def read(
+    declared: Params[Weight], sources: Sources, mesh: Mesh, dtype: DTypeLike, progress: bool = False
+) -> Params[Array]:
+    """Copy declared weights out of what `find_sources` found for them into arrays of `dtype`."""
+    shards = mesh.devices.size
     total = num_bytes(jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declared))
     bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress)
     pending: Any = None
@@ -219,15 +226,19 @@ def load_random(
     pooler: Pooler | None = None,
 ) -> Params[Array]:
     """Make parameters of the right shapes without a checkpoint: deviation 0.02, norms neutral."""
-    shards = mesh.devices.size
-    check_shards(spec, shards)
+    check_shards(spec, mesh.devices.size)
+    return draw(declare(spec, mesh.devices.size, quantization, pooler), mesh, dtype, seed)
+
+
+def draw(declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
+    """Make declared weights as `load_random` does."""
     seeds = np.random.default_rng(seed)
 
     def build(layer: int | None, name: str, weight: Weight) -> Any:
         array = _random_maker(weight, weight.type_of(jnp.dtype(dtype)), mesh)(seeds.integers(2**32, dtype=np.uint32))
         return int8.quantize(array, weight, mesh) if weight.is_int8 else array
 
-    return _build(declare(spec, shards, quantization, pooler), build)
+    return _build(declared, build)
 
 
 def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], Leaf]) -> Params[Leaf]:
@@ -291,7 +302,7 @@ def _open_sources(folder: Path, declared: Params[Weight], family: Family, pooler
         names |= pooling.tensors(pooler)
         for path in {dense.stem.rpartition("/")[0] for dense in pooler.layers} - {""}:
             tensors |= {f"{path}/{name}": tensor for name, tensor in open_tensors(folder, path).items()}
-    return _find_sources(declared, replace(family, tensors=names), tensors)
+    return find_sources(declared, replace(family, tensors=names), tensors)
 
 
 def _usual(name: str) -> str:
@@ -299,7 +310,8 @@ def _usual(name: str) -> str:
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
-def _find_sources(declared: Params[Weight], family: Family, tensors: dict[str, Tensor]) -> Sources:
+def find_sources(declared: Params[Weight], family: Family, tensors: dict[str, Tensor]) -> Sources:
+    """Look up the tensors behind declared weights, by their names without the family's prefix; refuse all others."""
     sources: Sources = {}
     used: set[str] = set()
     for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:

@@ -31,7 +31,7 @@ from jaxllm.scheduler.state import Events, Plan, Request
 from jaxllm.version import __version__
 
 MAGIC = "jaxllm recording"
-FORMAT = 4
+FORMAT = 5
 MIN_BYTES = 1 << 20
 _PSEUDONYM = 1 << 30  # at least: no vocabulary has such ids, so a pseudonym is never a stop token
 _log = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ class Kind(IntEnum):
     ABORT = 1  # reasons by id
     RESET = 2
     PLAN = 3  # number, decodes, rows, tokens, checksum
-    COMMIT = 4  # number, tokens, rows that were not finite, and how many tokens of each row count, None: one
+    # Number, tokens, rows that were not finite; how many tokens of each row count, and were sampled, None: one.
+    COMMIT = 4
     END = 5  # why
 
 
@@ -122,6 +123,7 @@ class FileRecorder:
         tokens: np.ndarray,
         is_finite: np.ndarray | None,
         counts: np.ndarray | None,
+        sampled: np.ndarray | None,
         events: Events,
     ) -> None:
         """Note what a step yielded."""
@@ -133,8 +135,8 @@ class FileRecorder:
         if self._pseudonyms is not None:
             known = self._disguised(tokens, events, self._pseudonyms)
             self._forget((*events.finished, *events.failed))
-        lengths = None if counts is None else counts.astype(np.int32).tobytes()
-        self._write([Kind.COMMIT, self._now(), plan.number, known.tobytes(), failed, lengths])
+        lengths = (None if each is None else each.astype(np.int32).tobytes() for each in (counts, sampled))
+        self._write([Kind.COMMIT, self._now(), plan.number, known.tobytes(), failed, *lengths])
 
     def _disguised(self, tokens: np.ndarray, events: Events, pseudonyms: Pseudonyms) -> np.ndarray:
         """Return a step's tokens with a pseudonym for each that a request got."""
@@ -234,6 +236,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
         "reads_cache": request.reads_cache,
         "root": root,
         "adapter": request.adapter,
+        "may_draft": request.may_draft,
         "tokens": tokens.tobytes(),
     }
 
@@ -246,9 +249,7 @@ def describe(plan: Plan) -> list[int]:
     for one in plan.admitted:
         numbers = np.asarray([one.slot, one.request.sequence_id, one.num_known, one.num_cached], np.int64)
         check = zlib.crc32(numbers.tobytes(), check)
-    for numbers in (plan.preempted, plan.adapters):
+    for numbers in (plan.preempted, plan.adapters, (1,) * plan.proposes):
         if numbers:
             check = zlib.crc32(np.asarray(numbers, np.int64).tobytes(), check)
-    num_rows = len(plan.slots)
-    num_tokens = num_rows if num_rows == plan.num_decodes else plan.num_tokens
-    return [plan.number, plan.num_decodes, num_rows, num_tokens, check]
+    return [plan.number, plan.num_decodes, len(plan.slots), plan.num_tokens, check]

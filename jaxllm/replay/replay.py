@@ -20,6 +20,7 @@ from jaxllm.errors import UserError
 from jaxllm.replay.recording import FORMAT, MAGIC, Kind, describe
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Limits, Plan, Request, State
+from jaxllm.speculative_config import MAX_DRAFTS
 
 MAX_ENTRY = 1 << 30  # bytes of one value in a recording
 END_OF_TIME = 253_402_300_800.0  # seconds from 1970 to the year 10000, which no date has
@@ -130,20 +131,26 @@ class Replay:
         events = self._commit(plan, *entry[3:])
         return Moment(number, time, kind, core.state, plan, events)
 
-    def _commit(self, plan: Plan, known: bytes, failed: list[int] | None, lengths: bytes | None) -> Events:
-        num_rows, tokens, counts = len(plan.slots), np.frombuffer(known, np.int32), None
+    def _commit(
+        self, plan: Plan, known: bytes, failed: list[int] | None, lengths: bytes | None, sampled_lengths: bytes | None
+    ) -> Events:
+        num_rows, tokens, counts, sampled = len(plan.slots), np.frombuffer(known, np.int32), None, None
         if lengths is not None:
             counts = np.frombuffer(lengths, np.int32)
             tokens = tokens.reshape(num_rows, -1)
             if not (len(counts) == num_rows and (0 <= counts).all() and (counts <= tokens.shape[1]).all()):
                 raise ValueError("a step has another number of tokens")
+            if sampled_lengths is not None:
+                sampled = np.frombuffer(sampled_lengths, np.int32)
+                if not (len(sampled) == num_rows and (1 <= sampled).all() and (sampled <= plan.lengths).all()):
+                    raise ValueError("a step has sampled another number of tokens")
         if len(tokens) != num_rows:
             raise ValueError("a step has another number of tokens")
         is_finite = None
         if failed is not None:
             is_finite = np.ones(len(tokens), np.bool_)
             is_finite[failed] = False
-        return self.core.commit(plan, tokens, is_finite, counts)
+        return self.core.commit(plan, tokens, is_finite, counts, sampled)
 
     def _entries(self, file: BinaryIO) -> Iterator[list[Any]]:
         """Read entry after entry; a UserError where one is damaged. Sets `cut` where the file breaks off."""
@@ -204,6 +211,8 @@ def _read_limits(data: Mapping[str, Any]) -> Limits:
     for name, value in data.items():
         if type(value) is not type(known[name]) or not 0 <= value <= 2**24:
             raise ValueError(f"{name} is {value!r}")
+    if data["max_drafts"] > MAX_DRAFTS or data["max_verified"] > data["max_step_tokens"]:
+        raise ValueError("there are more drafts than tokens")
     if not 1 <= data["num_slots"] <= 2**14 or not 1 <= data["block_size"] or not 1 <= data["num_blocks"]:
         raise ValueError("there are no slots or no blocks")
     return Limits(**{**data, "records_blocks": False})  # a replay has no readers of block events
@@ -220,6 +229,7 @@ def _read_request(fields: Mapping[str, Any]) -> Request:
         priority=int(fields["priority"]),
         root=fields["root"],
         adapter=int(fields["adapter"]),
+        may_draft=bool(fields["may_draft"]),
         reads_cache=bool(fields["reads_cache"]),
         name=str(fields["name"]),
     )

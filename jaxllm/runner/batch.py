@@ -36,6 +36,14 @@ class Shape:
     sampling_fields: int  # F; 0 in a decode program, whose rows are on the device
     bin_tokens: int = 0  # of an encoder's program, see encoder_batch.py
     adapters: int = 0  # distinct ones that its rows can have
+    # K: it verifies up to so many drafts of each row, and drafts as many for the next step. Then every token is sampled
+    # behind, and the fields of rows are those of tokens.
+    drafts: int = 0
+
+    @property
+    def sampled(self) -> int:
+        """Places behind which a token is sampled."""
+        return self.tokens if self.drafts else self.rows
 
     @property
     def is_decode(self) -> bool:
@@ -46,6 +54,7 @@ class Shape:
         if self.bin_tokens:
             return f"encode[{self.tiles} × {self.bin_tokens}]"
         kind = f"decode[{self.rows}]" if self.is_decode else f"ragged[{self.tokens}]"
+        kind += f"×{self.drafts}" if self.drafts else ""
         return f"{kind}+{self.adapters}" if self.adapters else kind
 
 
@@ -56,6 +65,7 @@ class Extent(NamedTuple):
     rows: int
     tiles: int  # of its chunks of prompts; 0: every row is a decode row
     adapters: int = 0
+    proposes: bool = False
 
 
 def decode_shapes(num_slots: int, smallest: int = 1) -> list[Shape]:
@@ -65,6 +75,23 @@ def decode_shapes(num_slots: int, smallest: int = 1) -> list[Shape]:
     """
     rows = sorted({max(smallest, size) for size in _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})})
     return [Shape(tokens=size, rows=size, tiles=0, entries=size, sampling_fields=0) for size in rows]
+
+
+def verifying_shapes(max_tokens: int, num_slots: int, drafts: int) -> list[Shape]:
+    """List the programs that verify up to `drafts` drafts of a row: 1, 2, 4, … rows, with none, half or all of them."""
+    shapes = {
+        Shape(
+            tokens=min(rows * (1 + each), max(rows, max_tokens)),
+            rows=rows,
+            tiles=0,
+            entries=2 * rows,
+            sampling_fields=0,
+            drafts=drafts,
+        )
+        for rows in _sizes(1, num_slots, {1: 1})
+        for each in (0, drafts // 2, drafts)
+    }
+    return sorted(shapes, key=lambda shape: (shape.rows, shape.tokens))
 
 
 def ragged_shapes(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int) -> list[Shape]:
@@ -88,7 +115,7 @@ def ragged_shapes(max_tokens: int, num_slots: int, block_size: int, sampling_fie
     return shapes
 
 
-def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int) -> Shape:
+def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int, drafts: int = 0) -> Shape:
     """Return the one ragged program of deterministic mode, which holds every plan and has no tiles.
 
     The bits of a matrix product depend on its number of rows, not on their order; those of tiled attention would depend
@@ -100,6 +127,7 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
         tiles=0,
         entries=2 * num_slots + max_tokens // block_size,
         sampling_fields=sampling_fields,
+        drafts=drafts,
     )
 
 
@@ -127,7 +155,7 @@ def extent(plan: Plan, num_adapters: int = 0) -> Extent:
     """Measure a plan."""
     num_rows = len(plan.slots)
     if num_rows == plan.num_decodes:
-        return Extent(num_rows, num_rows, 0, num_adapters)
+        return Extent(plan.num_tokens, num_rows, 0, num_adapters, plan.proposes)
     tiles = int((-(-plan.lengths[plan.num_decodes :] // TILE)).sum())
     return Extent(plan.num_tokens, num_rows, tiles, num_adapters)
 
@@ -137,7 +165,8 @@ def fits(size: Extent, shape: Shape) -> bool:
     if size.adapters > shape.adapters:
         return False
     if shape.is_decode:
-        return not size.tiles and size.rows <= shape.rows
+        is_narrow = size.rows <= shape.rows and size.tokens <= shape.tokens
+        return is_narrow and not size.tiles and size.proposes == (shape.drafts > 0)
     has_tiles = not shape.tiles or size.tiles <= shape.tiles
     return size.tokens <= shape.tokens and size.rows <= shape.rows and has_tiles
 
@@ -146,7 +175,8 @@ def fits(size: Extent, shape: Shape) -> bool:
 def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
     """Return each field's offset in the buffer and its shape."""
     table = {"table": (shape.entries, 3)}
-    rows = {"row_slot": (shape.rows,), "row_position": (shape.rows,)}
+    names = ("row_slot", "row_position", *(("row_offset", "row_drafts", "row_capacity") if shape.drafts else ()))
+    rows = dict.fromkeys(names, (shape.sampled,))
     if shape.is_decode:
         sizes = rows | table
     else:
@@ -160,9 +190,9 @@ def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
             "tile_length": (shape.tiles,),
             "tile_position": (shape.tiles,),
             **rows,
-            "row_last": (shape.rows,),
-            "row_samples": (shape.rows,),
-            "sampling": (shape.rows, shape.sampling_fields),
+            "row_last": (shape.sampled,),
+            "row_samples": (shape.sampled,),
+            "sampling": (shape.sampled, shape.sampling_fields),
             **table,
         }
     return placed(sizes | ({"token_adapter": (shape.tokens,)} if shape.adapters else {}))
@@ -211,9 +241,15 @@ def pack(
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))
     num_rows = len(plan.slots)
-    view["row_slot"][:num_rows] = plan.slots
-    view["row_slot"][num_rows:] = num_slots
-    view["row_position"][:num_rows] = plan.starts + plan.lengths - 1
+    at = places(plan, shape.drafts > 0)
+    used = len(at.slots)
+    view["row_slot"][:used] = at.slots
+    view["row_slot"][used:] = num_slots
+    view["row_position"][:used] = at.positions
+    if at.offsets is not None:
+        assert plan.capacity is not None
+        view["row_offset"][:used], view["row_drafts"][:used] = at.offsets, at.drafts
+        view["row_capacity"][:used] = np.repeat(plan.capacity, plan.lengths)
     table = plan.table[: shape.entries]  # entries beyond these were sent ahead
     view["table"][: len(table)] = table
     view["table"][len(table) :, 0] = num_slots
@@ -227,15 +263,15 @@ def pack(
     assert sampling is not None
     first_tokens = np.cumsum(plan.lengths) - plan.lengths
     num_tokens = plan.num_tokens
-    view["num_decodes"][0] = plan.num_decodes
+    view["num_decodes"][0] = plan.num_decodes + plan.num_drafts
     if chunks:
         view["tokens"][plan.num_decodes : num_tokens] = np.concatenate(chunks)
     view["token_slot"][:num_tokens] = np.repeat(plan.slots, plan.lengths)
     view["token_slot"][num_tokens:] = num_slots
     view["token_position"][:num_tokens] = np.arange(num_tokens) + np.repeat(plan.starts - first_tokens, plan.lengths)
-    view["row_last"][:num_rows] = first_tokens + plan.lengths - 1
-    view["row_samples"][:num_rows] = plan.samples
-    view["sampling"][:num_rows] = sampling[plan.slots]
+    view["row_last"][:used] = first_tokens + plan.lengths - 1 if at.offsets is None else np.arange(used)
+    view["row_samples"][:used] = at.samples
+    view["sampling"][:used] = sampling[at.slots]
     if not shape.tiles:
         return buffer
 
@@ -252,17 +288,47 @@ def pack(
     return buffer
 
 
-def pack_masks(plan: Plan, num_rows: int, num_slots: int, masks: np.ndarray, is_masked: np.ndarray) -> np.ndarray:
-    """Lay out what the second half of a step needs, int32[num_rows, columns + V / 32].
+def pack_masks(
+    plan: Plan, num_places: int, num_slots: int, masks: np.ndarray, is_masked: np.ndarray, of_tokens: bool = False
+) -> np.ndarray:
+    """Lay out what the second half of a step needs, int32[num_places, columns + V / 32].
 
     `masks` are int32[R, V / 32], a bit for each token that a row of the plan may sample; it holds where `is_masked`,
     bool[R].
     """
-    buffer = np.zeros((num_rows, len(MASK_COLUMNS) + masks.shape[1]), np.int32)
-    used = len(plan.slots)
+    at = places(plan, of_tokens)
+    buffer = np.zeros((num_places, len(MASK_COLUMNS) + masks.shape[1]), np.int32)
+    used = len(at.slots)
     buffer[used:, 0] = num_slots
-    columns = plan.slots, plan.starts + plan.lengths - 1, plan.samples, is_masked
-    for at, column in enumerate(columns):
-        buffer[:used, at] = column
-    buffer[:used, len(MASK_COLUMNS) :] = masks
+    for column, values in enumerate((at.slots, at.positions, at.samples)):
+        buffer[:used, column] = values
+    last = np.cumsum(plan.lengths) - 1 if of_tokens else np.arange(used)  # place of each row
+    buffer[last, len(MASK_COLUMNS) - 1] = is_masked
+    buffer[last, len(MASK_COLUMNS) :] = masks
     return buffer
+
+
+class Places(NamedTuple):
+    """Where a step samples: behind each row's last token, or behind each token if the program verifies drafts."""
+
+    slots: np.ndarray  # int[·]
+    positions: np.ndarray  # int[·]: of the token; of a decode row whose drafts are not counted yet, the last possible
+    samples: np.ndarray  # bool[·]
+    offsets: np.ndarray | None = None  # int[·]: from the row's first place; -1 behind which nothing is sampled
+    drafts: np.ndarray | None = None  # int[·]: of the row
+
+
+def places(plan: Plan, of_tokens: bool) -> Places:
+    """List the places of a plan."""
+    if not of_tokens:
+        return Places(plan.slots, plan.starts + plan.lengths - 1, plan.samples)
+    offsets = np.arange(plan.num_tokens) - np.repeat(np.cumsum(plan.lengths) - plan.lengths, plan.lengths)
+    slots, starts = np.repeat(plan.slots, plan.lengths), np.repeat(plan.starts, plan.lengths)
+    samples, drafts = np.ones(len(slots), np.bool_), np.repeat(plan.lengths - 1, plan.lengths)
+    chunks = slice(len(slots) if plan.num_drafts else plan.num_decodes, None)
+    is_last = offsets[chunks] == drafts[chunks]
+    samples[chunks] = is_last & np.repeat(plan.samples, plan.lengths)[chunks]
+    positions = starts + offsets
+    offsets[chunks] = is_last - 1
+    drafts[chunks] = 0
+    return Places(slots, positions, samples, offsets, drafts)

@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from tqdm import tqdm
@@ -46,16 +47,19 @@ class Key:
 
     shape: Shape  # of "sample" only the rows count
     variant: Variant | None  # None: no sampling
-    part: Literal["step", "forward", "sample", "pool"] = "step"
+    part: Literal["step", "forward", "sample", "finish", "pool"] = "step"
 
     @property
     def name(self) -> str:
         """What a trace calls the program, behind `jit_`."""
         if self.part == "sample" and self.variant is not None:
             return f"sample_{self.shape.rows}_{self.variant.value}"
-        return program_name(self.shape, self.variant, self.part)
+        name = program_name(self.shape, self.variant, self.part)
+        return f"finish_{name}" if self.part == "finish" else name
 
     def __str__(self) -> str:
+        if self.part == "finish":
+            return f"finish {self.shape}.{self.variant}"
         shape = f"sample[{self.shape.rows}]" if self.part == "sample" else str(self.shape)
         return f"{shape}.{self.part if self.variant is None else self.variant.value}"
 
@@ -63,8 +67,10 @@ class Key:
 Way = tuple[Key, ...]  # to run a plan: a program, or a forward half and the sampling behind it
 
 
-def halves(shape: Shape, variant: Variant) -> Way:
-    """Return the two programs of a step."""
+def halves(shape: Shape, variant: Variant, drafts: bool = False) -> Way:
+    """Return the two programs of a step; in an engine that drafts the second one reads the batch once more."""
+    if drafts:
+        return Key(shape, None, "forward"), Key(shape, variant, "finish")
     rows = Shape(tokens=shape.rows, rows=shape.rows, tiles=0, entries=0, sampling_fields=0)
     return Key(shape, None, "forward"), Key(rows, variant, "sample")
 
@@ -278,20 +284,31 @@ class Programs(ProgramTable):
         metrics: Metrics,
         variants: Sequence[Variant] = VARIANTS,
         max_adapters: int = 0,
+        verifying: Sequence[Shape] = (),
+        drafts: bool = False,
     ) -> None:
-        """Without `decode` shapes ragged programs run every plan; `variants` are those of steps of one program."""
+        """Without `decode` shapes ragged programs run every plan; `variants` are those of steps of one program.
+
+        In an engine that drafts, `verifying` are for steps that verify drafts, or draft; none of them comes in halves.
+        """
         widest = VARIANTS[-1]
         # What is rare, the widest sampling, halves and adapters, gets a coarser table: at most twice the plan's size.
-        ragged, decode = (with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode))
-        largest = [halves(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
+        ragged, decode, verifying = (
+            with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode, verifying)
+        )
+        split = partial(halves, drafts=drafts)
+        largest = [split(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
         coarse = [*batch.coarser(ragged), *batch.coarser(decode)]
         ways: list[Way] = []
         for variant in variants:
             ways += [(Key(shape, variant),) for shape in (coarse if variant is widest else [*ragged, *decode])]
+            widest_of = {shape.rows: shape for shape in verifying}  # by rows, the last of each
+            ways += [(Key(shape, variant),) for shape in (widest_of.values() if variant is widest else verifying)]
         if variants:
-            ways += [halves(shape, variant) for shape in coarse for variant in VARIANTS[1:]]
+            ways += [split(shape, variant) for shape in coarse for variant in VARIANTS[1:]]
         else:
-            ways += [halves(shape, widest) for shape in [*ragged, *decode]]
+            ways += [split(shape, widest) for shape in [*ragged, *decode]]
+        largest += [(Key(shape, widest),) for shape in verifying[-1:]]
         covering = dict.fromkeys(key for way in largest for key in way)
         super().__init__(list(covering), (key for way in ways for key in way), lower, metrics)
         # Each with the index of its variant: looking it up took half of the time of `choose`.
@@ -301,7 +318,7 @@ class Programs(ProgramTable):
                 for way in sorted(ways, key=_cost)
                 if way[0].shape in shapes and way[-1].variant is not None
             ]
-            for is_decode, shapes in ((True, decode or ragged), (False, ragged))
+            for is_decode, shapes in ((True, [*verifying, *(decode or ragged)]), (False, ragged))
         }
 
     def choose(self, plan: Plan, variant: Variant, is_held: bool = False, num_adapters: int = 0) -> Way:
@@ -335,16 +352,16 @@ def with_adapters(shapes: Sequence[Shape], most: int, only_most: bool) -> list[S
 
     The last one is the largest, and has the most.
     """
-    if only_most or not most:
+    if only_most or not most or not shapes:
         return [replace(shape, adapters=most) for shape in shapes]
     counts = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
     return [*shapes, *(replace(shape, adapters=count) for count in counts for shape in batch.coarser(shapes))]
 
 
-def _cost(way: Way) -> tuple[int, int, int, int]:
+def _cost(way: Way) -> tuple[int, ...]:
     """Order of ways to run the same plan: the fewest tokens and adapters first, then sampling, then one program."""
     variant, shape = way[-1].variant, way[0].shape
-    return shape.tokens, shape.adapters, -1 if variant is None else VARIANTS.index(variant), len(way)
+    return shape.tokens, shape.rows, shape.adapters, -1 if variant is None else VARIANTS.index(variant), len(way)
 
 
 def _urgency(key: Key) -> tuple[bool, int, int, int]:

@@ -19,10 +19,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.model import sharding
 from jaxllm.model.spec import Spec, heads_per_shard
+from jaxllm.runner.drafting import Drafted, Drafting
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras
 
 Leaf = TypeVar("Leaf")
-TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -4, -3, -2  # of the state's leaves in order: those behind the KV blocks
+TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -4, -3, -2  # of the state's leaves in order
 KV_AXES = (None, "kv_heads", None, "head")
 
 
@@ -46,6 +47,7 @@ class DeviceState(Generic[Leaf]):
     """What a step reads and replaces."""
 
     kv: tuple[tuple[Leaf, Leaf | None], ...]  # by layer: keys and values, each [N, K, P, C]; see `block_bytes`
+    drafted: Drafted[Leaf] | None  # of an engine that verifies drafts
     tables: Leaf  # int32[S, M]: the blocks of each slot; behind its length, any block
     tokens: Leaf  # int32[S, M * P]: the tokens of each slot that are known to the device
     sampling: Leaf  # int32[S, ROW_WIDTH]: a `sampler.pack_row` for each slot
@@ -63,7 +65,13 @@ def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> i
 
 
 def abstract(
-    spec: Spec, geometry: Geometry, max_tokens: int, extras: Extras, mesh: Mesh, dtype: jnp.dtype
+    spec: Spec,
+    geometry: Geometry,
+    max_tokens: int,
+    extras: Extras,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    drafting: Drafting | None = None,
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state: shapes, types and shardings, nothing allocated. `max_tokens` are those of a step, T."""
 
@@ -71,8 +79,18 @@ def abstract(
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding.replicated(mesh))
 
     int32 = jnp.dtype(jnp.int32)
+    drafted = None
+    if drafting is not None:
+        num_aux = 0 if drafting.head is None else len(drafting.head.aux_layers)
+        drafted = Drafted(
+            lengths=whole((geometry.num_slots,), int32),
+            tokens=whole((geometry.num_slots, drafting.most), int32),
+            kv=() if drafting.spec is None else abstract_kv(drafting.spec, geometry, mesh, dtype),
+            aux=(whole((max_tokens, spec.width), dtype),) * num_aux,
+        )
     return DeviceState(
         kv=abstract_kv(spec, geometry, mesh, dtype),
+        drafted=drafted,
         tables=whole((geometry.num_slots, geometry.max_blocks), int32),
         tokens=whole((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32),
         sampling=whole((geometry.num_slots, ROW_WIDTH), int32),

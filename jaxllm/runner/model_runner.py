@@ -24,12 +24,20 @@ from tqdm import tqdm
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder, lora, sharding, weights
-from jaxllm.runner import aot_manifest, batch, device_state, memory_plan, scoring, step
+from jaxllm.runner import aot_manifest, batch, device_state, draft_setup, memory_plan, scoring, step
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import Key, Programs
 from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TOKENS_AT, Geometry
 from jaxllm.runner.memory_plan import MemoryPlan
-from jaxllm.runner.model_setup import Setup, describe_memory, describe_programs, extras_of, free_bytes, plan_memory
+from jaxllm.runner.model_setup import (
+    Setup,
+    describe_memory,
+    describe_programs,
+    describe_weights,
+    extras_of,
+    free_bytes,
+    plan_memory,
+)
 from jaxllm.runner.profiling import span
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.scoring import SCORED_ROWS, Scored
@@ -41,6 +49,7 @@ from jaxllm.scheduler.state import Limits, Plan
 
 PATCH_ENTRIES = 1024  # changes in one call of `step.patch`
 PATCH_EXTRAS = 8  # requests' extras in one call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000
+MOST_VERIFIED = 256  # tokens of a step that verifies drafts, unless there are more slots: each has logits
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +57,8 @@ class StepInFlight(NamedTuple):
     """A step that was dispatched to the device."""
 
     joined: jax.Array
-    num_rows: int
+    plan: Plan
+    has_drafts: bool  # whether the program verifies drafts
     num_logprobs: int
     scores: Sequence[
         tuple[Sequence[Scored], jax.Array | np.ndarray]
@@ -56,7 +66,10 @@ class StepInFlight(NamedTuple):
 
     def result(self) -> Result:
         """Wait for the step's result. A failure on the device is raised here, and by every later step."""
-        result = step.read(np.asarray(self.joined), self.num_rows, self.num_logprobs)
+        if self.has_drafts:
+            result = step.read_verified(np.asarray(self.joined), self.plan, self.num_logprobs)
+        else:
+            result = step.read(np.asarray(self.joined), len(self.plan.slots), self.num_logprobs)
         if not self.scores:
             return result
         return replace(result, scores=[score for of, found in self.scores for score in scoring.read_scores(of, found)])
@@ -67,6 +80,7 @@ class HeldStep(NamedTuple):
 
     plan: Plan
     key: Key  # of the second half
+    buffer: np.ndarray  # of the first half
     logits: jax.Array
     scores: Sequence[tuple[Sequence[Scored], jax.Array | np.ndarray]]
 
@@ -98,9 +112,8 @@ class Runner:
             self.extras = extras_of(config, setup.spec)
             self.num_logprobs = step.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
             self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
-            self._params_shapes = weights.abstract(
-                setup.spec, self._mesh, setup.dtype, config.quantization, setup.pooler
-            )
+            self._params_shapes = describe_weights(config, setup, self._mesh)
+            self.drafting = draft_setup.with_cost(setup.drafting, self._params_shapes)
             self._adapter_shapes = (
                 lora.abstract(setup.spec, self._mesh, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
             )
@@ -109,6 +122,7 @@ class Runner:
             plan = plan_memory(config, setup, self._mesh, free)
             if needs_weights and config.load_format != "dummy":
                 weights.check(setup.folder, setup.spec, setup.family, self._mesh.size, setup.pooler)
+                draft_setup.check(setup.drafting, setup.draft, self._mesh.size)
         self._params: step.Leaves = ()
         self._state: step.Leaves = ()
         self._running_thread: int | None = None
@@ -162,7 +176,23 @@ class Runner:
             else batch.max_chunks(self.setup.max_num_batched_tokens, self.geometry.num_slots),
             records_blocks=self._config.enable_kv_cache_events,
             max_adapters=self._config.max_loras if self._config.enable_lora else 0,
+            max_drafts=0 if self.drafting is None else self.drafting.most,
+            max_verified=self._max_verified if self.drafting is not None else 0,
+            token_cost=self.setup.token_cost if self.drafting is not None else 0,
+            draft_cost=self.drafting.cost if self.drafting is not None else 0,
         )
+
+    @property
+    def _max_verified(self) -> int:
+        """Tokens of the largest step that verifies drafts: all rows' if they are few."""
+        slots, drafts = self.geometry.num_slots, 0 if self.drafting is None else self.drafting.most
+        most = max(slots, min(slots * (1 + drafts), MOST_VERIFIED))
+        return min(most, self.setup.max_num_batched_tokens)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the device must be told the token behind each chunk of a prompt."""
+        return self.drafting is not None and self.drafting.head is not None
 
     def dispatch(
         self,
@@ -208,14 +238,19 @@ class Runner:
         num_rows, num_words = len(plan.slots), -(-self.setup.spec.vocab_size // 32)
         if masks is None or is_masked is None:
             masks, is_masked = np.zeros((num_rows, num_words), np.int32), np.zeros(num_rows, np.bool_)
+        shape = key.shape
         with self._compilations_counted(), span("dispatch"):
-            buffer = batch.pack_masks(plan, key.shape.rows, self.geometry.num_slots, masks, is_masked)
-            leaves = list(self._state)
-            tokens, sampling, extras = (leaves[at] for at in (TOKENS_AT, SAMPLING_AT, EXTRAS_AT))
-            leaves[TOKENS_AT], joined = self.programs[key](tokens, sampling, extras, held.logits, buffer)
-            self._state = tuple(leaves)
+            packed = batch.pack_masks(plan, shape.sampled, self.geometry.num_slots, masks, is_masked, shape.drafts > 0)
+            if key.part == "finish":
+                program = self.programs[key]
+                self._state, joined = program(self._params, self._state, held.buffer, held.logits, packed)
+            else:
+                leaves = list(self._state)
+                tokens, sampling, extras = (leaves[at] for at in (TOKENS_AT, SAMPLING_AT, EXTRAS_AT))
+                leaves[TOKENS_AT], joined = self.programs[key](tokens, sampling, extras, held.logits, packed)
+                self._state = tuple(leaves)
             joined.copy_to_host_async()
-        return StepInFlight(joined, num_rows, self.num_logprobs, held.scores)
+        return StepInFlight(joined, plan, shape.drafts > 0, self.num_logprobs, held.scores)
 
     def _start(
         self,
@@ -250,8 +285,8 @@ class Runner:
         self.metrics.padded_tokens += shape.tokens
         self.metrics.computed_tokens += plan.num_tokens
         if len(way) > 1:
-            return HeldStep(plan, way[1], returned, scores)
-        return StepInFlight(returned, len(plan.slots), self.num_logprobs, scores)
+            return HeldStep(plan, way[1], buffer, returned, scores)
+        return StepInFlight(returned, plan, shape.drafts > 0, self.num_logprobs, scores)
 
     @contextmanager
     def _compilations_counted(self) -> Iterator[None]:
@@ -292,9 +327,13 @@ class Runner:
 
     def _load(self, config: EngineConfig, progress: bool) -> decoder.Params[jax.Array]:
         setup, options = self.setup, (config.quantization, self.setup.pooler)
-        if config.load_format == "dummy":
-            return weights.load_random(setup.spec, self._mesh, setup.dtype, config.seed % 2**32, *options)
-        return weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress, *options)
+        seed = config.seed % 2**32 if config.load_format == "dummy" else None
+        if seed is not None:
+            params = weights.load_random(setup.spec, self._mesh, setup.dtype, seed, *options)
+        else:
+            params = weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress, *options)
+        draft = draft_setup.load(setup.drafting, setup.draft, self._mesh, setup.dtype, progress, seed)
+        return replace(params, draft=draft)
 
     def _start_programs(self, plan: MemoryPlan, progress: bool) -> None:
         """Begin to compile the covering programs for a memory plan, while the weights are read."""
@@ -320,6 +359,7 @@ class Runner:
             pooler=setup.pooler,
             adapter=self._adapter_shapes,
             joins_adapters=setup.platform != "cpu",
+            drafting=self.drafting,
         )
         self.programs = self._list_programs()
         text = describe_memory(plan, setup, shards)
@@ -349,22 +389,25 @@ class Runner:
     def _describe_state(self) -> Any:
         """Describe the device's state."""
         setup = self.setup
-        return device_state.abstract(
-            setup.spec, self.geometry, setup.max_num_batched_tokens, self.extras, self._mesh, setup.dtype
-        )
+        sizes = self.geometry, setup.max_num_batched_tokens, self.extras
+        return device_state.abstract(setup.spec, *sizes, self._mesh, setup.dtype, self.drafting)
 
     def _list_programs(self) -> Programs:
         """List the programs that can run plans."""
         setup, geometry = self.setup, self.geometry
         sizes = setup.max_num_batched_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH
         most = self.limits.max_adapters
+        drafts = 0 if self.drafting is None else self.drafting.most
+        further: dict[str, Any] = {"max_adapters": most, "drafts": drafts > 0}
         if self._config.deterministic:
-            return Programs([], [batch.uniform_shape(*sizes)], self._lower, self.metrics, (), max_adapters=most)
+            return Programs([], [batch.uniform_shape(*sizes, drafts)], self._lower, self.metrics, (), **further)
         is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
         # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row, and
         # on a GPU it makes two kernels of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
         decode = batch.decode_shapes(geometry.num_slots, 1 if setup.platform == "cpu" and not is_narrow else 2)
-        return Programs(decode, batch.ragged_shapes(*sizes), self._lower, self.metrics, max_adapters=most)
+        ragged = batch.ragged_shapes(*sizes)
+        verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, drafts) if drafts else []
+        return Programs(decode, ragged, self._lower, self.metrics, verifying=verifying, **further)
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""
@@ -381,7 +424,8 @@ class Runner:
         """Return what a program needs on one device beside weights and state."""
         memory = self.programs[key].memory_analysis()
         own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        logits = 4 * key.shape.rows * self._num_columns // self._mesh.size if key.part == "sample" else 0
+        is_second = key.part in ("sample", "finish")
+        logits = 4 * key.shape.sampled * self._num_columns // self._mesh.size if is_second else 0
         return own + logits
 
     @property
@@ -423,20 +467,30 @@ class Runner:
             run = step.build(self._step_model, key.shape, key.variant)
         buffer = jax.ShapeDtypeStruct((batch.buffer_size(key.shape),), jnp.int32, sharding=everywhere)
         params, state = (tuple(jax.tree.leaves(tree)) for tree in (self._params_shapes, self._state_shapes))
+        if key.part == "finish" and key.variant is not None:
+            run = step.build_finish(self._step_model, key.shape, key.variant)
+            second = self._describe_second(key.shape.sampled)
+            return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(
+                params, state, buffer, *second
+            )
         adapters = (tuple(jax.tree.leaves(self._adapter_shapes)),) * key.shape.adapters
         return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(params, state, buffer, *adapters)
 
     def _lower_sample(self, rows: int, variant: Variant) -> jax.stages.Lowered:
         """Trace the second half of a step."""
-        spec, shapes, everywhere = self.setup.spec, self._state_shapes, sharding.replicated(self._mesh)
-        width = len(batch.MASK_COLUMNS) + -(-spec.vocab_size // 32)
-        buffer = jax.ShapeDtypeStruct((rows, width), jnp.int32, sharding=everywhere)
-        columns = jax.NamedSharding(self._mesh, jax.sharding.PartitionSpec(None, sharding.AXIS))
-        logits = jax.ShapeDtypeStruct((rows, self._num_columns), jnp.float32, sharding=columns)
+        shapes = self._state_shapes
         run = step.build_sample(self._step_model, rows, variant)
         return jax.jit(run, donate_argnums=(0,), compiler_options=self._options).lower(
-            shapes.tokens, shapes.sampling, shapes.extras, logits, buffer
+            shapes.tokens, shapes.sampling, shapes.extras, *self._describe_second(rows)
         )
+
+    def _describe_second(self, num_places: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Describe the logits and the masks that the second half of a step reads."""
+        width = len(batch.MASK_COLUMNS) + -(-self.setup.spec.vocab_size // 32)
+        masks = jax.ShapeDtypeStruct((num_places, width), jnp.int32, sharding=sharding.replicated(self._mesh))
+        columns = jax.NamedSharding(self._mesh, jax.sharding.PartitionSpec(None, sharding.AXIS))
+        logits = jax.ShapeDtypeStruct((num_places, self._num_columns), jnp.float32, sharding=columns)
+        return logits, masks
 
     def _patch(self, table: np.ndarray, history: np.ndarray | None) -> None:
         """Write block-table entries and tokens into the state before a step."""

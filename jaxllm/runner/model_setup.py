@@ -10,7 +10,7 @@ import importlib.metadata
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,14 @@ import pallas_kernels
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.model import lora, weights
+from jaxllm.model.decoder import Params
 from jaxllm.model.families import Family, read_spec
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.pooler_files import most_tokens, read_pooler
 from jaxllm.model.spec import Spec, heads_per_shard
-from jaxllm.runner import aot_manifest, device_state, memory_plan
+from jaxllm.runner import aot_manifest, device_state, draft_setup, memory_plan
+from jaxllm.runner.draft_setup import DraftFolder
+from jaxllm.runner.drafting import Drafting
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.sampling.logits_processors import processor_name
 from jaxllm.sampling.sampler import Extras
@@ -38,6 +41,7 @@ from pallas_kernels import Choice, Site
 OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample")  # of a step
 GPU_SHARE = 0.97  # of the remaining memory; the rest is for programs' code and for tuning later ones
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: other programs of a laptop need memory too
+TOKEN_COST = {True: 90, False: 4}  # on a CPU and on a GPU, see `Limits`; tests/benchmarks/verifying.py measures it
 CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in float32
 
 
@@ -57,6 +61,9 @@ class Setup:
     max_num_seqs: int
     max_num_batched_tokens: int
     kernels: Mapping[str, Choice]  # by operation
+    drafting: Drafting | None
+    draft: DraftFolder | None  # of a draft model or an EAGLE-3 head
+    token_cost: int  # see `Limits.token_cost`
     prepared: Mapping[str, Any]  # the manifest that `jaxllm compile` wrote, {} without one
 
 
@@ -146,6 +153,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             f"{family.architectures[0]}; leave it out.",
             "quantization",
         )
+    if config.speculative_config is not None and own_pooler is not None:
+        raise UserError("speculative_config is for models that generate; leave it out.", "speculative_config")
     if config.enable_lora:
         _check_adapters(spec, own_pooler is not None)
     is_cpu = platform == "cpu"
@@ -164,6 +173,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
                 "max_num_batched_tokens",
             )
         tokens = longest
+    how, draft = draft_setup.choose(config, spec, longest, lambda own: choose_kernels(config, own, devices[0], dtype))
     return Setup(
         folder=folder,
         spec=spec,
@@ -178,6 +188,9 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         max_num_seqs=slots,
         max_num_batched_tokens=tokens,
         kernels=choose_kernels(config, spec, devices[0], dtype),
+        drafting=how,
+        draft=draft,
+        token_cost=0 if config.deterministic else TOKEN_COST[is_cpu],
         prepared=recorded,
     )
 
@@ -248,8 +261,10 @@ def plan_memory(
     """
     spec = setup.spec
     longest = -(-setup.max_model_len // config.block_size)
+    head = None if setup.drafting is None else setup.drafting.head
+    num_aux = 0 if head is None else len(head.aux_layers)
     is_cpu = setup.platform == "cpu"
-    described = weights.abstract(spec, mesh, setup.dtype, config.quantization, setup.pooler)
+    described = describe_weights(config, setup, mesh)
     adapter = lora.abstract(spec, mesh, setup.dtype, config.max_lora_rank) if config.enable_lora else ()
     device = memory_plan.Device(
         free=free,
@@ -264,8 +279,8 @@ def plan_memory(
         temporaries=_guess(setup) if temporaries is None else temporaries,
         # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
         slots=4 * setup.max_num_seqs * (longest + setup.max_model_len + extras_of(config, spec).width)
-        + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize,
-        block=device_state.block_bytes(spec, config.block_size, setup.dtype, mesh.size) if spec.is_causal else 0,
+        + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize * (1 + num_aux),
+        block=_block_bytes(config, setup, mesh),
         block_size=config.block_size if spec.is_causal else setup.max_model_len,
         num_slots=setup.max_num_seqs,
         is_measured=temporaries is not None,
@@ -279,6 +294,21 @@ def plan_memory(
         prepared_blocks=setup.prepared.get("num_kv_blocks"),
     )
     return memory_plan.share_out(device, need, asked)
+
+
+def describe_weights(config: EngineConfig, setup: Setup, mesh: Mesh) -> Params[jax.ShapeDtypeStruct]:
+    """Describe all weights that a step reads: those of the model, and of what drafts for it."""
+    described = weights.abstract(setup.spec, mesh, setup.dtype, config.quantization, setup.pooler)
+    return replace(described, draft=draft_setup.abstract(setup.drafting, mesh, setup.dtype))
+
+
+def _block_bytes(config: EngineConfig, setup: Setup, mesh: Mesh) -> int:
+    """Return the bytes of a block on one device: of the model's cache, and of the one of what drafts for it."""
+    if not setup.spec.is_causal:
+        return 0
+    own = None if setup.drafting is None else setup.drafting.spec
+    specs = [setup.spec] if own is None else [setup.spec, own]
+    return sum(device_state.block_bytes(spec, config.block_size, setup.dtype, mesh.size) for spec in specs)
 
 
 def _bytes_on_one(described: Any) -> int:
@@ -318,6 +348,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "quantization": config.quantization,
         "adapters": [config.max_loras, config.max_lora_rank] if config.enable_lora else None,
         "deterministic": config.deterministic,
+        "speculative": repr(setup.drafting),
         "tensor_parallel_size": shards,
         "pools": setup.pooler is not None,
         "block_size": config.block_size,

@@ -25,6 +25,7 @@ from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import AXIS
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import batch, device_state, encoder_batch, step
+from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.compiled_programs import Key, ProgramTable, Way
 from jaxllm.runner.device_state import Geometry, Leaf
@@ -98,7 +99,7 @@ def _pool_chunks(
     table, slots, last = field["table"], field["token_slot"], field["row_last"]
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
     kv, positions = list(state.kv), field["token_position"]
-    attend = step.attention(model, shape, kv, tables, field, slots, positions)
+    attend = attention(model.spec, model.geometry, model.kernels, shape, kv, tables, field, slots, positions)
     context = decoder.Context(positions, attend, axis=AXIS)
     hidden = decoder.forward(model.spec, params, field["tokens"], context)  # [T, D]
     row_slot, sums = field["row_slot"], state.sums

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,21 @@ import numpy as np
 from jax import lax, named_scope
 from jax.sharding import Mesh, PartitionSpec
 
-import pallas_kernels
 from jaxllm.model import decoder, lora
-from jaxllm.model.decoder import Heads, Params
+from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import adapted_linear
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import AXIS
 from jaxllm.model.spec import Spec
-from jaxllm.runner import batch
+from jaxllm.runner import batch, draft_models, drafting
+from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState, Geometry
+from jaxllm.runner.drafting import Drafting, Places
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import Extras, Processor, Sampled, Variant
 from jaxllm.sampling.vocab_parallel import Vocabulary
+from jaxllm.scheduler.state import Plan
 from pallas_kernels import Choice
 
 if TYPE_CHECKING:
@@ -44,21 +46,12 @@ Leaves = tuple[jax.Array, ...]
 Adapter = lora.Adapter[jax.Array]
 MOST_LOGPROBS = 20  # likeliest tokens that a step reports; requests for more are scored from whole rows (scoring.py)
 
-# Code that layers and programs share is jitted by itself: here, in sampler.py and in model/. JAX then traces it once
-# for all calls with the same shapes, and a program's text holds it once; XLA inlines it before all else. Two programs
-# of the 0.5B shape, 24 layers, are traced in 1.1 s this way and in 4.3 s without; with experts in 1.4 and 4.9
-# (DECISIONS, 73).
-_write_kv = jax.jit(pallas_kernels.write_kv, static_argnames=("is_interleaved", "implementation"))
-_SETTINGS = ("scale", "window", "softcap", "value_size", "implementation")
-_paged_decode = jax.jit(pallas_kernels.paged_decode, static_argnames=_SETTINGS)
-_paged_prefill = jax.jit(pallas_kernels.paged_prefill, static_argnames=(*_SETTINGS, "tile"))
-
 
 @dataclass(frozen=True)
 class Result:
     """What a step sampled, on the host: a row for each row of its plan."""
 
-    tokens: np.ndarray  # int32[R]
+    tokens: np.ndarray  # int32[R]; int32[R, W] with `counts`
     is_finite: np.ndarray  # bool[R]
     logprob: np.ndarray | None = None  # float32[R]; this and what follows only where the variant computes it
     rank: np.ndarray | None = None  # int32[R]
@@ -67,6 +60,10 @@ class Result:
     reported: np.ndarray | None = None  # float32[R, MAX_REPORTED_TOKENS]
     scores: Sequence[Score] = ()  # of the positions that `Runner.dispatch` was given
     pooled: np.ndarray | None = None  # float32[R, W], of a model that pools, where no tokens are sampled
+    # Of a step that verified drafts. The arrays of log-probabilities have an entry for each token of it.
+    counts: np.ndarray | None = None  # int32[R]: tokens that a row sampled, drafts that were kept and one more
+    drafted: np.ndarray | None = None  # int32[R]: drafts that it verified
+    places: np.ndarray | None = None  # int[R]: of its first token in those arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +82,7 @@ class StepModel:
     pooler: Pooler | None = None  # of a model that pools
     adapter: lora.Adapter[jax.ShapeDtypeStruct] = ()  # each one, described; empty: there are none
     joins_adapters: bool = False  # see `adapted_linear`
+    drafting: Drafting | None = None  # of an engine that verifies drafts
 
 
 def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
@@ -97,8 +95,9 @@ def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tup
     def run(
         weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Adapter
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
-        following, sampled = _step(model, shape, variant, weights, state, buffer, adapters)
-        return following, join(sampled)
+        field = fields_of(batch.fields(shape), buffer)
+        following, logits, laid, aux = _forward(model, shape, variant is Variant.FULL, weights, state, field, adapters)
+        return _finish(model, shape, variant, weights, following, field, laid, aux, logits)
 
     return on_shards(model, run, program_name(shape, variant), PartitionSpec(), shape.adapters)
 
@@ -110,7 +109,9 @@ def build_forward(model: StepModel, shape: Shape) -> Callable[..., tuple[Leaves,
         weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Adapter
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
         field = fields_of(batch.fields(shape), buffer)
-        following, logits, _ = _forward(model, shape, True, weights, state, field, adapters)
+        following, logits, _, aux = _forward(model, shape, True, weights, state, field, adapters)
+        if aux and following.drafted is not None:
+            following = replace(following, drafted=draft_models.keep(following.drafted, aux))
         return following, logits
 
     return on_shards(model, run, program_name(shape, None), PartitionSpec(None, AXIS), shape.adapters)
@@ -122,16 +123,20 @@ def on_shards(
     name: str,
     result: PartitionSpec,
     num_adapters: int = 0,
+    further: Sequence[PartitionSpec] = (),
 ) -> Callable[..., tuple[Leaves, jax.Array]]:
-    """Return a function of trees as one of flat tuples over the mesh; `result` is how its second result is divided."""
+    """Return a function of trees as one of flat tuples over the mesh; `result` is how its second result is divided.
+
+    Behind the buffer it takes the leaves of adapters, or `further` arrays.
+    """
     params, state, adapter = model.params, model.state, model.adapter
     params_tree, state_tree, adapter_tree = map(jax.tree.structure, (params, state, adapter))
 
     def on_shard(
-        params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array, *adapters: Leaves
+        params_leaves: Leaves, state_leaves: Leaves, buffer: jax.Array, *behind: Any
     ) -> tuple[Leaves, jax.Array]:
         weights = jax.tree.unflatten(params_tree, params_leaves)
-        trees = (jax.tree.unflatten(adapter_tree, leaves) for leaves in adapters)
+        trees = behind if further else (jax.tree.unflatten(adapter_tree, leaves) for leaves in behind)
         following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer, *trees)
         return tuple(jax.tree.leaves(following)), returned
 
@@ -144,29 +149,26 @@ def on_shards(
     return jax.shard_map(
         on_shard,
         mesh=model.mesh,
-        in_specs=(params_specs, state_specs, PartitionSpec(), *(adapter_specs,) * num_adapters),
+        in_specs=(params_specs, state_specs, PartitionSpec(), *(adapter_specs,) * num_adapters, *further),
         out_specs=(state_specs, result),
         check_vma=False,  # kernels inside of shard_map declare no varying axes
     )
 
 
 def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return the second half: (tokens, sampling, extras, logits, buffer) -> (tokens, results).
+    """Return the second half: (tokens, sampling, extras, logits, masks) -> (tokens, results).
 
-    The first three are leaves of the state; the buffer is laid out by `batch.pack_masks`.
+    The first three are leaves of the state; the masks are laid out by `batch.pack_masks`.
     """
 
     def on_shard(
-        tokens: jax.Array, sampling: jax.Array, extras: jax.Array, logits: jax.Array, buffer: jax.Array
+        tokens: jax.Array, sampling: jax.Array, extras: jax.Array, logits: jax.Array, masks: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        place = {name: buffer[:, at] for at, name in enumerate(batch.MASK_COLUMNS)}
-        mask = buffer[:, len(batch.MASK_COLUMNS) :], place["is_masked"]
-        samples = place["samples"] > 0
-        position = place["row_position"]
-        tokens, sampled = _sample(
-            model, variant, tokens, sampling, extras, logits, place["row_slot"], position, samples, mask
-        )
-        return tokens, join(sampled)
+        place, mask = _read_masks(masks)
+        at = Places(place["row_slot"], place["row_position"], place["samples"] > 0)
+        ends = at.positions + 1
+        sampled = _sample(model, variant, tokens, sampling, extras, logits, at, ends, mask)
+        return _append(model, tokens, at, ends, sampled), join(sampled)
 
     on_shard.__name__ = f"sample_{num_rows}_{variant.value}"
     return jax.shard_map(
@@ -176,6 +178,36 @@ def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[
         out_specs=PartitionSpec(),
         check_vma=False,
     )
+
+
+def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
+    """Return the second half in an engine that drafts: (weights, state, buffer, logits, masks) -> (state, results).
+
+    The buffer is that of the first half.
+    """
+
+    def run(
+        weights: Params[jax.Array],
+        state: DeviceState[jax.Array],
+        buffer: jax.Array,
+        logits: jax.Array,
+        masks: jax.Array,
+    ) -> tuple[DeviceState[jax.Array], jax.Array]:
+        field = fields_of(batch.fields(shape), buffer)
+        laid = _lay_out(model, shape, state, field)
+        assert state.drafted is not None
+        aux = tuple(states[: shape.tokens] for states in state.drafted.aux)
+        return _finish(model, shape, variant, weights, state, field, laid, aux, logits, _read_masks(masks)[1])
+
+    return on_shards(model, run, f"finish_{program_name(shape, variant)}", PartitionSpec(), further=_OF_HALVES)
+
+
+_OF_HALVES = (PartitionSpec(None, AXIS), PartitionSpec())  # logits and masks
+
+
+def _read_masks(masks: jax.Array) -> tuple[dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
+    place = {name: masks[:, at] for at, name in enumerate(batch.MASK_COLUMNS)}
+    return place, (masks[:, len(batch.MASK_COLUMNS) :], place["is_masked"])
 
 
 def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str, str]:
@@ -213,12 +245,34 @@ def program_name(shape: Shape, variant: Variant | None, part: str = "forward") -
     if shape.bin_tokens:
         kind = f"encode_{shape.bin_tokens}"
     with_adapters = f"_adapters_{shape.adapters}" if shape.adapters else ""
+    if shape.drafts:
+        kind += f"_drafts_{shape.rows}"
     return f"{kind}_{shape.tokens}{with_adapters}_{part if variant is None else variant.value}"
 
 
 def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
     """Return how many of the likeliest tokens a step reports, where requests may ask for `max_logprobs`; -1: all."""
     return min(MOST_LOGPROBS if max_logprobs == -1 else max_logprobs, MOST_LOGPROBS, vocab_size)
+
+
+def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> Result:
+    """Take the results of a program that verifies drafts apart, an entry for each token of the plan."""
+    joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
+    result = read(joined, plan.num_tokens, num_logprobs)
+    if not plan.num_drafts:  # a chunk's token comes behind its last
+        last = np.cumsum(plan.lengths) - 1
+        arrays = {own.name: getattr(result, own.name) for own in fields(result)}
+        return replace(result, **{name: each[last] for name, each in arrays.items() if isinstance(each, np.ndarray)})
+    places = np.cumsum(plan.lengths) - plan.lengths
+    following = places[:, None] + np.arange(plan.lengths.max())
+    return replace(
+        result,
+        tokens=result.tokens[np.minimum(following, plan.num_tokens - 1)],
+        is_finite=result.is_finite[places],
+        counts=counts[places],
+        drafted=drafted[places],
+        places=places,
+    )
 
 
 def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> Result:
@@ -267,20 +321,46 @@ def fields_of(table: Mapping[str, tuple[int, tuple[int, ...]]], buffer: jax.Arra
     }
 
 
-def _step(
-    model: StepModel,
-    shape: Shape,
-    variant: Variant,
-    params: Params[jax.Array],
-    state: DeviceState[jax.Array],
-    buffer: jax.Array,
-    adapters: Sequence[Adapter],
-) -> tuple[DeviceState[jax.Array], Sampled]:
-    field = fields_of(batch.fields(shape), buffer)
-    following, logits, samples = _forward(model, shape, variant is Variant.FULL, params, state, field, adapters)
-    slots = following.tokens, following.sampling, following.extras
-    tokens, sampled = _sample(model, variant, *slots, logits, field["row_slot"], field["row_position"], samples)
-    return replace(following, tokens=tokens), sampled
+class Laid(NamedTuple):
+    """A batch as the device sees it."""
+
+    slots: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T]
+    tokens: jax.Array  # i32[T]
+    known: jax.Array  # i32[S, M * P]: the tokens of slots, with these
+    sampling: jax.Array  # i32[S, F], with those of rows that came with the batch
+    last: jax.Array  # i32[R]: the token behind which each place samples
+    at: Places
+
+
+def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], field: Mapping[str, jax.Array]) -> Laid:
+    """Find out which tokens a batch computes, and where."""
+    known, rows, drafted, offsets = state.tokens, state.sampling, state.drafted, field.get("row_offset")
+    row_slot = field["row_slot"]
+    if shape.is_decode:
+        slots, positions = row_slot, field["row_position"]
+        if drafted is not None:
+            positions = drafting.begin(drafted, slots, offsets)
+        tokens = known.at[slots, positions].get(mode="clip")
+        if drafted is not None and offsets is not None:
+            tokens = drafting.with_drafts(drafted, tokens, slots, offsets)
+            known = known.at[slots, positions].set(tokens, mode="drop")
+        last, samples = jnp.arange(shape.sampled), row_slot < model.geometry.num_slots
+    else:
+        slots, positions = field["token_slot"], field["token_position"]
+        is_on_device = jnp.arange(shape.tokens) < field["num_decodes"]
+        if drafted is not None:
+            positions = jnp.where(is_on_device, drafting.begin(drafted, slots, offsets), positions)
+        tokens = jnp.where(is_on_device, known.at[slots, positions].get(mode="clip"), field["tokens"])
+        if drafted is not None and offsets is not None:
+            tokens = drafting.with_drafts(drafted, tokens, slots, offsets)
+        known = known.at[slots, positions].set(tokens, mode="drop")
+        rows = rows.at[row_slot].set(field["sampling"], mode="drop")
+        last, samples = field["row_last"], field["row_samples"] > 0
+    ends = field["row_position"] if drafted is None else positions.at[last].get(mode="clip")
+    return Laid(
+        slots, positions, tokens, known, rows, last, Places(row_slot, ends, samples, offsets, field.get("row_drafts"))
+    )
 
 
 def _forward(
@@ -291,37 +371,83 @@ def _forward(
     state: DeviceState[jax.Array],
     field: Mapping[str, jax.Array],
     adapters: Sequence[Adapter],
-) -> tuple[DeviceState[jax.Array], jax.Array, jax.Array]:
-    """Compute a batch's tokens: the state behind it, each row's logits, f32[R, Vx], and which rows are sampled."""
-    spec, geometry = model.spec, model.geometry
-    row_slot, table = field["row_slot"], field["table"]
-    tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
-    rows, known = state.sampling, state.tokens
-    if shape.is_decode:
-        slots, positions = row_slot, field["row_position"]
-        tokens = known.at[slots, positions].get(mode="clip")
-        last, samples = jnp.arange(shape.rows), row_slot < geometry.num_slots
-    else:
-        slots, positions = field["token_slot"], field["token_position"]
-        is_on_device = jnp.arange(shape.tokens) < field["num_decodes"]
-        tokens = jnp.where(is_on_device, known.at[slots, positions].get(mode="clip"), field["tokens"])
-        known = known.at[slots, positions].set(tokens, mode="drop")
-        rows = rows.at[row_slot].set(field["sampling"], mode="drop")
-        last, samples = field["row_last"], field["row_samples"] > 0
+) -> tuple[DeviceState[jax.Array], jax.Array, Laid, Leaves]:
+    """Compute a batch's tokens: the state behind it, logits, f32[R, Vx], and what drafting reads of it.
 
+    That is the batch as it was laid out, and hidden states of some layers, if an EAGLE-3 head drafts.
+    """
+    spec, table = model.spec, field["table"]
+    tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
+    laid = _lay_out(model, shape, state, field)
     kv = list(state.kv)
-    attend = attention(model, shape, kv, tables, field, slots, positions)
-    context = decoder.Context(positions, attend, axis=AXIS)
+    attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
+    context = decoder.Context(laid.positions, attend, axis=AXIS)
     if adapters:
         linear = adapted_linear(adapters, field["token_adapter"], model.joins_adapters)
         context = replace(context, linear=linear)
-    hidden = decoder.forward(spec, params, tokens, context)  # [T, D]
+    aux: Leaves = ()
+    if model.drafting is not None and model.drafting.head is not None:
+        layers = model.drafting.head.aux_layers
+        hidden, aux = decoder.forward_with_aux(spec, params, laid.tokens, context, layers)
+    else:
+        hidden = decoder.forward(spec, params, laid.tokens, context)  # [T, D]
     kept = state.hidden
     if keeps_hidden:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
-    logits = decoder.head(spec, params, hidden.at[last].get(mode="clip"))  # [R, Vx]
-    following = DeviceState(kv=tuple(kv), tables=tables, tokens=known, sampling=rows, extras=state.extras, hidden=kept)
-    return following, logits, samples
+    logits = _logits(model, shape, params, hidden.at[laid.last].get(mode="clip"))  # [R, Vx]
+    following = replace(state, kv=tuple(kv), tables=tables, tokens=laid.known, sampling=laid.sampling, hidden=kept)
+    return following, logits, laid, aux
+
+
+def _logits(model: StepModel, shape: Shape, params: Params[jax.Array], hidden: jax.Array) -> jax.Array:
+    """Return the logits of a step's places, f32[R, Vx].
+
+    The one program of deterministic mode multiplies as many rows at once as it does without drafts: the bits of a
+    product depend on that.
+    """
+    if shape.is_decode or not shape.drafts:
+        return decoder.head(model.spec, params, hidden)
+    pieces = [
+        decoder.head(model.spec, params, jnp.resize(hidden[start : start + shape.rows], (shape.rows, hidden.shape[1])))
+        for start in range(0, len(hidden), shape.rows)
+    ]
+    return jnp.concatenate(pieces)[: len(hidden)]
+
+
+def _finish(
+    model: StepModel,
+    shape: Shape,
+    variant: Variant,
+    params: Params[jax.Array],
+    state: DeviceState[jax.Array],
+    field: Mapping[str, jax.Array],
+    laid: Laid,
+    aux: Leaves,
+    logits: jax.Array,
+    mask: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[DeviceState[jax.Array], jax.Array]:
+    """Sample behind a batch's places, and draft for the next step; the state behind it, and results for the host."""
+    at, ends, drafted = laid.at, laid.at.positions + 1, state.drafted
+    sampled = _sample(model, variant, state.tokens, state.sampling, state.extras, logits, at, ends, mask)
+    if drafted is None or model.drafting is None:
+        return replace(state, tokens=_append(model, state.tokens, at, ends, sampled)), join(sampled)
+    with named_scope("verification"):
+        counts, had = drafting.count(drafted, at, sampled)
+        tokens, drafted = drafting.take_in(drafted, state.tokens, at, sampled, counts)
+    joined = join(sampled)
+    if shape.drafts:
+        joined = jnp.concatenate([joined, counts[:, None], had[:, None]], axis=1)
+    state = replace(state, tokens=tokens, drafted=drafted)
+    with named_scope("drafting"):
+        batch_of = draft_models.Batch(shape, field, laid.slots, laid.positions, laid.tokens, at, counts, aux)
+        return replace(state, drafted=draft_models.draft(model, params, state, batch_of)), joined
+
+
+def _append(model: StepModel, tokens: jax.Array, at: Places, ends: jax.Array, sampled: Sampled) -> jax.Array:
+    """Write each place's token into its slot's tokens, int32[S, M * P], at `ends`, where it is wanted."""
+    with named_scope("sampling"):
+        slots = jnp.where(at.samples, at.slots, model.geometry.num_slots)
+        return tokens.at[slots, ends].set(sampled.tokens, mode="drop")
 
 
 def _sample(
@@ -331,21 +457,18 @@ def _sample(
     sampling: jax.Array,
     extras: jax.Array,
     logits: jax.Array,
-    row_slot: jax.Array,
-    row_position: jax.Array,
-    samples: jax.Array,
+    at: Places,
+    ends: jax.Array,
     mask: tuple[jax.Array, jax.Array] | None = None,
-) -> tuple[jax.Array, Sampled]:
-    """Choose each row's next token, and write it into its slot's tokens, int32[S, M * P], where `samples` says so."""
+) -> Sampled:
+    """Choose the next token of each place, for position `ends`."""
     with named_scope("sampling"):
-        ends = row_position + 1
-        here = sampler.unpack_rows(sampling.at[row_slot].get(mode="clip"))
+        here = sampler.unpack_rows(sampling.at[at.slots].get(mode="clip"))
         history, own = None, None
         if variant is Variant.FULL:
-            history = tokens.at[row_slot].get(mode="clip")
-            own = model.extras.unpack(extras.at[row_slot].get(mode="clip"))
-        vocabulary = Vocabulary(model.spec.vocab_size, AXIS)
-        sampled = sampler.sample(
+            history = tokens.at[at.slots].get(mode="clip")
+            own = model.extras.unpack(extras.at[at.slots].get(mode="clip"))
+        return sampler.sample(
             logits,
             here,
             ends,
@@ -353,88 +476,11 @@ def _sample(
             own,
             variant,
             model.num_logprobs,
-            vocabulary,
+            Vocabulary(model.spec.vocab_size, AXIS),
             model.processors,
             model.kernels["sample"],
             mask,
         )
-        slots = jnp.where(samples, row_slot, model.geometry.num_slots)
-        return tokens.at[slots, ends].set(sampled.tokens, mode="drop"), sampled
-
-
-def attention(
-    model: StepModel,
-    shape: Shape,
-    kv: list[tuple[jax.Array, jax.Array | None]],
-    tables: jax.Array,
-    field: Mapping[str, jax.Array],
-    slots: jax.Array,
-    positions: jax.Array,
-) -> decoder.Attend:
-    """Return the function that stores a layer's keys and values in `kv`, then attends over the cache."""
-    spec, geometry, kernels = model.spec, model.geometry, model.kernels
-    size = geometry.block_size
-    # Padding must not be stored; its places are all different because the scatter is promised unique ones.
-    nowhere = geometry.num_blocks + jnp.arange(shape.tokens)
-    stored_in = tables.at[slots, positions // size].get(mode="clip")
-    is_real = slots < geometry.num_slots
-    stored_in = jnp.where(is_real, stored_in, nowhere)
-    offsets = positions % size
-    # Those that attend by themselves: all tokens, or the first R, of which the decode rows do.
-    alone = slice(None) if not shape.tiles else slice(shape.rows)
-    alone_tables = tables.at[slots[alone]].get(mode="clip")  # [T or R, M]
-    lengths = jnp.where(is_real, positions + 1, 0)
-    if shape.tiles:
-        lengths = jnp.where(jnp.arange(shape.rows) < field["num_decodes"], lengths[alone], 0)
-        tile_tables = tables.at[field["tile_slot"]].get(mode="clip")  # [Y, M]
-
-    def attend(layer: int, heads: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
-        with named_scope("cache_write"):
-            written = _write_kv(
-                heads.qkv,
-                *kv[layer],
-                stored_in,
-                offsets,
-                turn=heads.turn,
-                is_interleaved=heads.is_interleaved,
-                implementation=kernels["write_kv"],
-            )
-        q, keys, values = written.q, written.k_cache, written.v_cache
-        kv[layer] = keys, values
-        options: dict[str, Any] = {
-            "scale": spec.attention_scale,
-            "window": window,
-            "softcap": spec.attention_softcap,
-            "sinks": sinks,
-            "value_size": spec.latent.rank if spec.latent else None,
-        }
-        with named_scope("attend"):
-            decoded = _paged_decode(
-                q[alone],
-                keys,
-                values,
-                alone_tables,
-                lengths,
-                implementation=kernels["paged_decode"],
-                **options,
-            )
-            if not shape.tiles:
-                return decoded
-            chunks = _paged_prefill(
-                q,
-                keys,
-                values,
-                tile_tables,
-                field["tile_start"],
-                field["tile_length"],
-                field["tile_position"],
-                tile=batch.TILE,
-                implementation=kernels["paged_prefill"],
-                **options,
-            )
-            return chunks.at[: shape.rows].add(decoded)  # what one of them does not cover, it leaves zero
-
-    return attend
 
 
 def join(sampled: Sampled) -> jax.Array:

@@ -38,6 +38,7 @@ class Recorder(Protocol):
         tokens: np.ndarray,
         is_finite: np.ndarray | None,
         counts: np.ndarray | None,
+        sampled: np.ndarray | None,
         events: Events,
     ) -> None:
         """A step's tokens were taken in."""
@@ -91,9 +92,10 @@ class RecordedScheduler:
         tokens: np.ndarray,
         is_finite: np.ndarray | None = None,
         counts: np.ndarray | None = None,
+        sampled: np.ndarray | None = None,
     ) -> Events:
         """Take in what a step yielded, and append it to the requests' tokens."""
-        self.state, events = scheduler.commit(self.state, self.limits, plan, tokens, is_finite, counts)
+        self.state, events = scheduler.commit(self.state, self.limits, plan, tokens, is_finite, counts, sampled)
         requests = self.requests
         if counts is None and len(events.tokens) == len(events.ids):
             for request_id, token in zip(events.ids.tolist(), events.tokens.tolist(), strict=True):
@@ -105,7 +107,7 @@ class RecordedScheduler:
         for request_id in (*events.finished, *events.failed):
             del requests[request_id]
         if self._recorder is not None:
-            self._recorder.committed(plan, tokens, is_finite, counts, events)
+            self._recorder.committed(plan, tokens, is_finite, counts, sampled, events)
         return events
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:

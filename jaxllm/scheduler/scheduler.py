@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.errors import ContextLengthError
 from jaxllm.outputs import FinishReason
-from jaxllm.scheduler import block_pool
+from jaxllm.scheduler import block_pool, drafting
 from jaxllm.scheduler.adapter_places import AdapterPlaces, idle_first
 from jaxllm.scheduler.state import Admission, Events, Limits, Plan, Request, Running, State, StateEditor, Waiting
 
@@ -111,6 +111,10 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         lengths = np.concatenate([lengths, chunks[:, 2]])
         samples = np.concatenate([samples, reaches_end])
         turns = editor.slots.turn[row_slots]
+    num_drafts = 0
+    if limits.max_drafts:
+        may_draft = not rows and bool(editor.slots.may_draft[row_slots].all())
+        num_drafts, lengths = _verify(editor, limits, row_slots, lengths, table, may_draft)
     editor.num_planned += 1
     state = editor.done()
     return state, Plan(
@@ -127,6 +131,9 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         preempted=preempted,
         number=state.num_planned,
         adapters=state.adapters,
+        num_drafts=num_drafts,
+        proposes=bool(limits.max_drafts and state.slots.has_drafts[row_slots].any()),
+        capacity=state.slots.capacity[row_slots] if limits.max_drafts else None,
     )
 
 
@@ -137,12 +144,14 @@ def commit(
     tokens: np.ndarray,
     is_finite: np.ndarray | None = None,
     counts: np.ndarray | None = None,
+    sampled: np.ndarray | None = None,
 ) -> tuple[State, Events]:
     """Take in what a step yielded: a token for each row of its plan, int32[R]; rows that sample nothing are ignored.
 
-    With `counts`, int32[R], tokens are int32[R, W], of which a row yields so many: the one that it sampled, and behind
-    it those that must follow, which the next plans compute like a prompt's. They are cut at the first stop token and at
-    the request's limit, so a request whose limit is its prompt yields none and ends.
+    With `counts`, int32[R], tokens are int32[R, W], of which a row yields so many: those that it sampled, `sampled` of
+    them, int32[R] (None: one of each), and behind them those that must follow, which the next plans compute like a
+    prompt's. They are cut at the first stop token and at the request's limit, so a request whose limit is its prompt
+    yields none and ends.
     A result whose request has gone, was preempted or got further tokens since is dropped: the request samples that
     token again, and gets the same one because randomness depends on its seed and position only. A row whose logits were
     not finite ends its request.
@@ -155,24 +164,27 @@ def commit(
         failed_slots = step.slots[live & ~is_finite].tolist()
         live &= is_finite
     rows = live.nonzero()[0]
-    row_slots, turns, sampled = step.slots, step.turns, tokens
+    row_slots, turns, yielded = step.slots, step.turns, tokens
     if len(rows) < len(row_slots):
-        row_slots, turns, sampled = row_slots[rows], turns[rows], sampled[rows]
+        row_slots, turns, yielded = row_slots[rows], turns[rows], yielded[rows]
     limit, known = slots.limit[row_slots], slots.known[row_slots] + 1
     ended = known >= limit
     if counts is None and not (ended.any() and (known > limit).any()):  # nearly always: one token of each
         num_new, _ = _ones(len(rows))
-        stopped = _stops(editor, row_slots, sampled)
+        stopped = _stops(editor, row_slots, yielded)
         ended |= stopped
     else:
         wanted = np.minimum(limit - known + 1, 1 if counts is None else counts[rows])
-        num_new, stopped, sampled = _cut(editor, row_slots, sampled if sampled.ndim == 2 else sampled[:, None], wanted)
+        num_new, stopped, yielded = _cut(editor, row_slots, yielded if yielded.ndim == 2 else yielded[:, None], wanted)
         known += num_new - 1
         ended = stopped | (known >= limit)
     editor.own_slots.known[row_slots] = known
     editor.own_slots.done[row_slots] = turns
+    on_device = _ones(len(rows))[0] if sampled is None else sampled[rows]
+    if step.num_drafts:
+        drafting.settle(editor, row_slots, step.lengths[rows] - 1, on_device)
     if counts is not None:
-        _give(editor, row_slots[(num_new > 1) & ~ended])
+        _give(editor, row_slots[(num_new > on_device) & ~ended])
 
     ids = slots.ids[row_slots]
     finished: dict[int, FinishReason] = {}
@@ -184,7 +196,7 @@ def commit(
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
         _vacate(editor, limits, failed_slots, may_publish=False)
         _vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())
-    return editor.done(), Events(rows=rows, ids=ids, counts=num_new, tokens=sampled, finished=finished, failed=failed)
+    return editor.done(), Events(rows=rows, ids=ids, counts=num_new, tokens=yielded, finished=finished, failed=failed)
 
 
 def is_live(state: State, step: Plan) -> np.ndarray:
@@ -245,24 +257,54 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
             return tuple(preempted)
         counts = -(-(slots.length[growing] - slots.capacity[growing]) // limits.block_size)
         if counts.sum() <= editor.pool.num_available:
-            break
+            _hand_out(editor, limits, growing, counts, table)
+            return tuple(preempted)
         # Who has its last token in flight will give its blocks back in any case.
         ending = (slots.length >= slots.limit) & (slots.issued >= slots.given)
         victim = max((editor.slots.epochs * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
         preempted.append(editor.owner(victim).request.sequence_id)
         _requeue(editor, limits, victim)
         _vacate(editor, limits, [victim])
+
+
+def _hand_out(
+    editor: StateEditor, limits: Limits, slots: np.ndarray, counts: np.ndarray, table: list[np.ndarray]
+) -> None:
+    """Give each of `slots` so many blocks more, of those available; add them to `table`."""
     taken = editor.pool.take(int(counts.sum()))
-    index = editor.slots.capacity[growing] // limits.block_size
-    editor.own_slots.capacity[growing] += counts * limits.block_size
-    if len(taken) > len(growing):
+    index = editor.slots.capacity[slots] // limits.block_size
+    editor.own_slots.capacity[slots] += counts * limits.block_size
+    if len(taken) > len(slots):
         index = np.repeat(index, counts) + np.arange(len(taken)) - np.repeat(np.cumsum(counts) - counts, counts)
-        growing = np.repeat(growing, counts)
+        slots = np.repeat(slots, counts)
     tables = editor.tables
-    for slot, block in zip(growing.tolist(), taken.tolist(), strict=True):
+    for slot, block in zip(slots.tolist(), taken.tolist(), strict=True):
         tables[slot] += (block,)
-    table.append(np.array((growing, index, taken), np.int32).T)
-    return tuple(preempted)
+    table.append(np.array((slots, index, taken), np.int32).T)
+
+
+def _verify(
+    editor: StateEditor,
+    limits: Limits,
+    row_slots: np.ndarray,
+    lengths: np.ndarray,
+    table: list[np.ndarray],
+    may_draft: bool,
+) -> tuple[int, np.ndarray]:
+    """Add drafts to the rows of a plan: how many, and the rows' lengths with them.
+
+    Beside chunks of prompts nothing is verified, or drafted: such steps come while many requests run, and then drafts
+    pay least. Nor beside a row that may have no drafts, as one that waits for the masks of its grammar.
+    """
+    if not may_draft:
+        if editor.slots.has_drafts[row_slots].any():
+            editor.own_slots.has_drafts[row_slots] = False
+        return 0, lengths
+    drafts, blocks = drafting.issue(editor, limits, row_slots)
+    growing = blocks.nonzero()[0]
+    if len(growing):
+        _hand_out(editor, limits, row_slots[growing], blocks[growing], table)
+    return int(drafts.sum()), lengths + drafts
 
 
 def _continue_prompts(
@@ -367,6 +409,8 @@ def _occupy(
     own.capacity[slot] = len(owned) * limits.block_size
     own.stop_id[slot] = request.stop_ids[0] if request.stop_ids else NO_TOKEN
     own.has_more_stops[slot] = len(request.stop_ids) > 1
+    if limits.max_drafts:
+        drafting.begin(editor, slot, request.may_draft)
 
 
 def _requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
@@ -406,7 +450,7 @@ def _vacate(
     # A free slot has limit and length 0, so that no column test takes it for one with work to do.
     own = editor.own_slots
     columns = own.epochs, own.given, own.issued, own.length, own.known, own.turn, own.done, own.limit, own.capacity
-    for column in columns:
+    for column in (*columns, *drafting.columns(editor)) if limits.max_drafts else columns:
         column[list(slots)] = 0
 
 

@@ -6,6 +6,7 @@ frozen dataclass. A `State` never changes; a `StateEditor` lives inside one call
 
 Letters: S slots, R rows of a plan, U block-table entries. "Issued" tokens are those whose keys and
 values are in the cache once the steps planned so far have run; "known" tokens are those whose value the host has.
+While a step that verifies drafts is in flight, `issued` and `length` are what they are if all drafts are kept.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class Limits:
     records_blocks: bool = False  # whether states carry `block_events`
     whole_prompts: bool = False  # no prompt is computed in chunks; `max_step_tokens` holds the longest
     max_adapters: int = 0  # distinct ones of the requests that run, and resident on the device
+    max_drafts: int = 0  # drafted tokens that a row verifies, K; 0: nothing is drafted
+    max_verified: int = 0  # tokens of a step that verifies drafts
+    token_cost: int = 0  # time that one more token takes in a decode step, in thousandths of the step's fixed time
+    draft_cost: int = 0  # … that drafting one token takes
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -49,6 +54,7 @@ class Request:
     priority: int = 0  # lower goes first
     root: bytes | None = b""  # blocks are shared only between requests of equal root; None shares nothing
     adapter: int = 0  # number of the adapter that it is computed with, 0 for none
+    may_draft: bool = True  # whether steps that it is in may verify drafts, where there are any
     reads_cache: bool = True  # whether cached blocks stand in for its tokens; its own blocks are cached in any case
     name: str = ""  # for logs and recordings
 
@@ -97,6 +103,10 @@ class Slots(NamedTuple):
     capacity: np.ndarray  # int32[S]: tokens that its blocks hold
     stop_id: np.ndarray  # int32[S]: its usual stop token, the vocabulary's size or more where there is none
     has_more_stops: np.ndarray  # bool[S]: whether further stop tokens must be looked at
+    may_draft: np.ndarray  # bool[S]: whether its rows may verify drafts; this and what follows: see drafting.py
+    has_drafts: np.ndarray  # bool[S]: whether the device has drafts for it once all planned steps have run
+    tried: np.ndarray  # int32[S]: its last drafts that were compared …
+    kept: np.ndarray  # int32[S]: … and those that were equal to the token sampled
 
 
 class Stored(NamedTuple):
@@ -154,7 +164,11 @@ class Admission:
 
 
 class Plan(NamedTuple):
-    """What one step computes. Decode rows (one token, sampled on the device before) come first, then prompt chunks."""
+    """What one step computes. Decode rows come first, then prompt chunks.
+
+    A decode row has one token, sampled on the device before, and drafts behind it if there are no chunks. Only the
+    device knows where such a row begins if drafts before it are not counted yet: `starts` is where it begins at most.
+    """
 
     now: float  # the time that `plan` was given
     num_decodes: int
@@ -169,12 +183,15 @@ class Plan(NamedTuple):
     preempted: tuple[int, ...] = ()  # ids
     number: int = 0  # counts plans
     adapters: tuple[int, ...] = ()  # resident in this step; the object of the plan before if nothing changed
+    num_drafts: int = 0  # of all rows
+    proposes: bool = False  # whether the device drafts behind each row for the next step
+    capacity: np.ndarray | None = None  # int32[R]: tokens that the row's blocks hold; of an engine that drafts
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         num_rows = len(self.slots)
-        return num_rows if num_rows == self.num_decodes else int(self.lengths.sum())
+        return num_rows + self.num_drafts if num_rows == self.num_decodes else int(self.lengths.sum())
 
 
 class Events(NamedTuple):
@@ -210,6 +227,10 @@ def initial(limits: Limits) -> State:
         capacity=zeros(num_slots),
         stop_id=zeros(num_slots),
         has_more_stops=zeros(num_slots, dtype=np.bool_),
+        may_draft=zeros(num_slots, dtype=np.bool_),
+        has_drafts=zeros(num_slots, dtype=np.bool_),
+        tried=zeros(num_slots),
+        kept=zeros(num_slots),
     )
     return State(
         waiting=(),

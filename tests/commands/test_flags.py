@@ -29,6 +29,7 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         "--allowed-token-ids": "5", "--bad-words": "w", "--logits-processors": "module:function",
         "--max-loras": "3", "--max-lora-rank": "8", "--max-cpu-loras": "5",
         "--kernels": "sample=xla", "--runner": "pooling", "--pooler-config": '{"pooling_type": "MEAN"}',
+        "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4}',
     }  # fmt: skip
     switches = [
         "--no-enable-prefix-caching", "--no-async-scheduling", "--enable-kv-cache-events", "--deterministic",
@@ -46,6 +47,7 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         compilation_cache_dir="c", logits_processors=("module:function",), kernels=("sample=xla",),
         enable_lora=True, max_loras=3, max_lora_rank=8, max_cpu_loras=5,
         skip_tokenizer_init=True, runner="pooling", pooler_config={"pooling_type": "MEAN"},
+        speculative_config={"method": "ngram", "num_speculative_tokens": 4},
     )  # fmt: skip
     assert seen_params() == [
         SamplingParams(

@@ -89,11 +89,11 @@ class Answer:
             told.finish_reason, told.stop_reason, told.seed = part.finish_reason, part.stop_reason, part.seed
 
 
-def random_values(random: np.random.Generator) -> dict[str, Any]:
+def random_values(random: np.random.Generator, vocabulary: int = VOCABULARY) -> dict[str, Any]:
     """Return a value for every parameter, of which some will be used."""
 
     def ids(most: int) -> list[int]:
-        return random.integers(3, VOCABULARY, random.integers(1, most + 1)).tolist()
+        return random.integers(3, vocabulary, random.integers(1, most + 1)).tolist()
 
     def words(most: int) -> list[str]:
         return random.choice(WORDS, random.integers(1, most + 1)).tolist()
@@ -123,7 +123,10 @@ def random_values(random: np.random.Generator) -> dict[str, Any]:
         "logit_bias": {token: float(random.uniform(-5, 5)) for token in ids(30)},
         "allowed_token_ids": ids(60),
         "bad_words": words(5),
-        "extra_args": {"scale": float(random.uniform(0.5, 2)), "ban_above": [int(random.integers(300, 512))]},
+        "extra_args": {
+            "scale": float(random.uniform(0.5, 2)),
+            "ban_above": [int(random.integers(3 * vocabulary // 5, vocabulary))],
+        },
         "repetition_detection": {"max_pattern_size": longest, "min_count": int(random.integers(2, 4))},
         "truncate_prompt_tokens": int(random.integers(1, 30)),
         "skip_reading_prefix_cache": bool(random.integers(2)),
@@ -132,9 +135,9 @@ def random_values(random: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def combination(number: int) -> SamplingParams:
+def combination(number: int, vocabulary: int = VOCABULARY) -> SamplingParams:
     random = np.random.default_rng(number)
-    values = random_values(random)
+    values = random_values(random, vocabulary)
     used = {name: value for name, value in values.items() if random.random() < SHARE}
     used.setdefault("seed", number)  # else the engine draws one
     used.setdefault("max_tokens", 8)

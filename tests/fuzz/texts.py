@@ -97,7 +97,7 @@ def check_sample(kind: str, prompt: Sequence[int], output: Sequence[int], given:
     deltas, end = [], None
     for number, token in enumerate(output, 1):
         sample.tokens.append(token)
-        end = sample.advance(tokenizer, 1, "length" if number == len(output) else None)
+        _, end = sample.advance(tokenizer, 1, "length" if number == len(output) else None)
         if number % 3 == 0 and end is None:
             sample.read(tokenizer)  # as when an output is shown between
         shown = sample.show(is_delta=True)

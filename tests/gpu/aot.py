@@ -25,9 +25,10 @@ import pallas_kernels
 from jaxllm.model import lora, sharding, weights
 from jaxllm.model.families import read_spec
 from jaxllm.model.spec import Spec, heads_per_shard
-from jaxllm.runner import batch, device_state, step
+from jaxllm.runner import batch, device_state, draft_setup, step
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import Geometry
+from jaxllm.runner.drafting import Drafting
 from jaxllm.runner.model_setup import OPERATIONS
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from pallas_kernels import Choice, Site
@@ -112,20 +113,27 @@ def compile_step(
     flags: Mapping[str, Any] | None = None,
     is_deterministic: bool = False,
     adapters: int = 0,
+    drafting: Drafting | None = None,
 ) -> Program:
-    """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model that config.json describes."""
+    """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model that config.json describes.
+
+    With `drafting` each row verifies as many drafts as there can be, and drafts as many.
+    """
     spec, _ = read_spec(dict(config))
     slots = 64
     geometry = Geometry(num_slots=slots, num_blocks=8192, block_size=16, max_model_len=context)
     if is_deterministic:
         shapes = [batch.uniform_shape(tokens, slots, geometry.block_size, ROW_WIDTH)]
+    elif rows and drafting is not None:
+        tokens = rows * (1 + drafting.most)
+        shapes = [one for one in batch.verifying_shapes(tokens, slots, drafting.most) if one.rows == rows]
     elif rows:
         shapes = batch.decode_shapes(slots, 2)
     else:
         shapes = batch.ragged_shapes(8192, slots, geometry.block_size, ROW_WIDTH)
-    (shape,) = (replace(one, adapters=adapters) for one in shapes if one.tokens == (rows or tokens))
+    (shape,) = (replace(one, adapters=adapters) for one in shapes if one.tokens == (tokens or rows))
     options = {**step.compiler_options("gpu", is_deterministic), **({} if is_deterministic else FIXED), **(flags or {})}
-    return compile_shape(spec, geometry, shape, devices, variant, dtype, kernels, donates, options)
+    return compile_shape(spec, geometry, shape, devices, variant, dtype, kernels, donates, options, drafting)
 
 
 def compile_shape(
@@ -138,12 +146,13 @@ def compile_shape(
     kernels: Mapping[str, str] | None,
     donates: bool,
     options: Mapping[str, Any],
+    drafting: Drafting | None = None,
 ) -> Program:
     """Compile one program."""
     over = mesh(devices)
-    params = weights.abstract(spec, over, dtype)
+    params = replace(weights.abstract(spec, over, dtype), draft=draft_setup.abstract(drafting, over, jnp.dtype(dtype)))
     extras = Extras(spec.vocab_size)
-    state = device_state.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype))
+    state = device_state.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype), drafting)
     chosen = kernels_of(spec, devices, dtype, kernels)
     adapter = lora.abstract(spec, over, dtype, RANK) if shape.adapters else ()
     model = step.StepModel(
@@ -158,6 +167,7 @@ def compile_shape(
         kernels=chosen,
         adapter=adapter,
         joins_adapters=True,
+        drafting=drafting,
     )
     run = step.build(model, shape, variant)
     buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=sharding.replicated(over))
@@ -166,7 +176,8 @@ def compile_shape(
     lowered = jax.jit(run, donate_argnums=(1,) if donates else ()).lower(*leaves, buffer, *own)
     keys = state.kv[0][0].shape
     block = (keys[0], keys[1] // devices, *keys[2:])
-    return read(lowered, weights.num_bytes(state.kv) // devices, block, options)
+    drafted = () if state.drafted is None else state.drafted.kv
+    return read(lowered, weights.num_bytes((state.kv, drafted)) // devices, block, options)
 
 
 def read(

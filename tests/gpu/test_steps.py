@@ -22,6 +22,8 @@ pytest.importorskip("jax_cuda13_plugin")
 import pallas_kernels
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.model import decoder
+from jaxllm.model.families import read_spec
+from jaxllm.runner.drafting import Drafting
 from jaxllm.sampling.sampler import Variant
 from pallas_kernels import Choice
 from tests.benchmarks.shapes import SHAPES
@@ -77,6 +79,21 @@ def test_a_step_with_adapters_is_one_graph_without_further_sums(rows, adapters, 
     print(f"{program.kernels / 24:.1f} kernels a layer, {program.temporary_bytes / MIB:.1f} MiB")
     assert not program.violations(True, 200 * MIB)
     assert program.all_reduces == (0 if devices == 1 else 2 * 24 + 1)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_step_that_verifies_drafts_is_one_graph(rows):
+    program = aot.compile_step(MODELS["llama-3.1-8b"], rows=rows, drafting=Drafting(4, 2, 5))
+    print(f"{program.kernels / 32:.1f} kernels a layer, {program.temporary_bytes / MIB:.1f} MiB")
+    assert not program.violations(True, 5 * DECODE_MIB[64] * MIB)
+
+
+def test_a_step_in_which_a_model_drafts_is_one_graph():
+    spec, _ = read_spec(dict(MODELS["llama-3.1-8b"] | {"num_hidden_layers": 4}))
+    drafting = Drafting(4, spec=spec, kernels=aot.kernels_of(spec, 1, "bfloat16", None))
+    program = aot.compile_step(MODELS["llama-3.1-8b"], rows=16, drafting=drafting)
+    print(f"{program.kernels} kernels, {program.temporary_bytes / MIB:.1f} MiB")
+    assert not program.violations(True, 5 * DECODE_MIB[64] * MIB)
 
 
 @pytest.mark.parametrize("size", [{"rows": 2}, {"rows": 64}, {"tokens": 512}], ids=str)

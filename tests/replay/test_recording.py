@@ -29,23 +29,24 @@ from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.scheduler import NO_TOKEN, digests_of
 from jaxllm.scheduler.state import Limits, Plan, Request, initial
 from tests.support.serving_process import QUICK, ServingProcess
-from tests.support.sizes import MANY_SLOTS
+from tests.support.sizes import MANY_SLOTS, SLOTS
 
 LIMITS = Limits(num_slots=6, num_blocks=24, block_size=4, max_step_tokens=24, max_step_chunks=3, max_adapters=2)
+DRAFTING = replace(LIMITS, max_drafts=3, max_verified=20, token_cost=20)
 STOP = 7
 
 
 class Driver:
     """A core driven as an engine does it: two plans in flight, tokens from a generator, now and then a fault."""
 
-    def __init__(self, path: Path, seed: int = 0, **settings: object) -> None:
+    def __init__(self, path: Path, seed: int = 0, limits: Limits = LIMITS, **settings: object) -> None:
         self.random = random.Random(seed)
         self.now = 100.0
         self.recorder = FileRecorder(path, clock=lambda: self.now, **settings)  # type: ignore[arg-type]
-        self.core = RecordedScheduler(LIMITS, self.recorder)
+        self.core = RecordedScheduler(limits, self.recorder)
         self.in_flight: list[Plan] = []
         self.plans: list[list[int]] = []
-        self.num_added = 0
+        self.num_added = self.num_verified = 0
 
     def run(self, num_steps: int, num_requests: int = 10**9) -> None:
         random = self.random
@@ -68,7 +69,12 @@ class Driver:
                 plan = self.in_flight.pop(0)
                 tokens = np.asarray([random.randrange(9) for _ in plan.slots], np.int32)
                 is_finite = np.asarray([random.random() > 0.01 for _ in plan.slots])
-                self.core.commit(plan, tokens, is_finite)
+                sampled = None
+                if plan.num_drafts:
+                    tokens = tokens[:, None] * np.arange(1, 1 + plan.lengths.max(), dtype=np.int32) % 9
+                    sampled = np.asarray([random.randint(1, length) for length in plan.lengths.tolist()], np.int32)
+                    self.num_verified += plan.num_drafts
+                self.core.commit(plan, tokens, is_finite, sampled, sampled)
 
     def _request(self) -> Request:
         self.num_added += 1
@@ -85,6 +91,7 @@ class Driver:
             stop_ids=stop_ids,
             root=root,
             adapter=random.choice([0, 0, 1, 2, 3]),
+            may_draft=number % 9 > 0,
             name=f"request-{number}",
         )
 
@@ -101,11 +108,13 @@ def made_plan(moment: Moment) -> Plan | None:
 
 
 @pytest.mark.parametrize("is_redacted", [False, True])
-def test_a_replay_makes_the_same_plans(tmp_path: Path, is_redacted: bool) -> None:
+@pytest.mark.parametrize("limits", [LIMITS, DRAFTING], ids=["plain", "drafting"])
+def test_a_replay_makes_the_same_plans(tmp_path: Path, limits: Limits, is_redacted: bool) -> None:
     for seed in range(5):
-        driver = Driver(tmp_path / f"log{seed}", seed, is_redacted=is_redacted)
+        driver = Driver(tmp_path / f"log{seed}", seed, limits, is_redacted=is_redacted)
         driver.run(400)
         assert sum(1 for plan in driver.plans if plan[2]) > 300
+        assert (driver.num_verified > 100) == (limits is DRAFTING)
         assert plans_of(tmp_path / f"log{seed}") == driver.plans
 
 
@@ -127,6 +136,26 @@ def test_a_cache_that_is_reset_with_a_step_in_flight_can_be_replayed(tmp_path: P
         assert engine._in_flight and engine.reset_prefix_cache()
     engine.close()
     assert len(plans_of(tmp_path / "log")) > 2
+
+
+@pytest.mark.ci
+def test_a_text_that_ends_among_kept_drafts_can_be_replayed(tmp_path: Path) -> None:
+    """The scheduler knows tokens that the request does not have; what it indexes of them is hit later."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    config = EngineConfig(model=MODEL_DIR, block_size=1, speculative_config=ngram, **SLOTS)
+    engine = LLMEngine(config, recorder=FileRecorder(tmp_path / "log"))
+    prompt, text, num_told = "one two three four one two three four", "", 0
+    for number in range(1, 16):
+        # Behind the first request's output, each ends where a beginning of it does.
+        params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, stop=[text[: 4 * number]] * bool(text))
+        engine.add_request(str(number), {"prompt": prompt, "cache_salt": str(number)}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                text = text or output.outputs[0].text * output.finished
+                num_told += len(output.outputs[0].token_ids) * output.finished
+    engine.close()
+    assert engine.metrics.generated_tokens > num_told, "none was cut off"
+    assert len(plans_of(tmp_path / "log")) > 15
 
 
 def test_a_full_file_ends_the_recording_and_nothing_else(
@@ -279,6 +308,28 @@ def test_a_damaged_entry_is_told_without_pythons_words(tmp_path: Path, entry: li
     with pytest.raises(UserError) as caught:
         list(Replay(path).moments())
     assert not re.search(r"Error|\bint\b|\blist\b|Kind|jaxllm\.|__", str(caught.value).replace(str(path), ""))
+
+
+@pytest.mark.parametrize("damage", ["none", "too many", "of fewer rows", "half a number", "text", "no counts"])
+def test_damaged_counts_of_sampled_tokens_are_told(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "log"
+    Driver(path, limits=DRAFTING).run(60)
+    entries = list(msgpack.Unpacker(path.open("rb"), strict_map_key=False))
+    entry = next(entry for entry in entries if entry[0] == Kind.COMMIT and entry[-1] is not None)
+    sampled = np.frombuffer(entry[-1], np.int32)
+    entry[-1] = {
+        "none": np.zeros_like(sampled).tobytes(),
+        "too many": (sampled + DRAFTING.max_drafts).tobytes(),
+        "of fewer rows": entry[-1][4:],
+        "half a number": entry[-1][:-2],
+        "text": "one",
+        "no counts": entry[-1],
+    }[damage]
+    if damage == "no counts":
+        entry[-2] = None
+    path.write_bytes(b"".join(map(msgpack.packb, entries)))
+    with pytest.raises(UserError, match="damaged at event"):
+        list(Replay(path).moments())
 
 
 def test_foreign_names_neither_end_a_line_nor_reach_the_terminal(

@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 from array import array
 from collections import deque
+from fractions import Fraction
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxllm.errors import UserError
-from jaxllm.scheduler import block_pool, scheduler
+from jaxllm.scheduler import block_pool, drafting, scheduler
 from jaxllm.scheduler.block_pool import PoolEditor, content_root
 from jaxllm.scheduler.state import Cleared, Limits, Plan, Removed, Request, State, Stored, initial, take_block_events
 from tests.support.fake_device import VOCABULARY, FakeDevice, next_token
@@ -93,6 +95,10 @@ class Machine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         is_whole=st.booleans(),
         max_adapters=st.integers(0, 3),
+        max_drafts=st.sampled_from([0, 0, 1, 2, 4]),
+        more_verified=st.integers(0, 12),
+        costs=st.tuples(st.sampled_from([0, 40, 300]), st.sampled_from([0, 30])),
+        seed=st.integers(0, 99),
     )
     def start(
         self,
@@ -104,16 +110,22 @@ class Machine(RuleBasedStateMachine):
         depth: int,
         is_whole: bool,
         max_adapters: int,
+        max_drafts: int,
+        more_verified: int,
+        costs: tuple[int, int],
+        seed: int,
     ) -> None:
         self.depth = depth
         extra_tokens += MOST_PROMPT * is_whole
-        self.in_flight: deque[tuple[Plan, np.ndarray, np.ndarray, list[int]]] = deque()
-        self.limits = Limits(
-            num_slots, num_blocks, block_size, num_slots + extra_tokens, max_chunks, True, is_whole, max_adapters
-        )
+        most = num_slots + extra_tokens
+        drafts = (max_drafts, min(num_slots + more_verified, most), *costs) if max_drafts and not is_whole else ()
+        # Steps whose results have not been taken in: tokens, counts, which rows are finite, whose results are wanted.
+        self.in_flight: deque[tuple[Plan, np.ndarray, np.ndarray | None, np.ndarray, list[int]]] = deque()
+        self.limits = Limits(num_slots, num_blocks, block_size, most, max_chunks, True, is_whole, max_adapters, *drafts)
         self.state = initial(self.limits)
         self.indexed: set[bytes] = set()  # what the block events say
-        self.device = FakeDevice(self.limits)
+        random, share = Random(seed), seed % 4 / 3
+        self.device = FakeDevice(self.limits, lambda count: sum(random.random() < share for _ in range(count)))
         self.requests: dict[int, Request] = {}
         self.ended: dict[int, str] = {}
         self.log: list[tuple[Any, ...]] = []
@@ -134,9 +146,17 @@ class Machine(RuleBasedStateMachine):
         adapter=st.integers(0, 4),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         stops=st.sets(st.integers(0, VOCABULARY - 1), max_size=3),
+        may_draft=st.sampled_from([True, True, True, False]),
     )
     def add(
-        self, prompt: list[int], num_new: int, root: bytes | None, adapter: int, priority: int, stops: set[int]
+        self,
+        prompt: list[int],
+        num_new: int,
+        root: bytes | None,
+        adapter: int,
+        priority: int,
+        stops: set[int],
+        may_draft: bool,
     ) -> None:
         adapter *= self.limits.max_adapters > 0
         request_id = len(self.requests) + 1
@@ -151,6 +171,7 @@ class Machine(RuleBasedStateMachine):
             priority=priority,
             root=None if root is None else content_root(root, bytes([adapter])),
             adapter=adapter,
+            may_draft=may_draft,
         )
         needed = -(-max(len(prompt), request.limit - 1) // self.limits.block_size)
         if needed > self.limits.num_blocks:
@@ -165,7 +186,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), poison=st.integers(0, 9))
     def step(self, data: st.DataObject, poison: int) -> None:
         if self.issue() and poison == 0:
-            is_finite = self.in_flight[-1][2]
+            is_finite = self.in_flight[-1][3]
             is_finite[data.draw(st.integers(0, len(is_finite) - 1))] = False
         if len(self.in_flight) == self.depth or data.draw(st.booleans()):
             self.take_in()
@@ -173,9 +194,11 @@ class Machine(RuleBasedStateMachine):
     def issue(self) -> bool:
         """Plan a step and run it; False if there is nothing to do before results are taken in."""
         before = self.state.adapters
+        sure = self.num_sure()
         self.state, plan = self.call("plan", 0.0)
         self.plans.append(plan_bytes(plan))
         assert not (plan.admitted and plan.preempted), "no admission in a step that preempted"
+        assert not plan.preempted or self.depth > 2 or sure, "nobody is preempted for a guess"
         assert plan.adapters is self.state.adapters and len(plan.adapters) <= self.limits.max_adapters
         assert len(set(plan.adapters) - set(before)) <= 1, "one transfer at most"
         if self.limits.whole_prompts:
@@ -189,23 +212,42 @@ class Machine(RuleBasedStateMachine):
         }
         rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
         chunks = [self.device.full[owners[slot]][start : start + length].tolist() for slot, start, length in rows]
-        tokens = self.device.run(plan, chunks[plan.num_decodes :], owners)
+        tokens, counts = self.device.run(plan, chunks[plan.num_decodes :], owners)
         sampling = [owners[slot] for slot in plan.slots[plan.samples].tolist()]
-        self.in_flight.append((plan, tokens, np.ones(len(tokens), np.bool_), sampling))
+        self.in_flight.append((plan, tokens, counts, np.ones(len(tokens), np.bool_), sampling))
+        drafting_rows = [owners[slot] for slot in plan.slots[plan.lengths > 1].tolist()] if plan.num_drafts else []
+        assert not plan.num_drafts or plan.proposes
+        assert not drafting_rows or all(self.requests[owner].may_draft for owner in sampling)
         return True
+
+    def num_sure(self) -> int:
+        """Count the blocks that running requests need and that are not there, if all drafts in flight are rejected."""
+        slots, size = self.state.slots, self.limits.block_size
+        bounds = slots.length - self.drafts_in_flight()
+        missing = np.where(slots.length < slots.limit, -(-(bounds - slots.capacity) // size), 0)
+        return max(0, int(np.maximum(0, missing).sum()) - self.state.pool.num_available)
+
+    def drafts_in_flight(self) -> np.ndarray:
+        """Count, by slot, the drafts of steps whose results were not taken in."""
+        counts = np.zeros(self.limits.num_slots, np.int64)
+        for plan, *_ in self.in_flight:
+            own = plan.epochs[plan.slots] == self.state.slots.epochs[plan.slots]
+            if plan.num_drafts:
+                counts[plan.slots[own]] += plan.lengths[own] - 1
+        return counts
 
     def take_in(self) -> None:
         """Commit the oldest step in flight, if there is one."""
         if not self.in_flight:
             return
-        plan, tokens, is_finite, sampling = self.in_flight.popleft()
+        plan, tokens, counts, is_finite, sampling = self.in_flight.popleft()
         # Whoever has ended, or was preempted, or admitted again since, gets nothing from this step.
         waiting = {
             row_id
             for row_id, slot in zip(sampling, plan.slots[plan.samples].tolist(), strict=True)
             if self.state.slots.epochs[slot] == plan.epochs[slot]
         }
-        self.state, events = self.call("commit", plan, tokens, is_finite)
+        self.state, events = self.call("commit", plan, tokens, is_finite, counts, counts)
         assert sorted([*events.ids.tolist(), *events.failed]) == sorted(waiting), "who is awaited is answered"
         given = iter(events.tokens.tolist())
         for request_id, count in zip(events.ids.tolist(), events.counts.tolist(), strict=True):
@@ -213,12 +255,12 @@ class Machine(RuleBasedStateMachine):
                 assert self.requests[request_id].limit == self.requests[request_id].num_prompt
                 assert events.finished[request_id] == "length"
                 self.end(request_id, "length")
-            for _ in range(count):
-                self.receive(request_id, next(given), events.finished.get(request_id))
+            for number in range(count):
+                self.receive(request_id, next(given), events.finished.get(request_id) if number == count - 1 else None)
         for request_id in events.failed:
             self.end(request_id, "error")
         # A result that comes twice, or for a request that has gone, changes nothing.
-        again, none = scheduler.commit(self.state, self.limits, plan, tokens, is_finite)
+        again, none = scheduler.commit(self.state, self.limits, plan, tokens, is_finite, counts, counts)
         assert not len(none.ids) and not none.failed and fingerprint(again) == fingerprint(self.state)
 
     def receive(self, request_id: int, token: int, reason: str | None) -> None:
@@ -269,6 +311,11 @@ class Machine(RuleBasedStateMachine):
     def accounts(self) -> None:
         if hasattr(self, "state"):
             check_accounts(self.state, self.limits)
+            drafts = self.drafts_in_flight().tolist()
+            for slot, record in enumerate(self.state.running):
+                if record is not None and self.state.slots.given[slot] <= self.state.slots.issued[slot]:
+                    slack = int(self.state.slots.length[slot]) - min(len(self.device.truth[slot]), record.request.limit)
+                    assert 0 <= slack <= drafts[slot], "the host knows how long a sequence is but for drafts in flight"
             alive = [entry.request.sequence_id for entry in self.state.waiting]
             alive += [record.request.sequence_id for record in self.state.running if record is not None]
             in_use = {record.request.adapter for record in self.state.running if record is not None} - {0}
@@ -495,3 +542,112 @@ def test_no_adapter_starves(num_hot: int) -> None:
         served += [request_id for request_id in admitted(plan) if request_id % 1000 == 0]
         step += 1
     assert served == [1000 * number for number in range(20, 220)], "each in its turn"
+
+
+DRAFTING = dataclasses.replace(LIMITS, max_step_tokens=32, max_drafts=3, max_verified=32)
+
+
+def verify(state: State, counts: list[int], plan: Plan, limits: Limits = DRAFTING) -> State:
+    """Take in a step of which each row has sampled so many tokens."""
+    tokens = np.full((len(counts), max(counts)), 1, np.int32)
+    sampled = np.array(counts, np.int32)
+    owners = {record.request.sequence_id: record.request for record in state.running if record is not None}
+    state, events = scheduler.commit(state, limits, plan, tokens, None, sampled, sampled)
+    for request_id, count in zip(events.ids.tolist(), events.counts.tolist(), strict=True):
+        owners[request_id].tokens.extend([1] * count)
+    return state
+
+
+def drafting_state(*requests: Request, limits: Limits = DRAFTING) -> State:
+    """Run requests to where the device has drafts for them."""
+    state, plan = run(start(*requests, limits=limits), limits=limits)
+    assert not plan.proposes and not plan.num_drafts, "beside chunks nothing is drafted"
+    state, plan = run(state, limits=limits)
+    assert plan.proposes and not plan.num_drafts, "the device drafts, and has none to verify"
+    return state
+
+
+def bounds(state: State, slot: int = 0) -> tuple[int, ...]:
+    slots = state.slots
+    return tuple(int(column[slot]) for column in (slots.issued, slots.length, slots.known, slots.tried, slots.kept))
+
+
+def test_a_bound_grows_by_all_drafts_and_is_settled_by_those_that_were_kept() -> None:
+    state = drafting_state(request(1, num_new=40))
+    assert bounds(state) == (9, 10, 10, 2, 1)
+    state, first = scheduler.plan(state, DRAFTING, 0.0)
+    state, second = scheduler.plan(state, DRAFTING, 0.0)
+    assert first.lengths.tolist() == second.lengths.tolist() == [4] and first.num_drafts == 3
+    assert (first.starts.tolist(), second.starts.tolist()) == ([9], [13]) and bounds(state) == (17, 18, 10, 2, 1)
+    state = verify(state, [2], first)
+    assert bounds(state) == (15, 16, 12, 4, 2), "two drafts were compared, and one kept"
+    state = verify(state, [4], second)
+    assert bounds(state) == (15, 16, 16, 7, 5), "exact, with nothing in flight"
+
+
+def test_a_row_at_its_bound_waits_until_its_drafts_are_counted() -> None:
+    state = drafting_state(request(1, num_new=6), request(2, num_new=40, root=None))
+    state, first = scheduler.plan(state, DRAFTING, 0.0)
+    assert first.lengths.tolist() == [4, 4] and bounds(state)[:2] == (13, 14), "its limit is 14"
+    state, second = scheduler.plan(state, DRAFTING, 0.0)
+    assert second.slots.tolist() == [1]
+    state = verify(state, [1, 1], first)
+    _, third = scheduler.plan(state, DRAFTING, 0.0)
+    assert third.slots.tolist() == [0, 1] and third.starts[0] == 10 and third.lengths[0] == 3, "limit, and no further"
+
+
+def test_drafts_take_blocks_that_are_spare_and_preempt_nobody() -> None:
+    """Of two requests with 10 tokens each: with blocks of 4 their drafts reach beyond the third."""
+    for num_blocks, lengths in ((10, [4, 4]), (9, [2, 2]), (7, [2, 2]), (6, [2, 2])):
+        limits = dataclasses.replace(DRAFTING, num_blocks=num_blocks)
+        pair = request(1, num_new=14, root=None), request(2, num_new=10, root=None)
+        state = drafting_state(*pair, limits=limits)
+        state, first = scheduler.plan(state, limits, 0.0)
+        assert first.lengths.tolist() == lengths and not first.preempted
+        state, second = scheduler.plan(state, limits, 0.0)
+        assert not second.preempted and second.num_decodes == 2
+
+
+@pytest.mark.parametrize("beside", ["row", "chunk"])
+def test_beside_a_row_that_may_have_no_drafts_and_beside_chunks_nothing_is_verified(beside: str) -> None:
+    state = drafting_state(request(1, num_new=40))
+    other = request(2, num_new=40, root=None, may_draft=beside == "chunk")
+    state, plan = run(scheduler.add(state, DRAFTING, [other]), limits=DRAFTING)
+    assert plan.num_drafts == 0 and not plan.proposes and not state.slots.has_drafts.any()
+    state, plan = run(state, limits=DRAFTING)
+    assert plan.num_drafts == 0 and plan.proposes is (beside == "chunk")
+    _, plan = scheduler.plan(scheduler.abort(state, DRAFTING, [2]), DRAFTING, 0.0)
+    assert plan.num_drafts == (3 if beside == "chunk" else 0) and plan.proposes
+
+
+def test_who_was_guessed_wrongly_gets_no_drafts_for_a_while_and_then_tries_again() -> None:
+    limits = dataclasses.replace(DRAFTING, token_cost=300, num_blocks=64)
+    state, drafts = drafting_state(request(1, num_new=200), limits=limits), []
+    for _ in range(150):
+        state, plan = scheduler.plan(state, limits, 0.0)
+        drafts.append(plan.num_drafts)
+        state = verify(state, [1], plan, limits) if plan.num_drafts else commit_one(state, plan, limits)
+    tried = [number for number, count in enumerate(drafts) if count]
+    assert drafts[0] and len(tried) < 15 and any(number > drafting.PROBE_ROWS for number in tried)
+
+
+def commit_one(state: State, plan: Plan, limits: Limits) -> State:
+    owner = next(record.request for record in state.running if record is not None)
+    state, events = scheduler.commit(state, limits, plan, np.full(len(plan.slots), 1, np.int32))
+    owner.tokens.extend(events.tokens.tolist())
+    return state
+
+
+@pytest.mark.parametrize(("token_cost", "draft_cost"), [(0, 0), (4, 0), (90, 0), (90, 25), (400, 100), (0, 300)])
+def test_as_many_drafts_are_verified_as_yield_the_most_tokens_in_a_time(token_cost: int, draft_cost: int) -> None:
+    limits = dataclasses.replace(LIMITS, max_drafts=6, token_cost=token_cost, draft_cost=draft_cost)
+    for num_rows in (1, 2, 7, 40, 256):
+        table = drafting.best(limits, num_rows).tolist()
+        for kept, count in enumerate(table):
+            speeds, tokens, time = [], Fraction(0), Fraction(1000 + num_rows * token_cost, 1000)
+            each = Fraction(num_rows * token_cost, 1000) + time * Fraction(draft_cost, 1000)
+            for drafts in range(limits.max_drafts + 1):
+                tokens += Fraction(kept, len(table) - 1) ** drafts
+                speeds.append(tokens / (time + drafts * each))
+            assert speeds[count] == max(speeds) and (count == 0 or speeds[count - 1] < speeds[count])
+        assert table == sorted(table) and table[-1] == (6 if draft_cost < 100 or num_rows == 1 else table[-1])

@@ -19,7 +19,7 @@ def check_turn(world: World, began: float) -> None:
     """What is reported is true, and no client waits for what is due. `began` is when the turn did."""
     if world.is_dead:
         return
-    reference, metrics = world.reference, world.engine.metrics
+    reference, metrics, device = world.reference, world.engine.metrics, world.runner.device
     running, waiting, tokens, used = reference.loads()
     load = world.thread.load
     share = world.cached_tokens / world.prompt_tokens if world.prompt_tokens else 0.0
@@ -31,16 +31,17 @@ def check_turn(world: World, began: float) -> None:
     counted = (
         *(metrics.generated_tokens, metrics.preemptions, metrics.prompt_tokens),
         *(metrics.cached_tokens, metrics.recoveries, metrics.steps, metrics.computed_tokens, metrics.forced_tokens),
-        metrics.adapter_loads,
+        *(metrics.adapter_loads, metrics.drafting_rows, metrics.draft_tokens, metrics.accepted_tokens),
     )
     due = (
         *(reference.num_generated, reference.num_preempted, world.prompt_tokens),
-        *(world.cached_tokens, world.num_recoveries, world.runner.device.num_steps, world.runner.device.num_tokens),
+        *(world.cached_tokens, world.num_recoveries, device.num_steps, device.num_tokens),
         *(reference.num_forced, world.held.num_put),
+        *(device.drafting_rows, device.draft_tokens, device.accepted_tokens),
     )
     if counted != due:
         raise Violation(f"I11: metrics count {counted}, where {due} is due")
-    if world.reported != [world.runner.device.num_chunk_tokens + reference.num_generated, reference.num_generated]:
+    if world.reported != [device.num_chunk_tokens + reference.num_generated, reference.num_generated]:
         raise Violation(f"I11: the observer was told of {world.reported} tokens")
     if world.num_told != world.due_to_tell and not world.is_deaf:
         raise Violation(f"I8: the observer was told of {world.num_told} tokens of {world.due_to_tell}")

@@ -5,31 +5,50 @@ ahead what does not fit. A program here reads that buffer as `step.py` does. Eac
 the sequence that wrote it, conditioning included; a step writes, then checks every place of every row against the
 truth of the request whose seed stands in the slot's sampling row. What it samples is what `oracle.Truth` says, and the
 mask of a row that obeys a grammar must be the truth's at that position.
+
+Drafts are the truth's next tokens, some of them made wrong. A wrong one leaves the hash of the wrong sequence in the
+cache, so who reads it later is found. A *place* is where a step samples: behind each row, or behind each token if the
+program verifies drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import ne
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxllm.metrics import Metrics
-from jaxllm.runner import batch
+from jaxllm.runner import batch, draft_setup
 from jaxllm.runner.batch import TILE, Shape
 from jaxllm.runner.compiled_programs import Key, Programs
 from jaxllm.runner.device_state import DeviceState, Geometry
+from jaxllm.runner.drafting import NO_DRAFT, Drafted
 from jaxllm.runner.model_runner import HeldStep, Runner, StepInFlight
 from jaxllm.runner.resident_adapters import ResidentAdapters
 from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
-from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob
+from jaxllm.scheduler.state import Limits
+from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob, mix
 
 POISON = np.uint64(0xBAD)  # what a row whose numbers were not finite leaves in the cache
 WIDTHS = (2, 2, 4 + 2 * NUM_LOGPROBS, 4 + 2 * NUM_LOGPROBS + 128)  # columns of results, by variant
 KEY_AT = 13  # words of a sampling row that hold the seed
 VARIANTS = tuple(Variant)
+DRAFT_SHARES = (
+    256,
+    256,
+    240,
+    208,
+    160,
+    96,
+    0,
+    -1,
+)  # of the drafts of a request, in 256ths, that are right; -1: it has none
 
 
 class Violation(AssertionError):
@@ -45,14 +64,17 @@ class Faults(Protocol):
     def while_in_flight(self, flight: Flight) -> None: ...
     def not_finite(self, samples: Sequence[bool]) -> Sequence[int]: ...
     def strikes_score(self) -> bool: ...
+    def unsettled(self, slot: int) -> int: ...
+    def check_private(self, slot: int, blocks: Collection[int]) -> None: ...
+    def note_verified(self, drafts: int, had: int, count: int) -> None: ...
 
 
 class Flight:
     """A step's results on their way to the host."""
 
-    def __init__(self, joined: np.ndarray, num_chunk_tokens: int, device: Device) -> None:
+    def __init__(self, joined: np.ndarray, logits: Logits, device: Device) -> None:
         self.joined = joined
-        self._num_chunk_tokens = num_chunk_tokens
+        self._logits = logits
         self._device = device
         self._generation = device.generation
 
@@ -63,38 +85,38 @@ class Flight:
         if self._generation != self._device.generation:
             raise Violation("a step is waited for whose device was given up")
         self._device.faults.while_in_flight(self)
-        self._device.num_chunk_tokens += self._num_chunk_tokens
+        self._device.num_chunk_tokens += self._logits.num_chunk_tokens
+        for had, kept in self._logits.verified:
+            self._device.note_drafts(had, kept)
         return self.joined
 
 
+@dataclass
 class Logits:
-    """What the first half of a step leaves for the second."""
+    """What the first half of a step leaves for the second: a list for each place."""
 
-    def __init__(
-        self,
-        number: int,
-        slots: np.ndarray,
-        ends: np.ndarray,
-        samples: list[bool],
-        owners: list[Truth],
-        last_places: np.ndarray,
-        poisoned: set[int],
-    ) -> None:
-        self.number = number  # of the step
-        self.slots = slots
-        self.ends = ends
-        self.samples = samples
-        self.owners = owners
-        self.last_places = last_places  # in the cache, of each row
-        self.poisoned = poisoned  # rows
-        self.num_chunk_tokens = 0
+    number: int  # of the step
+    num_decodes: int  # places of decode rows
+    slots: np.ndarray
+    ends: np.ndarray  # positions of the tokens to sample
+    samples: list[bool]
+    owners: list[Truth]
+    offsets: list[int]  # from the row's first place
+    tokens: list[int]  # behind which is sampled
+    written: np.ndarray  # where in the cache these are
+    poisoned: set[int]  # places
+    num_chunk_tokens: int = 0
+    verified: Sequence[tuple[int, int]] = ()  # drafts that each row had, and those that were kept
 
 
 class Device:
     """The memory of a device, and programs over it."""
 
-    def __init__(self, geometry: Geometry, extras: Extras, faults: Faults) -> None:
+    def __init__(self, geometry: Geometry, extras: Extras, faults: Faults, max_drafts: int) -> None:
         self.geometry = geometry
+        self.max_drafts = max_drafts
+        self.drafting_rows = self.draft_tokens = 0  # in steps whose results were read
+        self.accepted_tokens: list[int] = []
         self.truths: dict[int, Truth] = {}  # by seed
         self.extras = extras
         self.faults = faults
@@ -119,6 +141,8 @@ class Device:
         self.rows = np.zeros((slots, ROW_WIDTH), np.int32)
         self.slot_extras = np.zeros((slots, self.extras.width), np.int32)
         self.hidden = np.zeros(0, np.uint64)
+        self.lengths = np.zeros(slots, np.int32)
+        self.drafts = np.zeros((slots, self.max_drafts), np.int32)
         self.owners: list[Truth | None] = [None] * slots
         self._with_extras: list[Truth | None] = [None] * slots  # whose extras were found to be right
         # Of the owners' truths, as far as they are made:
@@ -128,7 +152,17 @@ class Device:
     @property
     def leaves(self) -> tuple[np.ndarray, ...]:
         """The state in the order of `DeviceState`."""
-        return self.tables, self.tokens, self.rows, self.slot_extras, self.hidden
+        drafted = (self.lengths, self.drafts) if self.max_drafts else ()
+        return *drafted, self.tables, self.tokens, self.rows, self.slot_extras, self.hidden
+
+    def note_drafts(self, had: int, kept: int) -> None:
+        """Count the drafts of a row whose result was read."""
+        self.drafting_rows += had > 0
+        self.draft_tokens += had
+        for place in range(kept):
+            if place == len(self.accepted_tokens):
+                self.accepted_tokens.append(0)
+            self.accepted_tokens[place] += 1
 
     def program(self, key: Key) -> Callable[..., tuple[Any, Any]]:
         """Return what runs a plan in one shape, or a half of that."""
@@ -151,19 +185,29 @@ class Device:
 
         def run(params: Any, state: Any, buffer: np.ndarray, *adapters: tuple[int, ...]) -> tuple[Any, Flight]:
             state, logits = forward(params, state, buffer, *adapters)
-            return state, Flight(self._sample(shape.rows, variant, logits, None), logits.num_chunk_tokens, self)
+            return state, Flight(self._sample(shape, variant, logits, None), logits, self)
 
         def sample(
-            tokens: np.ndarray, sampling: np.ndarray, extras: np.ndarray, logits: Logits, buffer: np.ndarray
+            tokens: np.ndarray, sampling: np.ndarray, extras: np.ndarray, logits: Logits, masks: np.ndarray
         ) -> tuple[np.ndarray, Flight]:
-            self.faults.before_sample()
-            self._check_state()
             if tokens is not self.tokens or sampling is not self.rows or extras is not self.slot_extras:
                 raise Violation("the second half of a step is given something else for the state")
-            masks = self._read_masks(shape.rows, logits, buffer)
-            return tokens, Flight(self._sample(shape.rows, variant, logits, masks), logits.num_chunk_tokens, self)
+            return tokens, second(logits, masks)
 
-        return {"step": run, "forward": forward, "sample": sample}[key.part]
+        def finish(
+            params: Any, state: Any, buffer: np.ndarray, logits: Logits, masks: np.ndarray
+        ) -> tuple[Any, Flight]:
+            if any(map(ne, map(id, state[:-1]), map(id, self.leaves))) or len(buffer) != batch.buffer_size(shape):
+                raise Violation("the second half of a step is given something else for the state or the batch")
+            return state, second(logits, masks)
+
+        def second(logits: Logits, masks: np.ndarray) -> Flight:
+            self.faults.before_sample()
+            self._check_state()
+            words = self._read_masks(shape.rows, logits, masks)
+            return Flight(self._sample(shape, variant, logits, words), logits, self)
+
+        return {"step": run, "forward": forward, "sample": sample, "finish": finish}[key.part]
 
     def patch(self, tables: np.ndarray, tokens: np.ndarray, changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Write what is sent ahead of a step."""
@@ -206,23 +250,29 @@ class Device:
         num_slots, size = geometry.num_slots, geometry.block_size
         self.num_steps += 1
         slots = field["row_slot"]
-        num_rows = int(np.count_nonzero(slots < num_slots))
-        slots = slots[:num_rows]
+        num_places = int(np.count_nonzero(slots < num_slots))
+        slots = slots[:num_places]
         table = field["table"]
         table = table[: np.count_nonzero(table[:, 0] < num_slots)]
         for slot, index, block in table.tolist():
             if slot < 0 or index < 0 or not 0 <= block < geometry.num_blocks:
                 raise Violation("a block that does not exist")
             self.tables[slot, index] = block
-        ends = field["row_position"][:num_rows] + 1
+        ends = field["row_position"][:num_places] + 1
+        offsets = [0] * num_places
         if shape.is_decode:
-            token_slots, positions = slots, ends - 1
+            token_slots, samples, num_decodes = slots, [True] * num_places, num_places
+            if shape.drafts:
+                offsets = self._read_rows(shape, field, slots, ends)
+            if self.max_drafts:
+                ends = self._begin(slots, ends, offsets)
+            positions = ends - 1
             tokens = self.tokens[slots, positions]
-            samples = [True] * num_rows
         else:
-            token_slots, positions, tokens = self._read_ragged(field, slots, ends)
-            samples = (field["row_samples"][:num_rows] > 0).tolist()
-        slot_list, end_list = slots.tolist(), ends.tolist()
+            num_decodes = int(field["num_decodes"][0])
+            token_slots, positions, tokens, ends = self._read_ragged(field, slots, ends)
+            samples = (field["row_samples"][:num_places] > 0).tolist()
+        slot_list = slots.tolist()
         owners = [self.owners[slot] for slot in slot_list]
 
         if adapters:
@@ -232,7 +282,11 @@ class Device:
 
         # Write: content follows from the token and from what stands before it, which is checked below.
         content = self._chains[token_slots, positions]
-        if np.count_nonzero(tokens != self._truths[token_slots, positions]):
+        is_wrong = tokens != self._truths[token_slots, positions]
+        if any(offsets):
+            self._put_drafts(slots, positions, offsets, tokens, content)
+            is_wrong &= np.array(offsets) == 0
+        if np.count_nonzero(is_wrong):
             raise Violation("a row holds tokens that are not its request's")
         places = self.tables[token_slots, positions // size] * size + positions % size
         place_list = places.tolist()
@@ -243,24 +297,94 @@ class Device:
         self.content[places] = content
         self.hidden, self._hidden_slots = content, token_slots
         self.num_tokens += len(place_list)
+        if shape.drafts:
+            for slot in {slot for slot, offset in zip(slot_list, offsets, strict=True) if offset}:
+                self.faults.check_private(slot, set((places[slots == slot] // size).tolist()))
 
-        # Read: every place of every row.
-        longest = max(end_list)
-        read = self.tables[slots][:, self._block_of[:longest]] * size + self._offset_of[:longest]
+        # Read: every place of every row. What drafts read behind the row's first token this step has just written.
+        firsts = [place for place, offset in enumerate(offsets) if not offset]
+        row_slots, row_ends = (slots, ends) if len(firsts) == num_places else (slots[firsts], ends[firsts])
+        longest = int(row_ends.max())
+        read = self.tables[row_slots][:, self._block_of[:longest]] * size + self._offset_of[:longest]
         found = self.content.take(read, mode="clip")
-        wrong = found != self._chains[slots, :longest]
-        if num_rows > 1:
-            wrong &= self._positions[:longest] < ends[:, None]
+        wrong = found != self._chains[row_slots, :longest]
+        if len(firsts) > 1:
+            wrong &= self._positions[:longest] < row_ends[:, None]
         poisoned: set[int] = set()
         if np.count_nonzero(wrong):
             for row in wrong.any(1).nonzero()[0].tolist():
                 if (found[row][wrong[row]] != POISON).any():
-                    raise Violation(f"I3: slot {slots[row]} reads a place that holds something else")
-                poisoned.add(row)  # by a failed row, of which the host could not know
+                    raise Violation(f"I3: slot {row_slots[row]} reads a place that holds something else")
+                poisoned.add(firsts[row])  # by a failed row, of which the host could not know
 
-        last = places if shape.is_decode else places[field["row_last"][:num_rows]]
+        last = slice(None) if shape.is_decode else field["row_last"][:num_places]
         living = [owner for owner in owners if owner is not None]
-        return Logits(self.num_steps, slots, ends, samples, living, last, poisoned)
+        return Logits(
+            number=self.num_steps,
+            num_decodes=num_decodes,
+            slots=slots,
+            ends=ends,
+            samples=samples,
+            owners=living,
+            offsets=offsets,
+            tokens=tokens[last].tolist(),
+            written=places[last],
+            poisoned=poisoned,
+        )
+
+    def _read_rows(
+        self, shape: Shape, field: Mapping[str, np.ndarray], slots: np.ndarray, ends: np.ndarray
+    ) -> list[int]:
+        """Check how the places of a program that verifies drafts make rows; return the offset of each in its row."""
+        offsets, drafts = (field[name][: len(slots)].tolist() for name in ("row_offset", "row_drafts"))
+        bounds = ends.tolist()
+        rows: list[int] = []
+        place = 0
+        while place < len(offsets):
+            row = slice(place, place + 1 + drafts[place])
+            following = list(range(1 + drafts[place]))
+            if (
+                not 0 <= drafts[place] <= shape.drafts
+                or offsets[row] != following
+                or len(set(drafts[row])) > 1
+                or len(set(slots[row].tolist())) > 1
+                or bounds[row] != [bounds[place] + offset for offset in following]
+            ):
+                raise Violation("drafts do not lie behind the token of their row")
+            rows.append(int(slots[place]))
+            place = row.stop
+        if len(set(rows)) < len(rows) or len(rows) > shape.rows:
+            raise Violation("a slot has two rows, or the program fewer than its plan")
+        return offsets
+
+    def _begin(self, slots: np.ndarray, bounds: np.ndarray, offsets: Sequence[int]) -> np.ndarray:
+        """Return where decode rows end, which the device knows, and the host if no drafts are in flight."""
+        ends = self.lengths[slots] + np.array(offsets, np.int32)
+        for slot, slack in zip(slots.tolist(), (bounds - ends).tolist(), strict=True):
+            if slack and not 0 < slack <= self.faults.unsettled(slot):
+                raise Violation(f"the host takes slot {slot} for {slack} tokens longer than it is")
+        return ends
+
+    def _put_drafts(
+        self, slots: np.ndarray, positions: np.ndarray, offsets: Sequence[int], tokens: np.ndarray, content: np.ndarray
+    ) -> None:
+        """Put the drafts of slots into a step's tokens, and what they leave in the cache into `content`."""
+        for place, offset in enumerate(offsets):
+            if offset:
+                token = max(int(self.drafts[slots[place], offset - 1]), 0)
+                tokens[place] = self.tokens[slots[place], positions[place]] = token
+                content[place] = mix(int(content[place - 1]), token)
+
+    def _propose(self, owner: Truth, length: int) -> list[int]:
+        """Draft what follows so many tokens: some requests get what is right, some what is wrong, some nothing."""
+        share = DRAFT_SHARES[mix(owner.seed % 2**64, 3) >> 20 & 7]
+        drafts: list[int] = []
+        owner.ensure(min(length + self.max_drafts, owner.limit))
+        for at in range(length, length + self.max_drafts):
+            token = int(owner.tokens[at]) if at < owner.limit else 2
+            draw = mix(owner.seed % 2**64, at) >> 20 & 255
+            drafts.append(token if draw < share else NO_DRAFT if share < 0 or draw % 4 == 0 else token ^ 1)
+        return drafts
 
     def _check_adapters(self, chosen: np.ndarray, token_slots: np.ndarray, adapters: Sequence[int]) -> None:
         """Check that each token of a step is computed with the adapter of its request, and with no other."""
@@ -280,32 +404,50 @@ class Device:
         if buffer.shape != (num_rows, columns + VOCABULARY // 32):
             raise Violation("I12: the buffer is not one of the program's")
         slot, position, samples, is_masked = buffer[:, :columns].T
+        # Where decode rows are, the device knows: the host's positions are bounds.
+        first = logits.num_decodes if self.max_drafts else 0
+        positions = (logits.ends - 1).tolist()[first:]
         if (
             slot[:used].tolist() != logits.slots.tolist()
             or (slot[used:] < self.geometry.num_slots).any()
-            or position[:used].tolist() != (logits.ends - 1).tolist()
+            or position[first:used].tolist() != positions
             or (samples[:used] > 0).tolist() != logits.samples
         ):
             raise Violation("the halves of a step have different rows")
         words = np.ascontiguousarray(buffer[:used, columns:]).view(np.uint64)[:, 0].tolist()
         return [word if has_mask else None for word, has_mask in zip(words, is_masked.tolist(), strict=False)]
 
-    def _sample(self, num_rows: int, variant: int, logits: Logits, masks: list[int | None] | None) -> np.ndarray:
-        """Sample the rows of a step; without `masks` it is one program and its host did not wait for any."""
-        joined = np.zeros((num_rows, WIDTHS[variant]), np.int32)
+    def _sample(self, shape: Shape, variant: int, logits: Logits, masks: list[int | None] | None) -> np.ndarray:
+        """Sample the places of a step; without `masks` it is one program and its host did not wait for any."""
+        joined = np.zeros((shape.sampled, WIDTHS[variant] + 2 * bool(shape.drafts)), np.int32)
         joined[: len(logits.slots), 1] = 1
+        struck = {*self.faults.not_finite(logits.samples), *logits.poisoned}
+        counts: dict[int, int] = {}  # tokens that a row yields, by its first place
+        for place, offset in enumerate(logits.offsets):
+            if offset and place - 1 in struck:
+                struck.add(place)  # it reads what the place before has left
+        first = 0
         rows = zip(logits.slots.tolist(), logits.owners, logits.ends.tolist(), strict=True)
         for row, (slot, owner, end) in enumerate(rows):
+            offset = logits.offsets[row]
+            if not offset:
+                first, counts[row] = row, int(logits.samples[row])
             if not logits.samples[row]:
                 continue
             if end < owner.num_prompt:
                 raise Violation("a row samples inside its prompt")
-            if end > owner.limit:
+            if end > owner.limit or (offset and end == owner.limit):
                 raise Violation("a row samples beyond its limit")
             if owner.variant > variant:
                 raise Violation("a program samples less widely than its row needs")
             owner.ensure(end + 1)
             token = int(owner.tokens[end])
+            if offset:
+                is_kept = counts[first] == offset and self._truths[slot, end - 1] == self.drafts[slot, offset - 1]
+                if not is_kept or row in struck:
+                    joined[row, 0] = mix(int(owner.chain[end - 1]), end) % VOCABULARY  # whatever follows a wrong token
+                    continue
+                counts[first] += 1
             mask = None if masks is None else masks[row]
             if owner.is_constrained:
                 if masks is not None and not self.faults.is_wanted(self.sampling, row):
@@ -320,18 +462,36 @@ class Device:
             self._chains[slot, end] = owner.chain[end]
             if owner.params.logprobs is not None:
                 _fill_logprobs(joined[row : row + 1], [int(owner.chain[end - 1])], [token])
-        struck = self.faults.not_finite(logits.samples)
-        for row in {*struck, *logits.poisoned}:
+        for row in struck:
             logits.owners[row].may_fail = True
             joined[row, 1] = 0
             joined[row, 0] = -1
-            self.content[logits.last_places[row]] = POISON
+            self.content[logits.written[row]] = POISON
+        for row, count in counts.items():
+            self.lengths[logits.slots[row]] = logits.ends[row] + count
+        if shape.drafts:
+            self._finish_drafts(joined, logits, counts)
         return joined
+
+    def _finish_drafts(self, joined: np.ndarray, logits: Logits, counts: Mapping[int, int]) -> None:
+        """Say of each row how many tokens it yields and how many drafts it had, and draft for the next step."""
+        joined[:, -2:] = -9  # of places that are no row's first
+        firsts = [*counts, len(logits.offsets)]
+        verified = []
+        for row, following in pairwise(firsts):
+            slot, drafts = logits.slots[row], following - row - 1
+            had = int((self.drafts[slot, :drafts] != NO_DRAFT).sum())
+            joined[row, -2:] = counts[row], had
+            verified.append((had, counts[row] - 1))
+            if drafts:
+                self.faults.note_verified(drafts, had, counts[row])
+            self.drafts[slot] = self._propose(logits.owners[row], int(self.lengths[slot]))
+        logits.verified = verified
 
     def _read_ragged(
         self, field: Mapping[str, np.ndarray], slots: np.ndarray, ends: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Take a ragged step apart: the slot, position and token of each of its tokens."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Take a ragged step apart: the slot, position and token of each of its tokens, and where its rows end."""
         num_slots, num_rows = self.geometry.num_slots, len(slots)
         num_tokens = int(np.count_nonzero(field["token_slot"] < num_slots))
         num_decodes = int(field["num_decodes"][0])
@@ -378,9 +538,13 @@ class Device:
                 self._truths[slot, : truth.length] = truth.tokens[: truth.length]
         tokens = field["tokens"][:num_tokens].copy()
         if num_decodes:
+            if self.max_drafts:
+                begun = self._begin(slots[:num_decodes], ends[:num_decodes], [0] * num_decodes)
+                positions = np.concatenate([begun - 1, positions[num_decodes:]])
+                ends = np.concatenate([begun, ends[num_decodes:]])
             tokens[:num_decodes] = self.tokens[token_slots[:num_decodes], positions[:num_decodes]]
         self.tokens[token_slots, positions] = tokens
-        return token_slots, positions, tokens
+        return token_slots, positions, tokens, ends
 
     def _check_full(self, slot: int, owner: Truth, end: int) -> None:
         """Check what only the widest variant reads: the sequence so far and the extras."""
@@ -434,22 +598,30 @@ class SimulatedRunner(Runner):
         metrics: Metrics,
         faults: Faults,
         adapters: ResidentAdapters,
+        setting: Mapping[str, Any],
     ) -> None:
         self.geometry = geometry
+        self.drafting, _ = draft_setup.choose(config, None, 0, None)  # type: ignore[arg-type]
+        max_drafts = 0 if self.drafting is None else self.drafting.most
+        self._most_verified: int = setting["most_verified"]
+        token_cost, self._draft_cost = setting["costs"]
         self.metrics = metrics
         self.extras = Extras(VOCABULARY)
         self.num_logprobs = NUM_LOGPROBS
         self.setup: Any = SimpleNamespace(
-            max_num_batched_tokens=max_step_tokens, spec=SimpleNamespace(vocab_size=VOCABULARY)
+            max_num_batched_tokens=max_step_tokens,
+            spec=SimpleNamespace(vocab_size=VOCABULARY),
+            token_cost=token_cost,
         )
         self._config = config
         self._running_thread = None
-        self.device = Device(geometry, self.extras, faults)
+        self.device = Device(geometry, self.extras, faults, max_drafts)
         self._params = ()
         self.adapters = adapters
         device = self.device
         shapes = DeviceState(
             kv=(),
+            drafted=Drafted(device.lengths, device.drafts) if max_drafts else None,
             tables=device.tables,
             tokens=device.tokens,
             sampling=device.rows,
@@ -467,9 +639,19 @@ class SimulatedRunner(Runner):
             lambda key: key,
             metrics,
             max_adapters=self.limits.max_adapters,
+            verifying=batch.verifying_shapes(self._max_verified, geometry.num_slots, max_drafts) if max_drafts else (),
+            drafts=max_drafts > 0,
         )
         for key in self.programs.covering:
             self.compile(key)
+
+    @property
+    def limits(self) -> Limits:
+        return replace(super().limits, draft_cost=self._draft_cost)
+
+    @property
+    def _max_verified(self) -> int:
+        return min(super()._max_verified, self._most_verified)
 
     def compile(self, key: Key) -> None:
         """Make a program ready, as a thread in the background does."""

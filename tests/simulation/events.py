@@ -58,7 +58,7 @@ def happen(world: World, kind: str, arguments: Sequence[Any]) -> None:
             flying = {plan.number for plan, _ in world.engine._in_flight}
             gone = [plan for plan in world.plans if plan.number not in flying]
             if gone:
-                commit_again(world, gone[0], np.full(len(gone[0].slots), 5, np.int32), None, None, kind)
+                commit_again(world, gone[0], np.full(len(gone[0].slots), 5, np.int32), None, None, None, kind)
         case "resume_reading":
             for client in world.clients:
                 if client.pause is not None and not client.pause.done() and (client.reads or 0) > 0:
@@ -157,12 +157,13 @@ def commit_again(
     tokens: np.ndarray,
     is_finite: np.ndarray | None,
     counts: np.ndarray | None,
+    sampled: np.ndarray | None,
     kind: str,
 ) -> None:
     """Give the core a result that it has had, or whose requests are gone."""
     world.fired[kind] += 1
     kept = world.last_commit
-    events = world.engine.scheduler.commit(plan, tokens, is_finite, counts)
+    events = world.engine.scheduler.commit(plan, tokens, is_finite, counts, sampled)
     world.last_commit = kept
     if len(events.ids) or events.finished or events.failed:
         raise Violation("a late result was taken for a new one")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -16,7 +16,7 @@ from jaxllm.engine.recovery import MAX_EXHAUSTED, MAX_FAILURES
 from jaxllm.runner import model_runner
 from jaxllm.runner.batch import Shape
 from jaxllm.sampling.sampler import Variant
-from jaxllm.scheduler import block_pool
+from jaxllm.scheduler import block_pool, drafting
 from jaxllm.scheduler.block_pool import PoolEditor
 from jaxllm.scheduler.state import Plan
 from tests.simulation.adapters import FOLDERS
@@ -98,7 +98,7 @@ class StepFaults:
 
     def is_wanted(self, number: int, row: int) -> bool:
         """Whether the result of a row of a plan is still wanted."""
-        entry, turn, samples, admission = self.world.reference.plans[number][row]
+        entry, turn, samples, admission, _ = self.world.reference.plans[number][row]
         return samples and entry.slot >= 0 and entry.admission == admission and turn > entry.done
 
     def while_in_flight(self, flight: Flight) -> None:
@@ -129,6 +129,29 @@ class StepFaults:
         candidates = [row for row, is_sampled in enumerate(samples) if is_sampled]
         world.fired["not_finite"] += 1
         return (candidates[world.armed.pop("not_finite") % len(candidates)],)
+
+    def unsettled(self, slot: int) -> int:
+        """Return the drafts of a slot in steps that were not committed when this step was planned."""
+        entry = self.world.reference.running[slot]
+        own = self.world.reference.plans[self.world.plans[-1].number]
+        return entry.unsettled - sum(row[-1] for row in own if row[0] is entry)
+
+    def check_private(self, slot: int, blocks: Collection[int]) -> None:
+        """Check that blocks that drafts are written to are a slot's own, and cannot be found by others."""
+        reference = self.world.reference
+        entry = reference.running[slot]
+        for block in blocks:
+            if block not in entry.table or reference.references[block] != 1 or block in reference.index.values():
+                raise Violation("I16: a draft is written where another may read")
+
+    def note_verified(self, drafts: int, had: int, count: int) -> None:
+        """Count a row that verified drafts."""
+        fired = self.world.fired
+        fired["drafts_verified"] += drafts
+        fired["drafts_kept"] += count - 1
+        fired["drafts_all_kept"] += count == 1 + drafts
+        fired["drafts_all_wrong"] += count == 1 and had > 0
+        fired["drafts_missing"] += not had
 
     def strikes_score(self) -> bool:
         """Whether the log-probabilities of the prompts of this step are not finite."""
@@ -188,6 +211,7 @@ class StepFaults:
         try:
             with (
                 mock.patch.object(PoolEditor, "take", refusing if refuses else take),
+                mock.patch.object(drafting, "PROBE_ROWS", 8),
                 mock.patch.object(block_pool, "MOST_STALE", 8),  # so that the queue of cached blocks is swept
                 mock.patch.object(async_llm, "LONG_TEXT", 6),
                 mock.patch.object(kv_events, "LOGGED_EVENTS", 20),

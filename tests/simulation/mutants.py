@@ -172,6 +172,66 @@ HISTORY = [
         "if before is not None and before.digest == files.digest:",
         "if before is not None:",
     ),
+    Mutant(
+        "a row whose drafts were rejected is computed from a token too far on",
+        "scheduler.drafting.settle",
+        "own.issued[rows] -= drafts + 1 - sampled",
+        "own.issued[rows] -= np.maximum(0, drafts - sampled)",
+    ),
+    Mutant(
+        "rejected drafts stay in a row's length",
+        "scheduler.drafting.settle",
+        "own.length[rows] -= drafts + 1 - sampled",
+        "pass",
+    ),
+    Mutant(
+        "drafts are verified behind a request's limit",
+        "scheduler.drafting.issue",
+        "np.minimum(drafts, slots.limit[rows] - lengths - 1, out=drafts)",
+        "pass",
+    ),
+    Mutant(
+        "drafts get no blocks",
+        "scheduler.drafting.issue",
+        "blocks = np.maximum(0, -(-(drafts - room) // limits.block_size))",
+        "blocks = np.zeros(len(rows), np.int32)",
+    ),
+    Mutant(
+        "drafts take the block that a running request needs next",
+        "scheduler.drafting.issue",
+        "if drafts.any() and blocks.sum() > editor.pool.num_available - np.count_nonzero(slots.epochs):",
+        "if blocks.sum() > editor.pool.num_available:",
+    ),
+    Mutant(
+        "drafts outlive a step beside chunks of prompts, which makes none",
+        "scheduler.scheduler._verify",
+        "editor.own_slots.has_drafts[row_slots] = False",
+        "pass",
+    ),
+    Mutant(
+        "drafts are taken without a comparison",
+        "engine.llm_engine.LLMEngine._step",
+        "tokens, counts = result.tokens, result.counts",
+        "tokens, counts = result.tokens, plan.lengths",
+    ),
+    Mutant(
+        "kept drafts count as forced, and are computed once more",
+        "engine.llm_engine.LLMEngine._step",
+        "self.scheduler.commit(plan, tokens, result.is_finite, counts, result.counts)",
+        "self.scheduler.commit(plan, tokens, result.is_finite, counts)",
+    ),
+    Mutant(
+        "blocks are indexed as far as drafts in flight may reach",
+        "scheduler.scheduler._vacate",
+        "min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - new)",
+        "int(editor.slots.issued[slot])",
+    ),
+    Mutant(
+        "a row that waits for its mask is sampled where the host takes it to be",
+        "runner.model_runner.Runner.sample",
+        "if self.drafting is not None:",
+        "if False:",
+    ),
 ]
 
 

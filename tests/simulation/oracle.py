@@ -240,7 +240,7 @@ class Truth:
         self.has_lost_grammar = False  # a fault has ended its constraint
         bias = repr(sorted((params.logit_bias or {}).items())).encode()
         self._salted = zlib.crc32(self.row_bytes) | zlib.crc32(bias) << 32
-        self._last = mix(root, weights) if weights else root
+        self._last = mix(root, VOCABULARY + weights) if weights else root  # no token's link
         links = []
         for token in self.prompt:
             self._last = mix(self._last, token)

@@ -7,13 +7,15 @@ the sequence up to their end (`oracle.Truth.chain`), the least recently released
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from jaxllm.scheduler import block_pool
+from jaxllm.scheduler import block_pool, drafting
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Limits, Plan, Request
 from tests.simulation.adapters import Places
@@ -43,6 +45,11 @@ class Entry:
     given: int = 0
     issued: int = 0
     length: int = 0
+    may_draft: bool = True
+    has_drafts: bool = False
+    tried: int = 0
+    kept: int = 0
+    unsettled: int = 0  # drafts in flight: by so many tokens `issued` and `length` may be too large
     turn: int = 0  # rows planned whose result is wanted
     done: int = 0  # of them, those whose result came or is wanted no more
     table: list[int] = field(default_factory=list)
@@ -67,8 +74,8 @@ class Reference:
     def __init__(self, limits: Limits, claim: Callable[[Sequence[Request]], list[Entry]]) -> None:
         self.limits = limits
         self.core: RecordedScheduler | None = None  # that it is compared with
-        # Rows by number: entry, turn, whether it samples, admission.
-        self.plans: dict[int, list[tuple[Entry, int, bool, int]]] = {}
+        # Rows by number: entry, turn, whether it samples, admission, drafts.
+        self.plans: dict[int, list[tuple[Entry, int, bool, int, int]]] = {}
         self.by_id: dict[int, Entry] = {}
         self.waiting: list[Entry] = []
         self.running: dict[int, Entry] = {}  # by slot
@@ -77,6 +84,7 @@ class Reference:
         self.num_generated = self.num_forced = 0
         self.num_preempted = 0
         self.num_resets = self.num_skipped = 0
+        self.drafting: Counter[str] = Counter()  # what has happened in it
         self.places = Places(limits.max_adapters)
         self._passed_over: tuple[Entry, int, set[tuple[int, int]]] | None = None  # see `_check_patience`
         self._claim = claim
@@ -143,6 +151,9 @@ class Reference:
             counts = [-(-entry.length // size) - len(entry.table) for entry in growing]
             if sum(counts) <= self.num_available:
                 break
+            surely = [-(-(each.length - each.unsettled) // size) - len(each.table) for each in growing]
+            if sum(max(0, count) for count in surely) <= self.num_available:
+                raise Violation("I16: a request is preempted for a guess")
             victim = max(
                 (each for each in self.running.values() if each.length < each.limit or each.issued < each.given),
                 key=lambda each: each.rank,
@@ -200,6 +211,7 @@ class Reference:
             start = len(hits) * size
             entry.given = entry.length = entry.known
             entry.issued = start
+            entry.has_drafts, entry.tried, entry.kept, entry.unsettled = False, 2, 1, 0
             at += len(hits)
             self._hand_out([entry], [num_new], pairs[at : at + num_new])
             at += num_new
@@ -209,17 +221,30 @@ class Reference:
             new_blocks += [(entry.slot, index, block) for index, block in enumerate(entry.table)]
             admitted.append((entry.slot, entry.id, entry.known, start))
         rows += chunks
+        drafts = [0] * len(rows)
+        proposes = False
+        if self.limits.max_drafts:
+            self.drafting["draft_waits"] += any(0 < each.unsettled and each.length >= each.limit for each in works)
+            if chunks or not all(entry.may_draft for entry in decodes):
+                for entry, *_ in rows:
+                    entry.has_drafts = False
+            else:
+                drafts, blocks, proposes = self._draft(decodes)
+                for entry, count in zip(decodes, blocks, strict=True):
+                    new_blocks += [(entry.slot, len(entry.table) + number, -1) for number in range(count)]
+                self._hand_out(decodes, blocks, pairs[at : at + sum(blocks)])
 
         expected: list[tuple[int, int, int, bool]] = []
-        record: list[tuple[Entry, int, bool, int]] = []
-        for entry, start, length in rows:
+        record: list[tuple[Entry, int, bool, int, int]] = []
+        for (entry, start, length), count in zip(rows, drafts, strict=True):
             end = start + length
-            entry.issued = end
             samples = end == entry.length
-            entry.length += samples and entry.length < entry.limit
+            entry.issued = end + count
+            entry.length += count + (samples and entry.length < entry.limit)
+            entry.unsettled += count
             entry.turn += samples
-            expected.append((entry.slot, start, length, samples))
-            record.append((entry, entry.turn, samples, entry.admission))
+            expected.append((entry.slot, start, length + count, samples))
+            record.append((entry, entry.turn, samples, entry.admission, count))
         self.num_planned += 1
         self.num_preempted += len(preempted)
         self.plans[plan.number] = record
@@ -244,7 +269,12 @@ class Reference:
         if not {entry.adapter for entry, *_ in rows} <= {0, *plan.adapters}:
             raise Violation("I15: a request runs whose adapter is not resident")
         self._check_patience(before, {each.request.sequence_id for each in plan.admitted})
-        if plan.number != self.num_planned or sum(length for _, _, length in rows) > self.limits.max_step_tokens:
+        if plan.num_drafts != sum(drafts) or plan.proposes != proposes:
+            raise Violation("other drafts are verified or proposed than are due")
+        num_tokens = sum(length for _, _, length in rows) + sum(drafts)
+        if any(drafts) and (num_tokens > self.limits.max_verified or max(drafts) > self.limits.max_drafts):
+            raise Violation("I5: more drafts than a step or a row may have")
+        if plan.number != self.num_planned or num_tokens != plan.num_tokens or num_tokens > self.limits.max_step_tokens:
             raise Violation("I5: a plan beyond its budget, or counted wrongly")
         if self.num_planned % CHECK_EVERY == 0:
             self.compare(with_index=self.num_planned % INDEX_EVERY == 0)
@@ -255,6 +285,7 @@ class Reference:
         tokens: np.ndarray,
         is_finite: np.ndarray | None,
         counts: np.ndarray | None,
+        sampled: np.ndarray | None,
         events: Events,
     ) -> None:
         record = self.plans.pop(plan.number, [])
@@ -263,7 +294,7 @@ class Reference:
         fresh: dict[int, int] = {}  # tokens that a request got in this call
         reasons: dict[int, str] = {}
         ids: list[int] = []
-        for row, (entry, turn, samples, admission) in enumerate(record):
+        for row, (entry, turn, samples, admission, drafts) in enumerate(record):
             if not samples or entry.slot < 0 or entry.admission != admission or turn <= entry.done:
                 continue
             entry.done = turn
@@ -271,10 +302,14 @@ class Reference:
                 failed.append(entry)
                 continue
             given = [int(tokens[row])] if counts is None else tokens[row, : counts[row]].tolist()
-            got = 0
+            got, own = 0, 1 if sampled is None else int(sampled[row])
+            if not 1 <= own <= 1 + drafts:
+                raise Violation(f"request {entry.id} has sampled {own} tokens with {drafts} drafts")
+            if drafts:
+                self._settle(entry, drafts, own)
             for token in given[: entry.limit - entry.known]:
                 entry.truth.ensure(entry.known + 1)
-                if got > 0 and not entry.truth.is_forced(entry.known):
+                if got >= own and not entry.truth.is_forced(entry.known):
                     raise Violation(f"request {entry.id} got a token that was neither sampled nor forced")
                 if token != entry.truth.tokens[entry.known]:
                     raise Violation(f"I6: request {entry.id} got a token that is not its own")
@@ -284,14 +319,14 @@ class Reference:
                     reasons[entry.id] = "stop"
                     break
             self.num_generated += got
-            self.num_forced += max(0, got - 1)
+            self.num_forced += max(0, got - own)
             ids.append(entry.id)
             fresh[entry.id] = got
             if entry.id not in reasons and entry.known >= entry.limit:
                 reasons[entry.id] = "length"
             if entry.id in reasons:
                 ended.append(entry)
-            elif got > 1:  # those behind the first are to be computed, and what is in flight knew none of them
+            elif got > own:  # those behind the sampled ones are to be computed, and what is in flight knew none of them
                 entry.given = entry.length = entry.known
                 entry.done = entry.turn
         for entry in failed:
@@ -343,6 +378,59 @@ class Reference:
                     break
                 hits.append(block)
         return hits
+
+    def _draft(self, decodes: list[Entry]) -> tuple[list[int], list[int], bool]:
+        """Say how many drafts of each row are verified, the blocks that they need, and whether others are drafted."""
+        limits, size = self.limits, self.limits.block_size
+        wanted: list[int] = []
+        for entry in decodes:
+            count = self._best(entry, len(decodes))
+            if count == 0 and (entry.turn + 1) % drafting.PROBE_ROWS == 0:
+                entry.tried, entry.kept = 2, 1
+                count = self._best(entry, len(decodes))
+                self.drafting["draft_probe"] += 1
+            wanted.append(count)
+        drafts: list[int] = []
+        left = limits.max_verified - len(decodes)
+        for entry, most in zip(decodes, wanted, strict=True):
+            count = min(most, entry.limit - entry.length - 1) if entry.has_drafts else 0
+            self.drafting["draft_limited"] += count < most and entry.has_drafts
+            self.drafting["draft_budget"] += count > left >= 0
+            left -= count
+            drafts.append(count if left >= 0 else 0)
+        rooms = [len(entry.table) * size - entry.length for entry in decodes]
+        blocks = [max(0, -(-(count - room) // size)) for count, room in zip(drafts, rooms, strict=True)]
+        # Those that run must be able to grow; where that is not sure, not even the bound goes beyond a row's blocks.
+        if sum(blocks) > self.num_available - len(self.running):
+            fewer = [min(count, max(0, room - 1)) for count, room in zip(drafts, rooms, strict=True)]
+            self.drafting["draft_scarce"] += fewer != drafts
+            drafts, blocks = fewer, [0] * len(decodes)
+        self.drafting["draft_blocks"] += sum(blocks)
+        for entry in decodes:
+            entry.has_drafts = any(wanted)
+        return drafts, blocks, any(wanted)
+
+    def _best(self, entry: Entry, num_rows: int) -> int:
+        """Say with how many drafts of each row a step yields the most tokens in its time."""
+        rate = Fraction(32 * entry.kept // entry.tried, 32)  # that a draft is kept
+        per_token, per_draft = Fraction(self.limits.token_cost, 1000), Fraction(self.limits.draft_cost, 1000)
+        without = 1 + num_rows * per_token
+        speeds = [
+            sum(rate**kept for kept in range(drafts + 1))
+            / (without + drafts * (num_rows * per_token + per_draft * without))
+            for drafts in range(self.limits.max_drafts + 1)
+        ]
+        return speeds.index(max(speeds))
+
+    def _settle(self, entry: Entry, drafts: int, own: int) -> None:
+        """A row that verified drafts has sampled `own` tokens."""
+        entry.unsettled -= drafts
+        entry.issued -= drafts + 1 - own
+        entry.length -= drafts + 1 - own
+        entry.tried += min(own, drafts)
+        entry.kept += own - 1
+        if entry.tried > 16:
+            entry.tried, entry.kept = entry.tried // 2, entry.kept // 2
 
     def _hand_out(self, entries: list[Entry], counts: list[int], pairs: list[list[int]]) -> None:
         """Give blocks: free ones first, of which production may choose; then the least recently released ones."""
@@ -415,6 +503,8 @@ class Reference:
             return
         _, oldest, ahead = kept
         left = {each for each, adapter in before.items() if adapter == oldest and each in ahead}
+        if not left and any(one.adapter and one.rank < first.rank for one in map(self.by_id.__getitem__, admitted)):
+            return  # one before it has taken the place
         joined = {(each.id, each.admission) for each in self.running.values() if each.adapter == oldest} - ahead
         behind = [each for each in self.running.values() if (each.id, each.admission) in joined]
         if any(each.rank > first.rank for each in behind):
@@ -436,6 +526,7 @@ class Reference:
             raise Violation("other adapters are resident than are due, or in another order")
         slots = state.slots
         names = ("ids", "given", "issued", "length", "known", "turn", "done", "limit", "capacity")
+        names += ("may_draft", "has_drafts", "tried", "kept")
         columns = list(zip(*(getattr(slots, name).tolist() for name in names), strict=True))
         for slot in range(self.limits.num_slots):
             entry = self.running.get(slot)
@@ -446,7 +537,10 @@ class Reference:
                     raise Violation(f"slot {slot} is free and holds something")
                 continue
             counts = entry.given, entry.issued, entry.length, entry.known, entry.turn, entry.done
-            due = entry.id, *counts, entry.limit, len(entry.table) * size
+            drafts = entry.may_draft, entry.has_drafts, entry.tried, entry.kept
+            if not self.limits.max_drafts:
+                drafts = False, False, 0, 0
+            due = entry.id, *counts, entry.limit, len(entry.table) * size, *drafts
             if columns[slot] != due or list(state.tables[slot]) != entry.table:
                 raise Violation(f"slot {slot} holds {columns[slot]}, where {due} is due")
         if pool.references.tolist() != self.references:

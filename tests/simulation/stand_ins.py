@@ -81,6 +81,8 @@ class Recorder(Reference):
             strict=True,
         ):
             world.fired[kind] += after > before
+        world.fired += self.drafting
+        self.drafting.clear()
         for part in (plan.slots, plan.starts, plan.lengths, plan.table):
             world.digest = zlib.crc32(part.tobytes(), world.digest)
         world.plans.append(plan)
@@ -108,9 +110,10 @@ class Recorder(Reference):
         tokens: np.ndarray,
         is_finite: np.ndarray | None,
         counts: np.ndarray | None,
+        sampled: np.ndarray | None,
         events: Events,
     ) -> None:
         num_forced = self.num_forced
-        super().committed(plan, tokens, is_finite, counts, events)
+        super().committed(plan, tokens, is_finite, counts, sampled, events)
         self.world.fired["forced"] += self.num_forced > num_forced
-        self.world.last_commit = plan, tokens, is_finite, counts
+        self.world.last_commit = plan, tokens, is_finite, counts, sampled

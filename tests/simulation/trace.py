@@ -86,6 +86,13 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
         "most_queued_tokens": chance.choice((None, None, None, 2 * longest)),
         "broken_text": "detokenizer_error" in faults,
         "seed": chance.randrange(1000),
+        "max_drafts": (max_drafts := chance.choice((0, 0, 0, 0, 1, 2, 3, 4))),
+        "most_verified": chance.choice((256, num_slots + 1)),
+        # Of a token and of a draft, see `Limits`: where they are small, drafts pay even if few are kept.
+        "costs": [chance.choice((0, 20, 90, 400)), chance.choice((0, 0, 10, 60))],
+        "grammars": chance.choice((0.0, 0.25))
+        if max_drafts
+        else 0.25,  # share of the requests, beside which none draft
     }
 
 
@@ -118,7 +125,7 @@ class _Maker:
             "burst": 0.005, "drain": 0.006, "restart": 0.006, "reset_cache": 0.01, "pause": 0.02, "dies": 0.005,
             "request_fault": 0.01, "leave_early": 0.01,
             "sample_raises_before": 0.008, "sample_raises_after": 0.008, "sample_out_of_memory": 0.008,
-            "fill_raises": 0.008, "grammar_raises": 0.012, "reload_adapter": 0.04, "put_raises": 0.01,
+            "fill_raises": 0.008, "grammar_raises": 0.015, "reload_adapter": 0.04, "put_raises": 0.01,
             "resume_reading": 0.2,
         }  # fmt: skip
         is_on = [(kind, rate) for kind, rate in rates.items() if kind in faults or kind == "resume_reading"]
@@ -284,7 +291,7 @@ class _Maker:
             }
         if chance.random() < 0.1:
             params["skip_reading_prefix_cache"] = True
-        if chance.random() < 0.25:
+        if chance.random() < setting["grammars"]:
             params["structured_outputs"] = {"regex": f"toy{chance.randrange(10**6)}"}
             if chance.random() < 0.25:
                 params["structured_outputs"]["begin_after"] = chance.choice("aab")

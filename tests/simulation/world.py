@@ -53,6 +53,10 @@ from tests.simulation.trace import Trace
 FIRST_MOMENT = 100_000.0
 
 
+def _drafting(max_drafts: int) -> dict[str, Any] | None:
+    return {"method": "ngram", "num_speculative_tokens": max_drafts} if max_drafts else None
+
+
 class World:
     """One trace being played. `play` raises `Violation` or whatever else went wrong."""
 
@@ -144,13 +148,14 @@ class World:
             enable_lora=setting["max_adapters"] > 0,
             max_loras=setting["max_adapters"] or 1,
             max_cpu_loras=setting["max_kept"] or None,
+            speculative_config=_drafting(setting["max_drafts"]),
             seed=setting["seed"],
             max_logprobs=5,
         )
         self.folders.contents.clear()  # numbers begin anew
         self.held = Held(self.faults.before_put)
         self.runner = SimulatedRunner(
-            llm.config, geometry, setting["max_step_tokens"], llm.metrics, self.faults, self.held
+            llm.config, geometry, setting["max_step_tokens"], llm.metrics, self.faults, self.held, setting
         )
         self.reference = llm._recorder = Recorder(self.runner.limits, self._claim)
         self.reference.world = self
@@ -278,8 +283,11 @@ class World:
                         reads_cache=not skips,
                         known=len(client.ids),
                         adapter=client.adapter,
+                        may_draft=params.structured_outputs is None,
                     )
                 )
+                if request.may_draft != entries[-1].may_draft:
+                    raise Violation("a request may have drafts, and must not, or the reverse")
                 client.entries.append(entries[-1])
         return entries
 
@@ -460,7 +468,7 @@ class World:
         if not has_news and not works:
             return
         steps, recoveries = self.runner.device.num_steps, self.num_recoveries
-        is_held = self.is_held
+        is_held, committed = self.is_held, self.last_commit
         try:
             next(self.thread.running)
             while self.submitted:  # what is left there was refused by the engine
@@ -488,6 +496,7 @@ class World:
         if works and served.has_unfinished_requests():
             self.num_steps += 1
             has_run = self.runner.device.num_steps > steps or self.num_recoveries > recoveries
+            has_run |= self.last_commit is not committed  # which a row at its bound may have waited for
             if not has_run and not served._in_flight and self.reference.running:
                 raise Violation("there is work, and no step computes anything")
 

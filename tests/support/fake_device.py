@@ -2,13 +2,15 @@
 
 The next token of a sequence is a hash of all of its tokens, so a request's output depends on that request alone. A read
 of a place that holds anything but the sequence's own prefix is an error: stale blocks, early prefix hits, double
-ownership and wrong tables all show at once.
+ownership and wrong tables all show at once. It drafts behind a row as often as a plan says; of the drafts that it
+verifies so many are right as `num_right` draws, the others leave something wrong in the pool.
 """
 
 from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 
@@ -25,16 +27,21 @@ def next_token(tokens: tuple[int, ...], request_id: int) -> int:
 class FakeDevice:
     """Runs plans. Keeps, like the real one, a block table and the tokens of each slot."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, num_right: Callable[[int], int] = lambda count: count) -> None:
         self.limits = limits
+        self.num_right = num_right
+        self.has_drafts: set[int] = set()  # slots
         self.full: dict[int, array[int]] = {}  # by request id: all tokens that the host knows, kept by the test
         self.tables: dict[tuple[int, int], int] = {}
         self.tokens: dict[int, list[int]] = {}  # by slot: what the device holds; -1 where it was told nothing
         self.truth: dict[int, list[int]] = {}  # by slot: the sequence as it is, a token ahead of the host perhaps
         self.written: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def run(self, plan: Plan, chunks: list[list[int]], owners: dict[int, int]) -> np.ndarray:
-        """Execute a plan; `chunks` are the tokens of the rows behind the decode rows, `owners` maps slot to id."""
+    def run(self, plan: Plan, chunks: list[list[int]], owners: dict[int, int]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Execute a plan; `chunks` are the tokens of the rows behind the decode rows, `owners` maps slot to id.
+
+        Returns tokens, int32[R]; if it verified drafts they are int32[R, W], with the counts of rows, int32[R].
+        """
         limits = self.limits
         assert plan.num_tokens <= limits.max_step_tokens, "token budget"
         assert len(plan.slots) - plan.num_decodes <= limits.max_step_chunks, "chunk budget"
@@ -46,26 +53,46 @@ class FakeDevice:
             assert 0 <= slot < limits.num_slots and 0 <= block < limits.num_blocks
             self.tables[slot, index] = block
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
+        assert not plan.num_drafts or plan.num_tokens <= limits.max_verified, "budget of verified tokens"
+        for number, (slot, bound, length) in enumerate(rows[: plan.num_decodes]):
+            start = len(self.truth[slot]) - 1
+            assert start <= bound and length <= 1 + limits.max_drafts
+            assert length == 1 or slot in self.has_drafts, "drafts that were not made"
+            rows[number] = slot, start, length
+        counts = np.ones(len(rows), np.int32)
         writes: set[tuple[int, int]] = set()
         for number, (slot, start, length) in enumerate(rows):  # all rows write before any row reads
             if number >= plan.num_decodes:
                 self.tokens[slot] = self.tokens[slot][:start] + chunks[number - plan.num_decodes]
+            if number < plan.num_decodes and length > 1:
+                counts[number] += self.num_right(length - 1)
+                for _ in range(counts[number] - 1):
+                    self._append(slot, owners[slot])
             for position in range(start, start + length):
                 place = self._place(slot, position)
                 assert place not in writes, "two rows write one place"
                 writes.add(place)
-                self.written[place] = self._prefix(slot, position + 1)
-        sampled = np.zeros(len(rows), np.int32)
+                is_right = number >= plan.num_decodes or position < start + counts[number]
+                self.written[place] = self._prefix(slot, position + 1) if is_right else (-1,)
+        sampled = np.zeros((len(rows), int(plan.lengths.max()) if plan.num_drafts else 1), np.int32)
         for number, (slot, start, length) in enumerate(rows):
-            for position in range(start + length):
+            end = start + (int(counts[number]) if number < plan.num_decodes else length)
+            for position in range(end):
                 found = self.written.get(self._place(slot, position))
                 assert found == self._prefix(slot, position + 1), f"slot {slot} reads a stale place"
             if plan.samples[number]:
-                tokens = self._prefix(slot, start + length)
-                sampled[number] = next_token(tokens, owners[slot])
-                self.tokens[slot] = [*self.tokens[slot][: start + length], int(sampled[number])]
-                self.truth[slot] = [*tokens, int(sampled[number])]
-        return sampled
+                self._append(slot, owners[slot])
+                sampled[number, : counts[number]] = self.truth[slot][-counts[number] :]
+            self.has_drafts.discard(slot)
+        if plan.proposes:
+            self.has_drafts |= set(plan.slots.tolist())
+        return (sampled, counts) if plan.num_drafts else (sampled[:, 0], None)
+
+    def _append(self, slot: int, request_id: int) -> None:
+        """Sample the next token of a slot."""
+        token = next_token(self._prefix(slot, len(self.truth[slot])), request_id)
+        self.tokens[slot] = [*self.tokens[slot], token]
+        self.truth[slot] = [*self.truth[slot], token]
 
     def _prefix(self, slot: int, length: int) -> tuple[int, ...]:
         tokens = self.truth[slot]

@@ -271,6 +271,8 @@ class PrometheusObserver(Collector):
             yield self._gauge(name, documentation, [({}, read(load))])
         reasons = [({"finished_reason": reason}, metrics.finished.get(reason, 0)) for reason in get_args(FinishReason)]
         yield self._counter("request_success", "Outputs that have ended, by the reason.", reasons)
+        if self._engine.config.speculative_config is not None:
+            yield from self._draft_families(metrics)
         if self._engine.config.enable_lora:
             yield from self._adapter_families(load)
         states = [({"state": state}, float(state == self._engine.state)) for state in get_args(EngineState)]
@@ -287,6 +289,18 @@ class PrometheusObserver(Collector):
         }
         labels = {name: str(value) for name, value in facts.items()}
         yield self._gauge("cache_config_info", "How the KV cache is set up.", [(labels, 1.0)])
+
+    def _draft_families(self, metrics: Metrics) -> Iterator[Metric]:
+        """Report drafts by vLLM's names."""
+        for name, documentation, count in (
+            ("num_drafts", "Rows that verified drafts.", metrics.drafting_rows),
+            ("num_draft_tokens", "Drafts that they verified.", metrics.draft_tokens),
+            ("num_accepted_tokens", "Those of them that were kept.", sum(metrics.accepted_tokens)),
+        ):
+            yield self._counter(f"spec_decode_{name}", documentation, [({}, count)])
+        places = [({"position": str(place)}, count) for place, count in enumerate(metrics.accepted_tokens)]
+        text = "Drafts that were kept, by their place in the row."
+        yield self._counter("spec_decode_num_accepted_tokens_per_pos", text, places)
 
     def _adapter_families(self, load: Load) -> Iterator[Metric]:
         """Report which adapters requests have; a router reads the names out of the labels, of the newest sample."""

@@ -1,0 +1,21 @@
+"""What a model must be to draft for another: any decoder that is read as usual and whose tokens are the other's."""
+
+from __future__ import annotations
+
+from jaxllm.errors import UserError
+from jaxllm.model.spec import Spec
+
+
+def check(draft: Spec, target: Spec) -> None:
+    """Refuse a draft model that cannot write `target`'s tokens one after the other; a UserError of one line."""
+    if draft.vocab_size != target.vocab_size:
+        raise UserError(
+            f"the draft model has a vocabulary of {draft.vocab_size} tokens, and the model's has {target.vocab_size}; "
+            "choose a draft model of the same tokenizer.",
+            "speculative_config",
+        )
+    if not draft.is_causal:
+        raise UserError(
+            "the draft model's tokens see those behind them, so it cannot draft; choose one that generates.",
+            "speculative_config",
+        )

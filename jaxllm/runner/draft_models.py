@@ -1,0 +1,171 @@
+"""Drafts by a model: a small decoder, or an EAGLE-3 head, with a cache of its own in the blocks of the target's.
+
+Every step brings that cache up to the target's: what was drafted and not kept is overwritten. A program that verifies
+drafts then drafts K tokens behind each sequence, one pass of the model for each. Drafts are chosen with the request's
+temperature and its own noise for their position, as the target's tokens are: that makes them equal most often.
+
+Traced inside the step. Knows no scheduler and no host.
+
+Letters: T tokens of a step, R sequences, K drafts, V vocabulary (Vx on one shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllm.model import decoder, eagle
+from jaxllm.model.decoder import Params
+from jaxllm.model.sharding import AXIS
+from jaxllm.runner import drafting
+from jaxllm.runner.attention import attention
+from jaxllm.runner.batch import Shape
+from jaxllm.runner.device_state import DeviceState
+from jaxllm.runner.drafting import Drafted, Drafting, Places
+from jaxllm.sampling import sampler
+from jaxllm.sampling.sampler import SamplingRows, Variant
+from jaxllm.sampling.vocab_parallel import Vocabulary
+
+if TYPE_CHECKING:
+    from jaxllm.runner.step import StepModel
+
+
+class Batch(NamedTuple):
+    """What drafting reads of a step that was sampled."""
+
+    shape: Shape
+    field: Mapping[str, jax.Array]
+    slots: jax.Array  # i32[T]
+    positions: jax.Array  # i32[T]
+    tokens: jax.Array  # i32[T]
+    at: Places
+    counts: jax.Array  # i32[·]: tokens that a row yielded, at its first place
+    aux: tuple[jax.Array, ...]  # hidden states of the target for an EAGLE-3 head, each [T, D]
+
+
+def keep(drafted: Drafted[jax.Array], aux: tuple[jax.Array, ...]) -> Drafted[jax.Array]:
+    """Keep the target's hidden states for the second half of a step."""
+    kept = tuple(
+        lax.dynamic_update_slice(place, states.astype(place.dtype), (0, 0))
+        for place, states in zip(drafted.aux, aux, strict=True)
+    )
+    return replace(drafted, aux=kept)
+
+
+def draft(model: StepModel, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch) -> Drafted[jax.Array]:
+    """Bring the draft model's cache up to a step, and draft behind its sequences where the program does."""
+    how, drafted, shape = model.drafting, state.drafted, own.shape
+    assert how is not None and drafted is not None
+    passes = None
+    if how.head is not None:
+        passes = _HeadPasses(model, how, params, state, own)
+    elif how.spec is not None:
+        passes = _DecoderPasses(model, how, params, state, own)
+    if not shape.drafts:
+        return drafted if passes is None else replace(drafted, kv=tuple(passes.kv))
+    rows, slots = drafting.sequences(own.at, shape.rows, model.geometry.num_slots)
+    lengths = drafted.lengths.at[slots].get(mode="clip")
+    if passes is None:
+        drafts = drafting.look_up(state.tokens.at[slots].get(mode="clip"), lengths, how)
+    else:
+        here = sampler.unpack_rows(state.sampling.at[slots].get(mode="clip"))
+        capacity = own.field["row_capacity"].at[rows].get(mode="clip")
+        logits = passes.begin(rows, slots, lengths)
+        chosen = [_choose(model, logits, here, lengths)]
+        for place in range(1, how.most):
+            # Beyond a slot's blocks are other requests' blocks: the row stands still.
+            is_inside = lengths + place <= capacity
+            logits = passes.go_on(jnp.where(is_inside, slots, model.geometry.num_slots), lengths + place, chosen[-1])
+            chosen.append(_choose(model, logits, here, lengths + place))
+        drafts = jnp.stack(chosen, axis=1)
+        drafted = replace(drafted, kv=tuple(passes.kv))
+    return replace(drafted, tokens=drafted.tokens.at[slots].set(drafts, mode="drop"))
+
+
+def _choose(model: StepModel, logits: jax.Array, here: SamplingRows, ends: jax.Array) -> jax.Array:
+    """Choose a draft for position `ends` of each row, i32[R]."""
+    vocabulary, kernel = Vocabulary(model.spec.vocab_size, AXIS), model.kernels["sample"]
+    return sampler.sample(logits, here, ends, None, None, Variant.RANDOM, 0, vocabulary, (), kernel).tokens
+
+
+class _Passes:
+    """The passes of a draft model in one step, and its cache as they leave it."""
+
+    def __init__(
+        self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch
+    ) -> None:
+        assert state.drafted is not None and how.spec is not None
+        self.kv = list(state.drafted.kv)
+        self._model, self._how, self._target, self._state, self._own = model, how, params, state, own
+        self._spec, self._params = how.spec, params.draft
+
+    def _context(self, shape: Shape, slots: jax.Array, positions: jax.Array) -> decoder.Context:
+        geometry, tables, field = self._model.geometry, self._state.tables, self._own.field
+        attend = attention(self._spec, geometry, self._how.kernels, shape, self.kv, tables, field, slots, positions)
+        return decoder.Context(positions, attend, axis=AXIS)
+
+    def _one_each(self, slots: jax.Array, positions: jax.Array) -> decoder.Context:
+        count = len(slots)
+        shape = Shape(tokens=count, rows=count, tiles=0, entries=0, sampling_fields=0)
+        return self._context(shape, slots, positions)
+
+    def _whole_step(self) -> decoder.Context:
+        return self._context(self._own.shape, self._own.slots, self._own.positions)
+
+
+class _DecoderPasses(_Passes):
+    def __init__(
+        self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch
+    ) -> None:
+        super().__init__(model, how, params, state, own)
+        if not (own.shape.is_decode and own.shape.drafts):  # there `begin` computes what is missing
+            decoder.forward(self._spec, self._params, own.tokens, self._whole_step())
+
+    def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Return logits behind each sequence's last token, f32[R, Vx].
+
+        All but the last two tokens were computed: of drafts that were kept only the last was never an input.
+        """
+        slots, positions = jnp.concatenate([slots, slots]), jnp.concatenate([lengths - 2, lengths - 1])
+        tokens = self._state.tokens.at[slots, positions].get(mode="clip")
+        hidden = decoder.forward(self._spec, self._params, tokens, self._one_each(slots, positions))
+        return decoder.head(self._spec, self._params, hidden[len(rows) :])
+
+    def go_on(self, slots: jax.Array, ends: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Return logits for position `ends` behind drafts, f32[R, Vx]."""
+        hidden = decoder.forward(self._spec, self._params, tokens, self._one_each(slots, ends - 1))
+        return decoder.head(self._spec, self._params, hidden)
+
+
+class _HeadPasses(_Passes):
+    def __init__(
+        self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], own: Batch
+    ) -> None:
+        super().__init__(model, how, params, state, own)
+        assert how.head is not None
+        self._head = how.head
+        # The head reads a token's embedding beside the hidden state of the token before it.
+        following = state.tokens.at[own.slots, own.positions + 1].get(mode="clip")
+        fused = eagle.fuse(self._head, self._params, own.aux)
+        self._hidden, self._normed = self._run(following, fused, self._whole_step())
+
+    def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Return logits behind each sequence's last token, f32[R, Vx]."""
+        own = self._own
+        last = rows + own.counts.at[rows].get(mode="clip") - 1  # the place behind which the last token was sampled
+        self._hidden = self._hidden.at[last].get(mode="clip")
+        return eagle.logits(self._head, self._params, self._normed.at[last].get(mode="clip"), AXIS)
+
+    def go_on(self, slots: jax.Array, ends: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Return logits for position `ends` behind drafts, f32[R, Vx]."""
+        self._hidden, normed = self._run(tokens, self._hidden, self._one_each(slots, ends - 2))
+        return eagle.logits(self._head, self._params, normed, AXIS)
+
+    def _run(self, tokens: jax.Array, hidden: jax.Array, context: decoder.Context) -> tuple[jax.Array, jax.Array]:
+        embedded = eagle.embed(self._head, self._params, self._target, tokens, context)
+        return eagle.forward(self._head, self._params, embedded, hidden, context)

@@ -1,0 +1,111 @@
+"""What drafts in an engine: chosen from `speculative_config` before anything large is allocated, then read.
+
+Knows no program and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
+from jaxllm.model import eagle, eagle_files, weights
+from jaxllm.model.decoder import Params
+from jaxllm.model.families import Family, read_spec
+from jaxllm.model.spec import Spec
+from jaxllm.runner.drafting import Drafting
+from jaxllm.speculative_config import SpeculativeConfig
+from pallas_kernels import Choice
+
+
+@dataclass(frozen=True)
+class DraftFolder:
+    """Where a draft model or an EAGLE-3 head comes from."""
+
+    folder: Path
+    family: Family | None  # None: of a head
+
+
+def choose(
+    config: EngineConfig, target: Spec, longest: int, kernels_of: Callable[[Spec], Mapping[str, Choice]]
+) -> tuple[Drafting | None, DraftFolder | None]:
+    """Say how an engine drafts whose requests have at most `longest` tokens, and what it reads for it."""
+    own = config.speculative_config
+    if not isinstance(own, SpeculativeConfig):
+        return None, None
+    if own.model is None:
+        return Drafting(own.num_speculative_tokens, own.prompt_lookup_min, own.prompt_lookup_max), None
+    folder = weights.resolve(own.model)
+    if own.method == "eagle3":
+        head = eagle_files.read(folder, target)
+        drafting = Drafting(own.num_speculative_tokens, spec=head.spec, head=head, kernels=kernels_of(head.spec))
+        return drafting, DraftFolder(folder, None)
+    spec, family = read_spec(weights.read_config(folder), longest)
+    if not spec.is_causal:
+        raise _error(f"{own.model} does not generate")
+    if spec.vocab_size != target.vocab_size:
+        raise _error(
+            f"{own.model} has a vocabulary of {spec.vocab_size} tokens, and the model one of {target.vocab_size}; "
+            "choose a draft model with the same tokenizer"
+        )
+    if spec.max_position < longest:
+        raise _error(f"{own.model} was made for {spec.max_position} positions; set max_model_len to that, or less")
+    drafting = Drafting(own.num_speculative_tokens, spec=spec, kernels=kernels_of(spec))
+    return drafting, DraftFolder(folder, family)
+
+
+def with_cost(drafting: Drafting | None, described: Params[jax.ShapeDtypeStruct]) -> Drafting | None:
+    """Note what drafting a token takes: a pass reads the draft model's weights, as a step does those of its model."""
+    if drafting is None or described.draft is None:
+        return drafting
+    whole = weights.num_bytes(replace(described, draft=None))
+    return replace(drafting, cost=1000 * weights.num_bytes(described.draft) // whole)
+
+
+def abstract(drafting: Drafting | None, mesh: Mesh, dtype: jnp.dtype) -> Params[jax.ShapeDtypeStruct] | None:
+    """Describe the weights of what drafts; None if it has none."""
+    if drafting is None or drafting.spec is None:
+        return None
+    if drafting.head is not None:
+        return eagle.abstract(drafting.head, mesh, dtype)
+    return weights.abstract(drafting.spec, mesh, dtype)
+
+
+def check(drafting: Drafting | None, source: DraftFolder | None, shards: int) -> None:
+    """Refuse files that are broken or do not hold the weights; reads headers only."""
+    if drafting is None or drafting.spec is None or source is None:
+        return
+    if drafting.head is not None:
+        eagle_files.check(source.folder, drafting.head, shards)
+    elif source.family is not None:
+        weights.check(source.folder, drafting.spec, source.family, shards)
+
+
+def load(
+    drafting: Drafting | None,
+    source: DraftFolder | None,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    progress: bool,
+    seed: int | None,
+) -> Params[jax.Array] | None:
+    """Read the weights of what drafts; with a `seed` make random ones instead."""
+    if drafting is None or drafting.spec is None or source is None:
+        return None
+    if drafting.head is not None:
+        if seed is not None:
+            return eagle_files.load_random(drafting.head, mesh, dtype, seed)
+        return eagle_files.load(source.folder, drafting.head, mesh, dtype, progress)
+    if seed is not None or source.family is None:
+        return weights.load_random(drafting.spec, mesh, dtype, seed or 0)
+    return weights.load(source.folder, drafting.spec, source.family, mesh, dtype, progress)
+
+
+def _error(text: str) -> UserError:
+    return UserError(f"speculative_config: {text}.", "speculative_config")

@@ -1,0 +1,141 @@
+"""Drafted tokens on the device: laid out in a step, verified by what it samples, and drafted anew for the next one.
+
+Verification by coupling (Daliri, Musco, Suresh 2024, arXiv:2408.07978): behind every token of a row one is sampled as
+always, with the request's own noise for that position, and drafts are kept while they equal what was sampled. So a
+request gets the tokens that it would get without drafts, whatever is drafted, and in whatever way it samples.
+
+Traced inside the step. Knows no scheduler and no host.
+
+Letters: S slots, T tokens of a step, R sequences, K drafts of a row at most, L tokens that a slot has room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from jaxllm.model.eagle import Head
+from jaxllm.model.spec import Spec
+from jaxllm.sampling.sampler import Sampled
+from pallas_kernels import Choice
+
+Leaf = TypeVar("Leaf")
+NO_DRAFT = -1  # equal to no token
+
+
+@struct.dataclass
+class Drafted(Generic[Leaf]):
+    """What the device keeps of drafts."""
+
+    lengths: Leaf  # int32[S]: tokens of each slot
+    tokens: Leaf  # int32[S, K]: drafts behind them
+    kv: tuple[tuple[Leaf, Leaf | None], ...] = ()  # of the draft model, by layer, see `DeviceState.kv`
+    aux: tuple[Leaf, ...] = ()  # [T, D] each: the target's hidden states between the halves of a step
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How an engine drafts: by prompt lookup, or with a model."""
+
+    most: int  # K
+    min_match: int = 1  # of prompt lookup: tokens
+    max_match: int = 1
+    spec: Spec | None = None  # of the draft model, or of the head's layer
+    head: Head | None = None
+    kernels: Mapping[str, Choice] = field(default_factory=dict, hash=False)  # by operation, of the draft model
+    cost: int = 0  # see `Limits.draft_cost`
+
+
+class Places(NamedTuple):
+    """Where a step samples, see `batch.Places`; offset and drafts are None in programs without drafts."""
+
+    slots: jax.Array  # i32[·], S where there is none
+    positions: jax.Array  # i32[·]
+    samples: jax.Array  # bool[·]
+    offsets: jax.Array | None = None  # i32[·]
+    drafts: jax.Array | None = None  # i32[·]
+
+
+def begin(drafted: Drafted[jax.Array], slots: jax.Array, offsets: jax.Array | None) -> jax.Array:
+    """Return the positions of decode rows' tokens, i32[·]."""
+    last = drafted.lengths.at[slots].get(mode="clip") - 1
+    return last if offsets is None else last + offsets
+
+
+def with_drafts(drafted: Drafted[jax.Array], tokens: jax.Array, slots: jax.Array, offsets: jax.Array) -> jax.Array:
+    """Put the drafts in the place of all but a row's first token."""
+    drafts = drafted.tokens.at[slots, offsets - 1].get(mode="clip")
+    return jnp.where(offsets > 0, jnp.maximum(drafts, 0), tokens)
+
+
+def count(drafted: Drafted[jax.Array], at: Places, sampled: Sampled) -> tuple[jax.Array, jax.Array]:
+    """Count what each row yields, a sampled token more than it has drafts that are kept; and the drafts that it had.
+
+    Both are i32[·], at a row's first place.
+    """
+    if at.offsets is None or at.drafts is None:
+        return jnp.ones_like(at.slots), jnp.zeros_like(at.slots)
+    own = drafted.tokens.at[at.slots].get(mode="clip")  # [·, K]
+    counts, is_kept = jnp.ones_like(at.slots), jnp.ones(at.slots.shape, jnp.bool_)
+    for place in range(own.shape[1]):
+        # What follows a token whose logits are not finite is no part of the sequence.
+        is_next_finite = jnp.roll(sampled.is_finite, -place - 1)
+        is_equal = jnp.roll(sampled.tokens, -place) == own[:, place]
+        is_kept &= is_equal & is_next_finite & (place < at.drafts)
+        counts += is_kept
+    is_there = (own != NO_DRAFT) & (jnp.arange(own.shape[1]) < at.drafts[:, None])
+    return counts, is_there.sum(axis=1, dtype=jnp.int32)
+
+
+def take_in(
+    drafted: Drafted[jax.Array], tokens: jax.Array, at: Places, sampled: Sampled, counts: jax.Array
+) -> tuple[jax.Array, Drafted[jax.Array]]:
+    """Append what rows yield to the tokens of their slots, int32[S, L]; return these and the new lengths."""
+    num_slots = len(tokens)
+    ends = at.positions + 1
+    is_wanted, is_first = at.samples, jnp.ones_like(at.samples)
+    if at.offsets is not None:
+        first = jnp.arange(len(ends)) - jnp.maximum(at.offsets, 0)
+        is_wanted = is_wanted & (at.offsets < counts[first])
+        is_first = at.offsets == 0
+    tokens = tokens.at[jnp.where(is_wanted, at.slots, num_slots), ends].set(sampled.tokens, mode="drop")
+    lengths = drafted.lengths.at[jnp.where(is_first, at.slots, num_slots)].set(
+        ends + jnp.where(at.samples, counts, 0), mode="drop"
+    )
+    return tokens, replace(drafted, lengths=lengths)
+
+
+def sequences(at: Places, most: int, num_slots: int) -> tuple[jax.Array, jax.Array]:
+    """Find the sequences of a step, at most `most`: each one's first place, i32[R], and its slot."""
+    is_first = at.samples if at.offsets is None else at.samples & (at.offsets == 0)
+    (rows,) = jnp.nonzero(is_first, size=most, fill_value=len(is_first))
+    return rows, at.slots.at[rows].get(mode="fill", fill_value=num_slots)
+
+
+def look_up(tokens: jax.Array, lengths: jax.Array, drafting: Drafting) -> jax.Array:
+    """Draft what followed when a sequence's last tokens came before: prompt lookup (Saxena 2023), i32[R, K].
+
+    Of the places where the most of its last tokens came, at least `min_match` and at most `max_match` of them, the
+    latest. If that is nearer than K tokens to the end, what follows it is repeated.
+    """
+    size = tokens.shape[1]
+    last = (lengths - 1)[:, None]  # [R, 1]
+    places = jnp.arange(size)[None]  # of a match's last token
+    is_equal, found = places < last, jnp.zeros_like(tokens)
+    for back in range(drafting.max_match):
+        suffix = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
+        before = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=NO_DRAFT)[:, :size]
+        is_equal &= (before == suffix) & (back <= last)
+        found += is_equal
+    best = jnp.argmax(jnp.where(found >= drafting.min_match, found * size + places, -1), axis=1)[:, None]
+    has_match = jnp.take_along_axis(found, best, axis=1) >= drafting.min_match
+    period = jnp.maximum(last - best, 1)
+    following = best + 1 + lax.rem(jnp.arange(drafting.most)[None], period)
+    drafts = jnp.take_along_axis(tokens, jnp.minimum(following, size - 1), axis=1)
+    return jnp.where(has_match, drafts, NO_DRAFT)
