@@ -19,7 +19,7 @@ import numpy as np
 from jaxllm.errors import UserError
 from jaxllm.replay.recording import FORMAT, MAGIC, Kind, describe
 from jaxllm.scheduler.recorded import RecordedScheduler
-from jaxllm.scheduler.state import Events, Limits, Plan, Request, State
+from jaxllm.scheduler.state import Events, Limits, Move, Plan, Request, State
 
 MAX_ENTRY = 1 << 30  # bytes of one value in a recording
 END_OF_TIME = 253_402_300_800.0  # seconds from 1970 to the year 10000, which no date has
@@ -48,6 +48,7 @@ class Moment(NamedTuple):
     events: Events | None = None  # of a commit
     added: tuple[Request, ...] = ()
     aborted: Mapping[int, str] | None = None
+    forked: tuple[Move, ...] = ()
     difference: str | None = None  # between what was recorded and what was made
 
 
@@ -120,6 +121,10 @@ class Replay:
             self._plans.clear()
             core.reset()
             return Moment(number, time, kind, core.state)
+        if kind is Kind.FORK:
+            moves = tuple(Move(*map(int, move)) for move in entry[2])
+            core.fork(moves)
+            return Moment(number, time, kind, core.state, forked=moves)
         if kind is Kind.PLAN:
             plan = core.plan(time)
             self._plans[plan.number] = plan
@@ -220,6 +225,7 @@ def _read_request(fields: Mapping[str, Any]) -> Request:
         priority=int(fields["priority"]),
         root=fields["root"],
         adapter=int(fields["adapter"]),
+        gang=int(fields["gang"]),
         reads_cache=bool(fields["reads_cache"]),
         name=str(fields["name"]),
     )

@@ -50,6 +50,7 @@ class Request:
     root: bytes | None = b""  # blocks are shared only between requests of equal root; None shares nothing
     adapter: int = 0  # number of the adapter that it is computed with, 0 for none
     reads_cache: bool = True  # whether cached blocks stand in for its tokens; its own blocks are cached in any case
+    gang: int = 0  # `sequence_id` of the leader of its gang, see gangs.py; 0: it runs by itself
     name: str = ""  # for logs and recordings
 
 
@@ -99,6 +100,14 @@ class Slots(NamedTuple):
     has_more_stops: np.ndarray  # bool[S]: whether further stop tokens must be looked at
 
 
+class Move(NamedTuple):
+    """What becomes of one member of a gang: it goes on as a child of another, or of itself."""
+
+    target: int  # ids
+    source: int
+    token: int  # the child's newest, behind all that its parent had
+
+
 class Stored(NamedTuple):
     """A block can be hit from now on."""
 
@@ -136,6 +145,11 @@ class State(NamedTuple):
     # in use, longest in use first.
     adapters: tuple[int, ...] = ()
     block_events: tuple[BlockEvent, ...] | None = None  # of the prefix index, until they are taken; None: not recorded
+    gangs: tuple[tuple[int, ...], ...] = ()  # slots of each that runs, the leader's first
+    # What forks have changed, for the next plan: entries of block tables as in `Plan.table`, and slots whose next block
+    # must be a copy of another.
+    entries: tuple[tuple[int, int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_running(self) -> int:
@@ -151,6 +165,10 @@ class Admission:
     request: Request
     num_known: int  # tokens it has; more than its prompt if it was preempted before
     num_cached: int  # tokens found in the prefix cache
+
+
+NO_COPIES = np.zeros((0, 2), np.int32)
+NO_COPIES.flags.writeable = False
 
 
 class Plan(NamedTuple):
@@ -169,12 +187,17 @@ class Plan(NamedTuple):
     preempted: tuple[int, ...] = ()  # ids
     number: int = 0  # counts plans
     adapters: tuple[int, ...] = ()  # resident in this step; the object of the plan before if nothing changed
+    copies: np.ndarray = NO_COPIES  # int32[·, 2]: blocks, and those that hold the same before anything is written
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         num_rows = len(self.slots)
         return num_rows if num_rows == self.num_decodes else int(self.lengths.sum())
+
+
+NO_ROWS = np.zeros(0, np.intp)
+NO_ROWS.flags.writeable = False
 
 
 class Events(NamedTuple):
@@ -186,6 +209,8 @@ class Events(NamedTuple):
     tokens: np.ndarray  # int32: of all rows, one behind the other
     finished: dict[int, FinishReason]
     failed: tuple[int, ...] = ()  # ended without a token: their logits were not finite
+    answered: np.ndarray = NO_ROWS  # intp[·]: rows of the plan that are of gangs; what they yield is `fork`'s to say
+    complete: tuple[int, ...] = ()  # leaders' ids of the gangs of which all have answered now
 
 
 def initial(limits: Limits) -> State:
@@ -268,6 +293,9 @@ class StateEditor:
         self.num_planned = state.num_planned
         self.waiting = state.waiting
         self.adapters = state.adapters
+        self.gangs = state.gangs
+        self.entries = [*state.entries]
+        self.copies = [*state.copies]
         self._was_cleared = False
         self._described: dict[bytes, Stored] = {}
 
@@ -346,6 +374,9 @@ class StateEditor:
             num_planned=self.num_planned,
             adapters=self.adapters,
             block_events=events,
+            gangs=self.gangs,
+            entries=tuple(self.entries),
+            copies=tuple(self.copies),
         )
 
     def _changes(self, pool: PoolEditor) -> Iterator[BlockEvent]:

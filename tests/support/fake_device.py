@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,9 +34,27 @@ class FakeDevice:
         self.truth: dict[int, list[int]] = {}  # by slot: the sequence as it is, a token ahead of the host perhaps
         self.written: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def run(self, plan: Plan, chunks: list[list[int]], owners: dict[int, int]) -> np.ndarray:
-        """Execute a plan; `chunks` are the tokens of the rows behind the decode rows, `owners` maps slot to id."""
+    def run(
+        self,
+        plan: Plan,
+        chunks: list[list[int]],
+        owners: dict[int, int],
+        history: Sequence[tuple[int, int, int]] = (),
+    ) -> np.ndarray:
+        """Execute a plan; `chunks` are the tokens of the rows behind the decode rows, `owners` maps slot to id.
+
+        `history` is (slot, position, token) of slots whose newest token was chosen by the host.
+        """
         limits = self.limits
+        for slot, position, token in history:
+            self.tokens[slot] = [*[-1] * position, token]
+            self.truth[slot] = self.full[owners[slot]][: position + 1].tolist()
+        held = dict(self.written)
+        for source, target in plan.copies.tolist():
+            for offset in range(limits.block_size):
+                self.written.pop((target, offset), None)
+                if (source, offset) in held:
+                    self.written[target, offset] = held[source, offset]
         assert plan.num_tokens <= limits.max_step_tokens, "token budget"
         assert len(plan.slots) - plan.num_decodes <= limits.max_step_chunks, "chunk budget"
         assert len(set(plan.slots.tolist())) == len(plan.slots) <= limits.num_slots, "a slot has one row"
@@ -49,7 +68,10 @@ class FakeDevice:
         writes: set[tuple[int, int]] = set()
         for number, (slot, start, length) in enumerate(rows):  # all rows write before any row reads
             if number >= plan.num_decodes:
-                self.tokens[slot] = self.tokens[slot][:start] + chunks[number - plan.num_decodes]
+                before = self.tokens[slot][:start]
+                self.tokens[slot] = [*before, *[-1] * (start - len(before)), *chunks[number - plan.num_decodes]]
+                if len(self.truth[slot]) < start + length:  # a child of another slot's sequence, in its first row
+                    self.truth[slot] = self.full[owners[slot]].tolist()
             for position in range(start, start + length):
                 place = self._place(slot, position)
                 assert place not in writes, "two rows write one place"
