@@ -14,6 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from jaxllm.config import EngineConfig, config_of
+from jaxllm.engine.beam_searches import BeamSearches
 from jaxllm.engine.constrained_rows import ConstrainedRows, Stuck
 from jaxllm.engine.input_batch import VARIANTS, InputBatch, RequestFault, blaming
 from jaxllm.engine.input_processor import Accepted, InputProcessor, Params, Prompt
@@ -67,10 +68,13 @@ class LLMEngine:
         limits = self.runner.limits
         self.scheduler = RecordedScheduler(limits, recorder)
         self.adapters = parts.adapters
-        self.inputs = InputProcessor(config, self.adapters.language, limits, self.runner.extras)
+        self.inputs = InputProcessor(
+            config, self.adapters.language, limits, self.runner.extras, self.runner.num_logprobs
+        )
         self.outputs = OutputProcessor(self.scheduler, self.metrics, self._clock, self.model.pooler)
         self._batch = InputBatch(limits.num_slots, self.runner.num_logprobs)
         self._constrained = ConstrainedRows(self._batch, self.adapters.language.grammars, self.model.vocab_size)
+        self._beams = BeamSearches(self.scheduler, self.outputs, self._batch, self.metrics, self._clock)
         self._depth = 2 if config.async_scheduling else 1  # steps in flight
         # A step whose rows need masks waits for them between its halves, until the one before it is committed.
         self._in_flight: deque[tuple[Plan, Flight]] = deque()
@@ -231,6 +235,8 @@ class LLMEngine:
         self._failed_steps.reset()  # whatever becomes of the next one, a step has ended
         with span("commit"):
             events = self.scheduler.commit(plan, tokens, result.is_finite, counts)
+            if len(events.answered):
+                ended += self._beams.take_in(plan, result, events)
         outputs: list[RequestOutput] = []
         stuck: Stuck = []
         try:
@@ -254,6 +260,8 @@ class LLMEngine:
         with span("plan"):
             plan = self._planned = self.scheduler.plan(self._clock())
             history, extras = self._admit(plan)
+            if self.scheduler.state.gangs:
+                history += self._beams.newest_tokens(plan)
             if plan.adapters:
                 self._hold_adapters(plan)
         if not len(plan.slots):
@@ -268,7 +276,8 @@ class LLMEngine:
             chunks = self._batch.chunks(plan)
             adapters = self._batch.adapters(plan) if plan.adapters else None
         dispatch = self.runner.dispatch_held if self._constrained.any(plan) else self.runner.dispatch
-        return plan, dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored, adapters)
+        ahead = np.asarray(history, np.int32) if history else None
+        return plan, dispatch(plan, chunks, self._batch.rows, variant, ahead, extras, scored, adapters)
 
     def _sample_held(self) -> Stuck:
         """Let the next step in flight be sampled if it was held: all tokens before it are known now.
@@ -295,10 +304,10 @@ class LLMEngine:
                 ended.append(own.group)
         return ended
 
-    def _admit(self, plan: Plan) -> tuple[np.ndarray | None, list[tuple[int, np.ndarray]]]:
+    def _admit(self, plan: Plan) -> tuple[list[tuple[int, int, int]], list[tuple[int, np.ndarray]]]:
         """Place newly admitted sequences into their slots.
 
-        Returns what the device needs before the step: tokens, int32[·, 3], and the extras of slots.
+        Returns what the device needs before the step: tokens (slot, position, token), and the extras of slots.
         """
         self.metrics.preemptions += len(plan.preempted)
         history: list[tuple[int, int, int]] = []
@@ -313,7 +322,7 @@ class LLMEngine:
                 if sampler.reads_history(sequence.params):
                     known = sequence.tokens[: admission.num_cached]
                     history += [(admission.slot, position, token) for position, token in enumerate(known)]
-        return np.asarray(history, np.int32) if history else None, extras
+        return history, extras
 
     def _hold_adapters(self, plan: Plan) -> None:
         """Have the adapters of a plan on the devices. A new one comes with a request that the plan admits."""

@@ -22,7 +22,12 @@ from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras
 
 Leaf = TypeVar("Leaf")
-TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -4, -3, -2  # of the state's leaves in order: those behind the KV blocks
+TABLES_AT, TOKENS_AT, SAMPLING_AT, EXTRAS_AT = (
+    -5,
+    -4,
+    -3,
+    -2,
+)  # of the state's leaves in order: those behind the KV blocks
 KV_AXES = (None, "kv_heads", None, "head")
 
 
