@@ -33,6 +33,7 @@ class BeamSearchParams:
     # When there are `beam_width` finished outputs. True: end. False: end once the best running one, ended now, would
     # score less than all of them. "never": once it could not score more at any length.
     early_stopping: bool | Literal["never"] = False
+    skip_special_tokens: bool = True  # leave special tokens out of the text of a `CompletionOutput`
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
@@ -40,7 +41,7 @@ class BeamSearchParams:
             if value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}.", name, value)
             object.__setattr__(self, name, value)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             checks.flag(name, getattr(self, name))
         for name in ("temperature", "length_penalty"):
             object.__setattr__(self, name, checks.number(name, getattr(self, name)))

@@ -159,6 +159,7 @@ class InputProcessor:
             temperature=0.0,
             max_tokens=beams.max_tokens,
             ignore_eos=beams.ignore_eos,
+            skip_special_tokens=beams.skip_special_tokens,
             logprobs=needed,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
