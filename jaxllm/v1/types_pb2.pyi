@@ -18,6 +18,12 @@ class ToolChoice(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_CHOICE_AUTO: _ClassVar[ToolChoice]
     TOOL_CHOICE_REQUIRED: _ClassVar[ToolChoice]
 
+class EarlyStopping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EARLY_STOPPING_UNSPECIFIED: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_ALWAYS: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_NEVER: _ClassVar[EarlyStopping]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -32,6 +38,9 @@ TOOL_CHOICE_UNSPECIFIED: ToolChoice
 TOOL_CHOICE_NONE: ToolChoice
 TOOL_CHOICE_AUTO: ToolChoice
 TOOL_CHOICE_REQUIRED: ToolChoice
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping
+EARLY_STOPPING_ALWAYS: EarlyStopping
+EARLY_STOPPING_NEVER: EarlyStopping
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -218,6 +227,14 @@ class OutputOptions(_message.Message):
     reasoning: bool
     logprob_texts: bool
     def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., prompt_token_ids: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., token_bytes: _Optional[bool] = ..., reasoning: _Optional[bool] = ..., logprob_texts: _Optional[bool] = ...) -> None: ...
+
+class BeamSearch(_message.Message):
+    __slots__ = ("length_penalty", "early_stopping")
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    length_penalty: float
+    early_stopping: EarlyStopping
+    def __init__(self, length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")

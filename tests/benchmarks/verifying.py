@@ -1,7 +1,7 @@
 """What verifying k drafts takes: a step of 1 + k tokens a row beside one of a token a row, of Qwen2.5-0.5B's shape.
 
-`python -m tests.benchmarks.verifying`. The programs alone, in turns; medians are compared. `Limits.token_cost` comes from
-here: what one more token takes, in thousandths of the part of a step that does not grow with tokens.
+`python -m tests.benchmarks.verifying`. The programs alone, in turns; medians are compared. `Limits.token_cost` comes
+from here: what one more token takes, in thousandths of the part of a step that does not grow with tokens.
 """
 
 from __future__ import annotations
