@@ -145,7 +145,7 @@ GENERATE_FIELDS = {
     "return_prompt_token_ids": "output.prompt_token_ids",
     "include_reasoning": "output.reasoning",
     "structured_outputs": "structured_output",
-    "beam_search": "beam_search",
+    "beam_search": "sampling.beam_search",
     **{name: name for name in ("model", "adapter", "request_id", "priority", "cache_salt", "add_special_tokens")},
 }
 STREAM_FIELDS = {"stream_interval": "stream.interval_tokens", "usage_every_message": "stream.usage_every_message"}

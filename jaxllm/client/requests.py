@@ -289,14 +289,14 @@ def _set_beams(request: Message, value: object) -> None:
     if not isinstance(value, Mapping) or not all(name in names for name in value):
         message = f"beam_search must be a mapping with {', '.join(names)}, got {shown(value)}."
         raise UserError(message, "beam_search", value)
-    request.beam_search.SetInParent()  # pyright: ignore[reportAttributeAccessIssue]
+    request.sampling.beam_search.SetInParent()  # pyright: ignore[reportAttributeAccessIssue]
     if "length_penalty" in value:
-        set_field(request, "beam_search.length_penalty", "beam_search", value["length_penalty"])
+        set_field(request, "sampling.beam_search.length_penalty", "beam_search", value["length_penalty"])
     stopping = value.get("early_stopping", False)
     if not isinstance(stopping, bool | str) or stopping not in _EARLY_STOPPING:
         message = f"early_stopping of beam_search must be True, False or 'never', got {shown(stopping)}."
         raise UserError(message, "beam_search", value)
-    set_field(request, "beam_search.early_stopping", "beam_search", _EARLY_STOPPING[stopping])
+    set_field(request, "sampling.beam_search.early_stopping", "beam_search", _EARLY_STOPPING[stopping])
 
 
 def _set_structure(request: Message, value: object) -> None:

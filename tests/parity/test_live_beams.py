@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -28,30 +29,28 @@ def test_beams_are_those_of_transformers(case, tmp_path):
     stop = _often_generated(model, prompts[0])
     make_golden.save(model, tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
-    settings = {"max_num_seqs": 32, "block_size": 8, "precompile": "covering", "skip_tokenizer_init": True}
     num_stopped = num_ties = 0
-    with LLM(str(tmp_path), **settings) as llm:
-        for width in (2, 4, 8):
-            for penalty in (0.0, 1.0, 2.0):
-                for stopping in (True, False, "never"):
-                    params = BeamSearchParams(
-                        width, MOST_TOKENS, length_penalty=penalty, early_stopping=stopping,
-                        include_stop_str_in_output=True,
-                    )  # fmt: skip
-                    for same in prompts:
-                        found = llm.beam_search([{"prompt_token_ids": ids} for ids in same], params)
-                        due = _beams(model, same, width, penalty, stopping, stop)
-                        for own, (tokens, scores) in zip(found, due, strict=True):
-                            np.testing.assert_allclose(
-                                [each.score for each in own.sequences], scores, rtol=0, atol=TOLERANCE
-                            )
-                            for at, each in enumerate(own.sequences):
-                                if each.tokens != tokens[at]:
-                                    others = np.abs(np.delete(scores, at) - scores[at])
-                                    assert others.min() < TIE, (width, penalty, stopping, own.sequences, tokens, scores)
-                                    num_ties += 1
-                            num_stopped += sum(each.finish_reason == "stop" for each in own.sequences)
-    assert num_stopped > 500, "the tokens that end outputs do"
+    with LLM(str(tmp_path), max_num_seqs=64, block_size=8, skip_tokenizer_init=True) as llm:
+        for width, penalty, stopping in product((2, 4, 8), (0.0, 1.0, 2.0), (True, False, "never")):
+            params = BeamSearchParams(
+                beam_width=width,
+                max_tokens=MOST_TOKENS,
+                length_penalty=penalty,
+                early_stopping=stopping,
+                include_stop_str_in_output=True,
+            )
+            found = llm.beam_search([{"prompt_token_ids": ids} for same in prompts for ids in same], params)
+            due = [each for same in prompts for each in _beams(model, same, width, penalty, stopping, stop)]
+            for own, (tokens, scores) in zip(found, due, strict=True):
+                np.testing.assert_allclose([each.score for each in own.sequences], scores, rtol=0, atol=TOLERANCE)
+                for at, each in enumerate(own.sequences):
+                    if each.tokens != tokens[at]:
+                        others = np.abs(np.delete(scores, at) - scores[at])
+                        assert others.min() < TIE, (width, penalty, stopping, own.sequences, tokens, scores)
+                        num_ties += 1
+                num_stopped += sum(each.finish_reason == "stop" for each in own.sequences)
+    print(f"{case}: {num_stopped} outputs were ended by a token, {num_ties} differ where scores tie")
+    assert num_stopped > 100, "the tokens that end outputs do"
     assert num_ties < 20, "that is what rounding may do"
 
 

@@ -89,7 +89,7 @@ def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: 
         model=request.model,
         **_prompt_of(request, "prompt", max_json_depth),
         sampling=_sampling_of(request),
-        beams=_beams_of(request.beam_search) if request.HasField("beam_search") else None,
+        beams=_beams_of(request.sampling.beam_search) if request.sampling.HasField("beam_search") else None,
         stream=stream,
         request_id=request_id,
         priority=request.priority,
@@ -137,7 +137,7 @@ def _sampling_of(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
 
 def _beams_of(message: types_pb2.BeamSearch) -> dict[str, Any]:
     if message.early_stopping not in _EARLY_STOPPING:
-        raise UserError(f"early_stopping {message.early_stopping} is not known.", "beam_search.early_stopping")
+        raise UserError(f"early_stopping {message.early_stopping} is not known.", "sampling.beam_search.early_stopping")
     given: dict[str, Any] = {"early_stopping": _EARLY_STOPPING[message.early_stopping]}
     return given | ({"length_penalty": message.length_penalty} if message.HasField("length_penalty") else {})
 
