@@ -128,9 +128,9 @@ def test_a_request_gets_with_a_draft_model_what_it_gets_without(
 def test_the_embedded_models_head_drafts_as_well_in_the_engine_as_it_was_scored() -> None:
     score = json.loads((HEADS["jaxllm-eagle"] / "score.json").read_text())
     drafting = {"method": "eagle3", "model": "jaxllm-eagle", "num_speculative_tokens": 4}
-    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "precompile": "covering"}
+    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "precompile": "covering"}
     params = SamplingParams(temperature=0.0, max_tokens=48)
-    questions = [[{"role": "user", "content": f"What is {number} + {number + 7}?"}] for number in range(11, 41)]
+    questions = [[{"role": "user", "content": f"What is {number} + {number + 7}?"}] for number in range(11, 31)]
     texts = []
     for own in (None, drafting):
         with LLM(str(MODEL_DIR), speculative_config=own, **settings) as llm:
@@ -138,7 +138,8 @@ def test_the_embedded_models_head_drafts_as_well_in_the_engine_as_it_was_scored(
             metrics = llm.engine.metrics
     assert texts[0] == texts[1]
     due = score["sums"]["accepted by place"]
-    assert metrics.accepted_tokens[0] / metrics.drafting_rows > 0.9 * due[0], "it drafts by what it is told"
+    num_rows = metrics.drafting_rows - len(questions)  # behind each end one more is in flight
+    assert metrics.accepted_tokens[0] / num_rows > 0.95 * due[0], "it drafts by what it is told"
 
 
 @pytest.mark.ci
