@@ -126,7 +126,7 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
     One move for each member; all must have answered, and none be at its limit.
     """
     slots, own = editor.slots, editor.own_slots
-    gang = next((gang for gang in editor.gangs if slots.ids[gang[0]] in {move.target for move in moves}), ())
+    gang: tuple[int, ...] = next((gang for gang in editor.gangs if slots.ids[gang[0]] in {move.target for move in moves}), ())
     slot_of = {int(slots.ids[slot]): slot for slot in gang}
     if {move.target for move in moves} != slot_of.keys() or len(moves) != len(gang) or not _has_answered(editor, gang):
         raise ValueError("a fork moves all members of one gang, when all have answered")
