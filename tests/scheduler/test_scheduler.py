@@ -720,3 +720,100 @@ def test_as_many_drafts_are_verified_as_yield_the_most_tokens_in_a_time(token_co
                 speeds.append(tokens / (time + drafts * each))
             assert speeds[count] == max(speeds) and (count == 0 or speeds[count - 1] < speeds[count])
         assert table == sorted(table) and table[-1] == (6 if draft_cost < 100 or num_rows == 1 else table[-1])
+
+
+def beams(width: int = 3, length: int = 6, num_new: int = 9, first: int = 1, **options: Any) -> list[Request]:
+    return [request(first + index, length, num_new, gang=first, **options) for index in range(width)]
+
+
+def fork(state: State, owners: list[Request], parents: list[int], limits: Limits = LIMITS) -> State:
+    """Let each of a gang go on as a child of the request at its place in `parents`, and write their tokens."""
+    moves = [
+        Move(own.sequence_id, owners[parent].sequence_id, 50 + at)
+        for at, (own, parent) in enumerate(zip(owners, parents, strict=True))
+    ]
+    state = scheduler.fork(state, limits, moves)
+    before = [own.tokens[:] for own in owners]
+    for own, parent, move in zip(owners, parents, moves, strict=True):
+        own.tokens[:] = before[parent]
+        own.tokens.append(move.token)
+    return state
+
+
+def test_a_gang_is_admitted_as_one_and_waits_as_one_until_there_are_slots_for_all() -> None:
+    state = scheduler.add(start(request(1), request(2, root=None)), LIMITS, beams(first=10))
+    state = scheduler.add(state, LIMITS, [request(20, root=None)])
+    state, plan = run(state)
+    assert admitted(plan) == [1, 2], "two slots are left, three are needed; nobody goes before"
+    state, plan = run(scheduler.abort(state, LIMITS, [1]))
+    assert admitted(plan) == [10, 11, 12] and state.gangs == ((0, 2, 3),)
+    assert plan.lengths.tolist() == [1, 2], "the leader alone computes the prompt, of which a block is cached"
+    with pytest.raises(ValueError, match="of the gang of those before it"):
+        scheduler.add(state, LIMITS, [*beams(2, first=30)[:1], request(31, 7, gang=30)])
+    with pytest.raises(UserError, match="would need 10 KV blocks"):
+        start_all(beams(), dataclasses.replace(LIMITS, num_blocks=9))
+
+
+def start_all(requests: list[Request], limits: Limits = LIMITS) -> State:
+    return scheduler.add(initial(limits), limits, requests)
+
+
+def test_children_share_full_blocks_and_all_but_one_of_a_parent_get_a_copy_of_the_last() -> None:
+    owners = beams(length=6)
+    state, plan = run(start_all(owners))
+    assert len(plan.slots) == 1 and not len(plan.copies)
+    assert not len(scheduler.plan(state, LIMITS, 0.0)[1].slots), "all wait until their tokens are chosen"
+    full, last = state.tables[0]
+    state = fork(state, owners, [0, 0, 0])
+    assert state.tables == ((full, last), (full,), (full,), ()) and state.pool.references[full] == 3
+    state, plan = run(state)
+    assert plan.copies.tolist() == [[last, state.tables[1][1]], [last, state.tables[2][1]]]
+    assert plan.table.tolist() == [
+        [slot, index, state.tables[slot][index]] for slot, index in ((1, 0), (2, 0), (1, 1), (2, 1))
+    ]
+    assert plan.num_decodes == 1 and plan.lengths.tolist() == [1, 1, 1], "first rows are chunks of a token"
+    before = state.tables
+    state = fork(state, owners, [2, 1, 2])  # the first one dies
+    assert state.tables[:3] == ((full,), before[1], before[2])
+    state, plan = run(state)
+    assert plan.num_decodes == 3 and plan.copies.tolist() == [[before[2][1], state.tables[0][1]]]
+    assert before[0][1] in plan.copies[:, 1], "what the dead one had is free, and taken again"
+    state = fork(state, owners, [0, 0, 0])
+    state, plan = run(state)
+    assert not len(plan.copies), "a full block is never copied"
+    check_accounts(state, LIMITS)
+
+
+def test_a_fork_of_others_than_those_that_have_answered_is_refused() -> None:
+    owners = beams(2)
+    state, _ = scheduler.plan(start_all(owners), LIMITS, 0.0)
+    with pytest.raises(ValueError, match="when all have answered"):
+        fork(state, owners, [0, 0])
+    state, _ = run(start_all(owners))
+    for moves in ([Move(1, 1, 5)], [Move(1, 1, 5), Move(3, 1, 5)], [Move(1, 1, 5)] * 2):
+        with pytest.raises(ValueError, match="all members of one gang"):
+            scheduler.fork(state, LIMITS, moves)
+    with pytest.raises(ValueError, match="parents that have tokens"):
+        fork(state, owners, [1, 0])
+    ending = beams(2, num_new=1)
+    state, _ = run(start_all(ending))
+    with pytest.raises(ValueError, match="children that may have more"):
+        fork(state, ending, [0, 0])
+
+
+def test_a_gang_is_preempted_as_one_and_comes_back_with_the_tokens_of_each() -> None:
+    limits = dataclasses.replace(LIMITS, num_blocks=9)
+    first, owners = request(1, 8, 20, root=None), beams(2, length=7, first=10)
+    state = scheduler.add(start(first, limits=limits), limits, owners)
+    state, _ = run(state, limits=limits)
+    preempted: tuple[int, ...] = ()
+    while not preempted:
+        if all(state.slots.known[slot] + 1 == state.slots.length[slot] for slot in state.gangs[0][:1]):
+            state = fork(state, owners, [0, 1] if len(owners[1].tokens) > 7 else [0, 0], limits)
+        state, plan = run(state, limits=limits)
+        preempted = plan.preempted
+    assert preempted == (10, 11) and not state.gangs and not state.entries and not state.copies
+    assert {entry.known for entry in state.waiting} == {len(owners[0].tokens)} and len(owners[0].tokens) > 8
+    state, plan = run(scheduler.abort(state, limits, [1]), limits=limits)
+    assert admitted(plan) == [10, 11] and plan.samples.all()
+    assert state.tables[0][0] == state.tables[1][0] != state.tables[0][-1] != state.tables[1][-1]
