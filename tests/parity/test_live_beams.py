@@ -21,11 +21,16 @@ SEED = 3
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_beams_are_those_of_transformers(case, tmp_path):
+@pytest.mark.parametrize(
+    ("lengths", "count"),
+    [((3, 17), 2), pytest.param(LENGTHS, PROMPTS_EACH, marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)
+def test_beams_are_those_of_transformers(case, lengths, count, tmp_path):
     """Sequences equal, but where the scores of two lie within 1e-5; scores within 1e-4."""
     model = make_golden.make_model(case, SEED)
     rng = np.random.default_rng(SEED)
-    prompts = [rng.integers(1, model.config.vocab_size, (PROMPTS_EACH, length)).tolist() for length in LENGTHS]
+    prompts = [rng.integers(1, model.config.vocab_size, (count, length)).tolist() for length in lengths]
     stop = _often_generated(model, prompts[0])
     make_golden.save(model, tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
@@ -50,7 +55,7 @@ def test_beams_are_those_of_transformers(case, tmp_path):
                         num_ties += 1
                 num_stopped += sum(each.finish_reason == "stop" for each in own.sequences)
     print(f"{case}: {num_stopped} outputs were ended by a token, {num_ties} differ where scores tie")
-    assert num_stopped > 100, "the tokens that end outputs do"
+    assert num_stopped > 20, "the tokens that end outputs do"
     assert num_ties < 20, "that is what rounding may do"
 
 
