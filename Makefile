@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE =
 # A file's fixtures are made once. In xdist's own order, by number of tests, the simulation would keep one worker to the end.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded train-adapter train-embedder clean
+.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded train-adapter train-embedder train-eagle clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -34,7 +34,7 @@ test-ci: $(VENV)/.dev  ## what CI has besides: further cases of a kind, loads, e
 	$(VENV)/bin/python -m pytest -m "ci and not slow" $(BY_FILE) --durations=20
 
 test-slow: $(VENV)/.dev  ## what those hold a part of: whole matrices, thousands of combinations
-	$(VENV)/bin/python -m pytest -m slow -n 2 --durations=10
+	$(VENV)/bin/python -m pytest -m "slow and not parity" -n 2 --durations=10
 
 test-optimized: $(VENV)/.dev  ## the tests of both under python -O; pytest's own assertions stay
 	PYTHONOPTIMIZE=1 $(VENV)/bin/python -m pytest -m "not slow" $(BY_FILE)
@@ -53,7 +53,7 @@ simulate: $(VENV)/.dev  ## five million steps of the simulation, on all cores; S
 	$(VENV)/bin/python -m tests.simulation --processes 2 --steps $(or $(STEPS),5000000) --seed $(or $(SEED),0)
 
 release: test-slow test-optimized simulate fuzz soak overload bench  ## what CI leaves out, for some hours: before a release
-	$(MAKE) gpu-aot ALL=1
+	$(MAKE) gpu-aot parity ALL=1
 
 check: $(VENV)/.dev  ## lint, format, types, which room may import which
 	$(VENV)/bin/ruff check .
@@ -69,7 +69,7 @@ format: $(VENV)/.dev
 	$(VENV)/bin/ruff format .
 
 parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
-	$(PARITY_VENV)/bin/python -m pytest tests/parity -m parity -n 2
+	$(PARITY_VENV)/bin/python -m pytest tests/parity -m "parity$(if $(ALL),, and not slow)" -n 2
 	$(PARITY_VENV)/bin/python -m pytest tests/server/grpc/test_stubs.py tests/server/grpc/test_messages.py tests/server/grpc/test_transport.py tests/client
 
 gpu-aot: $(GPU_VENV)/.gpu  ## compile kernels and steps for an H200 where there is none (ALL=1: A100 and B200 too), and run kernels interpreted
@@ -111,6 +111,10 @@ train-adapter: $(VENV)/.dev  ## train the embedded model's adapter again: eight 
 train-embedder: $(VENV)/.dev  ## train the embedder again: under half an hour on two cores
 	$(VENV)/bin/python -m training.train_embedder --out jaxllm/embedded/embedder --seed 0
 	$(VENV)/bin/python -m training.evaluate_embedder
+
+train-eagle: $(VENV)/.dev  ## train the embedded model's EAGLE-3 head again: ten minutes of one core
+	$(VENV)/bin/python -m training.train_eagle --out jaxllm/embedded/eagle --seed 0
+	$(VENV)/bin/python -m training.evaluate_eagle
 
 clean:
 	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) $(FUZZ_VENV) $(INTEROP_VENV) .cache build *.egg-info

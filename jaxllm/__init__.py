@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.version import __version__
 
 if TYPE_CHECKING:
+    from jaxllm.beam_search_params import BeamSearchParams
     from jaxllm.client import AsyncClient, Client
     from jaxllm.config import AsyncEngineArgs, EngineArgs, EngineConfig
     from jaxllm.engine.async_llm import AsyncLLM, AsyncLLMEngine
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from jaxllm.errors import EngineError, UserError
     from jaxllm.lora_request import LoRARequest
     from jaxllm.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
         ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingRequestOutput,
@@ -38,6 +41,9 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "ClassificationRequestOutput",
     "Client",
     "CompletionOutput",
@@ -77,6 +83,8 @@ _HOMES = {
     "Logprob": "outputs",
     "RequestOutput": "outputs",
     **dict.fromkeys(("ClassificationRequestOutput", "EmbeddingRequestOutput"), "outputs"),
+    **dict.fromkeys(("BeamSearchOutput", "BeamSearchSequence"), "outputs"),
+    "BeamSearchParams": "beam_search_params",
     **dict.fromkeys(("PoolingRequestOutput", "ScoringRequestOutput"), "outputs"),
     "PoolingParams": "pooling_params",
 }

@@ -35,6 +35,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
     seed: int | None = None  # that gives the same tokens again; None where nothing is drawn
     pooled: Any = None  # of a prompt that was pooled: its vector, float32[W]
+    score: float | None = None  # of a beam search's: its log-probability, divided as `length_penalty` says
 
     def finished(self) -> bool:
         """Whether no token will be added."""
@@ -66,6 +67,24 @@ class RequestOutput:
     # has them once, as soon as there are all.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     internal_id: str = field(default="", repr=False, compare=False)  # the engine's own id of the request
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One output of a beam search."""
+
+    tokens: list[int]  # of prompt and output; the end-of-sequence token only with `include_stop_str_in_output`
+    text: str  # of all of them
+    cum_logprob: float  # of the output's tokens, the end-of-sequence token's too
+    score: float  # by which outputs are ranked
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The outputs of a beam search, the best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 @dataclass(slots=True)

@@ -49,6 +49,8 @@ class GenerateOptions(TypedDict, total=False):
     include_reasoning: bool | None
     # What the output must look like; a mapping means StructuredOutputsParams, a pydantic class its JSON schema.
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | type | None
+    # A beam search of width n, with "length_penalty" and "early_stopping" (True, False or "never"); {}: as they are.
+    beam_search: Mapping[str, Any] | None
     model: str | None
     adapter: str | None
     request_id: str | None  # unique among the server's requests; what `abort` takes
@@ -143,6 +145,7 @@ GENERATE_FIELDS = {
     "return_prompt_token_ids": "output.prompt_token_ids",
     "include_reasoning": "output.reasoning",
     "structured_outputs": "structured_output",
+    "beam_search": "sampling.beam_search",
     **{name: name for name in ("model", "adapter", "request_id", "priority", "cache_salt", "add_special_tokens")},
 }
 STREAM_FIELDS = {"stream_interval": "stream.interval_tokens", "usage_every_message": "stream.usage_every_message"}

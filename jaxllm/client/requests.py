@@ -34,6 +34,11 @@ _TOOL_CHOICES = {
     "auto": types_pb2.TOOL_CHOICE_AUTO,
     "required": types_pb2.TOOL_CHOICE_REQUIRED,
 }
+_EARLY_STOPPING: dict[bool | str, int] = {
+    False: types_pb2.EARLY_STOPPING_UNSPECIFIED,
+    True: types_pb2.EARLY_STOPPING_ALWAYS,
+    "never": types_pb2.EARLY_STOPPING_NEVER,
+}
 # Kind of StructuredOutputsParams -> its field of StructuredOutput.
 _CONSTRAINTS = {
     "json": "json_schema",
@@ -246,6 +251,8 @@ def _set_options(request: Message, options: Mapping[str, Any], fields: Mapping[s
             _set_arguments(request, value)
         elif name == "repetition_detection":
             _set_repetition(request, value)
+        elif name == "beam_search":
+            _set_beams(request, value)
         else:
             set_field(request, fields[name], name, value)
     asked = any(options.get(name) is not None for name in ("logprobs", "prompt_logprobs", "logprob_token_ids"))
@@ -274,6 +281,22 @@ def _set_repetition(request: Message, value: object) -> None:
         raise UserError(message, "repetition_detection", value)
     for name, number in given.items():
         set_field(request, f"stop.repetition_detection.{name}", "repetition_detection", number)
+
+
+def _set_beams(request: Message, value: object) -> None:
+    """Ask for a beam search."""
+    names = types_pb2.BeamSearch.DESCRIPTOR.fields_by_name
+    if not isinstance(value, Mapping) or not all(name in names for name in value):
+        message = f"beam_search must be a mapping with {', '.join(names)}, got {shown(value)}."
+        raise UserError(message, "beam_search", value)
+    request.sampling.beam_search.SetInParent()  # pyright: ignore[reportAttributeAccessIssue]
+    if "length_penalty" in value:
+        set_field(request, "sampling.beam_search.length_penalty", "beam_search", value["length_penalty"])
+    stopping = value.get("early_stopping", False)
+    if not isinstance(stopping, bool | str) or stopping not in _EARLY_STOPPING:
+        message = f"early_stopping of beam_search must be True, False or 'never', got {shown(stopping)}."
+        raise UserError(message, "beam_search", value)
+    set_field(request, "sampling.beam_search.early_stopping", "beam_search", _EARLY_STOPPING[stopping])
 
 
 def _set_structure(request: Message, value: object) -> None:

@@ -138,6 +138,7 @@ class Summary:
         counts["requests"] += len(moment.added)
         counts["aborted"] += len(moment.aborted or ())
         counts["resets"] += moment.kind.name == "RESET"
+        counts["beams moved"] += len(moment.forked)
         if moment.events is not None:
             counts["steps"] += 1
             counts["tokens sampled"] += len(moment.events.ids)
@@ -186,6 +187,10 @@ class Story:
         for request_id, reason in (moment.aborted or {}).items():
             if request_id in self._ids:
                 note(request_id, f"is ended: {reason}")
+        for move in moment.forked:
+            if move.target in self._ids:
+                parent = "itself" if move.source == move.target else self._ids.get(move.source, str(move.source))
+                note(move.target, f"goes on from {parent} with token {move.token}")
         plan, events = moment.plan, moment.events
         if plan is not None and events is None:
             for request_id in plan.preempted:
@@ -319,6 +324,8 @@ def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str,
         ]
     if moment.aborted is not None:
         written["reasons"] = {str(one): reason for one, reason in moment.aborted.items() if is_shown(one)}
+    if moment.forked:
+        written["moves"] = [move._asdict() for move in moment.forked if is_shown(move.target)]
     if plan is not None:
         written["plan"] = plan.number
     if events is not None:

@@ -1,4 +1,4 @@
-"""What ships in the package: a tiny Llama, an adapter of it, a sentence embedder; `training/` writes their texts."""
+"""What ships in the package: a tiny Llama, its adapter and EAGLE-3 head, a sentence embedder; `training/` made them."""
 
 from pathlib import Path
 
@@ -8,3 +8,5 @@ EMBEDDER_DIR: Path = Path(__file__).resolve().parent / "embedder"
 SHIPPED: dict[str, Path] = {"jaxllm-embedded": MODEL_DIR, "jaxllm-embedder": EMBEDDER_DIR}
 # LoRA adapters of the model, by the names under which they can be asked for.
 ADAPTERS: dict[str, Path] = {"pirate": Path(__file__).resolve().parent / "pirate"}
+# EAGLE-3 heads of the model, which draft for it, by the names under which they can be asked for.
+HEADS: dict[str, Path] = {"jaxllm-eagle": Path(__file__).resolve().parent / "eagle"}

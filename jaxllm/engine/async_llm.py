@@ -21,7 +21,7 @@ from jaxllm.config import EngineConfig, config_of
 from jaxllm.engine.engine_thread import EngineThread, Listeners
 from jaxllm.engine.fair_threads import FairThreads
 from jaxllm.engine.inbox import Inbox
-from jaxllm.engine.input_processor import Accepted, Prompt
+from jaxllm.engine.input_processor import Accepted, Params, Prompt
 from jaxllm.engine.kv_events import BlockBatch, BlockLog
 from jaxllm.engine.life_cycle import NOT_STARTED, EngineState, LifeCycle
 from jaxllm.engine.llm_engine import LLMEngine
@@ -186,7 +186,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | PoolingParams | None = None,
+        sampling_params: Params | None = None,
         request_id: str | None = None,
         *,
         owner: str = "",
@@ -224,7 +224,8 @@ class AsyncLLM:
         if self._streams.has(request_id, owner):
             raise RequestIdInUseError(f"request id {request_id!r} is in use.", "request_id")
         self._check_serving()
-        self.check_queue(accepted.params.n, accepted.params.n * len(accepted.prompt_token_ids))
+        num_sequences = accepted.num_sequences
+        self.check_queue(num_sequences, num_sequences * len(accepted.prompt_token_ids))
         stream = self._streams.open(request_id, owner, accepted.params, arrival)
         assert self._loop is not None
         timers = []
@@ -458,7 +459,7 @@ class AsyncLLM:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | PoolingParams | None,
+        params: Params | None,
         priority: int,
         lora_request: LoRARequest | None,
         *,

@@ -176,7 +176,7 @@ class EngineThread:
                     engine.add([accepted])
                 except Exception:
                     _log.exception("request %s could not be added", accepted.request_id)
-                    engine.metrics.note_finished("error", accepted.params.n)
+                    engine.metrics.note_finished("error", accepted.num_sequences)
                     self.call_back(self._listeners.refused, accepted.internal_id)
         outputs = engine.abort_requests(aborted) if aborted else []
         for call in calls:

@@ -41,8 +41,8 @@ class Inbox:
         """Queue a request."""
         with self._changed:
             self._added.append(accepted)
-            self._num_sequences += accepted.params.n
-            self._num_tokens += accepted.params.n * len(accepted.prompt_token_ids)
+            self._num_sequences += accepted.num_sequences
+            self._num_tokens += accepted.num_sequences * len(accepted.prompt_token_ids)
             self._changed.notify()
 
     def abort(self, internal_id: str, reason: FinishReason) -> None:
@@ -88,5 +88,5 @@ class Inbox:
         """Stop counting requests that were taken: from now on the engine's own load counts them."""
         if added:
             with self._changed:
-                self._num_sequences -= sum(accepted.params.n for accepted in added)
-                self._num_tokens -= sum(accepted.params.n * len(accepted.prompt_token_ids) for accepted in added)
+                self._num_sequences -= sum(accepted.num_sequences for accepted in added)
+                self._num_tokens -= sum(accepted.num_sequences * len(accepted.prompt_token_ids) for accepted in added)

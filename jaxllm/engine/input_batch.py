@@ -50,6 +50,7 @@ class InputBatch:
         self._variants = np.zeros(num_slots, np.int8)  # index into VARIANTS
         self._is_scored = np.zeros(num_slots, np.bool_)  # whether `scored` may list it
         self.is_constrained = np.zeros(num_slots, np.bool_)  # whether it obeys a grammar
+        self.is_beam = np.zeros(num_slots, np.bool_)  # whether it is a beam of a search
         self._adapters = np.zeros(num_slots, np.int64)  # number of its adapter, 0 without
 
     def place(self, slot: int, sequence: Sequence) -> None:
@@ -61,6 +62,7 @@ class InputBatch:
         wants_prompt = sequence.index == 0 and sequence.group.num_prompt_logprobs is not None
         self._is_scored[slot] = wants_prompt or self._is_whole(sequence.params.logprobs)
         self.is_constrained[slot] = sequence.constraint is not None
+        self.is_beam[slot] = sequence.group.search is not None
         self._adapters[slot] = 0 if sequence.group.adapter is None else sequence.group.adapter.number
         self.rows[slot] = sequence.row
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.config import EngineConfig
 from jaxllm.engine import pooled_input, sequence
 from jaxllm.engine.adapters import Adapter, Language
+from jaxllm.engine.beams import BeamSearch, Rules, num_needed
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.prompts import Prompt, checked_ids, parts_of
 from jaxllm.engine.sequence import SequenceGroup
@@ -23,7 +25,7 @@ from jaxllm.outputs import RequestMetrics
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.step import MOST_LOGPROBS
 from jaxllm.sampling import sampler
-from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, SamplingParams, validate_for_model
+from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, RequestOutputKind, SamplingParams, validate_for_model
 from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.block_pool import content_root
 from jaxllm.scheduler.state import Limits, Request
@@ -33,7 +35,7 @@ from jaxllm.text.repetition_detector import RepetitionDetector
 from jaxllm.text.stop_strings import StopMatcher
 from jaxllm.text.tokenizer import Tokenizer
 
-Params = SamplingParams | PoolingParams
+Params = SamplingParams | PoolingParams | BeamSearchParams
 _BAD_WORD_CHARACTERS = 32  # that a token of bad_words has at most, on the average
 
 
@@ -52,8 +54,14 @@ class Accepted:
     grammar: Grammar | None = None
     adapter: Adapter | None = None
     pooling: PoolingParams | None = None  # of a prompt that is pooled; `params` mean nothing then
+    beams: BeamSearchParams | None = None  # of a beam search; `params` are those of each of its beams
     token_types: tuple[int, ...] | None = None
     name: str  # for logs and recordings
+
+    @property
+    def num_sequences(self) -> int:
+        """Outputs that it will have."""
+        return self.params.n if self.beams is None else self.beams.beam_width
 
     def limit(self, max_model_len: int) -> int:
         """Return the most tokens that prompt and output can have together."""
@@ -67,12 +75,16 @@ class Accepted:
 class InputProcessor:
     """Turns requests into sequences for one engine. All but `accept` belong to the engine's thread."""
 
-    def __init__(self, config: EngineConfig, language: Language, limits: Limits, extras: sampler.Extras) -> None:
+    def __init__(
+        self, config: EngineConfig, language: Language, limits: Limits, extras: sampler.Extras, num_logprobs: int
+    ) -> None:
+        """`num_logprobs` are those that every step returns."""
         self._config = config
         self._language = language
         self._model = language.model
         self._limits = limits
         self._extras = extras
+        self._num_logprobs = num_logprobs
         self._random = np.random.default_rng(config.seed % 2**64)
         self._num_sequences = 0
 
@@ -88,6 +100,9 @@ class InputProcessor:
         config, model = self._config, language.model
         pooled_input.check_kind(params, model, config.model)
         params = model.default_params if params is None else params
+        beams = params if isinstance(params, BeamSearchParams) else None
+        if beams is not None:
+            params = self._params_of_beams(beams, model)
         if not isinstance(params, SamplingParams | PoolingParams):
             raise UserError(f"Sampling parameters are a SamplingParams, not {type(params).__name__}.", "params")
         if isinstance(priority, bool) or not isinstance(priority, int | np.integer):
@@ -119,10 +134,40 @@ class InputProcessor:
             bad_words=bad_words,
             grammar=self._grammar(params, language),
             adapter=adapter,
+            beams=beams,
             name=request_id,
         )
-        scheduler.check_fits(self._limits, len(ids), accepted.limit(model.max_model_len))
+        width = 1 if beams is None else beams.beam_width
+        scheduler.check_fits(self._limits, len(ids), accepted.limit(model.max_model_len), width)
         return accepted
+
+    def _params_of_beams(self, beams: BeamSearchParams, model: ModelInfo) -> SamplingParams:
+        """Refuse a search that is too wide; return the parameters of each of its beams.
+
+        What the device samples for it means nothing: the likeliest tokens are what counts.
+        """
+        if self._config.speculative_config is not None:
+            raise UserError(
+                "beam search is not supported with speculative_config; leave one of them out.", "beam_width"
+            )
+        num_stops, width = 0 if beams.ignore_eos else len(model.eos_ids), beams.beam_width
+        needed = num_needed(width, num_stops)
+        most = min(self._num_logprobs - num_stops, self._limits.num_slots)
+        if needed > self._num_logprobs or width > self._limits.num_slots:
+            message = (
+                f"beam_width may be at most {max(most, 0)} here, got {width}: a step reports {self._num_logprobs} "
+                f"tokens of a beam (max_logprobs), of which {num_stops} may end it, and the beams of a search run "
+                f"together in {self._limits.num_slots} slots (max_num_seqs)."
+            )
+            raise UserError(message, "beam_width", width)
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=beams.max_tokens,
+            ignore_eos=beams.ignore_eos,
+            skip_special_tokens=beams.skip_special_tokens,
+            logprobs=needed,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
     def _accept_pooled(self, request_id: str, prompt: Prompt, params: PoolingParams, priority: int) -> Accepted:
         """Check a prompt that is to be pooled."""
@@ -168,9 +213,13 @@ class InputProcessor:
             adapter=accepted.adapter,
             num_prompt_logprobs=params.prompt_logprobs,
         )
+        if accepted.beams is not None:
+            group.search = BeamSearch(self._rules(accepted, accepted.beams))
+            group.shows_stop = accepted.beams.include_stop_str_in_output
         root = self._root(accepted)
+        num_sequences, first = accepted.num_sequences, self._num_sequences + 1
         requests = []
-        for index in range(params.n):
+        for index in range(num_sequences):
             own = self._make_sequence(group, index, params, accepted.grammar)
             own.pooling = accepted.pooling
             if accepted.token_types is not None:
@@ -193,10 +242,21 @@ class InputProcessor:
                     may_draft=accepted.grammar is None and 0 <= (params.logprobs or 0) <= MOST_LOGPROBS,
                     root=root,
                     reads_cache=reads_cache and not params.skip_reading_prefix_cache,
-                    name=f"{accepted.name}[{index}]" if params.n > 1 else accepted.name,
+                    gang=0 if accepted.beams is None else first,
+                    name=f"{accepted.name}[{index}]" if num_sequences > 1 else accepted.name,
                 )
             )
         return group, requests
+
+    def _rules(self, accepted: Accepted, beams: BeamSearchParams) -> Rules:
+        model = self._model_of(accepted.adapter)
+        return Rules(
+            width=beams.beam_width,
+            most_tokens=accepted.limit(self._model.max_model_len) - len(accepted.prompt_token_ids),
+            stop_ids=frozenset() if beams.ignore_eos else model.eos_ids,
+            length_penalty=beams.length_penalty,
+            early_stopping=beams.early_stopping,
+        )
 
     def _root(self, accepted: Accepted) -> bytes | None:
         """Return what a request's blocks depend on beside its tokens; None if they are not to be shared."""
@@ -205,7 +265,8 @@ class InputProcessor:
         if self._config.enable_prefix_caching:
             return content_root(accepted.salt, b"" if accepted.adapter is None else accepted.adapter.digest)
         # The n sequences of a prompt still share its blocks, under a root that no other request has.
-        return content_root(f"{self._num_sequences}".encode()) if accepted.params.n > 1 else None
+        is_shared = accepted.num_sequences > 1 or accepted.beams is not None
+        return content_root(f"{self._num_sequences}".encode()) if is_shared else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
         """Choose the seeds of a request's sequences and pack their sampling parameters for the device.
@@ -240,6 +301,7 @@ class InputProcessor:
     ) -> sequence.Sequence:
         self._num_sequences += 1
         model, ids = self._model_of(group.adapter), group.prompt_token_ids
+        is_reported = params.logprobs is not None or params.logprob_token_ids is not None
         return sequence.Sequence(
             sequence_id=self._num_sequences,
             group=group,
@@ -253,7 +315,7 @@ class InputProcessor:
             matcher=StopMatcher.of(params.stop),
             repetition=RepetitionDetector(params.repetition_detection) if params.repetition_detection else None,
             constraint=None if grammar is None else grammar.begin(),
-            logprobs=None if params.logprobs is None and params.logprob_token_ids is None else [],
+            logprobs=[] if group.search is None and is_reported else None,
         )
 
 

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
+from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.config import EngineConfig
-from jaxllm.engine.input_processor import Prompt
+from jaxllm.engine.input_processor import Params, Prompt
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.pooled_input import check_kind
 from jaxllm.errors import EngineError, UserError
 from jaxllm.lora_request import LoRARequest
 from jaxllm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -40,7 +43,6 @@ _NO_SLEEP = "`llm.close()` gives the device's memory back, and a new LLM takes i
 _NO_QUEUE = "use `llm.engine` (add_request, step)"
 _MISSING = {  # what vLLM's `LLM` has, and what to do here
     "reward": "use `llm.classify(prompts, pooling_params=PoolingParams(use_activation=False))`",
-    "beam_search": "SamplingParams(n=…) gives several outputs",
     **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _NO_WORKERS),
     **dict.fromkeys(("init_weight_transfer_engine", "update_weights"), "weights are loaded once"),
     **dict.fromkeys(("sleep", "wake_up"), _NO_SLEEP),
@@ -152,6 +154,33 @@ class LLM:
         """Render a conversation into a prompt: its text and token ids; arguments as of `Tokenizer.encode_chat`."""
         text, ids = self.engine.model_of(lora_request).tokenizer.encode_chat(messages, **template_args)
         return {"prompt": text, "prompt_token_ids": ids}
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Find the likeliest continuations of each prompt, as transformers' `num_beams` does; see `BeamSearchParams`.
+
+        Prompts and adapters as of `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            message = f"Parameters of a beam search are a BeamSearchParams, not {type(params).__name__}."
+            raise UserError(message, "params")
+        items = _as_list(prompts)
+        adapters = _each(len(items), lora_request)
+        outputs = self._complete(items, [params] * len(items), use_tqdm, adapters=adapters)
+        found = []
+        for index, (output, adapter) in enumerate(zip(outputs, adapters, strict=True)):
+            if output.outputs[0].finish_reason == "error":
+                raise EngineError(f"Prompt {index} failed: {output.outputs[0].stop_reason}.")
+            has_text = not self.engine.config.skip_tokenizer_init
+            tokenizer = self.engine.model_of(adapter).tokenizer if has_text else None
+            found.append(_beam_search_output(output, tokenizer, params.include_stop_str_in_output))
+        return found
 
     def embed(
         self,
@@ -265,7 +294,7 @@ class LLM:
     def _complete(
         self,
         items: Sequence[Prompt],
-        params: Sequence[SamplingParams | PoolingParams],
+        params: Sequence[Params],
         use_tqdm: bool,
         priority: Sequence[int] | None = None,
         sorts: bool = False,
@@ -304,6 +333,18 @@ class LLM:
                     bar.postfix = f"est. speed input: {num_in / seconds:.2f} toks/s{made}"
                     bar.update()
         return [done[request_id] for request_id in ids]
+
+
+def _beam_search_output(output: RequestOutput, tokenizer: Tokenizer | None, shows_stop: bool) -> BeamSearchOutput:
+    """Return a search's outputs as vLLM has them: with the prompt, and as a rule without the token that ended each."""
+    sequences = []
+    for own in output.outputs:
+        assert own.score is not None and own.cumulative_logprob is not None
+        is_cut = own.finish_reason == "stop" and not shows_stop
+        tokens = [*output.prompt_token_ids, *own.token_ids[: len(own.token_ids) - is_cut]]
+        text = "" if tokenizer is None else tokenizer.decode(tokens, False)
+        sequences.append(BeamSearchSequence(tokens, text, own.cumulative_logprob, own.score, own.finish_reason))
+    return BeamSearchOutput(sequences)
 
 
 def _each(count: int, given: LoRARequest | Sequence[LoRARequest | None] | None) -> Sequence[LoRARequest | None]:

@@ -14,6 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from jaxllm.config import EngineConfig, config_of
+from jaxllm.engine.beam_searches import BeamSearches
 from jaxllm.engine.constrained_rows import ConstrainedRows, Stuck
 from jaxllm.engine.input_batch import VARIANTS, InputBatch, RequestFault, blaming
 from jaxllm.engine.input_processor import Accepted, InputProcessor, Params, Prompt
@@ -67,10 +68,13 @@ class LLMEngine:
         limits = self.runner.limits
         self.scheduler = RecordedScheduler(limits, recorder)
         self.adapters = parts.adapters
-        self.inputs = InputProcessor(config, self.adapters.language, limits, self.runner.extras)
+        self.inputs = InputProcessor(
+            config, self.adapters.language, limits, self.runner.extras, self.runner.num_logprobs
+        )
         self.outputs = OutputProcessor(self.scheduler, self.metrics, self._clock, self.model.pooler)
         self._batch = InputBatch(limits.num_slots, self.runner.num_logprobs)
         self._constrained = ConstrainedRows(self._batch, self.adapters.language.grammars, self.model.vocab_size)
+        self._beams = BeamSearches(self.scheduler, self.outputs, self._batch, self.metrics, self._clock)
         self._depth = 2 if config.async_scheduling else 1  # steps in flight
         # A step whose rows need masks waits for them between its halves, until the one before it is committed.
         self._in_flight: deque[tuple[Plan, Flight]] = deque()
@@ -235,6 +239,8 @@ class LLMEngine:
         self._failed_steps.reset()  # whatever becomes of the next one, a step has ended
         with span("commit"):
             events = self.scheduler.commit(plan, tokens, result.is_finite, counts, result.counts)
+            if len(events.answered):
+                ended += self._beams.take_in(plan, result, events)
         outputs: list[RequestOutput] = []
         stuck: Stuck = []
         try:
@@ -261,6 +267,8 @@ class LLMEngine:
             history, extras = self._admit(plan)
             if self.runner.reads_ahead:
                 history += self._batch.following(plan)
+            if self.scheduler.state.gangs:
+                history += self._beams.newest_tokens(plan)
             if plan.adapters:
                 self._hold_adapters(plan)
         if not len(plan.slots):

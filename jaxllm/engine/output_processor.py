@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxllm.engine import sequence
+from jaxllm.engine.beams import Ended
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.metrics import Metrics
 from jaxllm.model.pooler import Pooler, finish
@@ -158,6 +159,14 @@ class OutputProcessor:
         self._scheduler.abort({own.sequence_id: "error" for own in ending})
         for own in ending:
             self._end(own, "error", why)
+
+    def end_search(self, group: SequenceGroup, ended: Sequence[Ended]) -> None:
+        """End a beam search with its outputs, the best first."""
+        self._scheduler.abort({own.sequence_id: "stop" for own in group.sequences})
+        for own, each in zip(group.sequences, ended, strict=True):
+            own.end_as(group.tokenizer, each, group.shows_stop)
+        for own, each in zip(group.sequences, ended, strict=True):
+            self._end(own, "stop" if each.is_stopped else "length", None)
 
     def _end(self, own: sequence.Sequence, finish_reason: FinishReason, stop_reason: int | str | None) -> None:
         own.finish_reason, own.stop_reason = finish_reason, stop_reason

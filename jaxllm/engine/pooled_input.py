@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.prompts import Prompt, checked_ids, parts_of
 from jaxllm.errors import UserError, too_long
@@ -35,7 +36,7 @@ def check_kind(params: Any, model: ModelInfo, name: str) -> None:
     """Refuse a request for what this kind of model does not do."""
     if model.pooler is None and isinstance(params, PoolingParams):
         raise UserError(f"{name} generates text; it has no task {params.task or 'embed'!r}.", "model")
-    if model.pooler is not None and (params is None or isinstance(params, SamplingParams)):
+    if model.pooler is not None and (params is None or isinstance(params, SamplingParams | BeamSearchParams)):
         raise UserError(f"{name} generates no text; it can {' and '.join(model.tasks)}.", "model")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxllm.engine.adapters import Adapter
+from jaxllm.engine.beams import BeamSearch, Ended
 from jaxllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.runner.scoring import Score
@@ -55,6 +56,7 @@ class Sequence:
     text_shown: int = 0  # pieces of the text that it has returned
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
+    score: float | None = None  # of an output of a beam search, by which they are ranked
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -127,6 +129,15 @@ class Sequence:
             self.matcher = replace(self.matcher, held="")
         self._append(delta)
 
+    def end_as(self, tokenizer: Tokenizer, ended: Ended, shows_stop: bool) -> None:
+        """Become an output of a beam search; `shows_stop`: its text ends with the token that ended it."""
+        self.tokens = array("i", (*self.group.prompt_token_ids, *ended.tokens))
+        self.cumulative_logprob, self.score = ended.logprob, ended.score
+        self.read(tokenizer, len(self.tokens) - ended.is_stopped)
+        self.flush(tokenizer)
+        if ended.is_stopped and shows_stop and self.params.detokenize:
+            self.text.append(tokenizer.token_text(ended.tokens[-1]))
+
     def add_logprobs(self, tokenizer: Tokenizer, token: int, result: Result, row: int) -> None:
         """Append the log-probabilities of a sampled token, if they were asked for."""
         if self.logprobs is None:
@@ -170,12 +181,13 @@ class Sequence:
             index=self.index,
             text="".join(self.text[text_start:]),
             token_ids=self.tokens[num_prompt + start :].tolist(),
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            cumulative_logprob=None if self.logprobs is None and self.score is None else self.cumulative_logprob,
             logprobs=None if self.logprobs is None else self.logprobs[start:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             seed=None if self.params.temperature == 0.0 else _signed(self.seed),
             pooled=self.pooled,
+            score=self.score,
         )
 
     def _append(self, text: str) -> None:
@@ -210,6 +222,8 @@ class SequenceGroup:
     kind: RequestOutputKind
     tokenizer: Tokenizer  # of its adapter, if that brings one
     adapter: Adapter | None = None
+    search: BeamSearch | None = None  # of which its sequences are the beams
+    shows_stop: bool = False  # whether texts of a search end with the token that ended them
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int | None = None  # likeliest tokens to report of each of the prompt's; None: none, -1: all

@@ -27,7 +27,7 @@ import numpy as np
 
 from jaxllm.errors import UserError
 from jaxllm.scheduler.recorded import RecordedScheduler
-from jaxllm.scheduler.state import Events, Plan, Request
+from jaxllm.scheduler.state import Events, Move, Plan, Request
 from jaxllm.version import __version__
 
 MAGIC = "jaxllm recording"
@@ -47,6 +47,7 @@ class Kind(IntEnum):
     # Number, tokens, rows that were not finite; how many tokens of each row count, and were sampled, None: one.
     COMMIT = 4
     END = 5  # why
+    FORK = 6  # target, source and token of each move
 
 
 class FileRecorder:
@@ -152,6 +153,12 @@ class FileRecorder:
         known.reshape(len(known), -1)[np.repeat(events.rows, events.counts), places] = hidden
         return known
 
+    def forked(self, moves: Sequence[Move]) -> None:
+        """Note how the members of a gang went on."""
+        if self._file is not None:
+            hidden = moves if self._pseudonyms is None else self._pseudonyms.fork(moves)
+            self._write([Kind.FORK, self._now(), [list(move) for move in hidden]])
+
     def close(self) -> None:
         """End the recording; later calls are not written."""
         self._end("the engine has ended")
@@ -210,6 +217,13 @@ class Pseudonyms:
             hidden.append(_PSEUDONYM | int.from_bytes(state[:4], "little") >> 2)
         return hidden
 
+    def fork(self, moves: Sequence[Move]) -> list[Move]:
+        """Return moves with the pseudonyms of their tokens, each the next of its parent's sequence."""
+        parents = {move.source: self._states[move.source] for move in moves}
+        self._states.update((move.target, parents[move.source]) for move in moves)
+        hidden = self.extend([move.target for move in moves], [move.token for move in moves])
+        return [move._replace(token=token) for move, token in zip(moves, hidden, strict=True)]
+
     def of_bytes(self, value: bytes) -> bytes:
         """Return a pseudonym of what stands before a chain of blocks."""
         return blake2b(value, key=self._key, digest_size=16).digest()
@@ -237,6 +251,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
         "root": root,
         "adapter": request.adapter,
         "may_draft": request.may_draft,
+        "gang": request.gang,
         "tokens": tokens.tobytes(),
     }
 
@@ -244,7 +259,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
 def describe(plan: Plan) -> list[int]:
     """Return a plan's number, decode rows, rows, tokens, and a checksum of all its columns."""
     check = 0
-    for column in (plan.slots, plan.starts, plan.lengths, plan.samples, plan.table):
+    for column in (plan.slots, plan.starts, plan.lengths, plan.samples, plan.table, plan.copies):
         check = zlib.crc32(column.tobytes(), check)
     for one in plan.admitted:
         numbers = np.asarray([one.slot, one.request.sequence_id, one.num_known, one.num_cached], np.int64)

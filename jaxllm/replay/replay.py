@@ -19,7 +19,7 @@ import numpy as np
 from jaxllm.errors import UserError
 from jaxllm.replay.recording import FORMAT, MAGIC, Kind, describe
 from jaxllm.scheduler.recorded import RecordedScheduler
-from jaxllm.scheduler.state import Events, Limits, Plan, Request, State
+from jaxllm.scheduler.state import Events, Limits, Move, Plan, Request, State
 from jaxllm.speculative_config import MAX_DRAFTS
 
 MAX_ENTRY = 1 << 30  # bytes of one value in a recording
@@ -49,6 +49,7 @@ class Moment(NamedTuple):
     events: Events | None = None  # of a commit
     added: tuple[Request, ...] = ()
     aborted: Mapping[int, str] | None = None
+    forked: tuple[Move, ...] = ()
     difference: str | None = None  # between what was recorded and what was made
 
 
@@ -121,6 +122,10 @@ class Replay:
             self._plans.clear()
             core.reset()
             return Moment(number, time, kind, core.state)
+        if kind is Kind.FORK:
+            moves = tuple(Move(*map(int, move)) for move in entry[2])
+            core.fork(moves)
+            return Moment(number, time, kind, core.state, forked=moves)
         if kind is Kind.PLAN:
             plan = core.plan(time)
             self._plans[plan.number] = plan
@@ -230,6 +235,7 @@ def _read_request(fields: Mapping[str, Any]) -> Request:
         root=fields["root"],
         adapter=int(fields["adapter"]),
         may_draft=bool(fields["may_draft"]),
+        gang=int(fields["gang"]),
         reads_cache=bool(fields["reads_cache"]),
         name=str(fields["name"]),
     )

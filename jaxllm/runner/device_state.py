@@ -23,7 +23,7 @@ from jaxllm.runner.drafting import Drafted, Drafting
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras
 
 Leaf = TypeVar("Leaf")
-TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -4, -3, -2  # of the state's leaves in order
+TABLES_AT, TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -5, -4, -3, -2  # of the state's leaves in order
 KV_AXES = (None, "kv_heads", None, "head")
 
 

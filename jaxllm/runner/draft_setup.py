@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.config import EngineConfig
+from jaxllm.embedded import HEADS
 from jaxllm.errors import UserError
-from jaxllm.model import eagle, eagle_files, weights
+from jaxllm.model import draft_model, eagle, eagle_files, weights
 from jaxllm.model.decoder import Params
 from jaxllm.model.families import Family, read_spec
 from jaxllm.model.spec import Spec
@@ -41,21 +42,18 @@ def choose(
         return None, None
     if own.model is None:
         return Drafting(own.num_speculative_tokens, own.prompt_lookup_min, own.prompt_lookup_max), None
-    folder = weights.resolve(own.model)
+    folder = HEADS.get(own.model) or weights.resolve(own.model)
     if own.method == "eagle3":
         head = eagle_files.read(folder, target)
         drafting = Drafting(own.num_speculative_tokens, spec=head.spec, head=head, kernels=kernels_of(head.spec))
         return drafting, DraftFolder(folder, None)
     spec, family = read_spec(weights.read_config(folder), longest)
-    if not spec.is_causal:
-        raise _error(f"{own.model} does not generate")
-    if spec.vocab_size != target.vocab_size:
-        raise _error(
-            f"{own.model} has a vocabulary of {spec.vocab_size} tokens, and the model one of {target.vocab_size}; "
-            "choose a draft model with the same tokenizer"
-        )
+    draft_model.check(spec, target)
     if spec.max_position < longest:
-        raise _error(f"{own.model} was made for {spec.max_position} positions; set max_model_len to that, or less")
+        raise UserError(
+            f"{own.model} was made for {spec.max_position} positions; set max_model_len to that, or less.",
+            "speculative_config",
+        )
     drafting = Drafting(own.num_speculative_tokens, spec=spec, kernels=kernels_of(spec))
     return drafting, DraftFolder(folder, family)
 
@@ -105,7 +103,3 @@ def load(
     if seed is not None or source.family is None:
         return weights.load_random(drafting.spec, mesh, dtype, seed or 0)
     return weights.load(source.folder, drafting.spec, source.family, mesh, dtype, progress)
-
-
-def _error(text: str) -> UserError:
-    return UserError(f"speculative_config: {text}.", "speculative_config")

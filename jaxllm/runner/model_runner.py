@@ -27,7 +27,7 @@ from jaxllm.model import decoder, lora, sharding, weights
 from jaxllm.runner import aot_manifest, batch, device_state, draft_setup, memory_plan, scoring, step
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import Key, Programs
-from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TOKENS_AT, Geometry
+from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TABLES_AT, TOKENS_AT, Geometry
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.runner.model_setup import (
     Setup,
@@ -48,6 +48,7 @@ from jaxllm.sampling.sampler import ROW_WIDTH, Variant
 from jaxllm.scheduler.state import Limits, Plan
 
 PATCH_ENTRIES = 1024  # changes in one call of `step.patch`
+COPIED_BLOCKS = 16  # in one call of `step.build_copy`: what ten beams that fork copy at most, and half as much
 PATCH_EXTRAS = 8  # requests' extras in one call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000
 MOST_VERIFIED = 256  # tokens of a step that verifies drafts, unless there are more slots: each has logits
 _log = logging.getLogger(__name__)
@@ -277,6 +278,8 @@ class Runner:
                     self._patch(ahead, history)
                 if extras:
                     self._patch_extras(extras)
+                if len(plan.copies):
+                    self._copy(plan.copies)
                 self._state, returned = self.programs[way[0]](self._params, self._state, buffer, *own)
                 if len(way) == 1:
                     returned.copy_to_host_async()
@@ -301,6 +304,7 @@ class Runner:
         """Return the HLO of programs by their names in a trace; unknown names are left out."""
         named = {key.name: program for key, program in self.programs.ready().items()}
         named |= {"patch": self._patch_program, "patch_extras": self._patch_extras_program}
+        named |= {"copy_blocks": self._copy_program}
         named |= {"score": self._score_programs[False], "score_whole": self._score_programs[True]}
         return {name: program.as_text() for name, program in named.items() if name in names}
 
@@ -443,6 +447,9 @@ class Runner:
         changes = jax.ShapeDtypeStruct((PATCH_EXTRAS, 1 + self.extras.width), jnp.int32, sharding=everywhere)
         patch_extras = jax.jit(step.patch_extras, donate_argnums=0)
         self._patch_extras_program = patch_extras.lower(shapes.extras, changes).compile()
+        copies = jax.ShapeDtypeStruct((COPIED_BLOCKS, 2), jnp.int32, sharding=everywhere)
+        copy = jax.jit(step.build_copy(self._step_model), donate_argnums=0)
+        self._copy_program = copy.lower(tuple(jax.tree.leaves(shapes.kv)), copies).compile()
         places = jax.ShapeDtypeStruct((SCORED_ROWS, 2), jnp.int32, sharding=everywhere)
         leaves = tuple(jax.tree.leaves(self._params_shapes))
         self._score_programs = [
@@ -513,6 +520,17 @@ class Runner:
             state = jax.tree.unflatten(jax.tree.structure(self._state_shapes), self._state)
             patched = self._patch_extras_program(state.extras, changes)
             self._state = tuple(jax.tree.leaves(state.replace(extras=patched)))
+
+    def _copy(self, copies: np.ndarray) -> None:
+        """Copy blocks, int32[·, 2] of source and target, before a step writes any of them."""
+        num_blocks = self.geometry.num_blocks
+        for start in range(0, len(copies), COPIED_BLOCKS):
+            piece = copies[start : start + COPIED_BLOCKS]
+            places = np.zeros((COPIED_BLOCKS, 2), np.int32)
+            places[:, 1] = num_blocks + np.arange(COPIED_BLOCKS)
+            places[: len(piece)] = piece
+            kv, rest = self._state[:TABLES_AT], self._state[TABLES_AT:]
+            self._state = (*self._copy_program(kv, places), *rest)
 
     def _score(self, scored: Sequence[Scored]) -> list[tuple[Sequence[Scored], jax.Array | np.ndarray]]:
         """Score positions of the step that was just dispatched."""

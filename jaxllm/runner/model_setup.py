@@ -41,7 +41,7 @@ from pallas_kernels import Choice, Site
 OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample")  # of a step
 GPU_SHARE = 0.97  # of the remaining memory; the rest is for programs' code and for tuning later ones
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: other programs of a laptop need memory too
-TOKEN_COST = {True: 90, False: 4}  # on a CPU and on a GPU, see `Limits`; tests/benchmarks/verifying.py measures it
+TOKEN_COST = {True: 250, False: 4}  # on a CPU and on a GPU, see `Limits`; tests/benchmarks/verifying.py measures it
 CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in float32
 
 

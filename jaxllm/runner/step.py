@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ import numpy as np
 from jax import lax, named_scope
 from jax.sharding import Mesh, PartitionSpec
 
+import pallas_kernels
 from jaxllm.model import decoder, lora
 from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import adapted_linear
@@ -303,6 +305,21 @@ def patch(tables: jax.Array, tokens: jax.Array, changes: jax.Array) -> tuple[jax
         return array.at[change[:, 0], change[:, 1]].set(change[:, 2], mode="drop")
 
     return patched(tables, changes[0]), patched(tokens, changes[1])
+
+
+def build_copy(model: StepModel) -> Callable[[Leaves, jax.Array], Leaves]:
+    """Return what copies blocks of all layers ahead of a step: (KV leaves, copies) -> KV leaves.
+
+    `copies` is int32[C, 2], of source and target; a target of N or more is dropped, and no two are the same.
+    """
+
+    def on_shard(leaves: Leaves, copies: jax.Array) -> Leaves:
+        copy = partial(pallas_kernels.copy_blocks, sources=copies[:, 0], targets=copies[:, 1], implementation="xla")
+        return tuple(copy(leaf, None)[0] for leaf in leaves)
+
+    on_shard.__name__ = "copy_blocks"
+    specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(model.state.kv))
+    return jax.shard_map(on_shard, mesh=model.mesh, in_specs=(specs, PartitionSpec()), out_specs=specs, check_vma=False)
 
 
 def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxllm.scheduler import scheduler, state
-from jaxllm.scheduler.state import BlockEvent, Events, Limits, Plan, Request, State
+from jaxllm.scheduler import gangs, scheduler, state
+from jaxllm.scheduler.state import BlockEvent, Events, Limits, Move, Plan, Request, State
 
 
 class Recorder(Protocol):
@@ -43,6 +43,9 @@ class Recorder(Protocol):
     ) -> None:
         """A step's tokens were taken in."""
 
+    def forked(self, moves: Sequence[Move]) -> None:
+        """The members of a gang went on."""
+
     def close(self) -> None:
         """The engine has ended."""
 
@@ -68,7 +71,10 @@ class RecordedScheduler:
     def abort(self, reasons: Mapping[int, str]) -> None:
         """Take requests out by id, in whatever phase they are; unknown ids change nothing."""
         self.state = scheduler.abort(self.state, self.limits, reasons)
-        for request_id in reasons:
+        gone = frozenset(reasons)
+        if any(request_id in self.requests and self.requests[request_id].gang for request_id in reasons):
+            gone = gangs.closure(self.requests.values(), gone)
+        for request_id in gone:
             self.requests.pop(request_id, None)
         if self._recorder is not None:
             self._recorder.aborted(reasons)
@@ -109,6 +115,17 @@ class RecordedScheduler:
         if self._recorder is not None:
             self._recorder.committed(plan, tokens, is_finite, counts, sampled, events)
         return events
+
+    def fork(self, moves: Sequence[Move]) -> None:
+        """Let the members of a gang go on, and write the tokens of each: those of its parent, and its own."""
+        self.state = scheduler.fork(self.state, self.limits, moves)
+        parents = {move.source: self.requests[move.source].tokens[:] for move in moves}
+        for move in moves:
+            tokens = self.requests[move.target].tokens
+            tokens[:] = parents[move.source]
+            tokens.append(move.token)
+        if self._recorder is not None:
+            self._recorder.forked(moves)
 
     def take_block_events(self) -> tuple[BlockEvent, ...]:
         """Return the changes of the prefix index that were not taken yet."""

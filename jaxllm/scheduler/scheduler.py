@@ -8,6 +8,7 @@ Letters: S slots, R rows of a plan, P tokens per block.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 
@@ -15,16 +16,31 @@ import numpy as np
 
 from jaxllm.errors import ContextLengthError
 from jaxllm.outputs import FinishReason
-from jaxllm.scheduler import block_pool, drafting
+from jaxllm.scheduler import block_pool, drafting, gangs
 from jaxllm.scheduler.adapter_places import AdapterPlaces, idle_first
-from jaxllm.scheduler.state import Admission, Events, Limits, Plan, Request, Running, State, StateEditor, Waiting
+from jaxllm.scheduler.state import (
+    NO_COPIES,
+    NO_ROWS,
+    Admission,
+    Events,
+    Limits,
+    Move,
+    Plan,
+    Request,
+    Running,
+    State,
+    StateEditor,
+    Waiting,
+)
 
 NO_TOKEN = np.iinfo(np.int32).max
 
 
-def check_fits(limits: Limits, num_prompt: int, limit: int) -> None:
-    """Refuse a request of at most `limit` tokens that could not run even alone in the pool."""
+def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1) -> None:
+    """Refuse a request of at most `limit` tokens, or a gang of `width`, that could not run even alone in the pool."""
     needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is sampled, never computed
+    if width > 1:
+        needed = gangs.blocks_needed(limits, num_prompt, limit, width)
     if needed > limits.num_blocks:
         raise ContextLengthError(
             f"The request may reach {limit} tokens and would need {needed} KV blocks of {limits.block_size} "
@@ -38,10 +54,12 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
     """Queue requests. If one could not run even alone in the pool, a UserError is raised and none is queued."""
     editor = StateEditor(state)
     entries: list[Waiting] = []
+    gangs.check(requests)
+    widths = Counter(request.gang for request in requests if request.gang)
     for request in requests:
         if request.adapter and not limits.max_adapters:
             raise ValueError(f"request {request.name!r:.80} has an adapter, and there are no places for any")
-        check_fits(limits, request.num_prompt, request.limit)
+        check_fits(limits, request.num_prompt, request.limit, widths.get(request.gang, 1))
         before = entries[-1] if entries else None
         if before and before.request.root == request.root and before.request.tokens == request.tokens:
             digests = before.digests  # the next sample of the same prompt
@@ -54,12 +72,20 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
 
 
 def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
-    """Take requests out, in whatever phase they are, and give their blocks back; unknown ids change nothing."""
+    """Take requests out, in whatever phase they are, and give their blocks back; unknown ids change nothing.
+
+    Who is of a gang takes the others of it along.
+    """
     gone = frozenset(request_ids)
     editor = StateEditor(state)
+    queue = [entry.request for entry in state.waiting if entry.request.gang]
+    if queue:
+        gone = gangs.closure(queue, gone)
     if any(entry.request.sequence_id in gone for entry in state.waiting):
         editor.waiting = tuple(entry for entry in state.waiting if entry.request.sequence_id not in gone)
     slots = [slot for slot in _taken_slots(editor) if editor.owner(slot).request.sequence_id in gone]
+    if editor.gangs:
+        slots = sorted(gangs.with_members(editor.gangs, slots))
     if slots:
         _vacate(editor, limits, slots)
     return editor.done()
@@ -87,9 +113,16 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     table: list[np.ndarray] = []
     preempted = _grow(editor, limits, table)
 
+    copies = NO_COPIES
+    if editor.entries or editor.copies:
+        entries, copies = gangs.take_changes(editor)
+        table.insert(0, entries)
+
     issued, length = editor.slots.issued, editor.slots.length
     chunking = issued < editor.slots.given
     decodes = (issued < length) & (length < editor.slots.limit) & ~chunking
+    if editor.gangs:
+        decodes[gangs.held(editor)] = False
     row_slots = decodes.nonzero()[0]
     starts = issued[row_slots]
     num_decodes = len(row_slots)
@@ -134,6 +167,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         num_drafts=num_drafts,
         proposes=bool(limits.max_drafts and state.slots.has_drafts[row_slots].any()),
         capacity=state.slots.capacity[row_slots] if limits.max_drafts else None,
+        copies=copies,
     )
 
 
@@ -154,7 +188,7 @@ def commit(
     yields none and ends.
     A result whose request has gone, was preempted or got further tokens since is dropped: the request samples that
     token again, and gets the same one because randomness depends on its seed and position only. A row whose logits were
-    not finite ends its request.
+    not finite ends its request, and its gang with it. The rows of gangs yield no tokens here: see `fork`.
     """
     slots = state.slots
     editor = StateEditor(state)
@@ -163,6 +197,12 @@ def commit(
     if is_finite is not None and not is_finite.all():
         failed_slots = step.slots[live & ~is_finite].tolist()
         live &= is_finite
+    answered, complete = NO_ROWS, ()
+    if editor.gangs:
+        if failed_slots:
+            failed_slots = gangs.with_members(editor.gangs, failed_slots)
+            live &= ~np.isin(step.slots, failed_slots)
+        answered, complete = gangs.take_answers(editor, step, live)
     rows = live.nonzero()[0]
     row_slots, turns, yielded = step.slots, step.turns, tokens
     if len(rows) < len(row_slots):
@@ -196,7 +236,26 @@ def commit(
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
         _vacate(editor, limits, failed_slots, may_publish=False)
         _vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())
-    return editor.done(), Events(rows=rows, ids=ids, counts=num_new, tokens=yielded, finished=finished, failed=failed)
+    return editor.done(), Events(
+        rows=rows,
+        ids=ids,
+        counts=num_new,
+        tokens=yielded,
+        finished=finished,
+        failed=failed,
+        answered=answered,
+        complete=complete,
+    )
+
+
+def fork(state: State, limits: Limits, moves: Sequence[Move]) -> State:
+    """Let the members of a gang that has answered go on, each as a child of one of them; see gangs.py.
+
+    Like those of `commit`, the tokens are the caller's to write: behind all that the parent had before this call.
+    """
+    editor = StateEditor(state)
+    gangs.fork(editor, limits, moves)
+    return editor.done()
 
 
 def is_live(state: State, step: Plan) -> np.ndarray:
@@ -252,6 +311,8 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
     while True:
         slots = editor.slots
         full = (slots.length > slots.capacity) & (slots.length < slots.limit)
+        if editor.gangs:
+            full[gangs.held(editor)] = False
         growing = full.nonzero()[0]  # free slots have a limit of 0
         if not len(growing):
             return tuple(preempted)
@@ -262,9 +323,11 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
         # Who has its last token in flight will give its blocks back in any case.
         ending = (slots.length >= slots.limit) & (slots.issued >= slots.given)
         victim = max((editor.slots.epochs * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
-        preempted.append(editor.owner(victim).request.sequence_id)
-        _requeue(editor, limits, victim)
-        _vacate(editor, limits, [victim])
+        victims = gangs.members(editor.gangs, victim)
+        for slot in victims:
+            preempted.append(editor.owner(slot).request.sequence_id)
+            _requeue(editor, limits, slot)
+        _vacate(editor, limits, victims)
 
 
 def _hand_out(
@@ -343,16 +406,28 @@ def _admit(
     if limits.max_adapters and free_slots:
         places = AdapterPlaces(editor.adapters, editor.running, limits.max_adapters)
     skipped: list[Waiting] = []
-    for entry in editor.waiting:
+    for place, entry in enumerate(editor.waiting):
+        if place < len(skipped) + len(admitted):  # with its gang
+            continue
         if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
             break
         if places is not None:
             adapter = entry.request.adapter
             if adapter in places.closed or not places.admits(adapter):  # the former most of a long queue
-                skipped.append(entry)
+                skipped += gangs.queued(editor.waiting, place) if entry.request.gang else (entry,)
                 continue
         if limits.whole_prompts and entry.known > budget:  # a step without other rows has room for any
             break
+        if entry.request.gang:
+            members = gangs.queued(editor.waiting, place)
+            num_tokens = _admit_gang(editor, limits, members, free_slots, num_running, rows, budget, admitted, table)
+            if num_tokens is None:
+                break
+            if places is not None:
+                places.enter(entry.request.adapter)
+            budget -= num_tokens
+            num_running += len(members)
+            continue
         # The last known token is always computed: its logits are what the next token is sampled from.
         readable = (entry.known - 1) // limits.block_size if entry.request.reads_cache else 0
         hits = editor.pool.look_up(entry.digests[:readable])
@@ -380,6 +455,61 @@ def _admit(
         editor.waiting = (*skipped, *rest) if skipped else rest
     if places is not None:
         editor.adapters = places.residents
+
+
+def _admit_gang(
+    editor: StateEditor,
+    limits: Limits,
+    members: Sequence[Waiting],
+    free_slots: list[int],
+    num_running: int,
+    rows: list[tuple[int, int, int]],
+    budget: int,
+    admitted: list[Admission],
+    table: list[np.ndarray],
+) -> int | None:
+    """Give slots and blocks to all members of a gang; None if there are not enough of them.
+
+    Adds to `rows`, `admitted` and `table`; returns the tokens that the rows have together. Members for which there are
+    no tokens left are continued by the next plan, in order of rank.
+    """
+    if len(members) > len(free_slots):
+        return None
+    found = gangs.find(editor, limits, members)
+    total = [-(-entry.known // limits.block_size) for entry in members[: len(found)]]
+    num_new = [count - max(len(each.hits), each.count) for count, each in zip(total, found, strict=True)]
+    hits = list({block for each in found for block in each.hits})
+    # As for others, a block is left for each that runs; and for each member that begins with a child's first token.
+    if sum(num_new) + len(members) - len(found) > (
+        editor.pool.num_available - editor.pool.num_idle(hits) - num_running
+    ):
+        return None
+    slots, num_tokens = [free_slots.pop() for _ in members], 0
+    for each in found:
+        editor.pool.share(each.hits)
+    for number, (slot, entry) in enumerate(zip(slots, members, strict=True)):
+        if number >= len(found):
+            _occupy(editor, limits, slot, entry, 0, ())
+            own = editor.own_slots  # no column test finds work for it
+            own.given[slot] = own.length[slot] = own.known[slot] = own.limit[slot] = 0
+            admitted.append(Admission(slot, entry.request, entry.known, 0))
+            continue
+        shared = tuple(found[number].hits)
+        if found[number].count:
+            shared = editor.tables[slots[found[number].sibling]][: found[number].count]
+            editor.pool.share(shared)
+        owned = (*shared, *editor.pool.take(num_new[number]).tolist())
+        start = len(shared) * limits.block_size
+        _occupy(editor, limits, slot, entry, start, owned)
+        length = min(entry.known - start, budget - num_tokens)
+        if length and len(rows) < limits.max_step_chunks:
+            _publish_prompt(editor, limits, slot, start, length)
+            rows.append((slot, start, length))
+            num_tokens += length
+        admitted.append(Admission(slot, entry.request, entry.known, start))
+        table.append(np.array(([slot] * len(owned), range(len(owned)), owned), np.int32).T)
+    editor.gangs = (*editor.gangs, tuple(slots))
+    return num_tokens
 
 
 def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
@@ -416,7 +546,7 @@ def _occupy(
 def _requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
     """Queue a running request again with the tokens it has; its slot and blocks are still to be given back."""
     record = editor.owner(slot)
-    known = int(editor.slots.known[slot])
+    known = int(editor.slots.known[slot]) or record.request.num_prompt  # of a gang's member without work: none yet
     digests = digests_of(record.request, limits, record.digests, known)
     editor.enqueue([Waiting(record.request, record.order, known, digests)])
 
@@ -445,6 +575,8 @@ def _vacate(
             editor.pool.publish(zip(digests[first:], table[first:], strict=False))
         editor.pool.release(table, digests)
         editor.running[slot], editor.tables[slot] = None, ()
+    if editor.gangs:
+        gangs.disband(editor, slots)
     if editor.adapters:
         editor.adapters = idle_first(editor.adapters, editor.running)
     # A free slot has limit and length 0, so that no column test takes it for one with work to do.

@@ -56,6 +56,7 @@ class Request:
     adapter: int = 0  # number of the adapter that it is computed with, 0 for none
     may_draft: bool = True  # whether steps that it is in may verify drafts, where there are any
     reads_cache: bool = True  # whether cached blocks stand in for its tokens; its own blocks are cached in any case
+    gang: int = 0  # `sequence_id` of the leader of its gang, see gangs.py; 0: it runs by itself
     name: str = ""  # for logs and recordings
 
 
@@ -109,6 +110,14 @@ class Slots(NamedTuple):
     kept: np.ndarray  # int32[S]: … and those that were equal to the token sampled
 
 
+class Move(NamedTuple):
+    """What becomes of one member of a gang: it goes on as a child of another, or of itself."""
+
+    target: int  # ids
+    source: int
+    token: int  # the child's newest, behind all that its parent had
+
+
 class Stored(NamedTuple):
     """A block can be hit from now on."""
 
@@ -146,6 +155,11 @@ class State(NamedTuple):
     # in use, longest in use first.
     adapters: tuple[int, ...] = ()
     block_events: tuple[BlockEvent, ...] | None = None  # of the prefix index, until they are taken; None: not recorded
+    gangs: tuple[tuple[int, ...], ...] = ()  # slots of each that runs, the leader's first
+    # What forks have changed, for the next plan: entries of block tables as in `Plan.table`, and slots whose next block
+    # must be a copy of another.
+    entries: tuple[tuple[int, int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_running(self) -> int:
@@ -161,6 +175,10 @@ class Admission:
     request: Request
     num_known: int  # tokens it has; more than its prompt if it was preempted before
     num_cached: int  # tokens found in the prefix cache
+
+
+NO_COPIES = np.zeros((0, 2), np.int32)
+NO_COPIES.flags.writeable = False
 
 
 class Plan(NamedTuple):
@@ -186,12 +204,17 @@ class Plan(NamedTuple):
     num_drafts: int = 0  # of all rows
     proposes: bool = False  # whether the device drafts behind each row for the next step
     capacity: np.ndarray | None = None  # int32[R]: tokens that the row's blocks hold; of an engine that drafts
+    copies: np.ndarray = NO_COPIES  # int32[·, 2]: blocks, and those that hold the same before anything is written
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         num_rows = len(self.slots)
         return num_rows + self.num_drafts if num_rows == self.num_decodes else int(self.lengths.sum())
+
+
+NO_ROWS = np.zeros(0, np.intp)
+NO_ROWS.flags.writeable = False
 
 
 class Events(NamedTuple):
@@ -203,6 +226,8 @@ class Events(NamedTuple):
     tokens: np.ndarray  # int32: of all rows, one behind the other
     finished: dict[int, FinishReason]
     failed: tuple[int, ...] = ()  # ended without a token: their logits were not finite
+    answered: np.ndarray = NO_ROWS  # intp[·]: rows of the plan that are of gangs; what they yield is `fork`'s to say
+    complete: tuple[int, ...] = ()  # leaders' ids of the gangs of which all have answered now
 
 
 def initial(limits: Limits) -> State:
@@ -289,6 +314,9 @@ class StateEditor:
         self.num_planned = state.num_planned
         self.waiting = state.waiting
         self.adapters = state.adapters
+        self.gangs = state.gangs
+        self.entries = [*state.entries]
+        self.copies = [*state.copies]
         self._was_cleared = False
         self._described: dict[bytes, Stored] = {}
 
@@ -367,6 +395,9 @@ class StateEditor:
             num_planned=self.num_planned,
             adapters=self.adapters,
             block_events=events,
+            gangs=self.gangs,
+            entries=tuple(self.entries),
+            copies=tuple(self.copies),
         )
 
     def _changes(self, pool: PoolEditor) -> Iterator[BlockEvent]:

@@ -18,6 +18,12 @@ class ToolChoice(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOOL_CHOICE_AUTO: _ClassVar[ToolChoice]
     TOOL_CHOICE_REQUIRED: _ClassVar[ToolChoice]
 
+class EarlyStopping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EARLY_STOPPING_UNSPECIFIED: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_ALWAYS: _ClassVar[EarlyStopping]
+    EARLY_STOPPING_NEVER: _ClassVar[EarlyStopping]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -32,6 +38,9 @@ TOOL_CHOICE_UNSPECIFIED: ToolChoice
 TOOL_CHOICE_NONE: ToolChoice
 TOOL_CHOICE_AUTO: ToolChoice
 TOOL_CHOICE_REQUIRED: ToolChoice
+EARLY_STOPPING_UNSPECIFIED: EarlyStopping
+EARLY_STOPPING_ALWAYS: EarlyStopping
+EARLY_STOPPING_NEVER: EarlyStopping
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -112,7 +121,7 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "n", "logit_bias", "allowed_token_ids", "bad_words", "extra_args", "skip_reading_prefix_cache")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "n", "logit_bias", "allowed_token_ids", "bad_words", "extra_args", "skip_reading_prefix_cache", "beam_search")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +150,7 @@ class SamplingParams(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_ARGS_FIELD_NUMBER: _ClassVar[int]
     SKIP_READING_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -155,7 +165,8 @@ class SamplingParams(_message.Message):
     bad_words: _containers.RepeatedScalarFieldContainer[str]
     extra_args: _containers.MessageMap[str, Numbers]
     skip_reading_prefix_cache: bool
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., extra_args: _Optional[_Mapping[str, Numbers]] = ..., skip_reading_prefix_cache: _Optional[bool] = ...) -> None: ...
+    beam_search: BeamSearch
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., extra_args: _Optional[_Mapping[str, Numbers]] = ..., skip_reading_prefix_cache: _Optional[bool] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ...) -> None: ...
 
 class Numbers(_message.Message):
     __slots__ = ("values",)
@@ -218,6 +229,14 @@ class OutputOptions(_message.Message):
     reasoning: bool
     logprob_texts: bool
     def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., prompt_token_ids: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., token_bytes: _Optional[bool] = ..., reasoning: _Optional[bool] = ..., logprob_texts: _Optional[bool] = ...) -> None: ...
+
+class BeamSearch(_message.Message):
+    __slots__ = ("length_penalty", "early_stopping")
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    EARLY_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    length_penalty: float
+    early_stopping: EarlyStopping
+    def __init__(self, length_penalty: _Optional[float] = ..., early_stopping: _Optional[_Union[EarlyStopping, str]] = ...) -> None: ...
 
 class StructuredOutput(_message.Message):
     __slots__ = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")

@@ -1,9 +1,9 @@
-"""What prompt lookup gains: tokens a second of one row with and without it, on text that repeats and on text that does not.
+"""What prompt lookup gains: tokens a second of one row with and without it, on text that repeats and that does not.
 
-`python -m tests.benchmarks.speculation`. Steps are of Qwen2.5-0.5B's shape, float32. Its weights are random, so that what
-it samples never repeats, and what it likes best soon does. For text in between, how many drafts are kept is measured with
-the embedded model, on summaries and code about its own world, step by step; what these steps would take on the
-larger shape follows from the times of its programs. Engines take turns; medians are compared.
+`python -m tests.benchmarks.speculation`. Steps are of Qwen2.5-0.5B's shape, float32. Its weights are random, so that
+what it samples never repeats, and what it likes best soon does. For text in between, how many drafts are kept is
+measured with the embedded model, on summaries and code about its own world, step by step; what these steps would take
+on the larger shape follows from the times of its programs. Engines take turns; medians are compared.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def main() -> None:
         }
         seconds = medians(options.rounds, jobs)
         runner = drafting.engine.runner
-        times = {
-            drafts: [job(runner, 1, drafts)() for _ in range(options.rounds)] for drafts in range(DRAFTS + 1)
-        }
+        times = {drafts: [job(runner, 1, drafts)() for _ in range(options.rounds)] for drafts in range(DRAFTS + 1)}
     for text in params:
         gain = seconds[text, "plain"] / seconds[text, "drafting"]
         print(f"one row of text that {text}: {1 / seconds[text, 'drafting']:.1f} tokens a second, {gain:.2f} times")

@@ -61,6 +61,10 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "skip_special_tokens": (False, {"output": {"skip_special_tokens": False}}),
     "include_reasoning": (False, {"output": {"reasoning": False}}),
     "structured_outputs": ({"choice": ["a", "b"]}, {"structured_output": {"choice": {"values": ["a", "b"]}}}),
+    "beam_search": (
+        {"length_penalty": 0.5, "early_stopping": "never"},
+        {"sampling": {"beam_search": {"length_penalty": 0.5, "early_stopping": "EARLY_STOPPING_NEVER"}}},
+    ),
     "model": ("tiny", {"model": "tiny"}),
     "adapter": ("poet", {"adapter": "poet"}),
     "request_id": ("r-1", {"request_id": "r-1"}),

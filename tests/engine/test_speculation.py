@@ -6,6 +6,7 @@ that does not: under preemption, with aborts, grammars and adapters, over shards
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxllm import LLM, LoRARequest
-from jaxllm.embedded import MODEL_DIR
+from jaxllm import LLM, LoRARequest, SamplingParams
+from jaxllm.embedded import HEADS, MODEL_DIR
 from jaxllm.metrics import Metrics
 from jaxllm.runner import draft_setup
 from tests.engine import structured_requests, test_combinations, test_deterministic
@@ -122,6 +123,23 @@ def test_a_request_gets_with_a_draft_model_what_it_gets_without(
     monkeypatch.setattr(draft_setup, "with_cost", lambda drafting, described: drafting)  # else they never pay
     drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
     compare(model, range(40), settings, drafting=drafting)
+
+
+def test_the_embedded_models_head_drafts_as_well_in_the_engine_as_it_was_scored() -> None:
+    score = json.loads((HEADS["jaxllm-eagle"] / "score.json").read_text())
+    drafting = {"method": "eagle3", "model": "jaxllm-eagle", "num_speculative_tokens": 4}
+    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "precompile": "covering"}
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    questions = [[{"role": "user", "content": f"What is {number} + {number + 7}?"}] for number in range(11, 31)]
+    texts = []
+    for own in (None, drafting):
+        with LLM(str(MODEL_DIR), speculative_config=own, **settings) as llm:
+            texts.append([output.outputs[0].token_ids for output in llm.chat(questions, params, use_tqdm=False)])
+            metrics = llm.engine.metrics
+    assert texts[0] == texts[1]
+    due = score["sums"]["accepted by place"]
+    num_rows = metrics.drafting_rows - len(questions)  # behind each end one more is in flight
+    assert metrics.accepted_tokens[0] / num_rows > 0.95 * due[0], "it drafts by what it is told"
 
 
 @pytest.mark.ci

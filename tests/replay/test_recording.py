@@ -27,7 +27,7 @@ from jaxllm.replay.replay import Moment, Replay
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.scheduler import NO_TOKEN, digests_of
-from jaxllm.scheduler.state import Limits, Plan, Request, initial
+from jaxllm.scheduler.state import Limits, Move, Plan, Request, initial
 from tests.support.serving_process import QUICK, ServingProcess
 from tests.support.sizes import MANY_SLOTS, SLOTS
 
@@ -46,16 +46,17 @@ class Driver:
         self.core = RecordedScheduler(limits, self.recorder)
         self.in_flight: list[Plan] = []
         self.plans: list[list[int]] = []
-        self.num_added = self.num_verified = 0
+        self.num_added = self.num_verified = self.num_forks = 0
 
     def run(self, num_steps: int, num_requests: int = 10**9) -> None:
         random = self.random
         for _ in range(num_steps):
             self.now += 0.001
             if random.random() < 0.3 and self.num_added < num_requests:
-                self.core.add([self._request() for _ in range(random.randint(1, 3))])
+                is_gang = not self.core.limits.max_drafts and random.random() < 0.3
+                self.core.add(self._gang() if is_gang else [self._request() for _ in range(2)])
             if random.random() < 0.05 and self.core.requests:
-                self.core.abort({random.choice(list(self.core.requests)): "abort"})
+                self._abort(random.choice(list(self.core.requests)))
             if random.random() < 0.01:
                 self.core.reset()
                 self.in_flight.clear()
@@ -74,7 +75,32 @@ class Driver:
                     tokens = tokens[:, None] * np.arange(1, 1 + plan.lengths.max(), dtype=np.int32) % 9
                     sampled = np.asarray([random.randint(1, length) for length in plan.lengths.tolist()], np.int32)
                     self.num_verified += plan.num_drafts
-                self.core.commit(plan, tokens, is_finite, sampled, sampled)
+                for leader in self.core.commit(plan, tokens, is_finite, sampled, sampled).complete:
+                    self._go_on(leader)
+
+    def _abort(self, request_id: int) -> None:
+        gang = self.core.requests[request_id].gang
+        own = [one for one, request in self.core.requests.items() if gang and request.gang == gang]
+        self.core.abort(dict.fromkeys(own or [request_id], "abort"))
+
+    def _go_on(self, leader: int) -> None:
+        gang = [one for one, request in self.core.requests.items() if request.gang == leader]
+        first = self.core.requests[leader]
+        if len(first.tokens) + 1 == first.limit:
+            self._abort(leader)
+            return
+        is_new = len(first.tokens) == first.num_prompt
+        sources = [leader if is_new else self.random.choice(gang) for _ in gang]
+        moves = [Move(one, source, at) for at, (one, source) in enumerate(zip(gang, sources, strict=True))]
+        self.core.fork(moves)
+        self.num_forks += 1
+
+    def _gang(self) -> list[Request]:
+        first = self._request()
+        limit = min(first.limit, first.num_prompt + 12)
+        first = replace(first, root=b"", gang=self.num_added, limit=limit, name="beams")
+        others = [self._request() for _ in range(self.random.randint(1, 2))]
+        return [first, *(replace(first, sequence_id=one.sequence_id, tokens=first.tokens[:]) for one in others)]
 
     def _request(self) -> Request:
         self.num_added += 1
@@ -115,6 +141,7 @@ def test_a_replay_makes_the_same_plans(tmp_path: Path, limits: Limits, is_redact
         driver.run(400)
         assert sum(1 for plan in driver.plans if plan[2]) > 300
         assert (driver.num_verified > 100) == (limits is DRAFTING)
+        assert (driver.num_forks > 20) == (limits is LIMITS)
         assert plans_of(tmp_path / f"log{seed}") == driver.plans
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import zlib
 from array import array
 from collections import deque
 from fractions import Fraction
@@ -19,7 +20,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxllm.errors import UserError
 from jaxllm.scheduler import block_pool, drafting, scheduler
 from jaxllm.scheduler.block_pool import PoolEditor, content_root
-from jaxllm.scheduler.state import Cleared, Limits, Plan, Removed, Request, State, Stored, initial, take_block_events
+from jaxllm.scheduler.recorded import RecordedScheduler
+from jaxllm.scheduler.state import (
+    Cleared,
+    Limits,
+    Move,
+    Plan,
+    Removed,
+    Request,
+    State,
+    Stored,
+    initial,
+    take_block_events,
+)
 from tests.support.fake_device import VOCABULARY, FakeDevice, next_token
 
 ROOTS = (b"", b"other", None)
@@ -70,7 +83,9 @@ def check_accounts(state: State, limits: Limits) -> None:
     assert not set(indexed) & set(free), "a free block cannot be hit"
     for slot, record in enumerate(state.running):
         is_free = record is None
-        assert is_free == (state.slots.epochs[slot] == 0) == (state.tables[slot] == ())
+        assert is_free == (state.slots.epochs[slot] == 0)
+        is_alone = record is not None and not record.request.gang
+        assert state.tables[slot] == () if is_free else state.tables[slot] or not is_alone
         if not is_free:
             assert len(state.tables[slot]) * limits.block_size == state.slots.capacity[slot]
     for columns in (state.slots, pool):
@@ -78,6 +93,9 @@ def check_accounts(state: State, limits: Limits) -> None:
             assert not isinstance(column, np.ndarray) or not column.flags.writeable, f"{name} is read-only"
     ranks = [entry.rank for entry in state.waiting]
     assert ranks == sorted(ranks)
+    slots = [slot for gang in state.gangs for slot in gang]
+    in_gangs = [slot for slot, record in enumerate(state.running) if record is not None and record.request.gang]
+    assert sorted(slots) == in_gangs, "a gang runs as a whole"
 
 
 class Machine(RuleBasedStateMachine):
@@ -147,6 +165,7 @@ class Machine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         stops=st.sets(st.integers(0, VOCABULARY - 1), max_size=3),
         may_draft=st.sampled_from([True, True, True, False]),
+        width=st.sampled_from([1, 1, 1, 2, 3]),
     )
     def add(
         self,
@@ -157,30 +176,41 @@ class Machine(RuleBasedStateMachine):
         priority: int,
         stops: set[int],
         may_draft: bool,
+        width: int,
     ) -> None:
         adapter *= self.limits.max_adapters > 0
-        request_id = len(self.requests) + 1
+        first = len(self.requests) + 1
         if self.limits.whole_prompts:  # of models that yield no tokens
             num_new, root = 0, None
-        request = Request(
-            sequence_id=request_id,
-            tokens=array("i", prompt),
-            num_prompt=len(prompt),
-            limit=len(prompt) + num_new,
-            stop_ids=tuple(stops),
-            priority=priority,
-            root=None if root is None else content_root(root, bytes([adapter])),
-            adapter=adapter,
-            may_draft=may_draft,
-        )
-        needed = -(-max(len(prompt), request.limit - 1) // self.limits.block_size)
+        if num_new == 0 or root is None or width > self.limits.num_slots or self.limits.max_drafts:
+            width = 1
+        size = self.limits.block_size
+        group = [
+            Request(
+                sequence_id=first + index,
+                tokens=array("i", prompt),
+                num_prompt=len(prompt),
+                limit=len(prompt) + num_new,
+                stop_ids=tuple(stops),
+                priority=priority,
+                root=None if root is None else content_root(root, bytes([adapter])),
+                adapter=adapter,
+                may_draft=may_draft,
+                gang=first if width > 1 else 0,
+            )
+            for index in range(width)
+        ]
+        needed = -(-max(len(prompt), group[0].limit - 1) // size)
+        if width > 1:
+            needed = len(prompt) // size + width * max(1, needed - len(prompt) // size)
         if needed > self.limits.num_blocks:
             with pytest.raises(UserError, match="whole pool"):
-                scheduler.add(self.state, self.limits, [request])
+                scheduler.add(self.state, self.limits, group)
             return
-        self.state = self.call("add", [request])
-        self.requests[request_id] = request
-        self.device.full[request_id] = request.tokens
+        self.state = self.call("add", group)
+        for request in group:
+            self.requests[request.sequence_id] = request
+            self.device.full[request.sequence_id] = request.tokens
 
     @precondition(lambda self: len(self.ended) < len(self.requests))
     @rule(data=st.data(), poison=st.integers(0, 9))
@@ -198,7 +228,8 @@ class Machine(RuleBasedStateMachine):
         self.state, plan = self.call("plan", 0.0)
         self.plans.append(plan_bytes(plan))
         assert not (plan.admitted and plan.preempted), "no admission in a step that preempted"
-        assert not plan.preempted or self.depth > 2 or sure, "nobody is preempted for a guess"
+        may_preempt = self.depth > 2 or sure or not self.limits.max_drafts
+        assert not plan.preempted or may_preempt, "nobody is preempted for a guess"
         assert plan.adapters is self.state.adapters and len(plan.adapters) <= self.limits.max_adapters
         assert len(set(plan.adapters) - set(before)) <= 1, "one transfer at most"
         if self.limits.whole_prompts:
@@ -212,7 +243,12 @@ class Machine(RuleBasedStateMachine):
         }
         rows = zip(plan.slots.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
         chunks = [self.device.full[owners[slot]][start : start + length].tolist() for slot, start, length in rows]
-        tokens, counts = self.device.run(plan, chunks[plan.num_decodes :], owners)
+        history = [
+            (slot, start, self.device.full[owners[slot]][start])
+            for slot, start in zip(plan.slots[: plan.num_decodes].tolist(), plan.starts.tolist(), strict=False)
+            if self.requests[owners[slot]].gang
+        ]
+        tokens, counts = self.device.run(plan, chunks[plan.num_decodes :], owners, history)
         sampling = [owners[slot] for slot in plan.slots[plan.samples].tolist()]
         self.in_flight.append((plan, tokens, counts, np.ones(len(tokens), np.bool_), sampling))
         drafting_rows = [owners[slot] for slot in plan.slots[plan.lengths > 1].tolist()] if plan.num_drafts else []
@@ -248,7 +284,10 @@ class Machine(RuleBasedStateMachine):
             if self.state.slots.epochs[slot] == plan.epochs[slot]
         }
         self.state, events = self.call("commit", plan, tokens, is_finite, counts, counts)
-        assert sorted([*events.ids.tolist(), *events.failed]) == sorted(waiting), "who is awaited is answered"
+        answered = [row_id for row_id in waiting if self.requests[row_id].gang and row_id not in events.failed]
+        assert sorted(self.state.slots.ids[plan.slots[events.answered]].tolist()) == sorted(answered)
+        failed = {each for each in events.failed if each in waiting or not self.requests[each].gang}
+        assert {*events.ids.tolist(), *failed, *answered} == waiting, "who is awaited is answered"
         given = iter(events.tokens.tolist())
         for request_id, count in zip(events.ids.tolist(), events.counts.tolist(), strict=True):
             if count == 0:
@@ -259,9 +298,30 @@ class Machine(RuleBasedStateMachine):
                 self.receive(request_id, next(given), events.finished.get(request_id) if number == count - 1 else None)
         for request_id in events.failed:
             self.end(request_id, "error")
+        for leader in events.complete:
+            self.go_on(leader)
         # A result that comes twice, or for a request that has gone, changes nothing.
         again, none = scheduler.commit(self.state, self.limits, plan, tokens, is_finite, counts, counts)
         assert not len(none.ids) and not none.failed and fingerprint(again) == fingerprint(self.state)
+
+    def go_on(self, leader: int) -> None:
+        """Let the members of a gang that has answered fork by a hash of their tokens; at its limit it ends."""
+        gang = [request_id for request_id, request in self.requests.items() if request.gang == leader]
+        parents = [each for each in gang if len(self.device.full[each]) > self.requests[each].num_prompt] or [leader]
+        assert len({len(self.device.full[each]) for each in parents}) == 1, "they keep in step"
+        if len(self.device.full[leader]) + 1 == self.requests[leader].limit:
+            self.state = self.call("abort", gang[:1])
+            self.ended.update(dict.fromkeys(gang, "length"))
+            return
+        chosen = zlib.crc32(repr([self.device.full[each].tolist() for each in parents]).encode())
+        moves = [
+            Move(each, parents[chosen // 7**at % len(parents)], at) for at, each in enumerate(gang)
+        ]  # tokens of their own, so that no two are the same
+        before = {each: self.device.full[each][:] for each in parents}
+        self.state = self.call("fork", moves)
+        for target, source, token in moves:
+            self.device.full[target][:] = before[source]
+            self.device.full[target].append(token)
 
     def receive(self, request_id: int, token: int, reason: str | None) -> None:
         request, tokens = self.requests[request_id], self.device.full[request_id]
@@ -282,7 +342,10 @@ class Machine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         self.state = self.call("abort", [request_id])
-        self.ended.setdefault(request_id, "abort")
+        gang = self.requests[request_id].gang
+        for each, request in self.requests.items():
+            if each == request_id or (gang and request.gang == gang):
+                self.ended.setdefault(each, "abort")
 
     @rule()
     def lose_cache(self) -> None:
@@ -326,14 +389,20 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "state"):
             return
-        state, plans = initial(self.limits), []
+        core, plans = RecordedScheduler(self.limits), []
         for name, *arguments in self.log:
-            result = getattr(scheduler, name)(state, self.limits, *arguments)
-            state = take_block_events(result if isinstance(result, State) else result[0])[0]
+            if name == "add":
+                arguments = [
+                    [dataclasses.replace(each, tokens=each.tokens[: each.num_prompt]) for each in arguments[0]]
+                ]
+            if name == "abort":
+                arguments = [dict.fromkeys(arguments[0], "")]
+            result = getattr(core, name)(*arguments)
+            core.take_block_events()
             if name == "plan":
-                plans.append(plan_bytes(result[1]))
+                plans.append(plan_bytes(result))
         assert plans == self.plans, "same events, same plans"
-        assert fingerprint(state) == fingerprint(self.state)
+        assert fingerprint(core.state) == fingerprint(self.state)
         # Whoever is left finishes: work is bounded by tokens, and a preemption only delays it.
         for _ in range(4000):
             if len(self.ended) == len(self.requests):
@@ -651,3 +720,100 @@ def test_as_many_drafts_are_verified_as_yield_the_most_tokens_in_a_time(token_co
                 speeds.append(tokens / (time + drafts * each))
             assert speeds[count] == max(speeds) and (count == 0 or speeds[count - 1] < speeds[count])
         assert table == sorted(table) and table[-1] == (6 if draft_cost < 100 or num_rows == 1 else table[-1])
+
+
+def beams(width: int = 3, length: int = 6, num_new: int = 9, first: int = 1, **options: Any) -> list[Request]:
+    return [request(first + index, length, num_new, gang=first, **options) for index in range(width)]
+
+
+def fork(state: State, owners: list[Request], parents: list[int], limits: Limits = LIMITS) -> State:
+    """Let each of a gang go on as a child of the request at its place in `parents`, and write their tokens."""
+    moves = [
+        Move(own.sequence_id, owners[parent].sequence_id, 50 + at)
+        for at, (own, parent) in enumerate(zip(owners, parents, strict=True))
+    ]
+    state = scheduler.fork(state, limits, moves)
+    before = [own.tokens[:] for own in owners]
+    for own, parent, move in zip(owners, parents, moves, strict=True):
+        own.tokens[:] = before[parent]
+        own.tokens.append(move.token)
+    return state
+
+
+def test_a_gang_is_admitted_as_one_and_waits_as_one_until_there_are_slots_for_all() -> None:
+    state = scheduler.add(start(request(1), request(2, root=None)), LIMITS, beams(first=10))
+    state = scheduler.add(state, LIMITS, [request(20, root=None)])
+    state, plan = run(state)
+    assert admitted(plan) == [1, 2], "two slots are left, three are needed; nobody goes before"
+    state, plan = run(scheduler.abort(state, LIMITS, [1]))
+    assert admitted(plan) == [10, 11, 12] and state.gangs == ((0, 2, 3),)
+    assert plan.lengths.tolist() == [1, 2], "the leader alone computes the prompt, of which a block is cached"
+    with pytest.raises(ValueError, match="of the gang of those before it"):
+        scheduler.add(state, LIMITS, [*beams(2, first=30)[:1], request(31, 7, gang=30)])
+    with pytest.raises(UserError, match="would need 10 KV blocks"):
+        start_all(beams(), dataclasses.replace(LIMITS, num_blocks=9))
+
+
+def start_all(requests: list[Request], limits: Limits = LIMITS) -> State:
+    return scheduler.add(initial(limits), limits, requests)
+
+
+def test_children_share_full_blocks_and_all_but_one_of_a_parent_get_a_copy_of_the_last() -> None:
+    owners = beams(length=6)
+    state, plan = run(start_all(owners))
+    assert len(plan.slots) == 1 and not len(plan.copies)
+    assert not len(scheduler.plan(state, LIMITS, 0.0)[1].slots), "all wait until their tokens are chosen"
+    full, last = state.tables[0]
+    state = fork(state, owners, [0, 0, 0])
+    assert state.tables == ((full, last), (full,), (full,), ()) and state.pool.references[full] == 3
+    state, plan = run(state)
+    assert plan.copies.tolist() == [[last, state.tables[1][1]], [last, state.tables[2][1]]]
+    assert plan.table.tolist() == [
+        [slot, index, state.tables[slot][index]] for slot, index in ((1, 0), (2, 0), (1, 1), (2, 1))
+    ]
+    assert plan.num_decodes == 1 and plan.lengths.tolist() == [1, 1, 1], "first rows are chunks of a token"
+    before = state.tables
+    state = fork(state, owners, [2, 1, 2])  # the first one dies
+    assert state.tables[:3] == ((full,), before[1], before[2])
+    state, plan = run(state)
+    assert plan.num_decodes == 3 and plan.copies.tolist() == [[before[2][1], state.tables[0][1]]]
+    assert before[0][1] in plan.copies[:, 1], "what the dead one had is free, and taken again"
+    state = fork(state, owners, [0, 0, 0])
+    state, plan = run(state)
+    assert not len(plan.copies), "a full block is never copied"
+    check_accounts(state, LIMITS)
+
+
+def test_a_fork_of_others_than_those_that_have_answered_is_refused() -> None:
+    owners = beams(2)
+    state, _ = scheduler.plan(start_all(owners), LIMITS, 0.0)
+    with pytest.raises(ValueError, match="when all have answered"):
+        fork(state, owners, [0, 0])
+    state, _ = run(start_all(owners))
+    for moves in ([Move(1, 1, 5)], [Move(1, 1, 5), Move(3, 1, 5)], [Move(1, 1, 5)] * 2):
+        with pytest.raises(ValueError, match="all members of one gang"):
+            scheduler.fork(state, LIMITS, moves)
+    with pytest.raises(ValueError, match="parents that have tokens"):
+        fork(state, owners, [1, 0])
+    ending = beams(2, num_new=1)
+    state, _ = run(start_all(ending))
+    with pytest.raises(ValueError, match="children that may have more"):
+        fork(state, ending, [0, 0])
+
+
+def test_a_gang_is_preempted_as_one_and_comes_back_with_the_tokens_of_each() -> None:
+    limits = dataclasses.replace(LIMITS, num_blocks=9)
+    first, owners = request(1, 8, 20, root=None), beams(2, length=7, first=10)
+    state = scheduler.add(start(first, limits=limits), limits, owners)
+    state, _ = run(state, limits=limits)
+    preempted: tuple[int, ...] = ()
+    while not preempted:
+        if all(state.slots.known[slot] + 1 == state.slots.length[slot] for slot in state.gangs[0][:1]):
+            state = fork(state, owners, [0, 1] if len(owners[1].tokens) > 7 else [0, 0], limits)
+        state, plan = run(state, limits=limits)
+        preempted = plan.preempted
+    assert preempted == (10, 11) and not state.gangs and not state.entries and not state.copies
+    assert {entry.known for entry in state.waiting} == {len(owners[0].tokens)} and len(owners[0].tokens) > 8
+    state, plan = run(scheduler.abort(state, limits, [1]), limits=limits)
+    assert admitted(plan) == [10, 11] and plan.samples.all()
+    assert state.tables[0][0] == state.tables[1][0] != state.tables[0][-1] != state.tables[1][-1]

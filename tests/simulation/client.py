@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.engine.output_processor import MANY_STREAMS_INTERVAL
 from jaxllm.errors import EngineError, UserError
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.simulation.adapters import request_of
+from tests.simulation.beams import BeamTruth, Found
 from tests.simulation.device import Violation
 from tests.simulation.oracle import (
     BROKEN,
@@ -36,6 +38,8 @@ class Client:
         self.name: str = request["name"]
         self.ids = ids
         self.params = params
+        given = request.get("params", {})
+        self.beams = BeamSearchParams(**given["beams"]) if "beams" in given else None
         self.prompt: Any = request["text"] if "text" in request else list(ids)
         if "salt" in request:
             self.prompt = {
@@ -96,7 +100,7 @@ class Client:
         world.submitting = self
         stream = world.llm.generate(
             self.prompt,
-            self.params,
+            self.params if self.beams is None else self.beams,
             self.name,
             priority=self.priority,
             time_limit=self.time_limit,
@@ -194,13 +198,27 @@ class Client:
         if any(self.tokens.values()) and None in (times.first_scheduled_time, times.first_token_time):
             raise Violation(f"{self.name} is not told when its first token came")
 
+    def _check_found(self, part: Any, truth: BeamTruth) -> None:
+        due = truth.search.outcome()[part.index]
+        reason = "stop" if due.is_stopped else "length"
+        found = Found(tuple(part.token_ids), part.cumulative_logprob, part.score, due.is_stopped)
+        if (found, part.text, part.finish_reason) != (due, truth.final_text(due), reason):
+            raise Violation(f"{self.name} found {part}, where {due} is due")
+        if (part.seed, part.stop_reason, part.logprobs) != (None, None, None):
+            raise Violation(f"{self.name} is told what a search has not")
+
     def _check_part(self, part: Any, tokens: list[int], text: str, is_delta: bool, num_known: int) -> None:
         truth, params = self.truths[part.index], self.params
+        if isinstance(truth, BeamTruth):
+            if part.finish_reason in ("stop", "length"):
+                self._check_found(part, truth)
+                return
         if tuple(tokens) != truth.output(len(tokens)):
             raise Violation(f"I6: {self.name} got tokens that are not its own")
         if part.seed != (truth.seed if params.temperature else None):
             raise Violation(f"{self.name} is told another seed")
-        self._check_logprobs(part, truth, len(tokens), is_delta, num_known)
+        if self.beams is None:
+            self._check_logprobs(part, truth, len(tokens), is_delta, num_known)
         reason, stop = part.finish_reason, part.stop_reason
         if reason is None:
             due = truth.text(len(tokens), is_final=False)[0]
@@ -214,7 +232,7 @@ class Client:
             if is_early and not self.world.fired["clock_back"]:
                 raise Violation(f"{self.name} was ended before its time")
             due = truth.text(len(tokens), is_final=True)[0]
-            if text != due or len(tokens) > len(truth.outcome().tokens):
+            if text != due or (self.beams is None and len(tokens) > len(truth.outcome().tokens)):
                 raise Violation(f"{self.name} was left with {text!r} where {due!r} is due")
         elif reason == "error":
             raise Violation("errors are raised, not shown")

@@ -33,6 +33,7 @@ from jaxllm.runner.resident_adapters import ResidentAdapters
 from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from jaxllm.scheduler.state import Limits
+from tests.simulation.beams import BeamTruth, likeliest
 from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob, mix
 
 POISON = np.uint64(0xBAD)  # what a row whose numbers were not finite leaves in the cache
@@ -120,7 +121,7 @@ class Device:
         self.truths: dict[int, Truth] = {}  # by seed
         self.extras = extras
         self.faults = faults
-        self.num_steps = self.num_tokens = self.generation = 0
+        self.num_steps = self.num_tokens = self.generation = self.num_copied = 0
         self.sampling = 0  # the number of the plan whose second half is dispatched
         self.num_chunk_tokens = 0  # of prompts, in steps whose results were read
         size, longest = geometry.block_size, geometry.max_blocks * geometry.block_size
@@ -145,6 +146,7 @@ class Device:
         self.drafts = np.zeros((slots, self.max_drafts), np.int32)
         self.owners: list[Truth | None] = [None] * slots
         self._with_extras: list[Truth | None] = [None] * slots  # whose extras were found to be right
+        self._versions = [-1] * slots  # of the owners' truths
         # Of the owners' truths, as far as they are made:
         self._chains = np.zeros((slots, longest + 2), np.uint64)
         self._truths = np.full((slots, longest + 2), -1, np.int32)
@@ -274,6 +276,12 @@ class Device:
             samples = (field["row_samples"][:num_places] > 0).tolist()
         slot_list = slots.tolist()
         owners = [self.owners[slot] for slot in slot_list]
+        for slot, owner in zip(slot_list, owners, strict=True):
+            if owner is not None and owner.version != self._versions[slot]:
+                self._versions[slot] = owner.version
+                self._chains[slot], self._truths[slot] = 0, -1
+                self._chains[slot, : owner.length] = owner.chain[: owner.length]
+                self._truths[slot, : owner.length] = owner.tokens[: owner.length]
 
         if adapters:
             self._check_adapters(field["token_adapter"][: len(token_slots)], token_slots, adapters)
@@ -440,6 +448,10 @@ class Device:
                 raise Violation("a row samples beyond its limit")
             if owner.variant > variant:
                 raise Violation("a program samples less widely than its row needs")
+            if isinstance(owner, BeamTruth):
+                self.tokens[slot, end] = -1  # the host chooses it, and must say so
+                self._fill_likeliest(joined[row], int(owner.chain[end - 1]))
+                continue
             owner.ensure(end + 1)
             token = int(owner.tokens[end])
             if offset:
@@ -488,6 +500,24 @@ class Device:
             self.drafts[slot] = self._propose(logits.owners[row], int(self.lengths[slot]))
         logits.verified = verified
 
+    def _fill_likeliest(self, joined: np.ndarray, chain: int) -> None:
+        """Write the columns of the likeliest tokens behind a sequence."""
+        tokens, logprobs = likeliest(chain)
+        joined[4 : 4 + NUM_LOGPROBS] = np.array(logprobs[:NUM_LOGPROBS], np.float32).view(np.int32)
+        joined[4 + NUM_LOGPROBS : 4 + 2 * NUM_LOGPROBS] = tokens[:NUM_LOGPROBS]
+
+    def copy_blocks(self, kv: tuple[()], places: np.ndarray) -> tuple[()]:
+        """Copy blocks of the cache; those of no number are padding."""
+        self._check_state()
+        copies = places[places[:, 1] < self.geometry.num_blocks]
+        sources, targets = copies.T.tolist()
+        if len(set(targets)) < len(targets) or {*sources} & {*targets}:
+            raise Violation("a block is copied onto twice, or both from and onto")
+        blocks = self.content.reshape(self.geometry.num_blocks, -1)
+        blocks[targets] = blocks[sources]
+        self.num_copied += len(copies)
+        return kv
+
     def _read_ragged(
         self, field: Mapping[str, np.ndarray], slots: np.ndarray, ends: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -531,6 +561,7 @@ class Device:
                 raise Violation("a slot's sampling row is no living request's")
             if self.owners[slot] is not truth:
                 self.owners[slot] = truth
+                self._versions[slot] = -1
                 self._chains[slot] = 0
                 self._truths[slot] = -1
             if not self._chains[slot, truth.length - 1]:
@@ -632,6 +663,7 @@ class SimulatedRunner(Runner):
         self._state = device.leaves
         self._patch_program = device.patch
         self._patch_extras_program = device.patch_extras
+        self._copy_program = device.copy_blocks
         self._score_programs = [device.score, device.score]
         self.programs = Programs(
             batch.decode_shapes(geometry.num_slots),

@@ -98,8 +98,8 @@ HISTORY = [
     Mutant(
         "a mask is made when its step is planned, before the last token was read",
         "engine.llm_engine.LLMEngine._issue",
-        "return plan, dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored, adapters)",
-        "issued = dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored, adapters)\n"
+        "return plan, dispatch(plan, chunks, self._batch.rows, variant, ahead, extras, scored, adapters)",
+        "issued = dispatch(plan, chunks, self._batch.rows, variant, ahead, extras, scored, adapters)\n"
         "    if isinstance(issued, HeldStep):\n"
         "        masks = self._constrained.masks(self.scheduler.state, plan)\n"
         "        issued = self.runner.sample(issued, masks.words, masks.is_masked)\n"
@@ -227,10 +227,60 @@ HISTORY = [
         "int(editor.slots.issued[slot])",
     ),
     Mutant(
-        "a row that waits for its mask is sampled where the host takes it to be",
-        "runner.model_runner.Runner.sample",
-        "if self.drafting is not None:",
+        "blocks are freed under the children of a beam",
+        "scheduler.gangs.fork",
+        "editor.pool.share(blocks)",
+        "pass",
+    ),
+    Mutant(
+        "the block that two beams write is not copied",
+        "scheduler.gangs.fork",
+        "if num_partial and keepers[source] != target:",
         "if False:",
+    ),
+    Mutant(
+        "blocks are copied after the step has written them",
+        "runner.model_runner.Runner._start",
+        "            if len(plan.copies):\n                self._copy(plan.copies)\n"
+        "            self._state, returned = self.programs[way[0]](self._params, self._state, buffer, *own)\n",
+        "            self._state, returned = self.programs[way[0]](self._params, self._state, buffer, *own)\n"
+        "            if len(plan.copies):\n                self._copy(plan.copies)\n",
+    ),
+    Mutant(
+        "a child is given the blocks of its own old sequence",
+        "scheduler.gangs.fork",
+        "else tables[source][:num_full]",
+        "else tables[target][:num_full]",
+    ),
+    Mutant(
+        "the device keeps the old block table of a beam",
+        "scheduler.gangs.fork",
+        "if block != old",
+        "if old is None",
+    ),
+    Mutant(
+        "half of a search is preempted",
+        "scheduler.scheduler._grow",
+        "victims = gangs.members(editor.gangs, victim)",
+        "victims = gangs.members(editor.gangs, victim)[-1:]",
+    ),
+    Mutant(
+        "a beam goes on with the token that the device sampled",
+        "engine.beam_searches.BeamSearches.newest_tokens",
+        "places = [",
+        "places = [] and [",
+    ),
+    Mutant(
+        "a beam does not wait until its token is chosen",
+        "scheduler.gangs.held",
+        "slots[editor.slots.known[slots] < editor.slots.length[slots]]",
+        "slots[:0]",
+    ),
+    Mutant(
+        "answers of before a preemption count",
+        "scheduler.gangs._has_answered",
+        "own = [slot for slot in gang if slots.known[slot]]",
+        "own = [slot for slot in gang if slots.known[slot] and slots.done[slot]]",
     ),
 ]
 

@@ -197,6 +197,8 @@ class Truth:
     Both stand before every link of its chain, so that neither a token nor a place of the cache is that of another's.
     """
 
+    version = 0  # grows when it becomes another sequence, as a beam does
+
     def __init__(
         self,
         prompt: Sequence[int],
@@ -385,8 +387,12 @@ class Truth:
         return free + rest, None
 
     def _decoded(self, count: int, is_final: bool) -> str:
+        return self.decoded(self.output(count), is_final)
+
+    def decoded(self, tokens: Sequence[int], is_final: bool) -> str:
+        """Return the text of tokens behind the prompt."""
         skipped = SPECIAL if self.params.skip_special_tokens else frozenset()
-        new = b"".join([PIECES[token] for token in self.output(count) if token not in skipped])
+        new = b"".join([PIECES[token] for token in tokens if token not in skipped])
         if not new:
             return ""
         if self._tail is None:

@@ -17,8 +17,9 @@ import numpy as np
 
 from jaxllm.scheduler import block_pool, drafting
 from jaxllm.scheduler.recorded import RecordedScheduler
-from jaxllm.scheduler.state import Events, Limits, Plan, Request
+from jaxllm.scheduler.state import Events, Limits, Move, Plan, Request
 from tests.simulation.adapters import Places
+from tests.simulation.beams import BeamTruth
 from tests.simulation.device import Violation
 from tests.simulation.oracle import Truth
 
@@ -38,6 +39,8 @@ class Entry:
     reads_cache: bool
     known: int
     adapter: int = 0  # its number, 0: none
+    gang: int = 0  # id of the first beam of its search, 0: it is no beam
+    is_idle: bool = False  # a beam that has no tokens of its own yet
     seen: int = 0  # of `known`, when it was last looked at whether its reader has them
     brought: int = 0  # full blocks that it brought when it was queued
     slot: int = -1  # -1: waits, -2: has ended
@@ -68,6 +71,11 @@ def is_stuck(entry: Entry) -> bool:
     return entry.truth.outcome().reason == "error" and entry.known == entry.truth.fails_at
 
 
+def is_held(entry: Entry) -> bool:
+    """Whether a beam waits for its search to choose its next token."""
+    return bool(entry.gang) and entry.known < entry.length
+
+
 class Reference:
     """The naive scheduler. `claim` gives the truth of a request that is queued, by its id."""
 
@@ -87,6 +95,11 @@ class Reference:
         self.drafting: Counter[str] = Counter()  # what has happened in it
         self.places = Places(limits.max_adapters)
         self._passed_over: tuple[Entry, int, set[tuple[int, int]]] | None = None  # see `_check_patience`
+        self.gangs: dict[int, list[Entry]] = {}  # searches that run, by their first beam's id
+        self.entries: list[tuple[Entry, int, int]] = []  # changes of block tables that the next plan sends
+        self.copies: list[tuple[Entry, int]] = []  # whose next block is to be a copy, and of which
+        self.num_readmitted = 0
+        self._began: list[tuple[int, int]] = []  # of the beams of this plan that were admitted: tokens, and cached ones
         self._claim = claim
         self._forget_cache()
 
@@ -132,6 +145,8 @@ class Reference:
         for slot in sorted(self.running):
             entry = self.running.pop(slot)
             self._requeue(entry)
+        self.gangs.clear()
+        self.entries, self.copies = [], []
         self._forget_cache()
         self.plans.clear()
         self.places.clear()
@@ -146,7 +161,7 @@ class Reference:
             growing = [
                 entry
                 for _, entry in sorted(self.running.items())
-                if entry.length > len(entry.table) * size and entry.length < entry.limit
+                if entry.length > len(entry.table) * size and entry.length < entry.limit and not is_held(entry)
             ]
             counts = [-(-entry.length // size) - len(entry.table) for entry in growing]
             if sum(counts) <= self.num_available:
@@ -155,24 +170,38 @@ class Reference:
             if sum(max(0, count) for count in surely) <= self.num_available:
                 raise Violation("I16: a request is preempted for a guess")
             victim = max(
-                (each for each in self.running.values() if each.length < each.limit or each.issued < each.given),
+                (
+                    each
+                    for each in self.running.values()
+                    if not each.is_idle and (each.length < each.limit or each.issued < each.given)
+                ),
                 key=lambda each: each.rank,
             )
-            before = self.num_available
-            preempted.append(victim.id)
-            slot = victim.slot
-            self._vacate(victim)
+            before, slot = self.num_available, victim.slot
+            victims = self.gangs.get(victim.gang, [victim])
+            for each in list(victims):
+                preempted.append(each.id)
+                self._vacate(each)
+                self._requeue(each)
             self.places.settle(self.running.values())
-            self._requeue(victim)
-            if self.num_available <= before and victim not in growing:
+            if self.num_available <= before and not any(each in growing for each in victims):
                 raise Violation(f"preempting the owner of slot {slot} gave no block")
+        new_blocks += [(entry.slot, index, block) for entry, index, block in self.entries]
         for entry, count in zip(growing, counts, strict=True):
             new_blocks += [(entry.slot, len(entry.table) + number, -1) for number in range(count)]
-        self._hand_out(growing, counts, pairs[: sum(counts)])
+        at = len(self.entries)
+        self._hand_out(growing, counts, pairs[at : at + sum(counts)])
+        at += sum(counts)
+        copies = [[source, entry.table[-1]] for entry, source in self.copies]
+        self.entries, self.copies = [], []
 
         rows: list[tuple[Entry, int, int]] = []
         works = [entry for _, entry in sorted(self.running.items()) if entry.issued < entry.length]
-        decodes = [entry for entry in works if entry.issued >= entry.given and entry.length < entry.limit]
+        decodes = [
+            entry
+            for entry in works
+            if entry.issued >= entry.given and entry.length < entry.limit and not is_held(entry)
+        ]
         rows += [(entry, entry.issued, 1) for entry in decodes]
         budget = self.limits.max_step_tokens - len(decodes)
         chunks: list[tuple[Entry, int, int]] = []
@@ -182,18 +211,36 @@ class Reference:
                 budget -= chunks[-1][2]
                 self._publish_chunk(*chunks[-1])
         admitted: list[tuple[int, int, int, int]] = []
-        at = sum(counts)
         before = {(entry.id, entry.admission): entry.adapter for entry in self.running.values()}
         residents = self.places.residents
         self.places.begin()
+        self._began = []
+        passed: set[int] = set()  # searches that were looked at
         for entry in [] if preempted else list(self.waiting):
+            if entry.gang in passed:
+                continue
             if not budget or len(chunks) == self.limits.max_step_chunks or len(self.running) == self.limits.num_slots:
                 break
             if not self.places.admits(entry.adapter):
                 self.num_skipped += 1
+                passed |= {entry.gang} - {0}
                 continue
             if self.limits.whole_prompts and entry.known > budget:
                 break
+            if entry.gang:
+                passed.add(entry.gang)
+                members = [each for each in self.waiting if each.gang == entry.gang]
+                found = self._find(members)
+                if found is None:
+                    break
+                self.places.enter(entry.adapter)
+                at, budget = self._admit_gang(members, found, at, budget, pairs, chunks)
+                new_blocks += [(each.slot, index, block) for each in members for index, block in enumerate(each.table)]
+                admitted += [
+                    (each.slot, each.id, known, start)
+                    for each, (known, start) in zip(members, self._began[-len(members) :], strict=True)
+                ]
+                continue
             hits = self._hits(entry)
             num_new = -(-entry.known // size) - len(hits)
             idle = sum(self.references[block] == 0 for block in hits)
@@ -262,6 +309,8 @@ class Reference:
         for (_, _, block), (_, _, due) in zip(pairs, new_blocks, strict=True):
             if due >= 0 and block != due:
                 raise Violation("the plan's block table names another block")
+        if plan.copies.tolist() != copies:
+            raise Violation(f"a plan copies blocks {plan.copies.tolist()}, where {copies} are due")
         if plan.adapters != self.places.residents:
             raise Violation(f"adapters {plan.adapters} are resident, where {self.places.residents} are due")
         if len(plan.adapters) > self.limits.max_adapters or len({*plan.adapters} - {*residents}) > 1:
@@ -294,12 +343,21 @@ class Reference:
         fresh: dict[int, int] = {}  # tokens that a request got in this call
         reasons: dict[int, str] = {}
         ids: list[int] = []
-        for row, (entry, turn, samples, admission, drafts) in enumerate(record):
-            if not samples or entry.slot < 0 or entry.admission != admission or turn <= entry.done:
+        wanted = [
+            (row, entry, turn, drafts)
+            for row, (entry, turn, samples, admission, drafts) in enumerate(record)
+            if samples and entry.slot >= 0 and entry.admission == admission and turn > entry.done
+        ]
+        if is_finite is not None:
+            for _, entry, *_ in [each for each in wanted if not is_finite[each[0]]]:
+                failed += [each for each in self.gangs.get(entry.gang, [entry]) if each not in failed]
+        answered: list[int] = []
+        for row, entry, turn, drafts in wanted:
+            if entry in failed:
                 continue
             entry.done = turn
-            if is_finite is not None and not is_finite[row]:
-                failed.append(entry)
+            if entry.gang:
+                answered.append(row)
                 continue
             given = [int(tokens[row])] if counts is None else tokens[row, : counts[row]].tolist()
             got, own = 0, 1 if sampled is None else int(sampled[row])
@@ -329,6 +387,11 @@ class Reference:
             elif got > own:  # those behind the sampled ones are to be computed, and what is in flight knew none of them
                 entry.given = entry.length = entry.known
                 entry.done = entry.turn
+        touched = {record[row][0].gang for row in answered}
+        complete = [gang for gang in self.gangs if gang in touched and self._has_answered(gang)]
+        self.num_generated += sum(len(self.gangs[gang]) for gang in complete)
+        if events.answered.tolist() != answered or events.complete != tuple(complete):
+            raise Violation(f"the rows {events.answered} of beams have answered, where {answered} are due")
         for entry in failed:
             for index in range(min(entry.brought, len(entry.table))):
                 block, key = entry.table[index], self._key(entry, index)
@@ -351,7 +414,135 @@ class Reference:
             del self.by_id[entry.id]
             entry.slot = -2
 
+    def forked(self, moves: Sequence[Move]) -> None:
+        """Beams go on: each as its own child, or as another's."""
+        size = self.limits.block_size
+        gang = self.gangs[self.by_id[moves[0].target].gang]
+        if sorted(move.target for move in moves) != sorted(each.id for each in gang):
+            raise Violation("a fork moves others than the beams of one search")
+        if not self._has_answered(gang[0].gang):
+            raise Violation("a search goes on before all of its beams have answered")
+        first = gang[0].truth
+        assert isinstance(first, BeamTruth)
+        issued, num_prompt = gang[0].issued, first.num_prompt
+        old = {
+            each.id: (each.table, each.brought, each.truth.tokens[: issued + 1].tolist(), each.truth.chain.tolist())
+            for each in gang
+        }
+        becomes = [(*old[move.source][2][num_prompt:issued], move.token) for move in moves]
+        first.search.step()
+        if first.search.is_over or sorted(becomes) != sorted(tokens for tokens, _, _ in first.search.running):
+            raise Violation(f"the beams go on as {becomes}, where {first.search.running} are due")
+        stays = {move.source for move in moves if move.source == move.target}
+        for move in moves:
+            target, table = self.by_id[move.target], old[move.source][0]
+            if move.target == move.source:
+                continue
+            is_first = move.source not in stays
+            stays.add(move.source)
+            shared = table if is_first else table[: issued // size]
+            for block in shared:
+                self.references[block] += 1
+            target.table = list(shared)
+            for index, block in enumerate(shared):
+                if old[move.target][0][index : index + 1] != [block]:
+                    self.entries.append((target, index, block))
+            if issued % size and not is_first:
+                self.copies.append((target, table[issued // size]))
+        for move in moves:
+            target = self.by_id[move.target]
+            if move.target != move.source:
+                self._release(target, old[move.target][0], target.brought)
+        for move in moves:
+            target = self.by_id[move.target]
+            target.brought = old[move.source][1]
+            assert isinstance(target.truth, BeamTruth)
+            target.truth.become(old[move.source][2][:issued], old[move.source][3][:issued], move.token)
+            if target.is_idle:
+                target.is_idle, target.given = False, issued + 1
+            target.issued, target.length, target.known = issued, issued + 1, issued + 1
+
     # Its own rules.
+
+    def _has_answered(self, gang: int) -> bool:
+        return all(
+            each.is_idle or (each.issued == each.known and each.length == each.known + 1 and each.turn == each.done)
+            for each in self.gangs[gang]
+        )
+
+    def _find(self, members: list[Entry]) -> list[tuple[list[int], Entry | None, int]] | None:
+        """Say what blocks each beam finds, in the index or with one before it; None if they cannot all be admitted."""
+        size = self.limits.block_size
+        if len(members) > self.limits.num_slots - len(self.running):
+            return None
+        is_new = members[0].known == members[0].truth.num_prompt
+        found: list[tuple[list[int], Entry | None, int]] = []
+        num_new, idle = 0, set()
+        for number, entry in enumerate(members):
+            if is_new and number:
+                num_new += 1  # for its first token
+                continue
+            hits, best = self._hits(entry), None
+            most = len(hits)
+            for other in members[:number]:
+                pairs = zip(
+                    (self._key(entry, index) for index in range((entry.known - 1) // size)),
+                    (self._key(other, index) for index in range(other.known // size)),
+                    strict=False,
+                )
+                count = next((at for at, (one, two) in enumerate(pairs) if one != two), (entry.known - 1) // size)
+                if count > most:
+                    most, best = count, other
+            found.append(([], best, most) if best else (hits, None, most))
+            idle |= {block for block in found[-1][0] if self.references[block] == 0}
+            num_new += -(-entry.known // size) - most
+        return found if num_new <= self.num_available - len(idle) - len(self.running) else None
+
+    def _admit_gang(
+        self,
+        members: list[Entry],
+        found: list[tuple[list[int], Entry | None, int]],
+        at: int,
+        budget: int,
+        pairs: list[list[int]],
+        chunks: list[tuple[Entry, int, int]],
+    ) -> tuple[int, int]:
+        """Give slots and blocks to all beams of a search; return what is left of the table's entries and tokens."""
+        size = self.limits.block_size
+        self.gangs[members[0].gang] = members
+        self.num_readmitted += len(found) == len(members) > 1
+        for hits, _, _ in found:
+            for block in hits:
+                self.references[block] += 1
+                self.cached.pop(block, None)
+        for number, entry in enumerate(members):
+            self.waiting.remove(entry)
+            entry.slot = min(set(range(self.limits.num_slots)) - set(self.running))
+            self.running[entry.slot] = entry
+            entry.admission += 1
+            if number >= len(found):
+                self._began.append((entry.known, 0))
+                entry.is_idle, entry.table = True, []
+                entry.given = entry.length = entry.known = entry.issued = 0
+                continue
+            hits, sibling, count = found[number]
+            entry.table = list(hits if sibling is None else sibling.table[:count])
+            if sibling is not None:
+                for block in entry.table:
+                    self.references[block] += 1
+            start = count * size
+            entry.given = entry.length = entry.known
+            entry.issued = start
+            self._began.append((entry.known, start))
+            num_new = -(-entry.known // size) - count
+            at += count
+            self._hand_out([entry], [num_new], pairs[at : at + num_new])
+            at += num_new
+            if budget and len(chunks) < self.limits.max_step_chunks:
+                chunks.append((entry, start, min(entry.known - start, budget)))
+                budget -= chunks[-1][2]
+                self._publish_chunk(*chunks[-1])
+        return at, budget
 
     def _enqueue(self, entry: Entry) -> None:
         entry.slot = -1
@@ -363,6 +554,8 @@ class Reference:
     def _requeue(self, entry: Entry) -> None:
         entry.table = []
         entry.turn = entry.done = 0
+        if entry.is_idle:
+            entry.is_idle, entry.known = False, entry.truth.num_prompt
         entry.brought = entry.known // self.limits.block_size
         self._enqueue(entry)
 
@@ -467,8 +660,18 @@ class Reference:
         full = written // self.limits.block_size
         if publishes:
             self._publish(entry, range(min(entry.brought, full), full))
-        for index in reversed(range(len(entry.table))):
-            block = entry.table[index]
+        self._release(entry, entry.table, full)
+        del self.running[entry.slot]
+        self.gangs.pop(entry.gang, None)
+        self.entries = [each for each in self.entries if each[0] is not entry]
+        self.copies = [each for each in self.copies if each[0] is not entry]
+        entry.table = []
+        entry.turn = entry.done = 0
+
+    def _release(self, entry: Entry, table: list[int], full: int) -> None:
+        """Give blocks back, of which the first `full` may be in the index."""
+        for index in reversed(range(len(table))):
+            block = table[index]
             self.references[block] -= 1
             if self.references[block]:
                 continue
@@ -477,9 +680,6 @@ class Reference:
                 self.cached[block] = key
             else:
                 self.free.add(block)
-        del self.running[entry.slot]
-        entry.table = []
-        entry.turn = entry.done = 0
 
     # Comparing.
 
@@ -540,9 +740,13 @@ class Reference:
             drafts = entry.may_draft, entry.has_drafts, entry.tried, entry.kept
             if not self.limits.max_drafts:
                 drafts = False, False, 0, 0
-            due = entry.id, *counts, entry.limit, len(entry.table) * size, *drafts
+            due = entry.id, *counts, entry.limit * (not entry.is_idle), len(entry.table) * size, *drafts
             if columns[slot] != due or list(state.tables[slot]) != entry.table:
                 raise Violation(f"slot {slot} holds {columns[slot]}, where {due} is due")
+        if state.gangs != tuple(tuple(each.slot for each in gang) for gang in self.gangs.values()):
+            raise Violation("other searches run than are due")
+        if state.entries != tuple((each.slot, index, block) for each, index, block in self.entries):
+            raise Violation("forks have changed other entries of block tables than are due")
         if pool.references.tolist() != self.references:
             raise Violation("I2: a block is not named as often as tables name it")
         if sorted(pool.free.tolist()) != sorted(self.free):

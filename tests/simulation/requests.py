@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.engine.async_llm import LEAST_QUEUED_TOKENS, QUEUED_PER_SLOT
 from jaxllm.errors import (
     ContextLengthError,
@@ -19,6 +20,7 @@ from jaxllm.errors import (
 )
 from jaxllm.sampling_params import SamplingParams
 from tests.simulation.adapters import BROKEN_FOLDER
+from tests.simulation.beams import blocks_of, is_too_wide, params_of_beams
 from tests.simulation.client import Client
 from tests.simulation.device import Violation
 from tests.simulation.grammars import is_refused
@@ -101,6 +103,7 @@ def edges(world: World, client: Client) -> Iterator[tuple[str, bool]]:
     yield "length_block+1", length == size + 1
     yield "length_max-1", length == most - 1
     yield "forks", client.params.n > 1
+    yield "beams", client.beams is not None
     yield "adapted", bool(client.folder)
     yield "constrained", client.params.structured_outputs is not None
     yield "limit_of_pool", -(-(client.limit - 1) // size) == world.setting["num_blocks"]
@@ -112,9 +115,17 @@ def ids_of(world: World, request: dict[str, Any]) -> list[int]:
     return request["ids"]
 
 
+def beams_of(given: dict[str, Any]) -> BeamSearchParams | None:
+    """Make the parameters of a beam search, if one is asked for."""
+    return BeamSearchParams(**given["beams"]) if "beams" in given else None
+
+
 def params_of(world: World, given: dict[str, Any]) -> SamplingParams:
     """Make parameters; equal ones once, but for a seed of their own."""
     name = repr(given)
+    asked = beams_of(given)
+    if asked is not None:
+        return params_of_beams(asked)
     if name not in world.params:
         world.params[name] = SamplingParams(**{key: value for key, value in given.items() if key != "seeded"})
     params = world.params[name]
@@ -142,6 +153,8 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
         return OverloadedError
     if client.folder == BROKEN_FOLDER:
         return UserError
+    if client.beams is not None and is_too_wide(client.beams, setting["num_slots"]):
+        return UserError
     if isinstance(client.prompt, str) and "\0" in client.prompt:
         return BrokenTextError
     if isinstance(client.prompt, dict) and "\0" in str(client.prompt.get("prompt")):
@@ -152,7 +165,10 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
         return ContextLengthError
     if is_refused(params.structured_outputs):
         return UserError
-    if -(-(client.limit - 1) // setting["block_size"]) > setting["num_blocks"]:
+    needed = -(-(client.limit - 1) // setting["block_size"])
+    if client.beams is not None and params.n > 1:
+        needed = blocks_of(num_ids, client.limit, params.n, setting["block_size"])
+    if needed > setting["num_blocks"]:
         return ContextLengthError
     if params.n > setting["num_slots"] + (setting["most_queued"] or QUEUED_PER_SLOT * setting["num_slots"]):
         return UserError

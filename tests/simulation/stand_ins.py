@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxllm.engine.engine_thread import EngineThread
-from jaxllm.scheduler.state import Events, Plan
+from jaxllm.scheduler.state import Events, Move, Plan
 from tests.simulation.device import Violation
 from tests.simulation.reference import Reference
 
@@ -71,9 +72,12 @@ class Recorder(Reference):
     world: World
 
     def planned(self, plan: Plan) -> None:
+        gangs, readmitted = len(self.gangs), self.num_readmitted
         places, counts = self.places, (self.num_skipped, self.places.num_drained, self.places.num_evicted)
         super().planned(plan)
         world = self.world
+        world.fired["gang_preempted"] += bool(plan.preempted) and len(self.gangs) < gangs
+        world.fired["gang_readmitted"] += self.num_readmitted > readmitted
         for kind, before, after in zip(
             ("adapter_skipped", "adapter_drained", "adapter_evicted"),
             counts,
@@ -83,8 +87,9 @@ class Recorder(Reference):
             world.fired[kind] += after > before
         world.fired += self.drafting
         self.drafting.clear()
-        for part in (plan.slots, plan.starts, plan.lengths, plan.table):
+        for part in (plan.slots, plan.starts, plan.lengths, plan.table, plan.copies):
             world.digest = zlib.crc32(part.tobytes(), world.digest)
+        world.fired["beam_copies"] += len(plan.copies)
         world.plans.append(plan)
         world.fired["preemption"] += len(plan.preempted)
         world.counted = []
@@ -103,6 +108,10 @@ class Recorder(Reference):
         if self.world.engine._in_flight:
             raise Violation("the cache is reset under a step in flight, which a replay would not know")
         super().was_reset()
+
+    def forked(self, moves: Sequence[Move]) -> None:
+        super().forked(moves)
+        self.world.fired["beam_forks"] += any(move.source != move.target for move in moves)
 
     def committed(
         self,

@@ -85,6 +85,7 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
         "most_queued": chance.choice((None, None, 3, 50)),
         "most_queued_tokens": chance.choice((None, None, None, 2 * longest)),
         "broken_text": "detokenizer_error" in faults,
+        "beams": chance.choice((0.05, 0.2, 0.5)),  # share of the parameters that are those of a beam search
         "seed": chance.randrange(1000),
         "max_drafts": (max_drafts := chance.choice((0, 0, 0, 0, 1, 2, 3, 4))),
         "most_verified": chance.choice((256, num_slots + 1)),
@@ -239,6 +240,18 @@ class _Maker:
         """Draw sampling parameters; few have much."""
         chance, setting = self.chance, self.setting
         size = setting["block_size"]
+        if chance.random() < setting["beams"] and not setting["max_drafts"]:
+            return {
+                "max_tokens": (most := chance.choice((1, 3, 8, 16, size, size + 1, 30, 40))),
+                "beams": {
+                    "beam_width": chance.choice((1, 2, 2, 3, 3, 4, 4, 5)),
+                    "max_tokens": most,
+                    "ignore_eos": chance.random() < 0.3,
+                    "length_penalty": chance.choice((0.0, 1.0, 1.0, 2.0, -1.0)),
+                    "early_stopping": chance.choice((True, False, "never")),
+                    "include_stop_str_in_output": chance.random() < 0.3,
+                },
+            }
         params: dict[str, Any] = {
             "temperature": chance.choice((0.0, 1.0, 0.5)),
             "max_tokens": chance.choice((1, 3, 8, 16, min(40, size), min(40, size + 1), 30, 40, None)),

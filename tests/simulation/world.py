@@ -37,6 +37,7 @@ from jaxllm.runner.device_state import Geometry
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.scheduler.state import Plan, Request
 from tests.simulation.adapters import Folders, Held, make_store
+from tests.simulation.beams import BeamTruth
 from tests.simulation.block_events import Follower
 from tests.simulation.checks import ROUNDING, TICK, check_idle, check_over, check_turn
 from tests.simulation.client import Client
@@ -264,10 +265,14 @@ class World:
             is_cached: bool = self.setting["prefix_caching"]
             self.num_roots += 1
             root = zlib.crc32(client.salt.encode()) if is_cached else mix(self.num_roots, 0)
+            leader = requests[len(entries)].sequence_id if client.beams is not None else 0
             for index in range(params.n):
-                truth = Truth(
-                    client.ids, params, seed + index, root, client.limit, self.tokenizer.is_broken, client.weights
-                )
+                given = client.ids, params, seed + index, root, client.limit, self.tokenizer.is_broken, client.weights
+                if client.beams is None:
+                    truth = Truth(*given)
+                else:
+                    first = client.truths[0] if index else None
+                    truth = BeamTruth(first.search if isinstance(first, BeamTruth) else None, client.beams, *given)
                 client.truths.append(truth)
                 self.runner.device.truths[(seed + index) % 2**64] = truth
                 request = requests[len(entries)]
@@ -279,11 +284,12 @@ class World:
                         truth=truth,
                         order=0,
                         priority=client.priority,
-                        is_shared=is_cached or params.n > 1,
+                        is_shared=is_cached or params.n > 1 or client.beams is not None,
                         reads_cache=not skips,
                         known=len(client.ids),
                         adapter=client.adapter,
                         may_draft=params.structured_outputs is None,
+                        gang=leader,
                     )
                 )
                 if request.may_draft != entries[-1].may_draft:
@@ -383,6 +389,11 @@ class World:
         if len(output.outputs) < len(client.truths):
             return  # samples that ended without a token
         for part, truth in zip(output.outputs, client.truths, strict=True):
+            if isinstance(truth, BeamTruth):
+                due = truth.search.outcome()[part.index].tokens
+                if part.finish_reason in ("stop", "length") and tuple(part.token_ids) != due:
+                    raise Violation(f"I8: the summary of {client.name} is not what it found")
+                continue
             if part.finish_reason is None or tuple(part.token_ids) != truth.output(len(part.token_ids)):
                 raise Violation(f"I8: the summary of {client.name} is not what it got")
             if part.finish_reason in ("stop", "length", "repetition"):
@@ -469,6 +480,7 @@ class World:
             return
         steps, recoveries = self.runner.device.num_steps, self.num_recoveries
         is_held, committed = self.is_held, self.last_commit
+        waits = bool(served._in_flight and self.reference.gangs)
         try:
             next(self.thread.running)
             while self.submitted:  # what is left there was refused by the engine
@@ -497,7 +509,8 @@ class World:
             self.num_steps += 1
             has_run = self.runner.device.num_steps > steps or self.num_recoveries > recoveries
             has_run |= self.last_commit is not committed  # which a row at its bound may have waited for
-            if not has_run and not served._in_flight and self.reference.running:
+            # With nothing but beams in flight there is nothing to plan before their results have come.
+            if not has_run and not waits and not served._in_flight and self.reference.running:
                 raise Violation("there is work, and no step computes anything")
 
     def _settle(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -37,12 +37,28 @@ class FakeDevice:
         self.truth: dict[int, list[int]] = {}  # by slot: the sequence as it is, a token ahead of the host perhaps
         self.written: dict[tuple[int, int], tuple[int, ...]] = {}
 
-    def run(self, plan: Plan, chunks: list[list[int]], owners: dict[int, int]) -> tuple[np.ndarray, np.ndarray | None]:
+    def run(
+        self,
+        plan: Plan,
+        chunks: list[list[int]],
+        owners: dict[int, int],
+        history: Sequence[tuple[int, int, int]] = (),
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """Execute a plan; `chunks` are the tokens of the rows behind the decode rows, `owners` maps slot to id.
 
+        `history` is (slot, position, token) of slots whose newest token was chosen by the host.
         Returns tokens, int32[R]; if it verified drafts they are int32[R, W], with the counts of rows, int32[R].
         """
         limits = self.limits
+        for slot, position, token in history:
+            self.tokens[slot] = [*[-1] * position, token]
+            self.truth[slot] = self.full[owners[slot]][: position + 1].tolist()
+        held = dict(self.written)
+        for source, target in plan.copies.tolist():
+            for offset in range(limits.block_size):
+                self.written.pop((target, offset), None)
+                if (source, offset) in held:
+                    self.written[target, offset] = held[source, offset]
         assert plan.num_tokens <= limits.max_step_tokens, "token budget"
         assert len(plan.slots) - plan.num_decodes <= limits.max_step_chunks, "chunk budget"
         assert len(set(plan.slots.tolist())) == len(plan.slots) <= limits.num_slots, "a slot has one row"
@@ -63,7 +79,10 @@ class FakeDevice:
         writes: set[tuple[int, int]] = set()
         for number, (slot, start, length) in enumerate(rows):  # all rows write before any row reads
             if number >= plan.num_decodes:
-                self.tokens[slot] = self.tokens[slot][:start] + chunks[number - plan.num_decodes]
+                before = self.tokens[slot][:start]
+                self.tokens[slot] = [*before, *[-1] * (start - len(before)), *chunks[number - plan.num_decodes]]
+                if len(self.truth[slot]) < start + length:  # a child of another slot's sequence, in its first row
+                    self.truth[slot] = self.full[owners[slot]].tolist()
             if number < plan.num_decodes and length > 1:
                 counts[number] += self.num_right(length - 1)
                 for _ in range(counts[number] - 1):

@@ -32,6 +32,7 @@ _PATHS: Mapping[str, str] = {
     **CHAT_FIELDS,
     "tokens": "token_ids",  # of Detokenize
     "messages": "chat.messages",
+    **{name: f"sampling.beam_search.{name}" for name in ("length_penalty", "early_stopping")},
     "template_kwargs": "chat.template_kwargs",
 }
 _PROMPT_ONEOFS = ("prompt", "input")

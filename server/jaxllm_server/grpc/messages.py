@@ -56,6 +56,11 @@ _POOLING_TASKS: Mapping[type[PoolRequest], PoolingTask] = {
     inference_pb2.ClassifyRequest: "classify",
     inference_pb2.ScoreRequest: "score",
 }
+_EARLY_STOPPING: Mapping[int, bool | str] = {
+    types_pb2.EARLY_STOPPING_UNSPECIFIED: False,
+    types_pb2.EARLY_STOPPING_ALWAYS: True,
+    types_pb2.EARLY_STOPPING_NEVER: "never",
+}
 # Constraint of StructuredOutput -> the name in StructuredOutputsParams.
 _CONSTRAINTS = {
     "json_schema": "json",
@@ -84,6 +89,7 @@ def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: 
         model=request.model,
         **_prompt_of(request, "prompt", max_json_depth),
         sampling=_sampling_of(request),
+        beams=_beams_of(request.sampling.beam_search) if request.sampling.HasField("beam_search") else None,
         stream=stream,
         request_id=request_id,
         priority=request.priority,
@@ -127,6 +133,13 @@ def _sampling_of(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     if request.HasField("structured_output"):
         sampling["structured_outputs"] = _structured_outputs_of(request.structured_output)
     return sampling
+
+
+def _beams_of(message: types_pb2.BeamSearch) -> dict[str, Any]:
+    if message.early_stopping not in _EARLY_STOPPING:
+        raise UserError(f"early_stopping {message.early_stopping} is not known.", "sampling.beam_search.early_stopping")
+    given: dict[str, Any] = {"early_stopping": _EARLY_STOPPING[message.early_stopping]}
+    return given | ({"length_penalty": message.length_penalty} if message.HasField("length_penalty") else {})
 
 
 def _structured_outputs_of(message: types_pb2.StructuredOutput) -> dict[str, Any]:

@@ -44,7 +44,7 @@ Item = TypeVar("Item")
 REQUEST_ID = "x-request-id"
 _LEAST_REMAINING = 0.001  # seconds before its deadline at which a call can still be answered
 _MAX_METADATA_CHARS = 256
-_API_REVISION = 4  # counts the additions to jaxllm.v1
+_API_REVISION = 5  # counts the additions to jaxllm.v1
 _ADAPTER_FIELDS = {"lora_name": "name", "lora_path": "source"}
 _PAUSE_MODES: Mapping[int, PauseMode] = {
     control_pb2.PAUSE_MODE_UNSPECIFIED: "abort",

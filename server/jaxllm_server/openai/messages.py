@@ -47,9 +47,6 @@ WITHOUT_EFFECT = frozenset(
 )
 # Fields that other servers have and jaxllm has not built; the values listed ask for nothing and are accepted.
 UNBUILT: Mapping[str, tuple[Any, ...]] = {
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "early_stopping": (False,),
     "truncation_side": ("left",),
     "guided_decoding_backend": (),
     "structural_tag": (),
@@ -57,6 +54,8 @@ UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "session_id": (),
 }
+# Of a beam search, beside `use_beam_search`: with their defaults, which ask for nothing.
+_BEAMS: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 SHARED = (
     SAMPLING
     | WITHOUT_EFFECT
@@ -65,6 +64,7 @@ SHARED = (
     | {"model", "stream", "stream_options", "request_id", "priority", "cache_salt", "add_special_tokens"}
     | {"return_token_ids", "return_tokens_as_token_ids", "logprobs", "vllm_xargs"}
     | {"time_limit"}  # jaxllm's own
+    | {"use_beam_search", *_BEAMS}
 )
 _FINISH_REASONS = {"context": "length", "time_limit": "length"}  # OpenAI's API has no others for them
 
@@ -141,6 +141,17 @@ def sampling_of(fields: Body) -> dict[str, Any]:
     return sampling | ({"extra_args": fields["vllm_xargs"]} if "vllm_xargs" in fields else {})
 
 
+def beams_of(fields: Body) -> dict[str, Any] | None:
+    """Return what a request says about its beam search; None if it wants none."""
+    asked = {name: fields[name] for name in _BEAMS if name in fields}
+    if flag(fields, "use_beam_search", False):
+        return asked
+    for name, value in asked.items():
+        if not _is_same(value, _BEAMS[name]):
+            raise UserError(f"{name} is of a beam search: it needs use_beam_search.", name)
+    return None
+
+
 def names_of(fields: Body) -> dict[str, str]:
     """Return what errors call parameters that a request of either kind may have given by another name."""
     names = {"extra_args": "vllm_xargs"}
@@ -156,6 +167,7 @@ def shared_call_fields(fields: Body) -> dict[str, Any]:
         "model": text(fields, "model") or "",
         "priority": integer(fields, "priority", 0),
         "cache_salt": text(fields, "cache_salt"),
+        "beams": beams_of(fields),
         "add_special_tokens": flag(fields, "add_special_tokens", None),
         "stream": bool(flag(fields, "stream", False)),
         "time_limit": fields.get("time_limit"),  # the engine checks it

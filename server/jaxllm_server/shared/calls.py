@@ -47,6 +47,7 @@ class Call:
     continue_final_message: bool = False
     add_special_tokens: bool | None = None  # None: as the model expects it around a text, nothing around a chat
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that the client gave
+    beams: Mapping[str, Any] | None = None  # of a beam search: fields of BeamSearchParams that the client gave
     default_max_tokens: int | None = None  # of the protocol, where neither client nor model say one
     stream: bool = False
     request_id: str | None = None  # unique among living requests, of each client if keys distinguish them

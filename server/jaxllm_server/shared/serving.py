@@ -32,7 +32,7 @@ from jaxllm_server.parsers import reasoning as thinking
 from jaxllm_server.parsers.forced_calls import NamedCall, RequiredCalls
 from jaxllm_server.parsers.reasoning import REASONING_PARSERS, ReasoningParser
 from jaxllm_server.parsers.tool_parsers import TOOL_PARSERS, ToolCallDelta, ToolParser
-from jaxllm_server.shared import pool_stream, pooling
+from jaxllm_server.shared import beam_calls, pool_stream, pooling
 from jaxllm_server.shared.adapters import Served, ServedAdapters
 from jaxllm_server.shared.calls import Call, Chunk, Finish, NamedTool, Part, PromptInfo, Timing, Usage, is_forced
 from jaxllm_server.shared.chat_checks import (
@@ -114,7 +114,9 @@ class Serving:
         Asked before the first is generated: one for which there is no room fails the request, and what the others
         have cost is lost.
         """
-        num_samples = len(calls) * self.params_of(calls[0]).n
+        params = self.params_of(calls[0])
+        beams = beam_calls.beams_of(calls[0], params, self.engine.model.max_model_len)
+        num_samples = len(calls) * (params.n if beams is None else beams.beam_width)
         self.shares.check(calls[0].client, num_samples)
         self.engine.check_queue(num_samples, 0, len(calls))
 
@@ -126,6 +128,9 @@ class Serving:
             given["max_tokens"] = 1
         if "max_tokens" not in given:
             given["max_tokens"] = self.engine.model.generation_config.get("max_new_tokens") or call.default_max_tokens
+        if call.beams is not None:
+            beam_calls.check(call, given)
+            return beam_calls.sampling_of(given)
         if is_forced(call.tool_choice):
             check_tools(call.tools, self.options.max_tools)
             given = with_forced_calls(call, given)
@@ -143,8 +148,10 @@ class Serving:
         pooling.check_kind(self.engine.model, self.names[0], pools=False)
         params = self.params_of(call)
         self._check_splitting(call, params)
-        with self.adapters.using(served), self.shares.place(call.client, params.n):
-            with self.engine.preparing(params.n):
+        beams = beam_calls.beams_of(call, params, self.engine.model.max_model_len)
+        num_outputs = params.n if beams is None else beams.beam_width
+        with self.adapters.using(served), self.shares.place(call.client, num_outputs):
+            with self.engine.preparing(num_outputs):
                 adapter = await self._adapter(served, call.client)
                 model = self.engine.model if adapter is None else adapter.language.model
                 prompt = await self.prompt_of(call, params, model)
@@ -152,13 +159,14 @@ class Serving:
             reader = self._reader(call, params, prompt.get("prompt") or "", model.tokenizer)
             if reader.shows_markers:
                 params = replace(params, skip_special_tokens=False)
+                beams = beams and replace(beams, skip_special_tokens=False)
             if reader.may_reason and params.structured_outputs is not None:
                 after = replace(params.structured_outputs, begin_after=thinking.END)
                 params = replace(params, structured_outputs=after)
             request_id = call.request_id or uuid.uuid4().hex
             outputs = self.engine.generate(
                 prompt,
-                params,
+                params if beams is None else beams,
                 request_id,
                 owner=self.owner_of(call.client),
                 client=call.client,
@@ -171,8 +179,9 @@ class Serving:
             )
             if self.options.enable_log_requests:
                 num_prompt, own = len(prompt["prompt_token_ids"]), "" if served is None else f"adapter {served.name}, "
-                _log.info("request %s: %s%d prompt tokens, %s", request_id, own, num_prompt, given_of(params))
-            with blaming_tools(call):
+                given = given_of(params) if beams is None else beams
+                _log.info("request %s: %s%d prompt tokens, %s", request_id, own, num_prompt, given)
+            with blaming_tools(call), beam_calls.blaming_n():
                 async with aclosing(outputs):
                     async for output in outputs:
                         chunk = reader.read(output)

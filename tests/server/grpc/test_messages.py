@@ -550,6 +550,7 @@ def test_a_chunk_without_news_is_not_a_message() -> None:
 def test_defaults_are_all_told() -> None:
     told = replies.default_sampling_of(SamplingParams(temperature=0.6, top_k=20))
     without = {"seed", "logit_bias", "allowed_token_ids", "bad_words", "extra_args", "skip_reading_prefix_cache"}
+    without.add("beam_search")
     assert {field.name for field, _ in told.ListFields()} == set(ty.SamplingParams.DESCRIPTOR.fields_by_name) - without
     assert told.temperature == 0.6 and told.top_k == 20
     stop = replies.default_stop_of(SamplingParams(), None)

@@ -122,13 +122,24 @@ def test_every_sampling_name_is_one_that_the_validator_knows():
     assert SAMPLING <= SamplingParams.__dataclass_fields__.keys()
 
 
+def test_a_beam_search_is_asked_for_and_its_fields_mean_nothing_without():
+    assert completion(use_beam_search=False, length_penalty=1.0, early_stopping=False).calls[0].beams is None
+    asked = {"length_penalty": 0.5, "early_stopping": "never"}
+    assert completion(use_beam_search=True, **asked).calls[0].beams == asked
+    assert chat(use_beam_search=True).calls[0].beams == {}
+    for name, value in asked.items():
+        with pytest.raises(UserError, match=f"{name} is of a beam search") as caught:
+            completion(**{name: value})
+        assert caught.value.parameter == name
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("suffix", "x"), ("best_of", 2), ("use_beam_search", True), ("length_penalty", 0.5)),
+        *(("suffix", "x"), ("best_of", 2)),
         *(("guided_decoding_backend", "x"), ("prompt_embeds", "x"), ("kv_transfer_params", {})),
         *(("structural_tag", "x"), ("response_format", {"type": "structural_tag", "format": {}})),
-        *(("truncation_side", "right"), ("early_stopping", True)),
+        ("truncation_side", "right"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(field, value):

@@ -1,0 +1,205 @@
+"""Gangs: requests of one prompt that run together, as the beams of a search do, and that fork.
+
+The members of a gang are neighbours in rank; they are admitted, preempted and taken out as one. They keep in step: the
+next row of a member waits until all have answered and `fork` has said which sequences go on, and with which tokens.
+Other requests keep two steps in flight beside them. Until the first fork only the leader, the first in rank, computes:
+the others have a slot and nothing else.
+
+A child shares its parent's full blocks. The last block, if it is not full, stays with one child of each parent; the
+others get a new one in the next plan, which brings it and what to copy into it (`Plan.copies`). So a fork takes no
+blocks by itself, and who lacks one is served or preempted as everybody is.
+
+Knows requests as numbers of tokens, as scheduler.py does; scheduler.py decides when to call what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, takewhile
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.scheduler.state import Limits, Move, Plan, Request, Running, StateEditor, Waiting
+
+
+class Found(NamedTuple):
+    """What a member that is being admitted need not compute: blocks of the index, or of a member before it."""
+
+    hits: list[int]
+    sibling: int = 0  # number of the member …
+    count: int = 0  # … whose first blocks it shares, so many; more than there are hits, or 0
+
+
+def blocks_needed(limits: Limits, num_prompt: int, limit: int, width: int) -> int:
+    """Return the blocks that suffice for a gang of `width` members: they share the prompt's full ones at least."""
+    size = limits.block_size
+    shared = num_prompt // size
+    return shared + width * max(1, -(-max(num_prompt, limit - 1) // size) - shared)
+
+
+def check(requests: Sequence[Request]) -> None:
+    """Refuse gangs whose members are no neighbours, or not of one prompt: a fault of the caller's."""
+    for at, request in enumerate(requests):
+        if not request.gang:
+            continue
+        leader = requests[at] if request.gang == request.sequence_id else requests[at - 1] if at else None
+        if leader is None or request.root is None or _nature(leader) != _nature(request):
+            raise ValueError(f"request {request.name!r:.80} is not of the gang of those before it")
+
+
+def _nature(request: Request) -> tuple[object, ...]:
+    return request.gang, request.root, request.tokens, request.limit, request.priority, request.adapter
+
+
+def queued(waiting: Sequence[Waiting], at: int) -> Sequence[Waiting]:
+    """Return the members of the gang that begins in a queue at `at`."""
+    gang = waiting[at].request.gang
+    end = next((end for end in range(at, len(waiting)) if waiting[end].request.gang != gang), len(waiting))
+    return waiting[at:end]
+
+
+def closure(requests: Iterable[Request], ids: Collection[int]) -> frozenset[int]:
+    """Return `ids` with those of all who are in a gang with one of them."""
+    kept = list(requests)
+    gone = {request.gang for request in kept if request.gang and request.sequence_id in ids}
+    return frozenset(ids).union(request.sequence_id for request in kept if request.gang in gone)
+
+
+def members(gangs: Sequence[tuple[int, ...]], slot: int) -> tuple[int, ...]:
+    """Return the slots of the gang that has a slot; the slot alone if none has."""
+    return next((gang for gang in gangs if slot in gang), (slot,))
+
+
+def with_members(gangs: Sequence[tuple[int, ...]], slots: Sequence[int]) -> list[int]:
+    """Return slots, each with the others of its gang behind it, and none twice."""
+    return list(dict.fromkeys(chain.from_iterable(members(gangs, slot) for slot in slots)))
+
+
+def find(editor: StateEditor, limits: Limits, entries: Sequence[Waiting]) -> list[Found]:
+    """Say of each member of a waiting gang what it need not compute.
+
+    Of a new gang only the leader is asked. One that was preempted comes back with the tokens of each: a member's full
+    blocks are those of a member before it as far as their tokens are the same, whether or not they were computed yet.
+    Chunks are planned by rank, so a member attends to what one before it has computed in that step or earlier.
+    """
+    if entries[0].known == entries[0].request.num_prompt:
+        entries = entries[:1]
+    found: list[Found] = []
+    for number, entry in enumerate(entries):
+        readable = (entry.known - 1) // limits.block_size  # the last known token is always computed
+        digests = entry.digests[:readable]
+        hits = editor.pool.look_up(digests) if entry.request.reads_cache else []
+        common = [_num_equal(digests, other.digests) for other in entries[:number]]
+        most = max(common, default=0)
+        found.append(Found([], common.index(most), most) if most > len(hits) else Found(hits))
+    return found
+
+
+def _num_equal(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def held(editor: StateEditor) -> np.ndarray:
+    """Return the slots of members whose newest token is not chosen yet, intp[·]: they have no work."""
+    slots = _all_slots(editor)
+    return slots[editor.slots.known[slots] < editor.slots.length[slots]]
+
+
+def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Take the rows of gangs out of `live`, bool[R], and note that their results have come.
+
+    Returns these rows, and the leaders' ids of the gangs of which all members have answered now.
+    """
+    rows = (live & np.isin(step.slots, _all_slots(editor))).nonzero()[0]
+    slots = step.slots[rows]
+    live[rows] = False
+    editor.own_slots.done[slots] = step.turns[rows]
+    touched = set(slots.tolist())
+    complete = [gang for gang in editor.gangs if touched.intersection(gang) and _has_answered(editor, gang)]
+    return rows, tuple(int(editor.slots.ids[gang[0]]) for gang in complete)
+
+
+def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
+    """Let each member of a gang go on as a child of one of them, all at once; their newest tokens are known now.
+
+    One move for each member; all must have answered, and none be at its limit.
+    """
+    slots, own = editor.slots, editor.own_slots
+    targets = {move.target for move in moves}
+    message = "a fork moves all members of one gang, when all have answered"
+    found = [gang for gang in editor.gangs if int(slots.ids[gang[0]]) in targets]
+    if len(found) != 1:
+        raise ValueError(message)
+    (gang,) = found
+    slot_of = {int(slots.ids[slot]): slot for slot in gang}
+    if targets != slot_of.keys() or len(moves) != len(gang) or not _has_answered(editor, gang):
+        raise ValueError(message)
+    pairs = [(slot_of[move.target], slot_of[move.source]) for move in moves]
+    issued, limit = int(slots.issued[gang[0]]), editor.owner(gang[0]).request.limit
+    if issued + 1 >= limit or any(slots.known[source] == 0 for _, source in pairs):
+        raise ValueError("a fork needs parents that have tokens, and children that may have more")
+    num_full, num_partial = divmod(issued, limits.block_size)
+    tables = {slot: editor.tables[slot] for slot in gang}
+    records = {slot: editor.owner(slot) for slot in gang}
+    keepers: dict[int, int] = {}  # of the last block of each parent: the parent itself if it is its own child
+    for target, source in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
+        keepers.setdefault(source, target)
+    for target, source in pairs:
+        if target == source:
+            continue
+        blocks = tables[source] if keepers[source] == target else tables[source][:num_full]
+        editor.pool.share(blocks)
+        editor.tables[target] = blocks
+        # What the child's index blocks are called has not changed: its tokens were the parent's.
+        editor.running[target] = Running(records[target].request, records[target].order, records[source].digests)
+        before = (*tables[target], *(None,) * len(blocks))
+        editor.entries += [
+            (target, index, block)
+            for index, (block, old) in enumerate(zip(blocks, before, strict=False))
+            if block != old
+        ]
+        if num_partial and keepers[source] != target:
+            editor.copies.append((target, tables[source][num_full]))
+    for target, source in pairs:
+        if target != source:
+            editor.pool.release(tables[target], records[target].digests)
+    for slot in gang:
+        if not slots.known[slot]:  # its first row: it comes as a chunk of one token, with what a slot is told at first
+            own.given[slot] = issued + 1
+            own.limit[slot] = limit
+        own.issued[slot] = issued
+        own.length[slot] = own.known[slot] = issued + 1
+        own.capacity[slot] = len(editor.tables[slot]) * limits.block_size
+
+
+def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
+    """Return what forks have changed for the next plan, once its blocks are handed out.
+
+    Entries of block tables, int32[·, 3] as in `Plan.table`, and copies, int32[·, 2] as in `Plan.copies`.
+    """
+    copies = [(source, editor.tables[slot][-1]) for slot, source in editor.copies]
+    entries = np.array(editor.entries, np.int32).reshape(-1, 3)
+    editor.entries, editor.copies = [], []
+    return entries, np.array(copies, np.int32).reshape(-1, 2)
+
+
+def disband(editor: StateEditor, slots: Collection[int]) -> None:
+    """Forget the gangs of slots that are being emptied."""
+    gone = set(slots)
+    editor.gangs = tuple(gang for gang in editor.gangs if gone.isdisjoint(gang))
+    editor.entries = [entry for entry in editor.entries if entry[0] not in gone]
+    editor.copies = [copy for copy in editor.copies if copy[0] not in gone]
+
+
+def _all_slots(editor: StateEditor) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(editor.gangs), np.intp)
+
+
+def _has_answered(editor: StateEditor, gang: Sequence[int]) -> bool:
+    """Whether the result of each member that computes has come, and no token was chosen from it."""
+    slots = editor.slots
+    own = [slot for slot in gang if slots.known[slot]]
+    columns = (column[own] for column in (slots.known, slots.issued, slots.length, slots.turn, slots.done))
+    known, issued, length, turn, done = columns
+    return bool(own) and bool(((issued == known) & (length == known + 1) & (turn == done)).all())
