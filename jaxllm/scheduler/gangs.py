@@ -154,13 +154,13 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
         # What the child's index blocks are called has not changed: its tokens were the parent's.
         editor.running[target] = Running(records[target].request, records[target].order, records[source].digests)
         before = (*tables[target], *(None,) * len(blocks))
-        editor.entries += [
+        editor.entries += tuple(
             (target, index, block)
             for index, (block, old) in enumerate(zip(blocks, before, strict=False))
             if block != old
-        ]
+        )
         if num_partial and keepers[source] != target:
-            editor.copies.append((target, tables[source][num_full]))
+            editor.copies += ((target, tables[source][num_full]),)
     for target, source in pairs:
         if target != source:
             editor.pool.release(tables[target], records[target].digests)
@@ -180,7 +180,7 @@ def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
     """
     copies = [(source, editor.tables[slot][-1]) for slot, source in editor.copies]
     entries = np.array(editor.entries, np.int32).reshape(-1, 3)
-    editor.entries, editor.copies = [], []
+    editor.entries, editor.copies = (), ()
     return entries, np.array(copies, np.int32).reshape(-1, 2)
 
 
@@ -188,8 +188,8 @@ def disband(editor: StateEditor, slots: Collection[int]) -> None:
     """Forget the gangs of slots that are being emptied."""
     gone = set(slots)
     editor.gangs = tuple(gang for gang in editor.gangs if gone.isdisjoint(gang))
-    editor.entries = [entry for entry in editor.entries if entry[0] not in gone]
-    editor.copies = [copy for copy in editor.copies if copy[0] not in gone]
+    editor.entries = tuple(entry for entry in editor.entries if entry[0] not in gone)
+    editor.copies = tuple(copy for copy in editor.copies if copy[0] not in gone)
 
 
 def _all_slots(editor: StateEditor) -> np.ndarray:

@@ -315,8 +315,8 @@ class StateEditor:
         self.waiting = state.waiting
         self.adapters = state.adapters
         self.gangs = state.gangs
-        self.entries = [*state.entries]
-        self.copies = [*state.copies]
+        self.entries = state.entries
+        self.copies = state.copies
         self._was_cleared = False
         self._described: dict[bytes, Stored] = {}
 
@@ -396,8 +396,8 @@ class StateEditor:
             adapters=self.adapters,
             block_events=events,
             gangs=self.gangs,
-            entries=tuple(self.entries),
-            copies=tuple(self.copies),
+            entries=self.entries,
+            copies=self.copies,
         )
 
     def _changes(self, pool: PoolEditor) -> Iterator[BlockEvent]:
