@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxllm.scheduler.state import Limits, StateEditor
 
-PRIOR = 2, 1  # drafts tried and kept of a request that begins, or that is to try again
+PRIOR = 1, 1  # drafts tried and kept of a request that begins, or that is to try again: all are verified once
 WINDOW = 16  # drafts tried after which both counts are halved: what is long ago counts less
 PROBE_ROWS = 64  # rows after which a request for which drafts did not pay tries again
 _RATES = 32  # the share of drafts that are kept is rounded to one of so many

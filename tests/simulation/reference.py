@@ -258,7 +258,7 @@ class Reference:
             start = len(hits) * size
             entry.given = entry.length = entry.known
             entry.issued = start
-            entry.has_drafts, entry.tried, entry.kept, entry.unsettled = False, 2, 1, 0
+            entry.has_drafts, entry.tried, entry.kept, entry.unsettled = False, 1, 1, 0
             at += len(hits)
             self._hand_out([entry], [num_new], pairs[at : at + num_new])
             at += num_new
@@ -579,7 +579,7 @@ class Reference:
         for entry in decodes:
             count = self._best(entry, len(decodes))
             if count == 0 and (entry.turn + 1) % drafting.PROBE_ROWS == 0:
-                entry.tried, entry.kept = 2, 1
+                entry.tried, entry.kept = 1, 1
                 count = self._best(entry, len(decodes))
                 self.drafting["draft_probe"] += 1
             wanted.append(count)
