@@ -615,6 +615,8 @@ class Reference:
             return
         _, oldest, ahead = kept
         left = {each for each, adapter in before.items() if adapter == oldest and each in ahead}
+        if not left and any(one.adapter and one.rank < first.rank for one in map(self.by_id.__getitem__, admitted)):
+            return  # one before it has taken the place
         joined = {(each.id, each.admission) for each in self.running.values() if each.adapter == oldest} - ahead
         behind = [each for each in self.running.values() if (each.id, each.admission) in joined]
         if any(each.rank > first.rank for each in behind):
