@@ -126,11 +126,10 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
     One move for each member; all must have answered, and none be at its limit.
     """
     slots, own = editor.slots, editor.own_slots
-    gang: tuple[int, ...] = next(
-        (gang for gang in editor.gangs if slots.ids[gang[0]] in {move.target for move in moves}), ()
-    )
-    slot_of = {int(slots.ids[slot]): slot for slot in gang}
-    if {move.target for move in moves} != slot_of.keys() or len(moves) != len(gang) or not _has_answered(editor, gang):
+    targets = {move.target for move in moves}
+    gang = next((gang for gang in editor.gangs if slots.ids[gang[0]] in targets), None)
+    slot_of = {int(slots.ids[slot]): slot for slot in gang or ()}
+    if gang is None or targets != slot_of.keys() or len(moves) != len(gang) or not _has_answered(editor, gang):
         raise ValueError("a fork moves all members of one gang, when all have answered")
     pairs = [(slot_of[move.target], slot_of[move.source]) for move in moves]
     issued, limit = int(slots.issued[gang[0]]), editor.owner(gang[0]).request.limit

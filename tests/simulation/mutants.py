@@ -98,8 +98,8 @@ HISTORY = [
     Mutant(
         "a mask is made when its step is planned, before the last token was read",
         "engine.llm_engine.LLMEngine._issue",
-        "return plan, dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored, adapters)",
-        "issued = dispatch(plan, chunks, self._batch.rows, variant, history, extras, scored, adapters)\n"
+        "return plan, dispatch(plan, chunks, self._batch.rows, variant, ahead, extras, scored, adapters)",
+        "issued = dispatch(plan, chunks, self._batch.rows, variant, ahead, extras, scored, adapters)\n"
         "    if isinstance(issued, HeldStep):\n"
         "        masks = self._constrained.masks(self.scheduler.state, plan)\n"
         "        issued = self.runner.sample(issued, masks.words, masks.is_masked)\n"
