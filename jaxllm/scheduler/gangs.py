@@ -127,10 +127,14 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Move]) -> None:
     """
     slots, own = editor.slots, editor.own_slots
     targets = {move.target for move in moves}
-    gang = next((gang for gang in editor.gangs if slots.ids[gang[0]] in targets), None)
-    slot_of = {int(slots.ids[slot]): slot for slot in gang or ()}
-    if gang is None or targets != slot_of.keys() or len(moves) != len(gang) or not _has_answered(editor, gang):
-        raise ValueError("a fork moves all members of one gang, when all have answered")
+    message = "a fork moves all members of one gang, when all have answered"
+    found = [gang for gang in editor.gangs if int(slots.ids[gang[0]]) in targets]
+    if len(found) != 1:
+        raise ValueError(message)
+    (gang,) = found
+    slot_of = {int(slots.ids[slot]): slot for slot in gang}
+    if targets != slot_of.keys() or len(moves) != len(gang) or not _has_answered(editor, gang):
+        raise ValueError(message)
     pairs = [(slot_of[move.target], slot_of[move.source]) for move in moves]
     issued, limit = int(slots.issued[gang[0]]), editor.owner(gang[0]).request.limit
     if issued + 1 >= limit or any(slots.known[source] == 0 for _, source in pairs):
