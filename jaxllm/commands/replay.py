@@ -9,7 +9,7 @@ from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.commands.arguments import Subparsers, Usage, new_command
@@ -329,8 +329,11 @@ def to_json(moment: Moment, names: Mapping[int, str] | None = None) -> dict[str,
     if plan is not None:
         written["plan"] = plan.number
     if events is not None:
-        pairs = zip(events.ids.tolist(), events.tokens.tolist(), strict=True)
-        written["tokens"] = {str(one): token for one, token in pairs if is_shown(one)}
+        counts = events.counts.tolist()
+        columns = zip(events.ids.tolist(), counts, accumulate(counts), strict=True)
+        written["tokens"] = {
+            str(one): events.tokens[end - count : end].tolist() for one, count, end in columns if is_shown(one)
+        }
         written["finished"] = {str(one): reason for one, reason in events.finished.items() if is_shown(one)}
         written["failed"] = [one for one in events.failed if is_shown(one)]
     elif plan is not None:

@@ -24,6 +24,7 @@ from jaxllm.errors import UserError
 from jaxllm.replay import recording
 from jaxllm.replay.recording import FileRecorder, Kind
 from jaxllm.replay.replay import Moment, Replay
+from jaxllm.runner import model_setup
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.scheduler import NO_TOKEN, digests_of
@@ -166,8 +167,9 @@ def test_a_cache_that_is_reset_with_a_step_in_flight_can_be_replayed(tmp_path: P
 
 
 @pytest.mark.ci
-def test_a_text_that_ends_among_kept_drafts_can_be_replayed(tmp_path: Path) -> None:
+def test_a_text_that_ends_among_kept_drafts_can_be_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler knows tokens that the request does not have; what it indexes of them is hit later."""
+    monkeypatch.setitem(model_setup.TOKEN_COST, True, 0)  # so that all drafts are verified
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
     config = EngineConfig(model=MODEL_DIR, block_size=1, speculative_config=ngram, **SLOTS)
     engine = LLMEngine(config, recorder=FileRecorder(tmp_path / "log"))

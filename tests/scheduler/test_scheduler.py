@@ -376,7 +376,9 @@ class Machine(RuleBasedStateMachine):
             check_accounts(self.state, self.limits)
             drafts = self.drafts_in_flight().tolist()
             for slot, record in enumerate(self.state.running):
-                if record is not None and self.state.slots.given[slot] <= self.state.slots.issued[slot]:
+                if record is None or record.request.gang:
+                    continue
+                if self.state.slots.given[slot] <= self.state.slots.issued[slot]:
                     slack = int(self.state.slots.length[slot]) - min(len(self.device.truth[slot]), record.request.limit)
                     assert 0 <= slack <= drafts[slot], "the host knows how long a sequence is but for drafts in flight"
             alive = [entry.request.sequence_id for entry in self.state.waiting]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 LEAST_PER_MILLION = 1000  # times that each kind of fault must happen, but for
 SEEDS_COLLECTED = 8  # at once: worlds are full of cycles, and to look for them takes a twentieth of a seed's time
-RARE = ("abort_preempted", "disconnect_preempted", "burst_10000")  # what costs much or takes two chances at once
+# What costs much or takes two chances at once:
+RARE = ("abort_preempted", "disconnect_preempted", "gang_preempted", "burst_10000")
 
 
 @dataclass

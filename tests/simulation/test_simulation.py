@@ -23,7 +23,7 @@ STEPS = 200_000  # in all; `make test` plays the first part, CI the others
 PARTS = 16
 MUTANT_STEPS = 100_000  # within which a planted bug must be found
 # What seeds 0 to 5 come to, in any process; it changes with the scheduler's plans, the traces, or what requests get.
-DIGEST = "eeb99738"
+DIGEST = "4bfdc795"
 PRINT_DIGEST = """
 from tests.simulation.trace import make_trace
 from tests.simulation.world import World
