@@ -4,9 +4,7 @@ The forward pass is the engine's own: its decoder, over weights that stay as the
 `lora_linear` for the adapter. The text is that of the model's own training, with the answers rewritten.
 """
 
-import argparse
 import random
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,7 @@ from jaxllm.model.lora import Adapter, Pair
 from jaxllm.model.lora_linear import adapted_linear
 from jaxllm.model.spec import Spec
 from pallas_kernels import rotate
-from training import packing, pirate
+from training import command, packing, pirate
 from training.export import write_json
 
 RANK = 8
@@ -144,13 +142,7 @@ def write(spec: Spec, adapter: Adapter[Array], folder: Path) -> None:
 
 def main() -> None:
     """Train and write the adapter."""
-    parser = argparse.ArgumentParser(prog="python -m training.train_adapter", description="Train the adapter.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the adapter to")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    started = time.monotonic()
-    write(*train(options.seed), options.out)
-    print(f"{STEPS * ROWS * LENGTH} tokens, {time.monotonic() - started:.0f} s")
+    command.run("training.train_adapter", "adapter", train, write, STEPS * ROWS * LENGTH)
 
 
 if __name__ == "__main__":

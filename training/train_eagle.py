@@ -4,9 +4,7 @@ The head learns the target's distributions, on the text of the target's own trai
 the passes before (`drafting.py`). Forward pass and files are those that the engine has.
 """
 
-import argparse
 import random
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,7 @@ from jaxllm.model.eagle import Head
 from jaxllm.model.families import read_spec
 from jaxllm.model.family import LLAMA_TENSORS
 from jaxllm.model.spec import Spec
-from training import corpus, drafting, packing
+from training import command, corpus, drafting, packing
 from training.export import write_json
 
 INNER, NAMED, AUX_LAYERS = 384, 896, (1, 2, 3)
@@ -178,13 +176,7 @@ def write(head: Head, params: Params[Array], named: np.ndarray, folder: Path) ->
 
 def main() -> None:
     """Train and write the head."""
-    parser = argparse.ArgumentParser(prog="python -m training.train_eagle", description="Train the EAGLE-3 head.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the head to")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    started = time.monotonic()
-    write(*train(options.seed), options.out)
-    print(f"{STEPS * ROWS * LENGTH} tokens, {time.monotonic() - started:.0f} s")
+    command.run("training.train_eagle", "EAGLE-3 head", train, write, STEPS * ROWS * LENGTH)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def choose(
     if not isinstance(own, SpeculativeConfig):
         return None, None
     if own.model is None:
-        return Drafting(own.num_speculative_tokens, own.prompt_lookup_min, own.prompt_lookup_max), None
+        return by_lookup(own), None
     folder = HEADS.get(own.model) or weights.resolve(own.model)
     if own.method == "eagle3":
         head = eagle_files.read(folder, target)
@@ -56,6 +56,11 @@ def choose(
         )
     drafting = Drafting(own.num_speculative_tokens, spec=spec, kernels=kernels_of(spec))
     return drafting, DraftFolder(folder, family)
+
+
+def by_lookup(own: SpeculativeConfig) -> Drafting:
+    """Say how an engine drafts that needs no model for it."""
+    return Drafting(own.num_speculative_tokens, own.prompt_lookup_min, own.prompt_lookup_max)
 
 
 def with_cost(drafting: Drafting | None, described: Params[jax.ShapeDtypeStruct]) -> Drafting | None:

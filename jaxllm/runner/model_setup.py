@@ -41,7 +41,7 @@ from pallas_kernels import Choice, Site
 OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample")  # of a step
 GPU_SHARE = 0.97  # of the remaining memory; the rest is for programs' code and for tuning later ones
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: other programs of a laptop need memory too
-TOKEN_COST = {True: 250, False: 4}  # on a CPU and on a GPU, see `Limits`; tests/benchmarks/verifying.py measures it
+TOKEN_COST = {"cpu": 250, "gpu": 4}  # see `Limits`; measured by tests/benchmarks/verifying.py, on no GPU yet
 CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in float32
 
 
@@ -190,7 +190,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         kernels=choose_kernels(config, spec, devices[0], dtype),
         drafting=how,
         draft=draft,
-        token_cost=0 if config.deterministic else TOKEN_COST[is_cpu],
+        token_cost=0 if config.deterministic else TOKEN_COST[platform],
         prepared=recorded,
     )
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxllm.errors import ContextLengthError
 from jaxllm.outputs import FinishReason
-from jaxllm.scheduler import block_pool, drafting, gangs
-from jaxllm.scheduler.adapter_places import AdapterPlaces, idle_first
+from jaxllm.scheduler import drafting, gangs, occupancy
+from jaxllm.scheduler.admission import admit
 from jaxllm.scheduler.state import (
     NO_COPIES,
     NO_ROWS,
@@ -27,13 +27,10 @@ from jaxllm.scheduler.state import (
     Move,
     Plan,
     Request,
-    Running,
     State,
     StateEditor,
     Waiting,
 )
-
-NO_TOKEN = np.iinfo(np.int32).max
 
 
 def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1) -> None:
@@ -64,7 +61,7 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
         if before and before.request.root == request.root and before.request.tokens == request.tokens:
             digests = before.digests  # the next sample of the same prompt
         else:
-            digests = digests_of(request, limits, (), request.num_prompt)
+            digests = occupancy.digests_of(request, limits, (), request.num_prompt)
         entries.append(Waiting(request, editor.num_added, request.num_prompt, digests))
         editor.num_added += 1
     editor.enqueue(entries)
@@ -87,7 +84,7 @@ def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
     if editor.gangs:
         slots = sorted(gangs.with_members(editor.gangs, slots))
     if slots:
-        _vacate(editor, limits, slots)
+        occupancy.vacate(editor, limits, slots)
     return editor.done()
 
 
@@ -100,8 +97,8 @@ def reset(state: State, limits: Limits) -> State:
     editor = StateEditor(state)
     slots = _taken_slots(editor)
     for slot in slots:
-        _requeue(editor, limits, slot)
-    _vacate(editor, limits, slots)
+        occupancy.requeue(editor, limits, slot)
+    occupancy.vacate(editor, limits, slots)
     editor.forget_cache(limits)
     editor.adapters = ()
     return editor.done()
@@ -135,7 +132,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     rows = _continue_prompts(editor, limits, chunking, budget) if chunking.any() else []
     admitted: list[Admission] = []
     if editor.waiting and not preempted:
-        _admit(editor, limits, rows, budget, admitted, table)
+        admit(editor, limits, rows, budget, admitted, table)
     if rows:
         chunks = np.asarray(rows, np.int32)
         reaches_end = _issue_chunks(editor, chunks)
@@ -234,8 +231,8 @@ def commit(
     if finished or failed:
         for slot in failed_slots:  # whatever made its logits unusable may be in its blocks
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
-        _vacate(editor, limits, failed_slots, may_publish=False)
-        _vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())
+        occupancy.vacate(editor, limits, failed_slots, may_publish=False)
+        occupancy.vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())
     return editor.done(), Events(
         rows=rows,
         ids=ids,
@@ -326,8 +323,8 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
         victims = gangs.members(editor.gangs, victim)
         for slot in victims:
             preempted.append(editor.owner(slot).request.sequence_id)
-            _requeue(editor, limits, slot)
-        _vacate(editor, limits, victims)
+            occupancy.requeue(editor, limits, slot)
+        occupancy.vacate(editor, limits, victims)
 
 
 def _hand_out(
@@ -382,134 +379,8 @@ def _continue_prompts(
         length = min(int(editor.slots.given[slot]) - start, budget)
         budget -= length
         rows.append((slot, start, length))
-        _publish_prompt(editor, limits, slot, start, length)
+        occupancy.publish_prompt(editor, limits, slot, start, length)
     return rows
-
-
-def _admit(
-    editor: StateEditor,
-    limits: Limits,
-    rows: list[tuple[int, int, int]],
-    budget: int,
-    admitted: list[Admission],
-    table: list[np.ndarray],
-) -> None:
-    """Give slots and blocks to waiting requests while there are tokens, slots and blocks for the first in rank.
-
-    Who lacks only a place for its adapter is skipped, and keeps its place in the queue.
-    Adds to `rows`, whose tokens count against `budget`, to `admitted` and to `table`.
-    """
-    budget -= sum(length for _, _, length in rows)
-    free_slots = (editor.slots.epochs == 0).nonzero()[0].tolist()[::-1]
-    num_running = limits.num_slots - len(free_slots)
-    places = None
-    if limits.max_adapters and free_slots:
-        places = AdapterPlaces(editor.adapters, editor.running, limits.max_adapters)
-    skipped: list[Waiting] = []
-    for place, entry in enumerate(editor.waiting):
-        if place < len(skipped) + len(admitted):  # with its gang
-            continue
-        if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
-            break
-        if places is not None:
-            adapter = entry.request.adapter
-            if adapter in places.closed or not places.admits(adapter):  # the former most of a long queue
-                skipped += gangs.queued(editor.waiting, place) if entry.request.gang else (entry,)
-                continue
-        if limits.whole_prompts and entry.known > budget:  # a step without other rows has room for any
-            break
-        if entry.request.gang:
-            members = gangs.queued(editor.waiting, place)
-            num_tokens = _admit_gang(editor, limits, members, free_slots, num_running, rows, budget, admitted, table)
-            if num_tokens is None:
-                break
-            if places is not None:
-                places.enter(entry.request.adapter)
-            budget -= num_tokens
-            num_running += len(members)
-            continue
-        # The last known token is always computed: its logits are what the next token is sampled from.
-        readable = (entry.known - 1) // limits.block_size if entry.request.reads_cache else 0
-        hits = editor.pool.look_up(entry.digests[:readable])
-        num_new = -(-entry.known // limits.block_size) - len(hits)
-        # A block is left for each running request, or the next step would undo the admission.
-        available = editor.pool.num_available - editor.pool.num_idle(hits)
-        if num_new > available - num_running:
-            break
-        slot = free_slots.pop()
-        if places is not None:
-            places.enter(entry.request.adapter)
-        editor.pool.share(hits)
-        owned = (*hits, *editor.pool.take(num_new).tolist())
-        start = len(hits) * limits.block_size
-        length = min(entry.known - start, budget)
-        _occupy(editor, limits, slot, entry, start, owned)
-        _publish_prompt(editor, limits, slot, start, length)
-        budget -= length
-        num_running += 1
-        rows.append((slot, start, length))
-        admitted.append(Admission(slot, entry.request, entry.known, start))
-        table.append(np.array(([slot] * len(owned), range(len(owned)), owned), np.int32).T)
-    if admitted:
-        rest = editor.waiting[len(skipped) + len(admitted) :]
-        editor.waiting = (*skipped, *rest) if skipped else rest
-    if places is not None:
-        editor.adapters = places.residents
-
-
-def _admit_gang(
-    editor: StateEditor,
-    limits: Limits,
-    members: Sequence[Waiting],
-    free_slots: list[int],
-    num_running: int,
-    rows: list[tuple[int, int, int]],
-    budget: int,
-    admitted: list[Admission],
-    table: list[np.ndarray],
-) -> int | None:
-    """Give slots and blocks to all members of a gang; None if there are not enough of them.
-
-    Adds to `rows`, `admitted` and `table`; returns the tokens that the rows have together. Members for which there are
-    no tokens left are continued by the next plan, in order of rank.
-    """
-    if len(members) > len(free_slots):
-        return None
-    found = gangs.find(editor, limits, members)
-    total = [-(-entry.known // limits.block_size) for entry in members[: len(found)]]
-    num_new = [count - max(len(each.hits), each.count) for count, each in zip(total, found, strict=True)]
-    hits = list({block for each in found for block in each.hits})
-    # As for others, a block is left for each that runs; and for each member that begins with a child's first token.
-    if sum(num_new) + len(members) - len(found) > (
-        editor.pool.num_available - editor.pool.num_idle(hits) - num_running
-    ):
-        return None
-    slots, num_tokens = [free_slots.pop() for _ in members], 0
-    for each in found:
-        editor.pool.share(each.hits)
-    for number, (slot, entry) in enumerate(zip(slots, members, strict=True)):
-        if number >= len(found):
-            _occupy(editor, limits, slot, entry, 0, ())
-            own = editor.own_slots  # no column test finds work for it
-            own.given[slot] = own.length[slot] = own.known[slot] = own.limit[slot] = 0
-            admitted.append(Admission(slot, entry.request, entry.known, 0))
-            continue
-        shared = tuple(found[number].hits)
-        if found[number].count:
-            shared = editor.tables[slots[found[number].sibling]][: found[number].count]
-            editor.pool.share(shared)
-        owned = (*shared, *editor.pool.take(num_new[number]).tolist())
-        start = len(shared) * limits.block_size
-        _occupy(editor, limits, slot, entry, start, owned)
-        length = min(entry.known - start, budget - num_tokens)
-        if length and len(rows) < limits.max_step_chunks:
-            _publish_prompt(editor, limits, slot, start, length)
-            rows.append((slot, start, length))
-            num_tokens += length
-        admitted.append(Admission(slot, entry.request, entry.known, start))
-        table.append(np.array(([slot] * len(owned), range(len(owned)), owned), np.int32).T)
-    editor.gangs = (*editor.gangs, tuple(slots))
-    return num_tokens
 
 
 def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
@@ -521,95 +392,6 @@ def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
     editor.own_slots.turn[slots] += reaches_end
     length[slots] += reaches_end & (length[slots] < editor.slots.limit[slots])
     return reaches_end
-
-
-def _occupy(
-    editor: StateEditor, limits: Limits, slot: int, entry: Waiting, num_cached: int, owned: tuple[int, ...]
-) -> None:
-    """Give a slot to a request that is admitted to it."""
-    request, own = entry.request, editor.own_slots
-    editor.num_admitted += 1
-    editor.running[slot] = Running(request, entry.order, entry.digests)
-    editor.tables[slot] = owned
-    own.epochs[slot] = editor.num_admitted
-    own.ids[slot] = request.sequence_id
-    own.given[slot] = own.length[slot] = own.known[slot] = entry.known
-    own.issued[slot] = num_cached
-    own.limit[slot] = request.limit
-    own.capacity[slot] = len(owned) * limits.block_size
-    own.stop_id[slot] = request.stop_ids[0] if request.stop_ids else NO_TOKEN
-    own.has_more_stops[slot] = len(request.stop_ids) > 1
-    if limits.max_drafts:
-        drafting.begin(editor, slot, request.may_draft)
-
-
-def _requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
-    """Queue a running request again with the tokens it has; its slot and blocks are still to be given back."""
-    record = editor.owner(slot)
-    known = int(editor.slots.known[slot]) or record.request.num_prompt  # of a gang's member without work: none yet
-    digests = digests_of(record.request, limits, record.digests, known)
-    editor.enqueue([Waiting(record.request, record.order, known, digests)])
-
-
-def _vacate(
-    editor: StateEditor,
-    limits: Limits,
-    slots: Sequence[int],
-    num_new: Sequence[int] | None = None,
-    may_publish: bool = True,
-) -> None:
-    """Empty slots, index the blocks that sampled tokens have filled, and give all blocks back.
-
-    The last `num_new` known tokens of each are being committed: a step in flight may have written them, but they are
-    not among the request's tokens yet.
-    The blocks are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the
-    digests cost 2 us a block (62 of them a step at 1,000 running requests).
-    """
-    for slot, new in zip(slots, num_new or [0] * len(slots), strict=True):
-        record, table = editor.owner(slot), editor.tables[slot]
-        written = min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - new)
-        first = min(len(record.digests), written // limits.block_size)
-        digests = digests_of(record.request, limits, record.digests[:first], written)
-        if may_publish:
-            editor.describe(record.request, digests, range(first, len(digests)), limits.block_size)
-            editor.pool.publish(zip(digests[first:], table[first:], strict=False))
-        editor.pool.release(table, digests)
-        editor.running[slot], editor.tables[slot] = None, ()
-    if editor.gangs:
-        gangs.disband(editor, slots)
-    if editor.adapters:
-        editor.adapters = idle_first(editor.adapters, editor.running)
-    # A free slot has limit and length 0, so that no column test takes it for one with work to do.
-    own = editor.own_slots
-    columns = own.epochs, own.given, own.issued, own.length, own.known, own.turn, own.done, own.limit, own.capacity
-    for column in (*columns, *drafting.columns(editor)) if limits.max_drafts else columns:
-        column[list(slots)] = 0
-
-
-def _publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, length: int) -> None:
-    """Index the blocks that a chunk completes: later rows of this very step may hit them.
-
-    A step writes all its keys and values of a layer before any row attends, so a block can be read in the step that
-    writes it.
-    """
-    record, table = editor.owner(slot), editor.tables[slot]
-    digests = record.digests
-    full = slice(start // limits.block_size, min((start + length) // limits.block_size, len(digests)))
-    editor.describe(record.request, digests, range(full.start, full.stop), limits.block_size)
-    editor.pool.publish(zip(digests[full], table[full], strict=True))
-
-
-def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
-    """Continue the digests `first` of leading blocks to all full blocks among the first tokens of a request."""
-    if request.root is None:
-        return ()
-    size = limits.block_size
-    digests, parent = [*first], first[-1] if first else request.root
-    tokens = request.tokens[len(first) * size : num_tokens // size * size].tobytes()
-    for start in range(0, len(tokens), 4 * size):
-        parent = block_pool.chain(parent, tokens[start : start + 4 * size])
-        digests.append(parent)
-    return tuple(digests)
 
 
 @lru_cache(maxsize=64)

@@ -26,8 +26,8 @@ from jaxllm.replay.recording import FileRecorder, Kind
 from jaxllm.replay.replay import Moment, Replay
 from jaxllm.runner import model_setup
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.scheduler.occupancy import NO_TOKEN, digests_of
 from jaxllm.scheduler.recorded import RecordedScheduler
-from jaxllm.scheduler.scheduler import NO_TOKEN, digests_of
 from jaxllm.scheduler.state import Limits, Move, Plan, Request, initial
 from tests.support.serving_process import QUICK, ServingProcess
 from tests.support.sizes import MANY_SLOTS, SLOTS
@@ -169,7 +169,7 @@ def test_a_cache_that_is_reset_with_a_step_in_flight_can_be_replayed(tmp_path: P
 @pytest.mark.ci
 def test_a_text_that_ends_among_kept_drafts_can_be_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler knows tokens that the request does not have; what it indexes of them is hit later."""
-    monkeypatch.setitem(model_setup.TOKEN_COST, True, 0)  # so that all drafts are verified
+    monkeypatch.setitem(model_setup.TOKEN_COST, "cpu", 0)  # so that all drafts are verified
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
     config = EngineConfig(model=MODEL_DIR, block_size=1, speculative_config=ngram, **SLOTS)
     engine = LLMEngine(config, recorder=FileRecorder(tmp_path / "log"))

@@ -229,7 +229,7 @@ class Machine(RuleBasedStateMachine):
         self.plans.append(plan_bytes(plan))
         assert not (plan.admitted and plan.preempted), "no admission in a step that preempted"
         may_preempt = self.depth > 2 or sure or not self.limits.max_drafts
-        assert not plan.preempted or may_preempt, "nobody is preempted for a guess"
+        assert not plan.preempted or may_preempt, "a request is preempted for drafts"
         assert plan.adapters is self.state.adapters and len(plan.adapters) <= self.limits.max_adapters
         assert len(set(plan.adapters) - set(before)) <= 1, "one transfer at most"
         if self.limits.whole_prompts:
@@ -746,7 +746,7 @@ def test_a_gang_is_admitted_as_one_and_waits_as_one_until_there_are_slots_for_al
     state = scheduler.add(start(request(1), request(2, root=None)), LIMITS, beams(first=10))
     state = scheduler.add(state, LIMITS, [request(20, root=None)])
     state, plan = run(state)
-    assert admitted(plan) == [1, 2], "two slots are left, three are needed; nobody goes before"
+    assert admitted(plan) == [1, 2], "the gang needs three slots, two are free, and no later request is admitted"
     state, plan = run(scheduler.abort(state, LIMITS, [1]))
     assert admitted(plan) == [10, 11, 12] and state.gangs == ((0, 2, 3),)
     assert plan.lengths.tolist() == [1, 2], "the leader alone computes the prompt, of which a block is cached"

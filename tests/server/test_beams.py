@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from jaxllm import LLM, BeamSearchParams, Client, UserError
-from tests.support.serving_process import QUICK, ServingProcess
 
 pytestmark = pytest.mark.ci  # a process of its own; the mapping is tested in tests/server/openai
 
 PROMPT = "Once upon a time"
 ASKED: dict[str, Any] = {"n": 4, "max_tokens": 12, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServingProcess]:
-    with ServingProcess(*QUICK) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: ServingProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.http, timeout=60.0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(server: ServingProcess) -> Iterator[Client]:
-    with Client(server.grpc, retries=False, timeout=60.0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,24 +36,6 @@ NAMED = {"type": "function", "function": {"name": "greet"}}
 def is_person(text: str) -> bool:
     value = json.loads(text)
     return value.keys() == {"name", "age"} and value["name"] in ("Ada", "Grace") and 0 <= value["age"] <= 99
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServingProcess]:
-    with ServingProcess(*QUICK) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: ServingProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.http, timeout=60.0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(server: ServingProcess) -> Iterator[Client]:
-    with Client(server.grpc, retries=False, timeout=60.0) as client:
-        yield client
 
 
 def chat(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:

@@ -632,7 +632,8 @@ class SimulatedRunner(Runner):
         setting: Mapping[str, Any],
     ) -> None:
         self.geometry = geometry
-        self.drafting, _ = draft_setup.choose(config, None, 0, None)  # type: ignore[arg-type]
+        lookup = config.speculative_config
+        self.drafting = None if lookup is None else draft_setup.by_lookup(lookup)
         max_drafts = 0 if self.drafting is None else self.drafting.most
         self._most_verified: int = setting["most_verified"]
         token_cost, self._draft_cost = setting["costs"]

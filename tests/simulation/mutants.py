@@ -36,19 +36,19 @@ HISTORY = [
     Mutant(
         "abort keeps the blocks",
         "scheduler.scheduler.abort",
-        "_vacate(editor, limits, slots)",
-        "_vacate(editor, limits, slots[1:])",
+        "occupancy.vacate(editor, limits, slots)",
+        "occupancy.vacate(editor, limits, slots[1:])",
     ),
     Mutant(
         "a finished request is freed again when it is aborted",
         "scheduler.scheduler.commit",
-        "_vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())",
+        "occupancy.vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())",
         "editor.pool.release(editor.tables[row_slots[ended][0]], ()) if ended.any() else None\n"
-        "        _vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())",
+        "        occupancy.vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())",
     ),
     Mutant(
         "a preempted request counts as computed",
-        "scheduler.scheduler._admit",
+        "scheduler.admission.admit",
         "start = len(hits) * limits.block_size",
         "start = len(hits) * limits.block_size if entry.known == entry.request.num_prompt else entry.known - 1",
     ),
@@ -60,7 +60,7 @@ HISTORY = [
     ),
     Mutant(
         "a prefix block is published before it is written",
-        "scheduler.scheduler._publish_prompt",
+        "scheduler.occupancy.publish_prompt",
         "min((start + length) // limits.block_size, len(digests))",
         "len(digests)",
     ),
@@ -147,7 +147,7 @@ HISTORY = [
         "others[len(others) == self._most :]",
         "others[: self._most - 1]",
     ),
-    Mutant("adapters stay in use", "scheduler.scheduler._vacate", "if editor.adapters:", "if False:"),
+    Mutant("adapters stay in use", "scheduler.occupancy.vacate", "if editor.adapters:", "if False:"),
     Mutant(
         "adapters stay resident when the device's state is lost, and the host may not have their weights",
         "scheduler.scheduler.reset",
@@ -156,7 +156,7 @@ HISTORY = [
     ),
     Mutant(
         "who was skipped for its adapter goes to the end of the queue",
-        "scheduler.scheduler._admit",
+        "scheduler.admission.admit",
         "(*skipped, *rest)",
         "(*rest, *skipped)",
     ),
@@ -222,7 +222,7 @@ HISTORY = [
     ),
     Mutant(
         "blocks are indexed as far as drafts in flight may reach",
-        "scheduler.scheduler._vacate",
+        "scheduler.occupancy.vacate",
         "min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - new)",
         "int(editor.slots.issued[slot])",
     ),

@@ -1,0 +1,140 @@
+"""Which waiting requests get a slot and blocks: by rank, while there are tokens, slots, blocks and places for adapters.
+
+Letters: S slots, R rows of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.scheduler import gangs, occupancy
+from jaxllm.scheduler.adapter_places import AdapterPlaces
+from jaxllm.scheduler.state import Admission, Limits, StateEditor, Waiting
+
+
+def admit(
+    editor: StateEditor,
+    limits: Limits,
+    rows: list[tuple[int, int, int]],
+    budget: int,
+    admitted: list[Admission],
+    table: list[np.ndarray],
+) -> None:
+    """Give slots and blocks to waiting requests while there are tokens, slots and blocks for the first in rank.
+
+    Who lacks only a place for its adapter is skipped, and keeps its place in the queue.
+    Adds to `rows`, whose tokens count against `budget`, to `admitted` and to `table`.
+    """
+    budget -= sum(length for _, _, length in rows)
+    free_slots = (editor.slots.epochs == 0).nonzero()[0].tolist()[::-1]
+    num_running = limits.num_slots - len(free_slots)
+    places = None
+    if limits.max_adapters and free_slots:
+        places = AdapterPlaces(editor.adapters, editor.running, limits.max_adapters)
+    skipped: list[Waiting] = []
+    for place, entry in enumerate(editor.waiting):
+        if place < len(skipped) + len(admitted):  # with its gang
+            continue
+        if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
+            break
+        if places is not None:
+            adapter = entry.request.adapter
+            if adapter in places.closed or not places.admits(adapter):  # the former most of a long queue
+                skipped += gangs.queued(editor.waiting, place) if entry.request.gang else (entry,)
+                continue
+        if limits.whole_prompts and entry.known > budget:  # a step without other rows has room for any
+            break
+        if entry.request.gang:
+            members = gangs.queued(editor.waiting, place)
+            num_tokens = _admit_gang(editor, limits, members, free_slots, num_running, rows, budget, admitted, table)
+            if num_tokens is None:
+                break
+            if places is not None:
+                places.enter(entry.request.adapter)
+            budget -= num_tokens
+            num_running += len(members)
+            continue
+        # The last known token is always computed: its logits are what the next token is sampled from.
+        readable = (entry.known - 1) // limits.block_size if entry.request.reads_cache else 0
+        hits = editor.pool.look_up(entry.digests[:readable])
+        num_new = -(-entry.known // limits.block_size) - len(hits)
+        # A block is left for each running request, or the next step would undo the admission.
+        available = editor.pool.num_available - editor.pool.num_idle(hits)
+        if num_new > available - num_running:
+            break
+        slot = free_slots.pop()
+        if places is not None:
+            places.enter(entry.request.adapter)
+        editor.pool.share(hits)
+        owned = (*hits, *editor.pool.take(num_new).tolist())
+        start = len(hits) * limits.block_size
+        length = min(entry.known - start, budget)
+        occupancy.occupy(editor, limits, slot, entry, start, owned)
+        occupancy.publish_prompt(editor, limits, slot, start, length)
+        budget -= length
+        num_running += 1
+        rows.append((slot, start, length))
+        admitted.append(Admission(slot, entry.request, entry.known, start))
+        table.append(np.array(([slot] * len(owned), range(len(owned)), owned), np.int32).T)
+    if admitted:
+        rest = editor.waiting[len(skipped) + len(admitted) :]
+        editor.waiting = (*skipped, *rest) if skipped else rest
+    if places is not None:
+        editor.adapters = places.residents
+
+
+def _admit_gang(
+    editor: StateEditor,
+    limits: Limits,
+    members: Sequence[Waiting],
+    free_slots: list[int],
+    num_running: int,
+    rows: list[tuple[int, int, int]],
+    budget: int,
+    admitted: list[Admission],
+    table: list[np.ndarray],
+) -> int | None:
+    """Give slots and blocks to all members of a gang; None if there are not enough of them.
+
+    Adds to `rows`, `admitted` and `table`; returns the tokens that the rows have together. Members for which there are
+    no tokens left are continued by the next plan, in order of rank.
+    """
+    if len(members) > len(free_slots):
+        return None
+    found = gangs.find(editor, limits, members)
+    total = [-(-entry.known // limits.block_size) for entry in members[: len(found)]]
+    num_new = [count - max(len(each.hits), each.count) for count, each in zip(total, found, strict=True)]
+    hits = list({block for each in found for block in each.hits})
+    # As for others, a block is left for each that runs; and for each member that begins with a child's first token.
+    if sum(num_new) + len(members) - len(found) > (
+        editor.pool.num_available - editor.pool.num_idle(hits) - num_running
+    ):
+        return None
+    slots, num_tokens = [free_slots.pop() for _ in members], 0
+    for each in found:
+        editor.pool.share(each.hits)
+    for number, (slot, entry) in enumerate(zip(slots, members, strict=True)):
+        if number >= len(found):
+            occupancy.occupy(editor, limits, slot, entry, 0, ())
+            own = editor.own_slots  # no column test finds work for it
+            own.given[slot] = own.length[slot] = own.known[slot] = own.limit[slot] = 0
+            admitted.append(Admission(slot, entry.request, entry.known, 0))
+            continue
+        shared = tuple(found[number].hits)
+        if found[number].count:
+            shared = editor.tables[slots[found[number].sibling]][: found[number].count]
+            editor.pool.share(shared)
+        owned = (*shared, *editor.pool.take(num_new[number]).tolist())
+        start = len(shared) * limits.block_size
+        occupancy.occupy(editor, limits, slot, entry, start, owned)
+        length = min(entry.known - start, budget - num_tokens)
+        if length and len(rows) < limits.max_step_chunks:
+            occupancy.publish_prompt(editor, limits, slot, start, length)
+            rows.append((slot, start, length))
+            num_tokens += length
+        admitted.append(Admission(slot, entry.request, entry.known, start))
+        table.append(np.array(([slot] * len(owned), range(len(owned)), owned), np.int32).T)
+    editor.gangs = (*editor.gangs, tuple(slots))
+    return num_tokens

@@ -1,0 +1,102 @@
+"""A request takes a slot, and leaves it: its columns, its blocks, and what of them other requests may find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.scheduler import block_pool, drafting, gangs
+from jaxllm.scheduler.adapter_places import idle_first
+from jaxllm.scheduler.state import Limits, Request, Running, StateEditor, Waiting
+
+NO_TOKEN = np.iinfo(np.int32).max
+
+
+def occupy(
+    editor: StateEditor, limits: Limits, slot: int, entry: Waiting, num_cached: int, owned: tuple[int, ...]
+) -> None:
+    """Give a slot to a request that is admitted to it."""
+    request, own = entry.request, editor.own_slots
+    editor.num_admitted += 1
+    editor.running[slot] = Running(request, entry.order, entry.digests)
+    editor.tables[slot] = owned
+    own.epochs[slot] = editor.num_admitted
+    own.ids[slot] = request.sequence_id
+    own.given[slot] = own.length[slot] = own.known[slot] = entry.known
+    own.issued[slot] = num_cached
+    own.limit[slot] = request.limit
+    own.capacity[slot] = len(owned) * limits.block_size
+    own.stop_id[slot] = request.stop_ids[0] if request.stop_ids else NO_TOKEN
+    own.has_more_stops[slot] = len(request.stop_ids) > 1
+    if limits.max_drafts:
+        drafting.begin(editor, slot, request.may_draft)
+
+
+def requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
+    """Queue a running request again with the tokens it has; its slot and blocks are still to be given back."""
+    record = editor.owner(slot)
+    known = int(editor.slots.known[slot]) or record.request.num_prompt  # of a gang's member without work: none yet
+    digests = digests_of(record.request, limits, record.digests, known)
+    editor.enqueue([Waiting(record.request, record.order, known, digests)])
+
+
+def vacate(
+    editor: StateEditor,
+    limits: Limits,
+    slots: Sequence[int],
+    num_new: Sequence[int] | None = None,
+    may_publish: bool = True,
+) -> None:
+    """Empty slots, index the blocks that sampled tokens have filled, and give all blocks back.
+
+    The last `num_new` known tokens of each are being committed: a step in flight may have written them, but they are
+    not among the request's tokens yet.
+    The blocks are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the
+    digests cost 2 us a block (62 of them a step at 1,000 running requests).
+    """
+    for slot, new in zip(slots, num_new or [0] * len(slots), strict=True):
+        record, table = editor.owner(slot), editor.tables[slot]
+        written = min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - new)
+        first = min(len(record.digests), written // limits.block_size)
+        digests = digests_of(record.request, limits, record.digests[:first], written)
+        if may_publish:
+            editor.describe(record.request, digests, range(first, len(digests)), limits.block_size)
+            editor.pool.publish(zip(digests[first:], table[first:], strict=False))
+        editor.pool.release(table, digests)
+        editor.running[slot], editor.tables[slot] = None, ()
+    if editor.gangs:
+        gangs.disband(editor, slots)
+    if editor.adapters:
+        editor.adapters = idle_first(editor.adapters, editor.running)
+    # A free slot has limit and length 0, so that no column test takes it for one with work to do.
+    own = editor.own_slots
+    columns = own.epochs, own.given, own.issued, own.length, own.known, own.turn, own.done, own.limit, own.capacity
+    for column in (*columns, *drafting.columns(editor)) if limits.max_drafts else columns:
+        column[list(slots)] = 0
+
+
+def publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, length: int) -> None:
+    """Index the blocks that a chunk completes: later rows of this very step may hit them.
+
+    A step writes all its keys and values of a layer before any row attends, so a block can be read in the step that
+    writes it.
+    """
+    record, table = editor.owner(slot), editor.tables[slot]
+    digests = record.digests
+    full = slice(start // limits.block_size, min((start + length) // limits.block_size, len(digests)))
+    editor.describe(record.request, digests, range(full.start, full.stop), limits.block_size)
+    editor.pool.publish(zip(digests[full], table[full], strict=True))
+
+
+def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
+    """Continue the digests `first` of leading blocks to all full blocks among the first tokens of a request."""
+    if request.root is None:
+        return ()
+    size = limits.block_size
+    digests, parent = [*first], first[-1] if first else request.root
+    tokens = request.tokens[len(first) * size : num_tokens // size * size].tobytes()
+    for start in range(0, len(tokens), 4 * size):
+        parent = block_pool.chain(parent, tokens[start : start + 4 * size])
+        digests.append(parent)
+    return tuple(digests)
