@@ -56,12 +56,8 @@ class Accepted:
     pooling: PoolingParams | None = None  # of a prompt that is pooled; `params` mean nothing then
     beams: BeamSearchParams | None = None  # of a beam search; `params` are those of each of its beams
     token_types: tuple[int, ...] | None = None
+    num_sequences: int = 1  # outputs that it will have
     name: str  # for logs and recordings
-
-    @property
-    def num_sequences(self) -> int:
-        """Outputs that it will have."""
-        return self.params.n if self.beams is None else self.beams.beam_width
 
     def limit(self, max_model_len: int) -> int:
         """Return the most tokens that prompt and output can have together."""
@@ -135,6 +131,7 @@ class InputProcessor:
             grammar=self._grammar(params, language),
             adapter=adapter,
             beams=beams,
+            num_sequences=params.n if beams is None else beams.beam_width,
             name=request_id,
         )
         width = 1 if beams is None else beams.beam_width
