@@ -23,9 +23,14 @@ from jaxtyping import Bool, Float, Int, Num, UInt
 from pallas_kernels import choice
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 from pallas_kernels.choice import Choice, Site, capability_of
+from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.sampling.xla import MOST_TOKENS
 
 SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")  # types of caches with scales
+
+
+# `with linear_by(choice):` names the implementation of all products that are traced inside.
+linear_by = jax.make_user_context(default_value=None)
 
 
 class Written(NamedTuple):
@@ -216,6 +221,40 @@ def sample(
     if not is_random and any(one is not None for one in filters):
         raise ValueError("filters change nothing without a temperature")
     return _dispatch("sample", implementation, Site(""), {}, (logits, temperature, keys, positions, *filters))
+
+
+def linear(
+    x: Num[Array, "T D"],
+    weight: Num[Array, "O E"],
+    scales: Float[Array, "G O"] | None = None,
+    zeros: Num[Array, "G O"] | None = None,
+    *,
+    kind: Kind = "float",
+    rounds_rows: bool = False,
+    implementation: str | Choice | None = None,
+) -> Float[Array, "T O"]:
+    """Multiply the rows `x` [T, D] with a weight of O rows and D columns: [T, O] in float32, in which sums are made.
+
+    `kind` says what the weight's numbers are: "float" as they are in `weight` [O, D]; of the others each is a number,
+    less its zero in `zeros` where there are some, times its scale: "int8" and "float8" (e4m3) [O, D]; "int4" (of -8 to
+    7, stored with 8 added) and "float4" (e2m1) two to a byte, [O, D / 2], the even column's in the lower half. G groups
+    of as many neighbouring columns each have a scale for every row. Such a number is rounded to the type of `x`.
+
+    With `rounds_rows`, for "int8" of one group without zeros, each row of `x` is rounded to 8 bits as well: products
+    are summed as integers, exactly up to 133,000 columns, and the scales of row and weight multiply the sum.
+    `implementation` None takes what `linear_by` says, or else XLA's own products.
+    """
+    columns = weight.shape[1] * (2 if kind in PACKED else 1)
+    if x.shape[1] != columns:
+        raise ValueError(f"rows of {x.shape[1]} do not fit a weight of {columns} columns")
+    if (scales is None) != (kind == "float") or (zeros is not None and scales is None):
+        raise ValueError(f"a weight of kind {kind} has {'no' if kind == 'float' else 'its'} scales")
+    if scales is not None and (columns % scales.shape[0] or scales.shape[1] != len(weight)):
+        raise ValueError(f"scales {scales.shape} do not fit a weight {weight.shape}")
+    if rounds_rows and (kind != "int8" or zeros is not None or scales is None or scales.shape[0] != 1):
+        raise ValueError("rows are rounded for int8 with one scale for each of its rows, and no zeros")
+    site, static = Site("", dtype=str(x.dtype), kind=kind), {"kind": kind, "rounds_rows": rounds_rows}
+    return _dispatch("linear", implementation or linear_by.value or "xla", site, static, (x, weight, scales, zeros))
 
 
 def _dispatch(

@@ -31,12 +31,13 @@ MODULES: dict[str, dict[str, str]] = {
         "triton": "attention.triton_kernels",
     },
     "sample": {"xla": "sampling.xla", "triton": "sampling.triton_kernels"},
+    "linear": {"xla": "linear.xla"},
 }
 OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them
 # By platform, the best first; the reference, which can do everything, stands behind them all.
 PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {"paged_decode": ("xla_lanes",)},
-    "gpu": {operation: ("triton",) for operation in MODULES},
+    "gpu": {operation: ("triton",) for operation in MODULES if operation != "linear"},
 }
 
 
@@ -54,6 +55,7 @@ class Site:
     value_size: int | None = None  # of values that are the beginning of their keys; None where they are their own
     block_tokens: int = 16
     shards: int = 1  # devices that a model is divided among, its vocabulary included
+    kind: str = "float"  # of a weight's numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,12 @@ from jaxtyping import Float, Int
 
 from jaxllm.model import layers, mla, moe
 from jaxllm.model import pooler as pooling
-from jaxllm.model.parameters import Part, Weight
+from jaxllm.model.parameters import Part, Scheme, Weight
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
 
 Leaf = TypeVar("Leaf")
-Arrays = dict[str, Any]  # by name, inside or outside a layer: an Array each, or an Int8
+Arrays = dict[str, Any]  # by name, inside or outside a layer: an Array each, or a Quantized
 
 
 class Heads(NamedTuple):
@@ -122,11 +122,12 @@ def declare(spec: Spec, shards: int, quantization: str | None = None, pooler: Po
     declared = Params(top, tuple(each))
     if quantization is None:
         return declared
-    return Params(_as_int8(declared.top), tuple(map(_as_int8, declared.layers)))
+    with_scheme = partial(_with_scheme, Scheme("int8", rounds_rows=True))
+    return Params(with_scheme(declared.top), tuple(map(with_scheme, declared.layers)))
 
 
-def _as_int8(weights: dict[str, Weight]) -> dict[str, Weight]:
-    return {name: replace(weight, is_int8=weight.is_product) for name, weight in weights.items()}
+def _with_scheme(scheme: Scheme, weights: dict[str, Weight]) -> dict[str, Weight]:
+    return {name: replace(weight, scheme=scheme) if weight.is_product else weight for name, weight in weights.items()}
 
 
 def _attention_weights(spec: Spec, shards: int) -> dict[str, Weight]:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jaxllm.model import decoder, int8, layers, weights
+from jaxllm.model import decoder, layers, quantized, weights
 from jaxllm.model.decoder import Context, Params
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.sharding import named
@@ -82,7 +82,7 @@ def map_shape(head: Head, mesh: Mesh) -> jax.ShapeDtypeStruct:
 def abstract(head: Head, mesh: Mesh, dtype: DTypeLike) -> Params[jax.ShapeDtypeStruct]:
     """Describe the head's parameters, shapes, type and shardings, with nothing allocated."""
     weights.check_shards(head.spec, mesh.size)
-    described = jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declare(head, mesh.size))
+    described = jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declare(head, mesh.size))
     return with_map(head, described, map_shape(head, mesh))
 
 

@@ -17,68 +17,28 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxllm.model.int8 import Int8, by_row
+import pallas_kernels
+from jaxllm.model.quantized import Quantized
 from jaxllm.model.spec import Activation, BandScaling, LinearScaling, NormKind, PairScaling, Rope, YarnScaling
-
-# Rows up to which a float32 product is faster the other way round: 1.2 to 2.2 times with 2 to 64 rows over matrices of
-# 512 × 1,376 to 16,384 × 2,048 on two Zen 5 cores, as fast with 96 and above (jax 0.11.2); a decode step of 16 rows of
-# the 0.5B shape 77 ms, not 106.
-_FEW_ROWS = 64
 
 
 @jax.jit
-def linear(x: Array, weight: Array | Int8[Array], bias: Array | None = None) -> Array:
-    """Multiply `x` [T, in] with `weight` [out, in] and add `bias` [out]: [T, out] in float32.
-
-    With an `Int8`, each row of `x` is rounded to 8 bits too, the products are summed as 32-bit integers (exactly, up to
-    133,000 columns), and the scales of row and channel multiply the sum.
-    """
-    if isinstance(weight, Int8):
-        rows, steps = by_row(x.astype(jnp.float32))
-        product = _sums(rows, weight.values).astype(jnp.float32) * (steps * weight.scales)
+def linear(x: Array, weight: Array | Quantized[Array], bias: Array | None = None) -> Array:
+    """Multiply `x` [T, in] with `weight` [out, in] and add `bias` [out]: [T, out] in float32."""
+    if isinstance(weight, Quantized):
+        scheme, arrays = weight.scheme, (weight.values, weight.scales, weight.zeros)
+        product = pallas_kernels.linear(x, *arrays, kind=scheme.kind, rounds_rows=scheme.rounds_rows)
     else:
-        product = _sums(x, weight)
+        product = pallas_kernels.linear(x, weight)
     return product if bias is None else product + bias.astype(jnp.float32)
 
 
-def lookup(table: Array | Int8[Array], rows: Array, dtype: DTypeLike) -> Array:
+def lookup(table: Array | Quantized[Array], rows: Array, dtype: DTypeLike) -> Array:
     """Take `rows` [T] of `table` [V, D] as `dtype`: [T, D]. A number that is no row's gives any row."""
-    if isinstance(table, Int8):
+    if isinstance(table, Quantized):
         values, steps = (array.at[rows].get(mode="clip") for array in (table.values, table.scales[0]))
         return (values.astype(jnp.float32) * steps[:, None]).astype(dtype)
     return table.at[rows].get(mode="clip").astype(dtype)
-
-
-def is_turned_on_a_cpu(x: Array) -> bool:
-    """Whether a CPU multiplies with `x` [T, in] the other way round: the product then lies as [out, T] in memory."""
-    return 2 <= x.shape[0] <= _FEW_ROWS and x.dtype == jnp.float32
-
-
-def _sums(x: Array, weight: Array) -> Array:
-    if x.shape[0] == 1 and x.dtype != jnp.float32:
-        # XLA:CPU turns a one-row product with 8 or 16-bit weights into a conversion of the whole weight, 6 to 12 times
-        # slower than the same product with two rows (measured).
-        return lax.platform_dependent(x, weight, cpu=_first_of_two_rows, default=_product)
-    if is_turned_on_a_cpu(x):
-        return lax.platform_dependent(x, weight, cpu=_turned, default=_product)
-    return _product(x, weight)
-
-
-def _product(x: Array, weight: Array) -> Array:
-    kind = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=kind)
-
-
-def _turned(x: Array, weight: Array) -> Array:
-    """Multiply the other way round: XLA:CPU lays out the second factor anew in every call, here the small one.
-
-    The barrier keeps XLA's simplifier from swapping the factors back.
-    """
-    return lax.optimization_barrier(_product(weight, x)).T
-
-
-def _first_of_two_rows(x: Array, weight: Array) -> Array:
-    return _product(jnp.concatenate([x, x]), weight)[:1]
 
 
 @partial(jax.jit, static_argnames=("kind", "eps"))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllm.errors import UserError
-from jaxllm.model import decoder, int8
+from jaxllm.model import decoder, quantized
 from jaxllm.model.parameters import Weight
 from jaxllm.model.spec import Spec
 
@@ -59,4 +59,4 @@ def _pair(weight: Weight, rank: int) -> Pair[Weight]:
 
 def abstract(spec: Spec, mesh: Mesh, dtype: DTypeLike, rank: int) -> Adapter[jax.ShapeDtypeStruct]:
     """Describe the arrays of an adapter, shapes, type and shardings, with nothing allocated."""
-    return jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declare(spec, mesh.devices.size, rank))
+    return jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declare(spec, mesh.devices.size, rank))

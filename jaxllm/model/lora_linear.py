@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax, named_scope
 
+import pallas_kernels
 from jaxllm.model import layers
 from jaxllm.model.decoder import Linear
 from jaxllm.model.lora import Adapter, Pair
@@ -40,7 +41,7 @@ def adapted_linear(adapters: Sequence[Adapter[Array]], token_adapter: Array, joi
             return own
         with named_scope("adapters"):
             delta = _delta(product[0], token_adapter, pairs, joins)
-            if joins or not layers.is_turned_on_a_cpu(product[0]):
+            if joins or not pallas_kernels.is_turned_on_a_cpu(product[0]):
                 return own + delta
             # Added as they lie, and turned once: turning each took 2 ms of a step of 16 rows of the 0.5B shape.
             return lax.optimization_barrier(own.T + delta.T).T

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from jaxllm.errors import UserError
-from jaxllm.model import int8
+from jaxllm.model import quantized
 from jaxllm.model.decoder import Params
 from jaxllm.model.files import inside, read_object
 from jaxllm.model.parameters import Part, Weight
@@ -120,7 +120,7 @@ def load(folder: Path, declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, p
     """
     check(folder, declared)
     dtype = jnp.dtype(dtype)
-    described = jax.tree.leaves(jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declared))
+    described = jax.tree.leaves(jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declared))
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in described)
     bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress)
 
@@ -129,7 +129,7 @@ def load(folder: Path, declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, p
         for weight in weights.values():
             for part in weight.parts:
                 for name in _names(weight, part):
-                    kind = jnp.dtype(jnp.float32) if weight.is_int8 else weight.type_of(dtype)
+                    kind = jnp.dtype(jnp.float32) if weight.scheme is not None else weight.type_of(dtype)
                     _place(tree, (layer, name), _target(weight, part, mesh, kind))
         pieces = _restore(folder, tree)
         pieces = pieces["top"] if layer is None else pieces["layers"][str(layer)]
@@ -140,7 +140,9 @@ def load(folder: Path, declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, p
             for name, weight in weights.items()
         }
         arrays |= {
-            name: int8.quantize(arrays.pop(name), weight, mesh) for name, weight in weights.items() if weight.is_int8
+            name: quantized.quantize(arrays.pop(name), weight, mesh)
+            for name, weight in weights.items()
+            if weight.scheme is not None
         }
         bar.update(sum(array.nbytes for array in jax.tree.leaves(jax.block_until_ready(arrays))))
         return arrays

@@ -10,6 +10,8 @@ from typing import Literal
 
 import numpy as np
 
+from pallas_kernels import Kind
+
 
 @dataclass(frozen=True)
 class Comb:
@@ -36,14 +38,28 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Scheme:
+    """How a matrix is quantized: what its numbers are, and which of them share a scale.
+
+    `group` columns of a row share one; None: all that a device has. `rounds_rows`: rows that it is multiplied with are
+    rounded to 8 bits as well.
+    """
+
+    kind: Kind = "int8"
+    group: int | None = None
+    has_zeros: bool = False
+    rounds_rows: bool = False
+
+
+@dataclass(frozen=True)
 class Weight:
     """One array: its shape, the logical axis of each dimension (see sharding.py), what it is made of.
 
     Several parts lie shard by shard ([q_0, k_0, v_0, q_1, k_1, v_1, ...]), so that splitting axis 0 gives each shard
     its own piece of every part. A weight of `stack` experts has a piece of that kind for each of them along axis 0,
     and its parts are those of one. `initial` is the value of a freshly made model; `is_wide` weights are float32
-    whatever the others are. Quantization makes `is_product` matrices, those that whole rows of tokens are multiplied
-    with, `is_int8`: see int8.py.
+    whatever the others are. Quantization gives `is_product` matrices, those that whole rows of tokens are multiplied
+    with, a `scheme`: see quantized.py.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +69,7 @@ class Weight:
     stack: int | None = None
     is_wide: bool = False
     is_product: bool = False
-    is_int8: bool = False
+    scheme: Scheme | None = None
 
     def type_of(self, default: np.dtype) -> np.dtype:
         """Say what type the weight has in a model of type `default`."""

@@ -24,17 +24,19 @@ from tqdm import tqdm
 
 from jaxllm.embedded import SHIPPED
 from jaxllm.errors import UserError
-from jaxllm.model import int8, orbax_checkpoint
+from jaxllm.model import orbax_checkpoint, quantized
 from jaxllm.model import pooler as pooling
 from jaxllm.model.checkpoint import Tensor, open_tensors
 from jaxllm.model.decoder import Leaf, Params, declare
 from jaxllm.model.families import Family
 from jaxllm.model.files import read_object
-from jaxllm.model.parameters import Part, Weight
+from jaxllm.model.parameters import Part, Scheme, Weight
 from jaxllm.model.pooler import Pooler
+from jaxllm.model.quantized import Quantized
 from jaxllm.model.rows import Rows, in_order, in_tensors
 from jaxllm.model.sharding import named
 from jaxllm.model.spec import Spec
+from pallas_kernels import by_row
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 _PIECE_BYTES = 32 * 2**20  # copied before the pages read are given back
@@ -133,7 +135,7 @@ def load(
     quantization: str | None = None,
     pooler: Pooler | None = None,
 ) -> Params[Array]:
-    """Read a checkpoint into arrays of `dtype`, and into an `Int8` what is quantized, as `decoder.declare` says.
+    """Read a checkpoint into arrays of `dtype`, and into a `Quantized` what is quantized, as `decoder.declare` says.
 
     Each device's piece is quantized from what is stored of it, not from what was rounded to `dtype` before. Every
     tensor is looked up and its shape checked before the first byte is copied: a missing, unexpected or misshapen one is
@@ -152,14 +154,14 @@ def read(
 ) -> Params[Array]:
     """Copy declared weights out of what `find_sources` found for them into arrays of `dtype`."""
     shards = mesh.devices.size
-    total = num_bytes(jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declared))
+    total = num_bytes(jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declared))
     bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress)
     pending: Any = None
 
     def build(layer: int | None, name: str, weight: Weight) -> Any:
         nonlocal pending
         parts = sources[layer, name]
-        if weight.is_int8:
+        if weight.scheme is not None:
             array = _load_int8(weight, parts, mesh)
         else:
 
@@ -209,7 +211,9 @@ def abstract(
     """Describe the parameters, shapes, type and shardings, with nothing allocated: what programs are compiled for."""
     shards = mesh.devices.size
     check_shards(spec, shards)
-    return jax.tree.map(lambda weight: int8.describe(weight, mesh, dtype), declare(spec, shards, quantization, pooler))
+    return jax.tree.map(
+        lambda weight: quantized.describe(weight, mesh, dtype), declare(spec, shards, quantization, pooler)
+    )
 
 
 def num_bytes(tree: Any) -> int:
@@ -236,7 +240,7 @@ def draw(declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, seed: int = 0) 
 
     def build(layer: int | None, name: str, weight: Weight) -> Any:
         array = _random_maker(weight, weight.type_of(jnp.dtype(dtype)), mesh)(seeds.integers(2**32, dtype=np.uint32))
-        return int8.quantize(array, weight, mesh) if weight.is_int8 else array
+        return quantized.quantize(array, weight, mesh) if weight.scheme is not None else array
 
     return _build(declared, build)
 
@@ -366,10 +370,10 @@ def _check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
     tensor.values()  # refuses a type that cannot be read
 
 
-def _load_int8(weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh: Mesh) -> int8.Int8[Array]:
+def _load_int8(weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh: Mesh) -> Quantized[Array]:
     """Read and quantize a matrix, each device's piece once: its scales are kept until they are asked for."""
     shards = mesh.devices.size
-    shapes = int8.describe(weight, mesh, np.float32)
+    shapes = quantized.describe(weight, mesh, np.float32)
     kept: dict[tuple[int, int], np.ndarray] = {}  # by the number of the piece of each axis
 
     def place(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -386,7 +390,7 @@ def _load_int8(weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh: M
             step = max(1, _QUANTIZED_BYTES // (4 * columns))
             for start in range(0, len(block), step):
                 some = slice(row + start, row + min(start + step, len(block)))
-                out[some], steps[some] = int8.by_row(block[start : start + step].astype(np.float32), np)
+                out[some], steps[some] = by_row(block[start : start + step].astype(np.float32), np)
 
         _fill(store, weight.parts, sources[0], weight.shape, weight.axes[0], shards, index)
         kept[place(index, weight.shape)] = steps.T
@@ -397,7 +401,8 @@ def _load_int8(weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh: M
         return kept[rows, piece]
 
     made = jax.make_array_from_callback(weight.shape, shapes.values.sharding, values)
-    return int8.Int8(made, jax.make_array_from_callback(shapes.scales.shape, shapes.scales.sharding, scales))
+    made_scales = jax.make_array_from_callback(shapes.scales.shape, shapes.scales.sharding, scales)
+    return Quantized(made, made_scales, scheme=weight.scheme or Scheme())
 
 
 def _read(

@@ -22,15 +22,16 @@ from jaxllm.commands.conversion import convert
 from jaxllm.config import EngineArgs, EngineConfig
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import UserError
-from jaxllm.model import decoder, int8, layers, sharding, weights
+from jaxllm.model import decoder, layers, sharding, weights
 from jaxllm.model.families import read_spec
-from jaxllm.model.int8 import Int8
+from jaxllm.model.parameters import Scheme
+from jaxllm.model.quantized import Quantized
 from jaxllm.runner import batch, device_state, step
 from jaxllm.runner.aot_manifest import difference
 from jaxllm.runner.model_setup import OPERATIONS, describe_programs, free_bytes, plan_memory, prepare
 from jaxllm.sampling.sampler import Extras, Variant
 from jaxllm.text.tokenizer import load_tokenizer
-from pallas_kernels import Choice
+from pallas_kernels import Choice, by_row
 from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint
 from tests.support.heads import apart
 from tests.support.paths import GOLDEN
@@ -39,9 +40,13 @@ from training.questions import held_out_questions
 _load = partial(load, quantization="int8")
 
 
-def _matrices(params: Any) -> dict[str, Int8]:
+def _int8(values: Any, scales: Any) -> Quantized:
+    return Quantized(jnp.asarray(values), jnp.asarray(scales), scheme=Scheme("int8", rounds_rows=True))
+
+
+def _matrices(params: Any) -> dict[str, Quantized]:
     named = {f"{number}.{name}": leaf for number, layer in enumerate(params.layers) for name, leaf in layer.items()}
-    return {name: leaf for name, leaf in (params.top | named).items() if isinstance(leaf, Int8)}
+    return {name: leaf for name, leaf in (params.top | named).items() if isinstance(leaf, Quantized)}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
@@ -51,7 +56,7 @@ def test_linear_sums_integers_exactly(rows, dtype):
     x = (rng.standard_normal((rows, 300)) * [[10.0**-number] for number in range(rows)]).astype(dtype)
     weight = rng.integers(-127, 128, (40, 300)).astype(np.int8)
     scales, bias = rng.random((1, 40), np.float32), rng.standard_normal(40).astype(dtype)
-    out = layers.linear(jnp.asarray(x), Int8(jnp.asarray(weight), jnp.asarray(scales)), jnp.asarray(bias))
+    out = layers.linear(jnp.asarray(x), _int8(jnp.asarray(weight), jnp.asarray(scales)), jnp.asarray(bias))
     assert out.dtype == jnp.float32
 
     wide = x.astype(np.float32)  # in float64 a value half way between two steps could go the other way
@@ -69,14 +74,14 @@ def test_long_sums_keep_every_unit():
     weight = np.full((2, 100_000), 127, np.int8)
     weight[1, 0] = 126
     rows = jnp.full((2, 100_000), 127.0)  # rounded to 127 steps of one
-    out = layers.linear(rows, Int8(jnp.asarray(weight), jnp.ones((1, 2), jnp.float32)))
+    out = layers.linear(rows, _int8(jnp.asarray(weight), jnp.ones((1, 2), jnp.float32)))
     both = np.asarray([127 * 127 * 100_000, 127 * 127 * 100_000 - 127], np.float32)
     np.testing.assert_array_equal(out, np.stack([both, both]))
 
 
 def test_rows_of_zeros_stay_zero_and_what_is_not_finite_stays_so():
     rows = np.asarray([[0.0] * 8, [np.nan] + [1.0] * 7, [np.inf] + [1.0] * 7, [-1e-38] * 8, [3e38] * 8], np.float32)
-    weight = Int8(jnp.full((3, 8), 2, jnp.int8), jnp.ones((1, 3), jnp.float32))
+    weight = _int8(jnp.full((3, 8), 2, jnp.int8), jnp.ones((1, 3), jnp.float32))
     out = np.asarray(layers.linear(jnp.asarray(rows), weight))
     assert np.all(out[0] == 0) and np.all(np.abs(out[3]) < 1e-29)
     assert not np.isfinite(out[1:3]).any() and not np.isfinite(out[4]).any()  # 3e38 * 16 is no float32
@@ -84,7 +89,7 @@ def test_rows_of_zeros_stay_zero_and_what_is_not_finite_stays_so():
 
 def test_both_namespaces_make_the_same_bits():
     x = np.random.default_rng(1).standard_normal((500, 77)).astype(np.float32)
-    for here, there in zip(int8.by_row(x, np), jax.jit(int8.by_row)(x), strict=True):
+    for here, there in zip(by_row(x, np), jax.jit(by_row)(x), strict=True):
         np.testing.assert_array_equal(here, there, strict=True)
 
 
@@ -122,7 +127,7 @@ def test_a_converted_checkpoint_gives_the_same_bits(tmp_path, shards, stored):
     tensors = {name: value.astype(stored) for name, value in random_tensors(CONFIG).items()}
     folder = write_checkpoint(tmp_path / "source", tensors=tensors)
     params = _load(folder, shards, "bfloat16")
-    assert params.top["embed"].dtype == jnp.bfloat16 and isinstance(params.top["head"], Int8)
+    assert params.top["embed"].dtype == jnp.bfloat16 and isinstance(params.top["head"], Quantized)
     spec, _ = read_spec(CONFIG)
     described = weights.abstract(spec, sharding.make_mesh(jax.devices(), shards), "bfloat16", "int8")
     others = [_load(convert(str(folder), tmp_path / "target"), shards, "bfloat16"), described]
