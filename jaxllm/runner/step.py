@@ -139,7 +139,8 @@ def on_shards(
     ) -> tuple[Leaves, jax.Array]:
         weights = jax.tree.unflatten(params_tree, params_leaves)
         trees = behind if further else (jax.tree.unflatten(adapter_tree, leaves) for leaves in behind)
-        following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer, *trees)
+        with pallas_kernels.linear_by(model.kernels["linear"]):
+            following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer, *trees)
         return tuple(jax.tree.leaves(following)), returned
 
     # What a trace calls the program. Part of its name in the compilation cache, too: what is found there has the scopes
