@@ -89,7 +89,7 @@ def compare(
 CASES = [
     pytest.param(STORIES, 30, {}, id="stories"),
     *(
-        pytest.param(model, 60, settings, id=f"{model.name} {settings}", marks=pytest.mark.ci)
+        pytest.param(model, 24, settings, id=f"{model.name} {settings}", marks=pytest.mark.ci)
         for model, settings in (
             (MODEL_DIR, {"async_scheduling": False}),
             (GOLDEN / "qwen3", {"tensor_parallel_size": 2}),
@@ -122,7 +122,7 @@ def test_a_request_gets_with_a_draft_model_what_it_gets_without(
     """The draft model is the model: what differs is filters and penalties, which drafts know nothing of."""
     monkeypatch.setattr(draft_setup, "with_cost", lambda drafting, described: drafting)  # else they never pay
     drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
-    compare(model, range(40), settings, drafting=drafting)
+    compare(model, range(16), settings, drafting=drafting)
 
 
 def test_the_embedded_models_head_drafts_as_well_in_the_engine_as_it_was_scored() -> None:
