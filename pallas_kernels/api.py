@@ -29,7 +29,8 @@ from pallas_kernels.sampling.xla import MOST_TOKENS
 SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")  # types of caches with scales
 
 
-# `with linear_by(choice):` names the implementation of all products that are traced inside.
+# `with linear_by(choice):` names the implementation of products that are traced inside, of those that it can do; the
+# others, as of a head that is not quantized, stay with XLA. Part of the key under which JAX keeps what it has traced.
 linear_by = jax.make_user_context(default_value=None)
 
 
@@ -242,7 +243,7 @@ def linear(
 
     With `rounds_rows`, for "int8" of one group without zeros, each row of `x` is rounded to 8 bits as well: products
     are summed as integers, exactly up to 133,000 columns, and the scales of row and weight multiply the sum.
-    `implementation` None takes what `linear_by` says, or else XLA's own products.
+    `implementation` None takes what `linear_by` says, where that can do it, or else XLA's own products.
     """
     columns = weight.shape[1] * (2 if kind in PACKED else 1)
     if x.shape[1] != columns:
@@ -253,8 +254,24 @@ def linear(
         raise ValueError(f"scales {scales.shape} do not fit a weight {weight.shape}")
     if rounds_rows and (kind != "int8" or zeros is not None or scales is None or scales.shape[0] != 1):
         raise ValueError("rows are rounded for int8 with one scale for each of its rows, and no zeros")
-    site, static = Site("", dtype=str(x.dtype), kind=kind), {"kind": kind, "rounds_rows": rounds_rows}
-    return _dispatch("linear", implementation or linear_by.value or "xla", site, static, (x, weight, scales, zeros))
+    site, static = (
+        Site("", dtype=str(x.dtype), kind=kind, rounds_rows=rounds_rows),
+        {"kind": kind, "rounds_rows": rounds_rows},
+    )
+    chosen = implementation or _product_by(site)
+    return _dispatch("linear", chosen, site, static, (x, weight, scales, zeros))
+
+
+def _product_by(site: Site) -> str | Choice:
+    """Return what `linear_by` says, or "xla" where that cannot do a product.
+
+    Programs for a GPU are compiled where there is none, too: what was chosen says where it will run.
+    """
+    chosen: Choice | None = linear_by.value
+    if chosen is None:
+        return "xla"
+    there = _on(site, "cpu" if chosen.capability is None else "gpu", chosen.capability)
+    return chosen if choice.refusal("linear", chosen.name, there) is None else "xla"
 
 
 def _dispatch(

@@ -56,6 +56,7 @@ class Site:
     block_tokens: int = 16
     shards: int = 1  # devices that a model is divided among, its vocabulary included
     kind: str = "float"  # of a weight's numbers
+    rounds_rows: bool = False  # that it is multiplied with
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from jaxllm.sampling.vocab_parallel import MOST_TOKENS
 from jaxllm.version import __version__
 from pallas_kernels import Choice, Site
 
-OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample")  # of a step
+OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample", "linear")  # of a step
 GPU_SHARE = 0.97  # of the remaining memory; the rest is for programs' code and for tuning later ones
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: other programs of a laptop need memory too
 TOKEN_COST = {"cpu": 250, "gpu": 4}  # see `Limits`; measured by tests/benchmarks/verifying.py, on no GPU yet
@@ -116,6 +116,7 @@ def choose_kernels(config: EngineConfig, spec: Spec, device: jax.Device, dtype: 
         value_size=spec.latent.rank if spec.latent else None,
         block_tokens=config.block_size,
         shards=config.tensor_parallel_size,
+        kind="float" if config.quantization is None else "int8",
     )
     asked = {}
     for text in config.kernels:
