@@ -239,7 +239,8 @@ def linear(
     `kind` says what the weight's numbers are: "float" as they are in `weight` [O, D]; of the others each is a number,
     less its zero in `zeros` where there are some, times its scale: "int8" and "float8" (e4m3) [O, D]; "int4" (of -8 to
     7, stored with 8 added) and "float4" (e2m1) two to a byte, [O, D / 2], the even column's in the lower half. G groups
-    of as many neighbouring columns each have a scale for every row. Such a number is rounded to the type of `x`.
+    of as many neighbouring columns each have a scale for every row. Such a
+    number may be rounded to the type of `x`.
 
     With `rounds_rows`, for "int8" of one group without zeros, each row of `x` is rounded to 8 bits as well: products
     are summed as integers, exactly up to 133,000 columns, and the scales of row and weight multiply the sum.
