@@ -98,7 +98,7 @@ def test_an_engine_with_these_kernels_says_the_same():
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
     prompts = ["Once upon a time there was a little dog", "Tim"]
     said = []
-    for kernels in ([], [f"{operation}=triton" for operation in OPERATIONS]):
+    for kernels in ([], [f"{operation}=triton" for operation in OPERATIONS if operation != "linear"]):
         with LLM(STORIES, kernels=kernels, num_kv_blocks=9, **settings) as llm:
             said.append(llm.generate(prompts, params, use_tqdm=False))
     for one, other in zip(*said, strict=True):
