@@ -29,7 +29,8 @@ from pallas_kernels.sampling.xla import MOST_TOKENS
 SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")  # types of caches with scales
 
 
-# `with linear_by(choice):` names the implementation of all products that are traced inside.
+# `with linear_by(choice):` names the implementation of products that are traced inside, of those that it can do; the
+# others, as of a head that is not quantized, stay with XLA. Part of the key under which JAX keeps what it has traced.
 linear_by = jax.make_user_context(default_value=None)
 
 
@@ -238,11 +239,11 @@ def linear(
     `kind` says what the weight's numbers are: "float" as they are in `weight` [O, D]; of the others each is a number,
     less its zero in `zeros` where there are some, times its scale: "int8" and "float8" (e4m3) [O, D]; "int4" (of -8 to
     7, stored with 8 added) and "float4" (e2m1) two to a byte, [O, D / 2], the even column's in the lower half. G groups
-    of as many neighbouring columns each have a scale for every row. Such a number is rounded to the type of `x`.
+    of as many neighbouring columns each have a scale for every row. Such a number may be rounded to the type of `x`.
 
     With `rounds_rows`, for "int8" of one group without zeros, each row of `x` is rounded to 8 bits as well: products
     are summed as integers, exactly up to 133,000 columns, and the scales of row and weight multiply the sum.
-    `implementation` None takes what `linear_by` says, or else XLA's own products.
+    `implementation` None takes what `linear_by` says, where that can do it, or else XLA's own products.
     """
     columns = weight.shape[1] * (2 if kind in PACKED else 1)
     if x.shape[1] != columns:
@@ -253,8 +254,22 @@ def linear(
         raise ValueError(f"scales {scales.shape} do not fit a weight {weight.shape}")
     if rounds_rows and (kind != "int8" or zeros is not None or scales is None or scales.shape[0] != 1):
         raise ValueError("rows are rounded for int8 with one scale for each of its rows, and no zeros")
-    site, static = Site("", dtype=str(x.dtype), kind=kind), {"kind": kind, "rounds_rows": rounds_rows}
-    return _dispatch("linear", implementation or linear_by.value or "xla", site, static, (x, weight, scales, zeros))
+    static: dict[str, Any] = {"kind": kind, "rounds_rows": rounds_rows}
+    site = Site("", dtype=str(x.dtype), **static)
+    chosen = implementation or _product_by(site)
+    return _dispatch("linear", chosen, site, static, (x, weight, scales, zeros))
+
+
+def _product_by(site: Site) -> str | Choice:
+    """Return what `linear_by` says, or "xla" where that cannot do a product.
+
+    Programs for a GPU are compiled where there is none, too: what was chosen says where it will run.
+    """
+    chosen: Choice | None = linear_by.value
+    if chosen is None:
+        return "xla"
+    there = _on(site, "cpu" if chosen.capability is None else "gpu", chosen.capability)
+    return chosen if choice.refusal("linear", chosen.name, there) is None else "xla"
 
 
 def _dispatch(

@@ -31,13 +31,13 @@ MODULES: dict[str, dict[str, str]] = {
         "triton": "attention.triton_kernels",
     },
     "sample": {"xla": "sampling.xla", "triton": "sampling.triton_kernels"},
-    "linear": {"xla": "linear.xla"},
+    "linear": {"xla": "linear.xla", "triton": "linear.triton_kernels"},
 }
 OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them
 # By platform, the best first; the reference, which can do everything, stands behind them all.
 PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {"paged_decode": ("xla_lanes",)},
-    "gpu": {operation: ("triton",) for operation in MODULES if operation != "linear"},
+    "gpu": {operation: ("triton",) for operation in MODULES},
 }
 
 
@@ -56,6 +56,7 @@ class Site:
     block_tokens: int = 16
     shards: int = 1  # devices that a model is divided among, its vocabulary included
     kind: str = "float"  # of a weight's numbers
+    rounds_rows: bool = False  # that it is multiplied with
 
 
 @dataclass(frozen=True, slots=True)

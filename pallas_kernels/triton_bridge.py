@@ -46,6 +46,11 @@ _TYPES = {
 }
 
 
+def is_interpreted() -> bool:
+    """Whether kernels run on the host, in Triton's interpreter."""
+    return knobs.runtime.interpret
+
+
 def refusal(site: Site) -> str | None:
     """Say what no kernel of this package can do on a device."""
     if knobs.runtime.interpret and site.platform == "cpu":

@@ -39,9 +39,28 @@ class Prefill(NamedTuple):
     tuning: Tuning
 
 
+class Linear(NamedTuple):
+    """Of `linear`: tokens and rows of a weight of a program, columns visited at once, programs that share columns."""
+
+    tokens: int
+    rows: int
+    columns: int
+    splits: int  # at most
+    tuning: Tuning
+
+
 COMBINE = Tuning(2, 1)
 COPY, COPIED = Tuning(4, 1), 2048  # numbers of a block that a program copies
 LEAST_KEYS, MOST_SPLITS = 256, 32
+# Of `linear`, not measured, by the bits of a number, and 32 for float32 tokens: tokens, rows, columns, warps, stages.
+# Three programs of the first kind have 48 KB under way on a multiprocessor of an H200, and Little's law asks for 33.
+# With 128 tokens a number becomes a float once for as many products: 4 of 8 clocks that the tensor cores are busy.
+LINEAR = {
+    8: ((16, 64, 64, 4, 4), (32, 64, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 64, 8, 3)),
+    4: ((16, 64, 128, 4, 4), (32, 64, 128, 4, 4), (64, 64, 128, 4, 4), (128, 128, 64, 8, 3)),
+    32: ((16, 64, 32, 4, 2), (32, 64, 32, 4, 2)),
+}
+LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # visits that a program is worth
 # Of `sample`, which was not measured: columns of a program, and of a group whose largest logit is remembered.
 SURVEY, SURVEYED, GROUPED = Tuning(4, 1), 2048, 64
 # One program does a row with filters, so it is large: columns visited at once, and of those listed with 16 bounds.
@@ -72,6 +91,19 @@ def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, ca
     while size >= 2 * rows and size > 16:
         size //= 2
     return Prefill(size, found["keys"], Tuning(found["warps"] if size == found["rows"] else 4, found["stages"]))
+
+
+def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind: str, dtype: str) -> Linear:
+    """Choose for so many tokens and a weight of so many rows and columns. Not measured yet: see LINEAR."""
+    own = LINEAR[32 if dtype == "float32" else 4 if kind in ("int4", "float4") else 8]
+    most, size, width, warps, stages = next((one for one in own if tokens <= one[0]), own[-1])
+    programs = -(-tokens // most) * -(-rows // size)
+    splits = 1
+    while splits < MOST_LINEAR_SPLITS and programs * splits < 2 * PROCESSORS[generation(capability)]:
+        if columns < 2 * splits * LEAST_STEPS * width:
+            break
+        splits *= 2
+    return Linear(most, size, width, splits, Tuning(warps, stages))
 
 
 def write_tokens(tokens: int) -> int:

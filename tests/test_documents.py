@@ -15,6 +15,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from tests.benchmarks import step_bytes
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.ci
@@ -130,3 +131,7 @@ def test_what_a_document_names_exists(document: str) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     missing += [f"make {name}" for name in re.findall(r"`make ([a-z][\w-]*)", text) if name not in targets]
     assert not missing
+
+
+def test_the_table_of_bytes_is_what_is_computed():
+    assert "\n".join(step_bytes.lines()) in (ROOT / "docs" / "benchmarks.md").read_text()

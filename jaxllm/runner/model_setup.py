@@ -116,7 +116,7 @@ def choose_kernels(config: EngineConfig, spec: Spec, device: jax.Device, dtype: 
         value_size=spec.latent.rank if spec.latent else None,
         block_tokens=config.block_size,
         shards=config.tensor_parallel_size,
-        kind="float" if config.quantization is None else config.quantization,
+        kind="float" if config.quantization is None else "int8",
     )
     asked = {}
     for text in config.kernels:

@@ -61,7 +61,8 @@ def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.
     def on_shard(params_leaves: Leaves, hidden: jax.Array, places: jax.Array) -> jax.Array:
         weights = jax.tree.unflatten(params_tree, params_leaves)
         vocabulary = Vocabulary(spec.vocab_size, AXIS)
-        logits = decoder.head(spec, weights, hidden.at[places[:, 0]].get(mode="clip"))  # [Q, Vx]
+        with step.products_of(model):
+            logits = decoder.head(spec, weights, hidden.at[places[:, 0]].get(mode="clip"))  # [Q, Vx]
         logits = vocabulary.without_padding(logits)
         if is_whole:
             return sampler.all_logprobs(logits, vocabulary)

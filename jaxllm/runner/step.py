@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -139,7 +140,7 @@ def on_shards(
     ) -> tuple[Leaves, jax.Array]:
         weights = jax.tree.unflatten(params_tree, params_leaves)
         trees = behind if further else (jax.tree.unflatten(adapter_tree, leaves) for leaves in behind)
-        with pallas_kernels.linear_by(model.kernels["linear"]):
+        with products_of(model):
             following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer, *trees)
         return tuple(jax.tree.leaves(following)), returned
 
@@ -156,6 +157,12 @@ def on_shards(
         out_specs=(state_specs, result),
         check_vma=False,  # kernels inside of shard_map declare no varying axes
     )
+
+
+def products_of(model: StepModel) -> AbstractContextManager[Any]:
+    """Have products that are traced inside done as was chosen; nothing is set for XLA's own, which are the default."""
+    chosen = model.kernels["linear"]
+    return nullcontext() if chosen.name == "xla" else pallas_kernels.linear_by(chosen)
 
 
 def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:

@@ -22,8 +22,11 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import pallas_kernels
-from jaxllm.model import lora, sharding, weights
+from jaxllm.model import decoder, lora, quantized, sharding, weights
+from jaxllm.model.decoder import Params
 from jaxllm.model.families import read_spec
+from jaxllm.model.parameters import Scheme, Weight
+from jaxllm.model.quantized import Quantized
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import batch, device_state, draft_setup, step
 from jaxllm.runner.batch import Shape
@@ -32,6 +35,7 @@ from jaxllm.runner.drafting import Drafting
 from jaxllm.runner.model_setup import OPERATIONS
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from pallas_kernels import Choice, Site
+from pallas_kernels.linear.numbers import PACKED
 
 TARGET = Path(__file__).with_name("h200_target.txtpb")
 CAPABILITY = 90
@@ -90,10 +94,13 @@ def mesh(devices: int = 1) -> Mesh:
     return topologies.make_mesh(described, (devices,), (sharding.AXIS,))
 
 
-def kernels_of(spec: Spec, devices: int, dtype: str, asked: Mapping[str, str] | None = None) -> dict[str, Choice]:
+def kernels_of(
+    spec: Spec, devices: int, dtype: str, asked: Mapping[str, str] | None = None, scheme: Scheme | None = None
+) -> dict[str, Choice]:
     """Choose kernels as an engine on H200 does; `asked` are names by operation."""
     heads, kv_heads = heads_per_shard(spec, devices)
     site = Site("gpu", CAPABILITY, dtype, dtype, heads, kv_heads, spec.head_size, shards=devices)
+    site = replace(site, kind=scheme.kind if scheme else "float")
     return {
         operation: pallas_kernels.resolve(operation, site, (asked or {}).get(operation)) for operation in OPERATIONS
     }
@@ -114,10 +121,12 @@ def compile_step(
     is_deterministic: bool = False,
     adapters: int = 0,
     drafting: Drafting | None = None,
+    scheme: Scheme | None = None,
 ) -> Program:
     """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model that config.json describes.
 
-    With `drafting` each row verifies as many drafts as there can be, and drafts as many.
+    With `drafting` each row verifies as many drafts as there can be, and drafts as many. With a `scheme` the layers'
+    matrices are quantized, and the head is not.
     """
     spec, _ = read_spec(dict(config))
     slots = 64
@@ -133,7 +142,7 @@ def compile_step(
         shapes = batch.ragged_shapes(8192, slots, geometry.block_size, ROW_WIDTH)
     (shape,) = (replace(one, adapters=adapters) for one in shapes if one.tokens == (tokens or rows))
     options = {**step.compiler_options("gpu", is_deterministic), **({} if is_deterministic else FIXED), **(flags or {})}
-    return compile_shape(spec, geometry, shape, devices, variant, dtype, kernels, donates, options, drafting)
+    return compile_shape(spec, geometry, shape, devices, variant, dtype, kernels, donates, options, drafting, scheme)
 
 
 def compile_shape(
@@ -147,13 +156,15 @@ def compile_shape(
     donates: bool,
     options: Mapping[str, Any],
     drafting: Drafting | None = None,
+    scheme: Scheme | None = None,
 ) -> Program:
     """Compile one program."""
     over = mesh(devices)
-    params = replace(weights.abstract(spec, over, dtype), draft=draft_setup.abstract(drafting, over, jnp.dtype(dtype)))
+    params = weights.abstract(spec, over, dtype) if scheme is None else _quantized(spec, over, dtype, scheme)
+    params = replace(params, draft=draft_setup.abstract(drafting, over, jnp.dtype(dtype)))
     extras = Extras(spec.vocab_size)
     state = device_state.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype), drafting)
-    chosen = kernels_of(spec, devices, dtype, kernels)
+    chosen = kernels_of(spec, devices, dtype, kernels, scheme)
     adapter = lora.abstract(spec, over, dtype, RANK) if shape.adapters else ()
     model = step.StepModel(
         spec=spec,
@@ -178,6 +189,34 @@ def compile_shape(
     block = (keys[0], keys[1] // devices, *keys[2:])
     drafted = () if state.drafted is None else state.drafted.kv
     return read(lowered, weights.num_bytes((state.kv, drafted)) // devices, block, options)
+
+
+def _quantized(spec: Spec, over: Mesh, dtype: str, scheme: Scheme) -> Params[Any]:
+    """Describe a model's weights, the layers' matrices quantized."""
+    declared = decoder.declare(spec, over.size)
+    layers = [
+        {name: replace(weight, scheme=scheme) if weight.is_product else weight for name, weight in layer.items()}
+        for layer in declared.layers
+    ]
+    described = replace(declared, layers=tuple(layers))
+    is_weight = {"is_leaf": lambda one: isinstance(one, Weight)}
+    return jax.tree.map(lambda one: _describe(one, over, jnp.dtype(dtype)), described, **is_weight)
+
+
+def _describe(weight: Weight, over: Mesh, dtype: jnp.dtype) -> Any:
+    """Describe a weight of any scheme; `quantized.describe` knows int8 with one group alone."""
+    scheme = weight.scheme
+    if scheme is None:
+        return quantized.describe(weight, over, dtype)
+    rows, columns = weight.shape
+    groups = over.size if weight.axes[1] in sharding.SPLIT_AXES else 1
+    if scheme.group is not None:
+        groups = columns // scheme.group
+    kinds = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
+    shape = (rows, columns // (2 if scheme.kind in PACKED else 1))
+    values = jax.ShapeDtypeStruct(shape, kinds.get(scheme.kind, jnp.uint8), sharding=sharding.named(over, weight.axes))
+    scales = sharding.named(over, weight.axes[::-1])
+    return Quantized(values, jax.ShapeDtypeStruct((groups, rows), jnp.float32, sharding=scales), scheme=scheme)
 
 
 def read(

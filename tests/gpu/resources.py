@@ -23,7 +23,7 @@ import triton
 from tqdm import tqdm
 
 import pallas_kernels
-from pallas_kernels import Choice, triton_bridge
+from pallas_kernels import Choice, Kind, triton_bridge
 
 TABLE = Path(__file__).with_name("resources.json")
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -36,6 +36,8 @@ HEADS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "gpt-oss": (64, 8, 64, {"window": 128, "sinks": True}),
 }
 TYPES = (("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32"))
+# Groups of columns of a matrix of 4,096, by the kind of its numbers: as checkpoints of FP8, GPTQ and MXFP4 have them.
+WEIGHTS = {"int8": 1, "float8": 1, "int4": 32, "float4": 128}
 VOCABULARIES = (32000, 152064)  # of Llama 2 and Qwen2.5 7B
 BLOCKS, BLOCK_TOKENS, CONTEXT, TILE = 512, 16, 256, 32  # CONTEXT in blocks
 
@@ -62,6 +64,12 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             qkv, turn = _array((tokens, heads + 2 * kv_heads, size), dtype), _array((tokens, size // 2), "float32")
             arrays = (qkv, cache, cache, _ints(tokens), _ints(tokens), turn, scales)
             found[f"write_kv of {tokens} tokens, {kind}"] = (partial(_write, False), arrays)
+    for (kind, groups), tokens in itertools.product(WEIGHTS.items(), (16, 256)):
+        rows, columns = 6144, 4096
+        stored = {"int8": "int8", "float8": "float8_e4m3fn"}.get(kind, "uint8")
+        weight = _array((rows, columns // 2 if stored == "uint8" else columns), stored)
+        arrays = (_array((tokens, columns), "bfloat16"), weight, _array((groups, rows), "float32"))
+        found[f"linear of {tokens} tokens, {kind}"] = (partial(_linear, kind), arrays)
     qkv, cache = _array((64, 48, 128), "bfloat16"), _array((BLOCKS, 8, BLOCK_TOKENS, 128), "bfloat16")
     arrays = (qkv, cache, cache, _ints(64), _ints(64), _array((64, 32), "float32"), None)
     found["write_kv of 64 tokens, neighbours, half of a head"] = (partial(_write, True), arrays)
@@ -134,6 +142,10 @@ def _prefill(size: int, options: dict[str, Any], implementation: Choice, *arrays
     *given, scales, sinks = arrays
     own = options | {"scale": size**-0.5, "k_scales": scales, "v_scales": scales, "sinks": sinks, "tile": TILE}
     return pallas_kernels.paged_prefill(*given, **own, implementation=implementation)
+
+
+def _linear(kind: Kind, implementation: Choice, *arrays: Any) -> Any:
+    return pallas_kernels.linear(*arrays, kind=kind, implementation=implementation)
 
 
 def _write(is_interleaved: bool, implementation: Choice, *arrays: Any) -> Any:

@@ -23,6 +23,7 @@ import pallas_kernels
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.model import decoder
 from jaxllm.model.families import read_spec
+from jaxllm.model.parameters import Scheme
 from jaxllm.runner.drafting import Drafting
 from jaxllm.sampling.sampler import Variant
 from pallas_kernels import Choice
@@ -102,6 +103,39 @@ def test_four_devices_sum_twice_a_layer_inside_the_graph(size):
     print(f"{program.kernels / 32:.1f} kernels a layer, {program.temporary_bytes / MIB:.1f} MiB")
     assert not program.violations("rows" in size, 100 * MIB)
     assert program.all_reduces == 2 * 32 + 1, "two a layer and one for the embedding"
+
+
+SCHEMES = {
+    "w8a16 of int8": Scheme("int8"),
+    "w8a16 of fp8": Scheme("float8"),
+    "w4a16": Scheme("int4", group=128),
+}
+
+
+def floats_of_weights(program: aot.Program, devices: int) -> list[str]:
+    """Find floats of the shape of a quantized matrix on one device, turned or not: a weight that is made whole."""
+    wide = [(6144 // devices, 4096), (4096, 4096 // devices), (28672 // devices, 4096), (4096, 14336 // devices)]
+    shapes = "|".join(f"{one},{other}" for size in wide for one, other in (size, size[::-1]))
+    return re.findall(rf"= (?:bf16|f16|f32)\[(?:{shapes})\].*", program.text)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_step_with_quantized_weights_makes_none_of_them_whole(scheme, devices):
+    """Two layers are enough to see one. The smallest matrix has 32 MiB as bfloat16, and 8 on each of four devices."""
+    config = MODELS["llama-3.1-8b"] | {"num_hidden_layers": 2}
+    program = aot.compile_step(config, rows=16, devices=devices, scheme=SCHEMES[scheme])
+    print(f"{program.kernels} kernels, {program.temporary_bytes / MIB:.1f} MiB")
+    most = KERNELS_A_LAYER * 2 + KERNELS_BESIDE if devices == 1 else None
+    assert not program.violations(True, DECODE_MIB[16] * MIB // devices, most)
+    assert not floats_of_weights(program, devices)
+    assert program.text.count('custom_call_target="triton_kernel_call_ffi"') >= (3 + 4) * 2
+
+
+def test_a_weight_that_is_made_whole_is_seen():
+    config = MODELS["llama-3.1-8b"] | {"num_hidden_layers": 1}
+    program = aot.compile_step(config, rows=16, scheme=SCHEMES["w4a16"], kernels={"linear": "xla"})
+    assert floats_of_weights(program, 1)
 
 
 def test_a_deterministic_step_is_one_graph_in_which_no_sum_is_split():

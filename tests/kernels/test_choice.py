@@ -21,7 +21,7 @@ def chosen(*kernels: str) -> dict[str, str]:
 
 
 def test_a_cpu_takes_what_is_best_there_and_what_is_named() -> None:
-    best = {"write_kv": "xla", "paged_decode": "xla_lanes", "paged_prefill": "xla", "sample": "xla", "linear": "xla"}
+    best = dict.fromkeys(OPERATIONS, "xla") | {"paged_decode": "xla_lanes"}
     assert chosen() == best
     assert chosen("paged_decode=xla_gather", "write_kv=pallas") == best | {
         "paged_decode": "xla_gather", "write_kv": "pallas",
@@ -54,7 +54,7 @@ def test_a_gpu_takes_triton_where_it_can(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(choice, "module", lambda operation, name: Own if name == "triton" else module(operation, name))
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(choice.importlib.metadata, "version", lambda _: "3.6.0")
-    for operation in set(OPERATIONS) - {"linear"}:
+    for operation in choice.PREFERRED["gpu"]:
         assert pallas_kernels.resolve(operation, Site("gpu", 90)) == pallas_kernels.Choice("triton", 90)
         long = pallas_kernels.resolve(operation, Site("gpu", 90, head_size=576))
         assert (long.name, long.reason) == (

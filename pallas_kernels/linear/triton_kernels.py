@@ -1,0 +1,198 @@
+"""Products with quantized weights for NVIDIA GPUs, in Triton's language: numbers become floats in registers.
+
+A weight is read once, as it is stored, and no float of it reaches memory. Its rows are those of the first matrix that
+tensor cores multiply, which Hopper takes from registers, and tokens are the columns of the second. Where there are too
+few rows to fill a device, columns are divided among programs as well, and their sums are added in order, by XLA, which
+does it in the kernel that uses them: the same bits in every run.
+
+Numbers are multiplied as they are, exact in every type, and scales multiply sums, in float32; that is closer to exact
+than weights that are rounded, as XLA's are. Sums are float32.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array, lax
+
+from pallas_kernels import triton_bridge, tuning
+from pallas_kernels.choice import Site
+from pallas_kernels.linear.numbers import PACKED, Kind
+from pallas_kernels.triton_bridge import call
+
+_NATIVE = 89  # the capability from which on GPUs read 8-bit floats
+_SMALLEST = 16  # columns that tensor cores take at once
+
+
+def refusal(operation: str, site: Site) -> str | None:
+    """Say why this cannot multiply there; None where it can."""
+    if site.kind == "float":
+        return "weights that are floats are XLA's to multiply"
+    if site.rounds_rows:
+        return "rows rounded to 8 bits are XLA's to multiply"
+    return triton_bridge.refusal(replace(site, cache_dtype=site.dtype))
+
+
+@triton.jit
+def _integers(codes, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+    """Make floats of `codes`, less OFFSET: they are put into the last bits of 1024 as float16, or of 128 as bfloat16.
+
+    Exact, and done for two numbers at once; a conversion of an integer takes several times as long.
+    """
+    if DTYPE == tl.bfloat16 and OFFSET == 8:
+        return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + OFFSET)
+    else:
+        return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + OFFSET)
+
+
+@triton.jit
+def _floats(codes, BITS: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Make float16 of floats of BITS and one for the sign, whose exponent has another bias."""
+    sign: tl.constexpr = 1 << BITS
+    codes = codes.to(tl.int16)
+    bits = ((codes & (sign - 1)) << (10 - MANTISSA)) | ((codes & sign) << (15 - BITS))
+    return bits.to(tl.float16, bitcast=True) * (2.0 ** (15 - BIAS))
+
+
+@triton.jit
+def _product(raw, zero, tokens, sums, KIND: tl.constexpr):
+    """Add to `sums` [BN, BM] the products of numbers `raw` [BN, C], less `zero` [BN], with `tokens` [BM, C]."""
+    if KIND == "int8":
+        numbers = _integers(raw.to(tl.uint8, bitcast=True) ^ 128, 128, tokens.dtype)
+    elif KIND == "int4":
+        numbers = _integers(raw, 8, tokens.dtype)
+    elif KIND == "float4":
+        numbers = _floats(raw, 3, 1, 1)
+    elif raw.dtype == tl.uint8:
+        numbers = _floats(raw, 7, 3, 7)
+    else:
+        numbers = raw.to(tl.float16)
+    if zero is not None:
+        numbers = numbers.to(tl.float32) - zero[:, None]
+    return tl.dot(numbers.to(tokens.dtype), tl.trans(tokens), sums, input_precision="ieee")
+
+
+@triton.jit
+def multiply(
+    x,
+    weight,
+    scales,
+    zeros,
+    out,
+    T: tl.constexpr,
+    O: tl.constexpr,  # noqa: E741
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Multiply BM tokens with BN rows of a weight; grid (token blocks, row blocks, SPLITS), out [T, SPLITS, O].
+
+    A step is BK columns of one group. Each split does STEPS of them. T is None where BM divides the tokens.
+    """
+    tokens = tl.program_id(0) * BM + tl.arange(0, BM)
+    rows = tl.program_id(1) * BN + tl.arange(0, BN)
+    split = tl.program_id(2)
+    PACK: tl.constexpr = 2 if KIND == "int4" or KIND == "float4" else 1
+    A_GROUP: tl.constexpr = (GROUP + BK - 1) // BK  # steps
+    GROUPS: tl.constexpr = D // GROUP
+    is_row = rows < O
+    x_at = x + tokens.to(tl.int64)[:, None] * D
+    weight_at = weight + rows.to(tl.int64)[:, None] * (D // PACK)
+    sums = tl.zeros((BN, BM), tl.float32)
+    for step in range(split * STEPS, tl.minimum(split * STEPS + STEPS, A_GROUP * GROUPS)):
+        group = step // A_GROUP
+        columns = step % A_GROUP * BK + tl.arange(0, BK)  # of the group
+        places = step % A_GROUP * (BK // PACK) + tl.arange(0, BK // PACK)
+        # Neighbours of a row come from one group or not at all, so that what is masked is masked in both.
+        mask = tl.full((BM, BK), True, tl.int1)
+        if T is not None:
+            mask = mask & (tokens < T)[:, None]
+        if GROUP % BK != 0:
+            mask = mask & (columns < GROUP)[None, :]
+        part = tl.load(x_at + group * GROUP + columns[None, :], mask=mask, other=0.0)
+        is_there = tl.full((BN, BK // PACK), True, tl.int1)
+        if O % BN != 0:
+            is_there = is_there & is_row[:, None]
+        if GROUP % BK != 0:
+            is_there = is_there & (places < GROUP // PACK)[None, :]
+        raw = tl.load(weight_at + group * (GROUP // PACK) + places[None, :], mask=is_there, other=0.0)
+        zero = None
+        if zeros is not None:
+            zero = tl.load(zeros + group * O + rows, mask=is_row, other=0).to(tl.float32)
+        own = sums if GROUPS == 1 else tl.zeros((BN, BM), tl.float32)
+        if PACK == 2:
+            # Tokens are taken apart in registers, so that numbers are not put together.
+            even, odd = tl.split(tl.reshape(part, (BM, BK // 2, 2)))
+            own = _product(raw & 15, zero, even, own, KIND)
+            own = _product(raw >> 4, zero, odd, own, KIND)
+        else:
+            own = _product(raw, zero, part, own, KIND)
+        if GROUPS == 1:
+            sums = own
+        else:
+            sums += own * tl.load(scales + group * O + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    if GROUPS == 1:
+        sums *= tl.load(scales + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    out_at = out + (tokens.to(tl.int64)[:, None] * SPLITS + split) * O + rows[None, :]
+    is_stored = is_row[None, :]
+    if T is not None:
+        is_stored = is_stored & (tokens < T)[:, None]
+    tl.store(out_at, tl.trans(sums), mask=is_stored)
+
+
+def linear(
+    x: Array,
+    weight: Array,
+    scales: Array,
+    zeros: Array | None,
+    *,
+    kind: Kind,
+    rounds_rows: bool,
+    capability: int | None,
+) -> Array:
+    """See `pallas_kernels.linear`. A weight's NaN of 8-bit floats is 480 on GPUs that do not know these."""
+    if kind == "float" or rounds_rows:
+        raise ValueError(f"{refusal('linear', Site('', kind=kind, rounds_rows=rounds_rows))}")
+    (num_tokens, columns), rows = x.shape, weight.shape[0]
+    group = columns // scales.shape[0]
+    if kind in PACKED and group % 2:
+        raise ValueError(f"groups of {group} columns do not fit: two columns share a byte")
+    if kind == "float8" and (triton_bridge.is_interpreted() or (capability or 0) < _NATIVE):
+        weight = lax.bitcast_convert_type(weight, jnp.uint8)
+    chosen = tuning.of_linear(capability, num_tokens, rows, columns, kind, str(x.dtype))
+    step = min(chosen.columns, max(_SMALLEST * (2 if kind in PACKED else 1), triton.next_power_of_2(group)))
+    steps = triton.cdiv(group, step) * scales.shape[0]
+    each = triton.cdiv(steps, chosen.splits)
+    splits = triton.cdiv(steps, each)
+    (parts,) = call(
+        multiply,
+        (x, weight, scales, zeros),
+        [jax.ShapeDtypeStruct((num_tokens, splits, rows), jnp.float32)],
+        (triton.cdiv(num_tokens, chosen.tokens), triton.cdiv(rows, chosen.rows), splits),
+        chosen.tuning,
+        capability,
+        T=None if num_tokens % chosen.tokens == 0 else num_tokens,
+        O=rows,
+        D=columns,
+        GROUP=group,
+        KIND=kind,
+        BM=chosen.tokens,
+        BN=chosen.rows,
+        BK=step,
+        SPLITS=splits,
+        STEPS=each,
+    )
+    return functools.reduce(operator.add, (parts[:, split] for split in range(splits)))
