@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,20 @@ from tqdm import tqdm
 from jaxllm.embedded import SHIPPED
 from jaxllm.errors import UserError
 from jaxllm.model import orbax_checkpoint, quantized
-from jaxllm.model import pooler as pooling
-from jaxllm.model.checkpoint import Tensor, open_tensors
 from jaxllm.model.decoder import Leaf, Params, declare, with_schemes
 from jaxllm.model.families import Family
 from jaxllm.model.files import read_object
 from jaxllm.model.parameters import Part, Scheme, Weight
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.quantized import Quantized, rounded
-from jaxllm.model.rows import Rows, in_order, in_tensors
+from jaxllm.model.rows import in_order
 from jaxllm.model.sharding import named
+from jaxllm.model.sources import Source, Sources, Store, open_sources
 from jaxllm.model.spec import Spec
-from jaxllm.model.stored_matrices import Matrix, Side, collect
+from jaxllm.model.stored_matrices import Matrix, Side
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-_PIECE_BYTES = 32 * 2**20  # copied before the pages read are given back
 _QUANTIZED_BYTES = 2**20  # quantized at once: what is between fits into a processor's cache
-
-Store = Callable[[int, np.ndarray], None]  # takes rows, with the number of the first
 
 
 def resolve(model: str, revision: str | None = None, tokenizer_only: bool = False) -> Path:
@@ -124,7 +120,7 @@ def check(folder: Path, spec: Spec, family: Family, shards: int, pooler: Pooler 
     if orbax_checkpoint.is_here(folder):
         orbax_checkpoint.check(folder, declared)
         return
-    _open_sources(folder, declared, family, pooler)
+    open_sources(folder, declared, family, pooler)
 
 
 def load(
@@ -148,7 +144,7 @@ def load(
     declared = _declare(spec, shards, at_load(quantization, mesh), pooler, family)
     if orbax_checkpoint.is_here(folder):
         return orbax_checkpoint.load(folder, declared, mesh, dtype, progress)
-    return read(declared, _open_sources(folder, declared, family, pooler), mesh, dtype, progress)
+    return read(declared, open_sources(folder, declared, family, pooler), mesh, dtype, progress)
 
 
 def read(
@@ -194,7 +190,7 @@ def stored_parts(
     if family.stored is not None:
         raise UserError(f"{folder} is quantized already ({family.stored.method}), and read as it is.", "model")
     declared = declare(spec, 1, pooler=pooler)
-    sources = _open_sources(folder, declared, family, pooler)
+    sources = open_sources(folder, declared, family, pooler)
     return {
         (layer, name): StoredPart(source.whole(part), source.tensor.release)
         for layer, weights in [(None, declared.top), *enumerate(declared.layers)]
@@ -305,164 +301,7 @@ def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], 
     )
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where the rows of one part are: `at` those places of the [out, in] (or [out]) view of a tensor.
-
-    `expert` says which piece of a tensor that holds all experts.
-    """
-
-    tensor: Tensor | Matrix
-    at: Rows
-    expert: int | None
-    is_transposed: bool
-
-    def view(self) -> np.ndarray:
-        """View the tensor, or its piece of one expert, as [out, in] (or [out])."""
-        assert isinstance(self.tensor, Tensor)
-        values = self.tensor.values()
-        if self.expert is not None:
-            values = values[self.expert]
-        return values.T if self.is_transposed else values
-
-    def whole(self, part: Part) -> np.ndarray:
-        """View all rows of the part; those of a comb that the part itself names by tooth, [teeth, rows of one, ...].
-
-        Heads that alternate with those of other parts are copied.
-        """
-        values, comb = self.view(), self.at.comb
-        if comb is None:
-            return values[self.at.first : self.at.first + part.rows]
-        teeth = values.reshape(-1, comb.period, *values.shape[1:])
-        teeth = teeth[:, comb.first : comb.first + comb.length]
-        return teeth if part.comb is not None else teeth.reshape(part.rows, *values.shape[1:])
-
-    def give(
-        self, side: Side, width: int, start: int, count: int, columns: tuple[slice, ...], store: Store, row: int
-    ) -> int:
-        """Give `columns` of `count` rows of the part from `start` on to `store`, as those from `row` on.
-
-        Of a quantized matrix they are those of one `side` of it, `width` columns wide. The pages read are given back on
-        the way. Returns the row behind the last.
-        """
-        for rows in self.at.slices(start, count):
-            if isinstance(self.tensor, Matrix):
-                view = self.tensor.view(side, self.expert, width)
-                blocks = (view.read(some, *columns) for some in _steps(rows, view.row_bytes))
-            else:
-                source = self.view()[(rows, *columns)]
-                # A row of a transposed tensor lies on all of its pages.
-                each = source.nbytes // len(source) if source.flags.c_contiguous and source.size else 0
-                blocks = (source[some] for some in _steps(slice(0, len(source)), each))
-            for block in blocks:
-                store(row, block)
-                row += len(block)
-                self.tensor.release()
-        return row
-
-
-def _steps(rows: slice, row_bytes: int) -> Iterator[slice]:
-    """Divide rows into pieces that are copied at once; where a row has no bytes, not at all."""
-    step, count = rows.step or 1, len(range(rows.start, rows.stop, rows.step or 1))
-    each = max(1, _PIECE_BYTES // row_bytes) if row_bytes else max(1, count)
-    for start in range(0, count, each):
-        first, last = rows.start + start * step, rows.start + (min(start + each, count) - 1) * step
-        yield slice(first, last + 1, step)
-
-
-# For each weight, the parts of each of its pieces along axis 0 (one piece where it is no stack of experts).
-Sources = dict[tuple[int | None, str], tuple[tuple[_Source, ...], ...]]
-
-
-def _open_sources(folder: Path, declared: Params[Weight], family: Family, pooler: Pooler | None) -> Sources:
-    """Look up the tensors behind every weight of a folder; refuse missing, misshapen and unexpected ones."""
-    # A checkpoint saved from the bare model, without the head, lacks the prefix.
-    tensors = {_usual(name.removeprefix(family.prefix)): tensor for name, tensor in open_tensors(folder).items()}
-    names = dict(family.tensors)
-    if pooler is not None:
-        names |= pooling.tensors(pooler)
-        for path in {dense.stem.rpartition("/")[0] for dense in pooler.layers} - {""}:
-            tensors |= {f"{path}/{name}": tensor for name, tensor in open_tensors(folder, path).items()}
-    found = tensors if family.stored is None else collect(tensors, family.stored)
-    return find_sources(declared, replace(family, tensors=names), found)
-
-
-def _usual(name: str) -> str:
-    """Rename what the first checkpoints of transformers have under other names."""
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-
-
-def find_sources(declared: Params[Weight], family: Family, tensors: Mapping[str, Tensor | Matrix]) -> Sources:
-    """Look up the tensors behind declared weights, by their names without the family's prefix; refuse all others."""
-    sources: Sources = {}
-    used: set[str] = set()
-    for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
-        for name, weight in weights.items():
-            pieces = []
-            for expert in [None] if weight.stack is None else range(weight.stack):
-                names, found = _find_parts(weight, family, tensors, layer, expert)
-                pieces.append(found)
-                used.update(names)
-            sources[layer, name] = tuple(pieces)
-    # A head stored beside the embedding that it is tied to is a copy of it.
-    copies = set() if "head" in declared.top else {family.tensors["head"]}
-    behind = f"layers.{len(declared.layers)}."  # layers that guess further tokens ahead, which are not built
-    for name in sorted(set(tensors) - used - copies):
-        is_behind = family.has_layers_behind and name.startswith(behind)
-        if not name.endswith(family.ignored) and not name.startswith(family.heads) and not is_behind:
-            raise UserError(
-                f"{tensors[name].file.name}: tensor {tensors[name].name} is not part of the model that config.json "
-                "describes; the two do not belong together.",
-                "model",
-            )
-    return sources
-
-
-def _find_parts(
-    weight: Weight, family: Family, tensors: Mapping[str, Tensor | Matrix], layer: int | None, expert: int | None
-) -> tuple[list[str], tuple[_Source, ...]]:
-    """Look up the tensors of one piece of a weight, and check their shapes; return their names as well."""
-    patterns = [family.tensors[part.name] for part in weight.parts]
-    names = [pattern.format(layer, expert) for pattern in patterns]
-    for name in names:
-        if name not in tensors:
-            raise UserError(f"the checkpoint has no tensor {name} (nor one with {family.prefix!r} before it).", "model")
-    places, rows = in_tensors(weight.parts, names, family.alternating)
-    found = []
-    for part, pattern, name, at in zip(weight.parts, patterns, names, places, strict=True):
-        which = expert if pattern.count("{}") == 1 else None  # the tensor holds all experts
-        is_transposed = part.name in family.transposed and isinstance(tensors[name], Tensor)
-        found.append(_Source(tensors[name], at, which, is_transposed))
-    for source, name in zip(found, names, strict=True):
-        shape = (rows[name], *weight.one[1:])
-        shape = shape[::-1] if source.is_transposed else shape
-        _check_shape(source.tensor, shape if source.expert is None else (weight.stack or 0, *shape))
-        if family.stored is not None and weight.is_product:
-            _check_scheme(weight, source.tensor)
-    return names, tuple(found)
-
-
-def _check_shape(tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise UserError(
-            f"{tensor.file.name}: tensor {tensor.name} has shape {list(tensor.shape)}, config.json says {list(shape)}.",
-            "model",
-        )
-    if isinstance(tensor, Tensor):
-        tensor.values()  # refuses a type that cannot be read
-
-
-def _check_scheme(weight: Weight, tensor: Tensor | Matrix) -> None:
-    """Refuse a matrix that is quantized though config.json says that it is not, or the other way round."""
-    if isinstance(tensor, Matrix) != (weight.scheme is not None):
-        fault = "is quantized" if isinstance(tensor, Matrix) else "is not quantized"
-        raise UserError(
-            f"{tensor.file.name}: tensor {tensor.name} {fault}, quantization_config in config.json says the opposite.",
-            "quantization_config",
-        )
-
-
-def _load_rounded(weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh: Mesh) -> Quantized[Array]:
+def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh: Mesh) -> Quantized[Array]:
     """Read and quantize a matrix, each device's piece once: its scales are kept until they are asked for."""
     scheme = weight.scheme
     assert scheme is not None
@@ -506,7 +345,7 @@ def _load_rounded(weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh
     return Quantized(made, made_scales, scheme=scheme)
 
 
-def _load_stored(weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh: Mesh) -> Quantized[Array]:
+def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh: Mesh) -> Quantized[Array]:
     """Read a matrix that the checkpoint holds quantized: its values, scales and zeros."""
     shapes = quantized.describe(weight, mesh, np.float32)
     values = _load_side("values", shapes.values, weight, sources, mesh)
@@ -516,7 +355,7 @@ def _load_stored(weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh:
 
 
 def _load_side(
-    side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh: Mesh
+    side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh: Mesh
 ) -> Array:
     """Read one side of a weight into the array described: scales and zeros, of which groups are the rows, turned."""
     is_turned, shards = side in ("scales", "zeros"), mesh.devices.size
@@ -551,7 +390,7 @@ def _fill(
     store: Store,
     side: Side,
     parts: tuple[Part, ...],
-    sources: tuple[_Source, ...],
+    sources: tuple[Source, ...],
     shape: tuple[int, ...],
     axis: str | None,
     shards: int,
