@@ -16,13 +16,15 @@ from jax.sharding import PartitionSpec
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
+from jaxllm.lora_request import LoRARequest
 from jaxllm.model import decoder, moe, quantized, sharding, weights
 from jaxllm.model.families import read_spec
 from jaxllm.model.parameters import Scheme, Weight
 from jaxllm.model.quantized import Quantized
 from jaxllm.runner.model_setup import prepare
 from pallas_kernels.linear.numbers import PACKED, dequantized
-from tests.support.checkpoints import CONFIG, load, write_checkpoint
+from tests.support.adapters import write_adapter
+from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint
 from tests.support.paths import GOLDEN
 from tests.support.quantized_checkpoints import FORMATS, mxfp4_model, quantized_model, write
 
@@ -150,27 +152,35 @@ def _assert_same_experts(config: dict[str, Any], params: Any, exact: Any) -> Non
 
 
 SETTINGS: dict[str, Any] = {
-    **{"tokenizer": str(GOLDEN / "stories260K"), "max_num_seqs": 2, "max_num_batched_tokens": 8},
-    **{"num_kv_blocks": 8, "precompile": "covering"},
+    **{"skip_tokenizer_init": True, "max_num_seqs": 2, "max_num_batched_tokens": 8, "num_kv_blocks": 8},
+    **{"precompile": "covering", "enable_lora": True, "max_loras": 1},
 }
+ENGINES = [
+    pytest.param("w4a16-asymmetric", QWEN3, 2, marks=pytest.mark.ci),
+    *(pytest.param(name, QWEN3, 1, marks=pytest.mark.slow) for name in FORMATS),
+    pytest.param("fp8-blocks", _deepseek(), 1, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(("name", "shards"), [("w4a16-asymmetric", 2), ("fp8-blocks", 1), ("gptq", 1), ("awq", 1)])
-def test_an_engine_answers_as_the_dequantized_model(tmp_path, name, shards):
-    config, stored, plain = quantized_model(name, _deepseek() if name == "fp8-blocks" else QWEN3)
+@pytest.mark.parametrize(("name", "config", "shards"), ENGINES)
+def test_an_engine_answers_as_the_dequantized_model(tmp_path, name, config, shards):
+    """With an adapter too, where the model can have one."""
+    config, stored, plain = quantized_model(name, config)
+    exact = {key: value for key, value in config.items() if key != "quantization_config"}
+    folders = write(tmp_path / "stored", config, stored), write(tmp_path / "plain", exact, plain)
+    adapter = LoRARequest("a", 1, str(write_adapter(tmp_path / "adapter", folders[1])))
+    adapters = [None] if "kv_lora_rank" in config else [None, adapter]
+    settings = SETTINGS | {"enable_lora": len(adapters) > 1}
     greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
     found = []
-    folders = (
-        write(tmp_path / "stored", config, stored),
-        write(tmp_path / "plain", {key: value for key, value in config.items() if key != "quantization_config"}, plain),
-    )
     for folder in folders:
-        with LLM(str(folder), tensor_parallel_size=shards, **SETTINGS) as llm:
-            (output,) = llm.generate([[5, 6, 7, 8, 9]], greedy, use_tqdm=False)
-        found.append(output.outputs[0])
-    assert found[0].token_ids == found[1].token_ids
-    assert abs(found[0].cumulative_logprob - found[1].cumulative_logprob) < 1e-3
+        with LLM(str(folder), tensor_parallel_size=shards, **settings) as llm:
+            prompts = [[5, 6, 7, 8, 9]] * len(adapters)
+            outputs = llm.generate(prompts, greedy, lora_request=adapters, use_tqdm=False)
+        found.append([output.outputs[0] for output in outputs])
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert abs(one.cumulative_logprob - other.cumulative_logprob) < 1e-3
 
 
 @pytest.mark.parametrize("shards", [1, 4])

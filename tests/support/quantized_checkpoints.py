@@ -129,9 +129,7 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def quantized_model(
-    name: str, config: dict[str, Any] = CONFIG, seed: int = 0
-) -> tuple[dict[str, Any], Tensors, Tensors]:
+def quantized_model(name: str, config: dict[str, Any], seed: int = 0) -> tuple[dict[str, Any], Tensors, Tensors]:
     """Draw a model in a format: its config.json, its tensors, and those of the same model in float32."""
     write, quantization = FORMATS[name]
     rng = np.random.default_rng(seed)
@@ -139,6 +137,9 @@ def quantized_model(
     plain: Tensors = {}
     for tensor, values in random_tensors(config, seed).items():
         is_product = values.ndim == 2 and "_proj" in tensor
+        if tensor.endswith("kv_b_proj.weight"):  # keys and values of all heads, of which random_tensors draws one
+            each = config["qk_nope_head_dim"] + config["v_head_dim"]
+            values = np.zeros((config["num_attention_heads"] * each, config["kv_lora_rank"]), np.float32)
         if is_product:
             own, plain[tensor] = write(tensor, values.shape, rng)
             stored |= own
