@@ -25,7 +25,7 @@ Device = Literal["auto", "cpu", "gpu"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Precompile = Literal["covering", "background", "all"]
 LoadFormat = Literal["auto", "dummy"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "fp8", "int4"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 PoolingType = Literal["CLS", "LAST", "MEAN"]
 
@@ -39,9 +39,10 @@ class EngineConfig:
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: prompts are token ids, and every text is empty")
     revision: str | None = setting(None, "branch, tag or commit of the hub repository")
     dtype: Dtype = setting("auto", "of weights and computation; auto: the checkpoint's on a GPU, float32 on a CPU")
-    # "int8": matrices and what is multiplied with them are rounded to 8 bits; `dtype` is that of all else.
+    # Of matrices when they are loaded; `dtype` is that of all else. A checkpoint that is quantized needs no word of it.
     quantization: Quantization | None = setting(
-        None, "int8: round matrices, and what is multiplied with them, to 8 bits: a quarter of float32's memory"
+        None,
+        "round matrices when they are loaded, to 8 bits (int8: on a CPU with what they multiply; fp8) or 4 (int4)",
     )
     device: Device = setting("auto", "where to run; auto: a GPU if JAX sees one")
     seed: int = setting(0, "of the seeds of requests that bring none; with --deterministic it is their seed")

@@ -31,6 +31,11 @@ _DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
 }
 _INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+# What quantized matrices are made of, beside floats.
+_CODES: dict[str, np.dtype] = {
+    **{"I32": np.dtype(np.int32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)},
+    **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)},
+}
 # Bits of an element of every type that the format has; most are only named when they are refused.
 _BITS: dict[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -63,7 +68,7 @@ class Tensor:
         if self.dtype not in _DTYPES:
             raise UserError(
                 f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(_DTYPES)} can be read "
-                "(quantised checkpoints are not supported)."
+                "(config.json's quantization_config does not say that it is quantized)."
             )
         return self._view(_DTYPES[self.dtype])
 
@@ -74,6 +79,12 @@ class Tensor:
                 f"{self.file.name}: tensor {self.name} has type {self.dtype}, not one of {', '.join(_INTEGERS)}."
             )
         return self._view(_INTEGERS[self.dtype])
+
+    def codes(self, *types: str) -> np.ndarray:
+        """View a tensor of one of `types`, the format's own names, in the mapped file; any other is a UserError."""
+        if self.dtype not in types:
+            raise UserError(f"{self.file.name}: tensor {self.name} has type {self.dtype}, not {' or '.join(types)}.")
+        return self._view((_DTYPES | _CODES)[self.dtype])
 
     def _view(self, dtype: np.dtype) -> np.ndarray:
         return np.frombuffer(self.mapping, dtype, math.prod(self.shape), self.start).reshape(self.shape)

@@ -26,6 +26,7 @@ from jaxllm.model import layers, mla, moe
 from jaxllm.model import pooler as pooling
 from jaxllm.model.parameters import Part, Scheme, Weight
 from jaxllm.model.pooler import Pooler
+from jaxllm.model.quantized import fitted
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
 
 Leaf = TypeVar("Leaf")
@@ -87,12 +88,11 @@ class Params(Generic[Leaf]):
     draft: Any = None  # `Params` of what drafts for it
 
 
-def declare(spec: Spec, shards: int, quantization: str | None = None, pooler: Pooler | None = None) -> Params[Weight]:
+def declare(spec: Spec, shards: int, scheme: Scheme | None = None, pooler: Pooler | None = None) -> Params[Weight]:
     """List every weight of the decoder as it is laid out over `shards` devices. Matrices are [out, in].
 
-    A model with a pooler has that in the place of a head. With the quantization "int8", matrices of the plain decoder
-    and the head are such; experts and latent attention have none (`model_setup.prepare` refuses them), and embeddings
-    have only as the head that they are tied to.
+    A model with a pooler has that in the place of a head. With a `scheme`, products have it, fitted to the devices;
+    embeddings have only as the head that they are tied to.
     """
     vocabulary = -(-spec.vocab_size // shards) * shards  # rows beyond the real ones are zero and are never sampled
     head = None if pooler else "embed" if spec.tie_embeddings else "head"
@@ -120,14 +120,25 @@ def declare(spec: Spec, shards: int, quantization: str | None = None, pooler: Po
     if spec.embed_norm:
         each[0] = {name: weight for name, weight in each[0].items() if not name.startswith("attn_norm")}
     declared = Params(top, tuple(each))
-    if quantization is None:
+    if scheme is None:
         return declared
-    with_scheme = partial(_with_scheme, Scheme("int8", rounds_rows=True))
-    return Params(with_scheme(declared.top), tuple(map(with_scheme, declared.layers)))
+    return with_schemes(declared, lambda layer, weight: scheme if weight.is_product else None, shards)
 
 
-def _with_scheme(scheme: Scheme, weights: dict[str, Weight]) -> dict[str, Weight]:
-    return {name: replace(weight, scheme=scheme) if weight.is_product else weight for name, weight in weights.items()}
+def with_schemes(
+    declared: Params[Weight], choose: Callable[[int | None, Weight], Scheme | None], shards: int
+) -> Params[Weight]:
+    """Give each weight, of a layer or of none, the scheme that is chosen for it, fitted to so many devices."""
+
+    def of(layer: int | None, weights: dict[str, Weight]) -> dict[str, Weight]:
+        chosen = {name: choose(layer, weight) for name, weight in weights.items()}
+        return {
+            name: weight if (own := chosen[name]) is None else replace(weight, scheme=fitted(own, weight, shards))
+            for name, weight in weights.items()
+        }
+
+    layers_of = tuple(of(layer, weights) for layer, weights in enumerate(declared.layers))
+    return Params(of(None, declared.top), layers_of)
 
 
 def _attention_weights(spec: Spec, shards: int) -> dict[str, Weight]:
@@ -168,7 +179,9 @@ def _qk_norm_weight(spec: Spec, name: str, rows: int, copies: int) -> Weight:
 def _latent_weights(spec: Spec, own: Latent) -> dict[str, Weight]:
     weights = _norm_weights(spec, "attn_norm") | mla.declare(spec, own)
     mixed = spec.num_heads * own.value_size
-    return weights | {"out": Weight((spec.width, mixed), ("width", "heads"), (Part("out", spec.width),))}
+    return weights | {
+        "out": Weight((spec.width, mixed), ("width", "heads"), (Part("out", spec.width),), is_product=True)
+    }
 
 
 def _expert_weights(spec: Spec) -> dict[str, Weight]:

@@ -27,6 +27,7 @@ from jaxllm.model.eagle import Head
 from jaxllm.model.families import read_fields
 from jaxllm.model.family import LLAMA_TENSORS, Family
 from jaxllm.model.parameters import Weight
+from jaxllm.model.sources import Sources, find_sources
 from jaxllm.model.spec import Spec
 
 # The first is what some trainers write, and vLLM takes for the second.
@@ -187,7 +188,7 @@ def _open(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _find(folder: Path, head: Head, shards: int) -> tuple[Params[Weight], weights.Sources, np.ndarray]:
+def _find(folder: Path, head: Head, shards: int) -> tuple[Params[Weight], Sources, np.ndarray]:
     """Look up the tensors of the weights, and the target's ids of the head's tokens, int64[draft_vocab_size]."""
     weights.check_shards(head.spec, shards)
     tensors, declared = _open(folder), eagle.declare(head, shards)
@@ -196,7 +197,7 @@ def _find(folder: Path, head: Head, shards: int) -> tuple[Params[Weight], weight
     names |= {f"fusion_norm_{number}": f"fc_norm.{number}.weight" for number in range(len(head.aux_layers))}
     numbers = _target_ids(head, tensors.pop("d2t", None))
     family = Family(ARCHITECTURES, _read_layer, names)
-    return declared, weights.find_sources(declared, family, tensors), numbers
+    return declared, find_sources(declared, family, tensors), numbers
 
 
 def _target_ids(head: Head, offsets: Tensor | None) -> np.ndarray:

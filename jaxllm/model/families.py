@@ -8,6 +8,7 @@ names it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxllm.errors import UserError
@@ -17,6 +18,7 @@ from jaxllm.model.encoder_families import ENCODERS
 from jaxllm.model.family import Family
 from jaxllm.model.moe_families import ROUTED
 from jaxllm.model.spec import Spec
+from jaxllm.model.stored_formats import read_stored
 
 FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS)
 
@@ -78,6 +80,10 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
                 said,
             )
         raise UserError(f"config.json: architecture {said} is not supported; supported: {', '.join(known)}.", said)
+    stored = read_stored(config)
+    if stored is not None:
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+        family = replace(family, stored=stored)
     return read_fields(Fields(config, max_model_len), family.read), family
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from jaxllm.model.config_fields import Fields
 from jaxllm.model.pooler import Activation, Dense, Pooling
 from jaxllm.model.spec import Spec
+from jaxllm.model.stored_formats import Stored
 
 # Says of a classifier's config.json, the model's width and the number of labels what makes its numbers.
 Head = Callable[[Fields, int, int], tuple[Pooling, tuple[Dense, ...]]]
@@ -74,7 +75,8 @@ class Family:
     named in `transposed` are stored [in, out]. A part of an expert (or head) whose name has no second {} is a tensor of
     all of them. `ignored` are endings of tensor names that hold no weights; `has_layers_behind`: nor do layers behind
     the last; `heads` are beginnings of names of heads, which an embedder does not need. `head` is that of the
-    classifiers among the architectures, None where there are none.
+    classifiers among the architectures, None where there are none. `stored` is how a checkpoint's matrices are
+    quantized, which its own config.json says and not the table.
     """
 
     architectures: tuple[str, ...]
@@ -87,3 +89,4 @@ class Family:
     has_layers_behind: bool = False
     heads: tuple[str, ...] = ()
     head: Head | None = None
+    stored: Stored | None = None

@@ -11,6 +11,7 @@ K the latent's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -32,24 +33,26 @@ def declare(spec: Spec, latent: Latent) -> dict[str, Weight]:
     period = latent.plain_size + latent.value_size
     of_keys, of_values = Comb(0, latent.plain_size, period), Comb(latent.plain_size, latent.value_size, period)
     weights = {
-        "latent": Weight((short, width), (None, "width"), (Part("latent", short),)),
+        "latent": Weight((short, width), (None, "width"), (Part("latent", short),), is_product=True),
         "latent_norm": Weight((latent.rank,), (None,), (Part("latent_norm", latent.rank),), "ones"),
         # One tensor, in which they alternate head by head; apart here, or each product would first cut its piece out.
         "key": Weight((keys, latent.rank), ("heads", None), (Part("key", keys, comb=of_keys),)),
         "value": Weight((values, latent.rank), ("heads", None), (Part("value", values, comb=of_values),)),
     }
     if latent.q_rank is None:
-        weights["q"] = Weight((rows, width), ("heads", "width"), (Part("q", rows),))
+        weights["q"] = Weight((rows, width), ("heads", "width"), (Part("q", rows),), is_product=True)
     else:
-        weights["q_latent"] = Weight((latent.q_rank, width), (None, "width"), (Part("q_latent", latent.q_rank),))
+        weights["q_latent"] = Weight(
+            (latent.q_rank, width), (None, "width"), (Part("q_latent", latent.q_rank),), is_product=True
+        )
         weights["q_norm"] = Weight((latent.q_rank,), (None,), (Part("q_norm", latent.q_rank),), "ones")
-        weights["q"] = Weight((rows, latent.q_rank), ("heads", None), (Part("q_up", rows),))
+        weights["q"] = Weight((rows, latent.q_rank), ("heads", None), (Part("q_up", rows),), is_product=True)
     return weights
 
 
 def project(
     latent: Latent,
-    weights: dict[str, Array],
+    weights: dict[str, Any],
     x: Array,
     turn: tuple[Array, Array],
     rope: Rope,
@@ -75,7 +78,7 @@ def project(
     return jnp.concatenate([absorbed.astype(x.dtype), turned], axis=-1), key
 
 
-def expand(latent: Latent, weights: dict[str, Array], mixed: Array) -> Array:
+def expand(latent: Latent, weights: dict[str, Any], mixed: Array) -> Array:
     """Turn the mixed latents [T, H, K] into the heads' values, side by side: [T, H · V]."""
     matrix = weights["value"].reshape(-1, latent.value_size, latent.rank)  # [H, V, K]
     values = jnp.einsum("thk,hvk->thv", mixed, matrix, preferred_element_type=jnp.float32)

@@ -9,6 +9,7 @@ token, N = T · n assignments.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,10 @@ from jax import Array, lax
 
 from jaxllm.model import layers
 from jaxllm.model.parameters import Part, Weight
+from jaxllm.model.quantized import floats
 from jaxllm.model.spec import Experts, Spec
+
+Arrays = dict[str, Any]  # by name: an Array each, or a Quantized
 
 # Assignments that one product takes at most. More would save few reads of the weights, and pad more.
 _TILE = 128
@@ -36,9 +40,14 @@ def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
             ("expert", "ffn", "width"),
             (Part("expert_gate", inner), Part("expert_up", inner)),
             stack=count,
+            is_product=True,
         ),
         "expert_down": Weight(
-            (count, width, inner), ("expert", "width", "ffn"), (Part("expert_down", width),), stack=count
+            (count, width, inner),
+            ("expert", "width", "ffn"),
+            (Part("expert_down", width),),
+            stack=count,
+            is_product=True,
         ),
     }
     if experts.router_bias:
@@ -53,15 +62,16 @@ def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
     if experts.shared_width:
         shared = experts.shared_width
         parts = (Part("shared_gate", shared), Part("shared_up", shared))
-        weights["shared_up"] = Weight((2 * shared, width), ("ffn", "width"), parts)
-        weights["shared_down"] = Weight((width, shared), ("width", "ffn"), (Part("shared_down", width),))
+        weights["shared_up"] = Weight((2 * shared, width), ("ffn", "width"), parts, is_product=True)
+        down = (Part("shared_down", width),)
+        weights["shared_down"] = Weight((width, shared), ("width", "ffn"), down, is_product=True)
     if experts.shared_gate:
         weights["shared_weight"] = Weight((1, width), (None, "width"), (Part("shared_weight", 1),))
     return weights
 
 
 @partial(jax.jit, static_argnames=("spec", "experts", "axis"))
-def mix(spec: Spec, experts: Experts, weights: dict[str, Array], x: Array, axis: str) -> Array:
+def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, axis: str) -> Array:
     """Compute this shard's part of what the experts give for `x` [T, D]: [T, D] float32, to be summed over shards."""
     chosen, gates = route(experts, weights, x)
     routed = {name: weight for name, weight in weights.items() if name.startswith("expert_")}
@@ -86,7 +96,7 @@ def mix(spec: Spec, experts: Experts, weights: dict[str, Array], x: Array, axis:
     return total
 
 
-def route(experts: Experts, weights: dict[str, Array], x: Array) -> tuple[Array, Array]:
+def route(experts: Experts, weights: Arrays, x: Array) -> tuple[Array, Array]:
     """Choose each token's experts and weigh them: their numbers and weights, both [T, n], the weights in float32."""
     scores = layers.linear(x, weights["router"], weights.get("router_bias"))  # [T, E]
     scores = jax.nn.sigmoid(scores) if experts.scores == "sigmoid" else jax.nn.softmax(scores, axis=-1)
@@ -107,7 +117,7 @@ def route(experts: Experts, weights: dict[str, Array], x: Array) -> tuple[Array,
 def by_tiles(
     spec: Spec,
     experts: Experts,
-    weights: dict[str, Array],
+    weights: Arrays,
     x: Array,
     chosen: Array,
     gates: Array,
@@ -134,7 +144,7 @@ def by_tiles(
         expert = jnp.minimum(jnp.sum(ends <= number), experts.count - 1)
         start = starts[expert] + (number - (ends[expert] - tiles[expert])) * tile
         start = jnp.where(number < ends[-1], start, total)
-        own = {name: lax.dynamic_index_in_dim(weight, expert, keepdims=False) for name, weight in weights.items()}
+        own = jax.tree.map(lambda weight: lax.dynamic_index_in_dim(weight, expert, keepdims=False), weights)
         rows = x.at[lax.dynamic_slice(source, (start,), (tile,))].get(mode="clip")  # [tile, D]
         inner = layers.linear(rows, own["expert_up"], own.get("expert_up_bias"))
         result = layers.linear(_gated(spec, experts, inner).astype(x.dtype), own["expert_down"])
@@ -148,11 +158,10 @@ def by_tiles(
     return _weighted(out[place], gates)
 
 
-def by_gathering(
-    spec: Spec, experts: Experts, weights: dict[str, Array], x: Array, chosen: Array, gates: Array
-) -> Array:
+def by_gathering(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
     """Multiply each assignment with its own copy of its expert: [T, D] float32."""
-    own = {name: weight[chosen.reshape(-1)] for name, weight in weights.items()}
+    gathered = jax.tree.map(lambda weight: weight[chosen.reshape(-1)], weights)
+    own = {name: floats(weight, x.dtype) for name, weight in gathered.items()}
     rows = jnp.repeat(x, experts.per_token, axis=0)  # [N, D]
     inner = jnp.einsum("nd,nfd->nf", rows, own["expert_up"], preferred_element_type=jnp.float32)
     if experts.bias:
@@ -162,19 +171,19 @@ def by_gathering(
     return _weighted(result, gates)
 
 
-def by_all(spec: Spec, experts: Experts, weights: dict[str, Array], x: Array, chosen: Array, gates: Array) -> Array:
+def by_all(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
     """Multiply every token with every expert, and weigh those that it did not choose with zero: [T, D] float32."""
-    up = weights["expert_up"]  # [E, 2 F, D]
+    up, down = floats(weights["expert_up"], x.dtype), floats(weights["expert_down"], x.dtype)  # [E, 2 F, D], [E, D, F]
     bias = weights["expert_up_bias"].reshape(-1) if experts.bias else None
     inner = layers.linear(x, up.reshape(-1, x.shape[1]), bias).reshape(len(x), *up.shape[:2])  # [T, E, 2 F]
     inner = _gated(spec, experts, inner) * _spread(experts, chosen, gates)[:, :, None]
     # One product per expert: contracting E and F at once would first transpose all the weights.
     inner = inner.astype(x.dtype).swapaxes(0, 1)  # [E, T, F]
-    result = jnp.einsum("etf,edf->etd", inner, weights["expert_down"], preferred_element_type=jnp.float32)
+    result = jnp.einsum("etf,edf->etd", inner, down, preferred_element_type=jnp.float32)
     return jnp.sum(result, axis=0)
 
 
-def _by_size(spec: Spec, experts: Experts, weights: dict[str, Array], x: Array, chosen: Array, gates: Array) -> Array:
+def _by_size(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
     # A gathered expert is read, written and read again, so gathering pays up to a third of the experts.
     if 3 * chosen.size <= experts.count:
         return by_gathering(spec, experts, weights, x, chosen, gates)

@@ -7,21 +7,35 @@ checkpoint.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxllm.errors import UserError
 from jaxllm.model.parameters import Scheme, Weight
 from jaxllm.model.sharding import SPLIT_AXES, named, partition
-from pallas_kernels import by_row
+from pallas_kernels import Kind, by_row
+from pallas_kernels.linear.numbers import FLOAT4, PACKED, dequantized, packed
 
 Leaf = TypeVar("Leaf")
+
+_LEAST = 1e-30  # magnitude that a group's largest is taken for at least
+_BETWEEN = tuple((low + high) / 2 for low, high in itertools.pairwise(FLOAT4))
+_VALUES: dict[Kind, Any] = {
+    **{"int8": jnp.int8, "float8": jnp.float8_e4m3fn},
+    **{"int4": jnp.uint8, "float4": jnp.uint8},  # two in each
+}
 
 
 @flax.struct.dataclass
@@ -29,7 +43,8 @@ class Quantized(Generic[Leaf]):
     """A matrix [out, in] as `pallas_kernels.linear` takes it: values [out, in], or [out, in / 2] of two in a byte.
 
     `scales` [G, out], one for each of G groups of columns; where each device has one of its own, G are the devices.
-    `zeros` [G, out], or None, are subtracted from the values before a scale multiplies them.
+    `zeros` [G, out], or None, are subtracted from the values before a scale multiplies them. Those of experts are
+    stacks: each of the three has an axis E before these.
     """
 
     values: Leaf
@@ -38,21 +53,76 @@ class Quantized(Generic[Leaf]):
     scheme: Scheme = flax.struct.field(pytree_node=False, default=Scheme())
 
 
+def fitted(scheme: Scheme, weight: Weight, shards: int) -> Scheme:
+    """Fit a scheme to a weight over `shards` devices: groups that divide what a device has of a row.
+
+    A stored group that does not is divided, and its parts have the same scale.
+    """
+    columns = weight.shape[-1] // (shards if weight.axes[-1] in SPLIT_AXES else 1)
+    if columns % 2 and scheme.kind in PACKED:
+        raise UserError(
+            f"quantization: two numbers of {scheme.kind} do not fill a byte in rows of {columns} columns on a device; "
+            "choose another tensor_parallel_size.",
+            "tensor_parallel_size",
+        )
+    return scheme if scheme.group is None else replace(scheme, group=math.gcd(scheme.group, columns))
+
+
 def describe(weight: Weight, mesh: Mesh, dtype: DTypeLike) -> Any:
     """Describe the array of a weight in a model of type `dtype`, or those of a `Quantized`, with nothing allocated."""
     scheme = weight.scheme
     if scheme is None:
         return _describe(weight.shape, weight.type_of(jnp.dtype(dtype)), weight.axes, mesh)
-    pieces = mesh.size if weight.axes[1] in SPLIT_AXES else 1
+    *stack, rows, columns = weight.shape
+    pieces = mesh.size if weight.axes[-1] in SPLIT_AXES else 1
+    groups = pieces if scheme.group is None else columns // scheme.group
+    width = columns // 2 if scheme.kind in PACKED else columns
+    axes, of_groups = _turned(weight.axes), (*stack, groups, rows)
     return Quantized(
-        _describe(weight.shape, jnp.int8, weight.axes, mesh),
-        _describe((pieces, weight.shape[0]), jnp.float32, weight.axes[::-1], mesh),
+        _describe((*stack, rows, width), _VALUES[scheme.kind], weight.axes, mesh),
+        _describe(of_groups, jnp.float32, axes, mesh),
+        _describe(of_groups, _zeros_type(scheme), axes, mesh) if scheme.has_zeros else None,
         scheme=scheme,
     )
 
 
+def _turned(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    return (*axes[:-2], axes[-1], axes[-2])
+
+
+def _zeros_type(scheme: Scheme) -> Any:
+    return jnp.int8 if scheme.kind == "int4" else jnp.int16  # of unsigned numbers they reach 128
+
+
 def _describe(shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...], mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, axes))
+
+
+def rounded(x: Any, scheme: Scheme, numpy: Any = jnp) -> tuple[Any, Any]:
+    """Round the rows `x` [O, D] float32 to a scheme's numbers, without zeros: its values, and the scales [O, G].
+
+    With either namespace, jax.numpy or numpy, the same bits.
+    """
+    rows = len(x)
+    x = x if scheme.group is None else x.reshape(-1, scheme.group)
+    if scheme.kind == "int8":
+        values, scales = by_row(x, numpy)
+    else:
+        largest = numpy.maximum(numpy.max(numpy.abs(x), axis=-1, keepdims=True), np.float32(_LEAST))
+        if scheme.kind == "float8":
+            scales = largest * np.float32(1 / 448)
+            values = numpy.clip(x / scales, -448, 448).astype(jnp.float8_e4m3fn)
+        elif scheme.kind == "int4":
+            scales = largest * np.float32(1 / 7)
+            values = numpy.clip(numpy.rint(x / scales), -7, 7) + 8
+        else:  # a power of two; float4's largest is 6
+            _, exponent = numpy.frexp(largest)
+            scales = numpy.ldexp(np.float32(1), numpy.clip(exponent - 3, -126, 127)).astype(np.float32)
+            values = numpy.sum(numpy.abs(x / scales)[..., None] > np.asarray(_BETWEEN, np.float32), axis=-1) + 8 * (
+                x < 0
+            )
+    values = values.reshape(rows, -1)
+    return packed(values, numpy) if scheme.kind in PACKED else values, scales.reshape(rows, -1)
 
 
 def quantize(array: Array, weight: Weight, mesh: Mesh) -> Quantized[Array]:
@@ -63,10 +133,26 @@ def quantize(array: Array, weight: Weight, mesh: Mesh) -> Quantized[Array]:
 
 @functools.cache
 def _quantizer(scheme: Scheme, axes: tuple[str | None, ...], mesh: Mesh) -> Callable[[Array], Quantized[Array]]:
-    def on_shard(piece: Array) -> Quantized[Array]:
-        values, scales = by_row(piece.astype(jnp.float32))
-        return Quantized(values, scales.T, scheme=scheme)
+    def of_one(piece: Array) -> Quantized[Array]:
+        values, scales = rounded(piece.astype(jnp.float32), scheme)
+        zeros = jnp.zeros(scales.T.shape, _zeros_type(scheme)) if scheme.has_zeros else None
+        return Quantized(values, scales.T, zeros, scheme=scheme)
 
-    specs = Quantized(partition(axes), partition(axes[::-1]), scheme=scheme)
-    made = jax.shard_map(on_shard, mesh=mesh, in_specs=specs.values, out_specs=specs)
-    return jax.jit(made, out_shardings=Quantized(named(mesh, axes), named(mesh, axes[::-1]), scheme=scheme))
+    def on_shard(piece: Array) -> Quantized[Array]:
+        return of_one(piece) if piece.ndim == 2 else jax.vmap(of_one)(piece)
+
+    def laid_out(lay: Callable[[tuple[str | None, ...]], Any]) -> Quantized[Any]:
+        turned = lay(_turned(axes))
+        return Quantized(lay(axes), turned, turned if scheme.has_zeros else None, scheme=scheme)
+
+    made = jax.shard_map(on_shard, mesh=mesh, in_specs=partition(axes), out_specs=laid_out(partition))
+    return jax.jit(made, out_shardings=laid_out(lambda own: named(mesh, own)))
+
+
+def floats(weight: Any, dtype: Any) -> Array:
+    """Make floats of `dtype` of a `Quantized`, or of a stack of them; an array stays as it is."""
+    if not isinstance(weight, Quantized):
+        return weight
+    one = partial(dequantized, kind=weight.scheme.kind, dtype=dtype)
+    make = one if weight.values.ndim == 2 else jax.vmap(one)
+    return make(weight.values, weight.scales, weight.zeros)

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,19 @@ from tqdm import tqdm
 from jaxllm.embedded import SHIPPED
 from jaxllm.errors import UserError
 from jaxllm.model import orbax_checkpoint, quantized
-from jaxllm.model import pooler as pooling
-from jaxllm.model.checkpoint import Tensor, open_tensors
-from jaxllm.model.decoder import Leaf, Params, declare
+from jaxllm.model.decoder import Leaf, Params, declare, with_schemes
 from jaxllm.model.families import Family
 from jaxllm.model.files import read_object
 from jaxllm.model.parameters import Part, Scheme, Weight
 from jaxllm.model.pooler import Pooler
-from jaxllm.model.quantized import Quantized
-from jaxllm.model.rows import Rows, in_order, in_tensors
+from jaxllm.model.quantized import Quantized, rounded
+from jaxllm.model.rows import in_order
 from jaxllm.model.sharding import named
+from jaxllm.model.sources import Source, Sources, Store, open_sources
 from jaxllm.model.spec import Spec
-from pallas_kernels import by_row
+from jaxllm.model.stored_matrices import Matrix, Side
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-_PIECE_BYTES = 32 * 2**20  # copied before the pages read are given back
 _QUANTIZED_BYTES = 2**20  # quantized at once: what is between fits into a processor's cache
 
 
@@ -118,11 +116,11 @@ def check_shards(spec: Spec, shards: int) -> None:
 def check(folder: Path, spec: Spec, family: Family, shards: int, pooler: Pooler | None = None) -> None:
     """Refuse a checkpoint whose files are broken or do not hold the weights of `spec`; reads headers only."""
     check_shards(spec, shards)
-    declared = declare(spec, shards, pooler=pooler)
+    declared = _declare(spec, shards, None, pooler, family)
     if orbax_checkpoint.is_here(folder):
         orbax_checkpoint.check(folder, declared)
         return
-    _open_sources(folder, declared, family, pooler)
+    open_sources(folder, declared, family, pooler)
 
 
 def load(
@@ -143,17 +141,16 @@ def load(
     """
     shards = mesh.devices.size
     check_shards(spec, shards)
-    declared = declare(spec, shards, quantization, pooler)
+    declared = _declare(spec, shards, at_load(quantization, mesh), pooler, family)
     if orbax_checkpoint.is_here(folder):
         return orbax_checkpoint.load(folder, declared, mesh, dtype, progress)
-    return read(declared, _open_sources(folder, declared, family, pooler), mesh, dtype, progress)
+    return read(declared, open_sources(folder, declared, family, pooler), mesh, dtype, progress)
 
 
 def read(
     declared: Params[Weight], sources: Sources, mesh: Mesh, dtype: DTypeLike, progress: bool = False
 ) -> Params[Array]:
     """Copy declared weights out of what `find_sources` found for them into arrays of `dtype`."""
-    shards = mesh.devices.size
     total = num_bytes(jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declared))
     bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress)
     pending: Any = None
@@ -162,13 +159,10 @@ def read(
         nonlocal pending
         parts = sources[layer, name]
         if weight.scheme is not None:
-            array = _load_int8(weight, parts, mesh)
+            is_stored = isinstance(parts[0][0].tensor, Matrix)
+            array = _load_stored(weight, parts, mesh) if is_stored else _load_rounded(weight, parts, mesh)
         else:
-
-            def read(index: tuple[slice, ...] | None) -> np.ndarray:
-                return _read(weight, parts, shards, weight.type_of(jnp.dtype(dtype)), index or ())
-
-            array = jax.make_array_from_callback(weight.shape, named(mesh, weight.axes), read)
+            array = _load_side("floats", quantized.describe(weight, mesh, dtype), weight, parts, mesh)
         jax.block_until_ready(pending)  # so that at most two weights are on their way to a device
         pending = array
         bar.update(num_bytes(array))
@@ -193,8 +187,10 @@ def stored_parts(
     folder: Path, spec: Spec, family: Family, pooler: Pooler | None = None
 ) -> dict[orbax_checkpoint.Name, StoredPart]:
     """Look up every part of every weight in a safetensors checkpoint, by layer and name; refuses what `load` does."""
+    if family.stored is not None:
+        raise UserError(f"{folder} is quantized already ({family.stored.method}), and read as it is.", "model")
     declared = declare(spec, 1, pooler=pooler)
-    sources = _open_sources(folder, declared, family, pooler)
+    sources = open_sources(folder, declared, family, pooler)
     return {
         (layer, name): StoredPart(source.whole(part), source.tensor.release)
         for layer, weights in [(None, declared.top), *enumerate(declared.layers)]
@@ -206,14 +202,61 @@ def stored_parts(
 
 
 def abstract(
-    spec: Spec, mesh: Mesh, dtype: DTypeLike, quantization: str | None = None, pooler: Pooler | None = None
+    spec: Spec,
+    mesh: Mesh,
+    dtype: DTypeLike,
+    quantization: str | None = None,
+    pooler: Pooler | None = None,
+    family: Family | None = None,
 ) -> Params[jax.ShapeDtypeStruct]:
-    """Describe the parameters, shapes, type and shardings, with nothing allocated: what programs are compiled for."""
+    """Describe the parameters, shapes, type and shardings, with nothing allocated: what programs are compiled for.
+
+    `family` matters where it says how the checkpoint is quantized.
+    """
     shards = mesh.devices.size
     check_shards(spec, shards)
-    return jax.tree.map(
-        lambda weight: quantized.describe(weight, mesh, dtype), declare(spec, shards, quantization, pooler)
-    )
+    declared = _declare(spec, shards, at_load(quantization, mesh), pooler, family)
+    return jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declared)
+
+
+def at_load(quantization: str | None, mesh: Mesh) -> Scheme | None:
+    """Say how matrices of a 16 or 32-bit checkpoint are rounded when they are read.
+
+    A CPU rounds the rows that they multiply as well, to sum integers; a GPU would gain nothing where it waits for the
+    weights. Groups of 128 columns are what published 4-bit checkpoints have.
+    """
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    schemes = {"int8": Scheme("int8", rounds_rows=is_cpu), "fp8": Scheme("float8"), "int4": Scheme("int4", 128)}
+    return None if quantization is None else schemes[quantization]
+
+
+def _declare(
+    spec: Spec, shards: int, scheme: Scheme | None, pooler: Pooler | None, family: Family | None
+) -> Params[Weight]:
+    """Declare the weights with `scheme`, or with those that the checkpoint has."""
+    if family is None or family.stored is None:
+        return declare(spec, shards, scheme, pooler)
+    stored = family.stored
+
+    def choose(layer: int | None, weight: Weight) -> Scheme | None:
+        if not weight.is_product or weight.parts[0].name == "embed":
+            return None
+        modules = {
+            name if name.startswith("lm_head") else family.prefix + name
+            for part in weight.parts
+            for expert in range(weight.stack or 1)
+            for name in [family.tensors[part.name].format(layer, expert).removesuffix(".weight")]
+        }
+        covered = {module for module in modules if stored.covers(module)}
+        if covered and covered != modules:
+            raise UserError(
+                f"config.json: quantization_config covers {min(covered)} but not {min(modules - covered)}, which are "
+                "one matrix here; that is not supported.",
+                "quantization_config",
+            )
+        return stored.scheme if covered else None
+
+    return with_schemes(declare(spec, shards, pooler=pooler), choose, shards)
 
 
 def num_bytes(tree: Any) -> int:
@@ -228,10 +271,12 @@ def load_random(
     seed: int = 0,
     quantization: str | None = None,
     pooler: Pooler | None = None,
+    family: Family | None = None,
 ) -> Params[Array]:
     """Make parameters of the right shapes without a checkpoint: deviation 0.02, norms neutral."""
-    check_shards(spec, mesh.devices.size)
-    return draw(declare(spec, mesh.devices.size, quantization, pooler), mesh, dtype, seed)
+    shards = mesh.devices.size
+    check_shards(spec, shards)
+    return draw(_declare(spec, shards, at_load(quantization, mesh), pooler, family), mesh, dtype, seed)
 
 
 def draw(declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
@@ -256,122 +301,10 @@ def _build(declared: Params[Weight], build: Callable[[int | None, str, Weight], 
     )
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where the rows of one part are: `at` those places of the [out, in] (or [out]) view of a tensor.
-
-    `expert` says which piece of a tensor that holds all experts.
-    """
-
-    tensor: Tensor
-    at: Rows
-    expert: int | None
-    is_transposed: bool
-
-    def view(self) -> np.ndarray:
-        """View the tensor, or its piece of one expert, as [out, in] (or [out])."""
-        values = self.tensor.values()
-        if self.expert is not None:
-            values = values[self.expert]
-        return values.T if self.is_transposed else values
-
-    def whole(self, part: Part) -> np.ndarray:
-        """View all rows of the part; those of a comb that the part itself names by tooth, [teeth, rows of one, ...].
-
-        Heads that alternate with those of other parts are copied.
-        """
-        values, comb = self.view(), self.at.comb
-        if comb is None:
-            return values[self.at.first : self.at.first + part.rows]
-        teeth = values.reshape(-1, comb.period, *values.shape[1:])
-        teeth = teeth[:, comb.first : comb.first + comb.length]
-        return teeth if part.comb is not None else teeth.reshape(part.rows, *values.shape[1:])
-
-    def rows(self, start: int, count: int) -> list[np.ndarray]:
-        """View `count` of the part's rows from `start` on, in as few pieces as there are."""
-        values = self.view()
-        return [values[piece] for piece in self.at.slices(start, count)]
-
-
-# For each weight, the parts of each of its pieces along axis 0 (one piece where it is no stack of experts).
-Sources = dict[tuple[int | None, str], tuple[tuple[_Source, ...], ...]]
-
-
-def _open_sources(folder: Path, declared: Params[Weight], family: Family, pooler: Pooler | None) -> Sources:
-    """Look up the tensors behind every weight of a folder; refuse missing, misshapen and unexpected ones."""
-    # A checkpoint saved from the bare model, without the head, lacks the prefix.
-    tensors = {_usual(name.removeprefix(family.prefix)): tensor for name, tensor in open_tensors(folder).items()}
-    names = dict(family.tensors)
-    if pooler is not None:
-        names |= pooling.tensors(pooler)
-        for path in {dense.stem.rpartition("/")[0] for dense in pooler.layers} - {""}:
-            tensors |= {f"{path}/{name}": tensor for name, tensor in open_tensors(folder, path).items()}
-    return find_sources(declared, replace(family, tensors=names), tensors)
-
-
-def _usual(name: str) -> str:
-    """Rename what the first checkpoints of transformers have under other names."""
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-
-
-def find_sources(declared: Params[Weight], family: Family, tensors: dict[str, Tensor]) -> Sources:
-    """Look up the tensors behind declared weights, by their names without the family's prefix; refuse all others."""
-    sources: Sources = {}
-    used: set[str] = set()
-    for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
-        for name, weight in weights.items():
-            pieces = []
-            for expert in [None] if weight.stack is None else range(weight.stack):
-                names, found = _find_parts(weight, family, tensors, layer, expert)
-                pieces.append(found)
-                used.update(names)
-            sources[layer, name] = tuple(pieces)
-    # A head stored beside the embedding that it is tied to is a copy of it.
-    copies = set() if "head" in declared.top else {family.tensors["head"]}
-    behind = f"layers.{len(declared.layers)}."  # layers that guess further tokens ahead, which are not built
-    for name in sorted(set(tensors) - used - copies):
-        is_behind = family.has_layers_behind and name.startswith(behind)
-        if not name.endswith(family.ignored) and not name.startswith(family.heads) and not is_behind:
-            raise UserError(
-                f"{tensors[name].file.name}: tensor {tensors[name].name} is not part of the model that config.json "
-                "describes; the two do not belong together.",
-                "model",
-            )
-    return sources
-
-
-def _find_parts(
-    weight: Weight, family: Family, tensors: dict[str, Tensor], layer: int | None, expert: int | None
-) -> tuple[list[str], tuple[_Source, ...]]:
-    """Look up the tensors of one piece of a weight, and check their shapes; return their names as well."""
-    patterns = [family.tensors[part.name] for part in weight.parts]
-    names = [pattern.format(layer, expert) for pattern in patterns]
-    for name in names:
-        if name not in tensors:
-            raise UserError(f"the checkpoint has no tensor {name} (nor one with {family.prefix!r} before it).", "model")
-    places, rows = in_tensors(weight.parts, names, family.alternating)
-    found = []
-    for part, pattern, name, at in zip(weight.parts, patterns, names, places, strict=True):
-        which = expert if pattern.count("{}") == 1 else None  # the tensor holds all experts
-        found.append(_Source(tensors[name], at, which, part.name in family.transposed))
-    for source, name in zip(found, names, strict=True):
-        shape = (rows[name], *weight.one[1:])
-        shape = shape[::-1] if source.is_transposed else shape
-        _check_shape(source.tensor, shape if source.expert is None else (weight.stack or 0, *shape))
-    return names, tuple(found)
-
-
-def _check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise UserError(
-            f"{tensor.file.name}: tensor {tensor.name} has shape {list(tensor.shape)}, config.json says {list(shape)}.",
-            "model",
-        )
-    tensor.values()  # refuses a type that cannot be read
-
-
-def _load_int8(weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh: Mesh) -> Quantized[Array]:
+def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh: Mesh) -> Quantized[Array]:
     """Read and quantize a matrix, each device's piece once: its scales are kept until they are asked for."""
+    scheme = weight.scheme
+    assert scheme is not None
     shards = mesh.devices.size
     shapes = quantized.describe(weight, mesh, np.float32)
     kept: dict[tuple[int, int], np.ndarray] = {}  # by the number of the piece of each axis
@@ -384,47 +317,80 @@ def _load_int8(weight: Weight, sources: tuple[tuple[_Source, ...], ...], mesh: M
         assert index is not None
         bounds = [piece.indices(length) for piece, length in zip(index, weight.shape, strict=True)]
         rows, columns = (stop - start for start, stop, _ in bounds)
-        out, steps = _aligned((rows, columns), np.dtype(np.int8)), np.empty((rows, 1), np.float32)
+        out = _aligned((rows, shapes.values.sharding.shard_shape(shapes.values.shape)[1]), shapes.values.dtype)
+        sizes = np.empty((rows, columns // (scheme.group or columns)), np.float32)
 
         def store(row: int, block: np.ndarray) -> None:
             step = max(1, _QUANTIZED_BYTES // (4 * columns))
             for start in range(0, len(block), step):
                 some = slice(row + start, row + min(start + step, len(block)))
-                out[some], steps[some] = by_row(block[start : start + step].astype(np.float32), np)
+                out[some], sizes[some] = rounded(block[start : start + step].astype(np.float32), scheme, np)
 
-        _fill(store, weight.parts, sources[0], weight.shape, weight.axes[0], shards, index)
-        kept[place(index, weight.shape)] = steps.T
+        _fill(store, "floats", weight.parts, sources[0], weight.shape, weight.axes[0], shards, index)
+        kept[place(index, weight.shape)] = sizes.T
         return out
 
     def scales(index: tuple[slice, ...] | None) -> np.ndarray:
         piece, rows = place(index, shapes.scales.shape)
         return kept[rows, piece]
 
-    made = jax.make_array_from_callback(weight.shape, shapes.values.sharding, values)
+    def packed_values(index: tuple[slice, ...] | None) -> np.ndarray:
+        # Of values that share a byte the array is narrower than the weight; its pieces are as many.
+        rows, of = index or (slice(None), slice(None))
+        width = weight.shape[1] // shapes.values.shape[1]
+        return values((rows, slice((of.start or 0) * width, (of.stop or shapes.values.shape[1]) * width)))
+
+    made = jax.make_array_from_callback(shapes.values.shape, shapes.values.sharding, packed_values)
     made_scales = jax.make_array_from_callback(shapes.scales.shape, shapes.scales.sharding, scales)
-    return Quantized(made, made_scales, scheme=weight.scheme or Scheme())
+    return Quantized(made, made_scales, scheme=scheme)
 
 
-def _read(
-    weight: Weight, sources: tuple[tuple[_Source, ...], ...], shards: int, dtype: np.dtype, index: tuple[slice, ...]
-) -> np.ndarray:
-    """Copy the piece `index` of a weight out of its tensors."""
-    bounds = [piece.indices(length) for piece, length in zip(index, weight.shape, strict=True)]
-    out = _aligned(tuple(stop - start for start, stop, _ in bounds), dtype)
-    inner = index if weight.stack is None else index[1:]  # experts are never divided among devices
-    for piece, parts in zip([out] if weight.stack is None else out, sources, strict=True):
+def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh: Mesh) -> Quantized[Array]:
+    """Read a matrix that the checkpoint holds quantized: its values, scales and zeros."""
+    shapes = quantized.describe(weight, mesh, np.float32)
+    values = _load_side("values", shapes.values, weight, sources, mesh)
+    scales = _load_side("scales", shapes.scales, weight, sources, mesh)
+    zeros = None if shapes.zeros is None else _load_side("zeros", shapes.zeros, weight, sources, mesh)
+    return Quantized(values, scales, zeros, scheme=shapes.scheme)
 
-        def store(row: int, block: np.ndarray, piece: np.ndarray = piece) -> None:
-            piece[row : row + len(block)] = block
 
-        _fill(store, weight.parts, parts, weight.one, weight.axes_of_one[0], shards, inner)
-    return out
+def _load_side(
+    side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh: Mesh
+) -> Array:
+    """Read one side of a weight into the array described: scales and zeros, of which groups are the rows, turned."""
+    is_turned, shards = side in ("scales", "zeros"), mesh.devices.size
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        if is_turned:
+            shape, own = _turned(described.shape), _turned(index or (slice(None),) * len(described.shape))
+            return np.ascontiguousarray(np.swapaxes(_read(side, shape, own), -1, -2))
+        return _read(side, described.shape, index or ())
+
+    def _read(side: Side, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        bounds = [piece.indices(length) for piece, length in zip(index, shape, strict=True)]
+        out = _aligned(tuple(stop - start for start, stop, _ in bounds), np.dtype(described.dtype))
+        # Experts are never divided among devices.
+        one, inner = (shape, index) if weight.stack is None else (shape[1:], index[1:])
+        for piece, parts in zip([out] if weight.stack is None else out, sources, strict=True):
+
+            def store(row: int, block: np.ndarray, piece: np.ndarray = piece) -> None:
+                piece[row : row + len(block)] = block
+
+            _fill(store, side, weight.parts, parts, one, weight.axes_of_one[0], shards, inner)
+        return out
+
+    return jax.make_array_from_callback(described.shape, described.sharding, read)
+
+
+def _turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*axes[:-2], axes[-1], axes[-2])
 
 
 def _fill(
-    store: Callable[[int, np.ndarray], None],
+    store: Store,
+    side: Side,
     parts: tuple[Part, ...],
-    sources: tuple[_Source, ...],
+    sources: tuple[Source, ...],
     shape: tuple[int, ...],
     axis: str | None,
     shards: int,
@@ -432,27 +398,15 @@ def _fill(
 ) -> None:
     """Give the piece `index` of the `shape` that `parts` make up, whose rows lie along `axis`, to `store`.
 
-    `store` takes the rows block by block, each with the number of its first row, and copies what it needs.
+    Of quantized matrices it is one `side` of them. `store` takes the rows block by block, each with the number of its
+    first row, and copies what it needs.
     """
     filled = 0
     for number, first, count, padding in in_order(parts, shape[0], axis, shards, index[0]):
-        for wanted in sources[number].rows(first, count):
-            wanted = wanted[(slice(None), *index[1:])]
-            _give(wanted, filled, store, sources[number].tensor)
-            filled += len(wanted)
+        filled = sources[number].give(side, shape[-1], first, count, index[1:], store, filled)
         if padding:
             store(filled, np.zeros((padding, *shape[1:]), np.float32)[(slice(None), *index[1:])])
         filled += padding
-
-
-def _give(source: np.ndarray, row: int, store: Callable[[int, np.ndarray], None], tensor: Tensor) -> None:
-    """Give `source`, a view of `tensor`, to `store` from `row` on, and its pages back on the way."""
-    rows = len(source)
-    if source.flags.c_contiguous and source.size:  # a row of a transposed tensor lies on all of its pages
-        rows = max(1, _PIECE_BYTES * len(source) // source.nbytes)
-    for start in range(0, len(source), max(1, rows)):
-        store(row + start, source[start : start + rows])
-        tensor.release()
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -48,6 +48,8 @@ def choose(
         drafting = Drafting(own.num_speculative_tokens, spec=head.spec, head=head, kernels=kernels_of(head.spec))
         return drafting, DraftFolder(folder, None)
     spec, family = read_spec(weights.read_config(folder), longest)
+    if family.stored is not None:
+        raise UserError(f"{own.model} is quantized, which a draft model cannot be.", "speculative_config")
     draft_model.check(spec, target)
     if spec.max_position < longest:
         raise UserError(

@@ -333,7 +333,7 @@ class Runner:
         setup, options = self.setup, (config.quantization, self.setup.pooler)
         seed = config.seed % 2**32 if config.load_format == "dummy" else None
         if seed is not None:
-            params = weights.load_random(setup.spec, self._mesh, setup.dtype, seed, *options)
+            params = weights.load_random(setup.spec, self._mesh, setup.dtype, seed, *options, setup.family)
         else:
             params = weights.load(setup.folder, setup.spec, setup.family, self._mesh, setup.dtype, progress, *options)
         draft = draft_setup.load(setup.drafting, setup.draft, self._mesh, setup.dtype, progress, seed)
@@ -405,7 +405,8 @@ class Runner:
         further: dict[str, Any] = {"max_adapters": most, "drafts": drafts > 0}
         if self._config.deterministic:
             return Programs([], [batch.uniform_shape(*sizes, drafts)], self._lower, self.metrics, (), **further)
-        is_narrow = setup.dtype != jnp.float32 or self._config.quantization is not None
+        is_quantized = self._config.quantization is not None or setup.family.stored is not None
+        is_narrow = setup.dtype != jnp.float32 or is_quantized
         # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row, and
         # on a GPU it makes two kernels of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
         decode = batch.decode_shapes(geometry.num_slots, 1 if setup.platform == "cpu" and not is_narrow else 2)

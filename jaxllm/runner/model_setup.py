@@ -28,6 +28,7 @@ from jaxllm.model.families import Family, read_spec
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.pooler_files import most_tokens, read_pooler
 from jaxllm.model.spec import Spec, heads_per_shard
+from jaxllm.model.stored_formats import Stored
 from jaxllm.runner import aot_manifest, device_state, draft_setup, memory_plan
 from jaxllm.runner.draft_setup import DraftFolder
 from jaxllm.runner.drafting import Drafting
@@ -147,7 +148,9 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             f"({spec.max_position} positions); lower it.",
             "max_model_len",
         )
-    if config.quantization is not None and (spec.experts or spec.latent):
+    if family.stored is not None:
+        _check_stored(config, family.stored)
+    elif config.quantization is not None and (spec.experts or spec.latent):
         what = "experts" if spec.experts else "latent attention"
         raise UserError(
             f"quantization {config.quantization} is not supported for models with {what}, as "
@@ -194,6 +197,17 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         token_cost=0 if config.deterministic else TOKEN_COST[platform],
         prepared=recorded,
     )
+
+
+def _check_stored(config: EngineConfig, stored: Stored) -> None:
+    """Refuse to quantize what is quantized already, unless it comes to the same."""
+    kinds = {"int8": "int8", "fp8": "float8", "int4": "int4"}
+    if config.quantization is not None and kinds[config.quantization] != stored.scheme.kind:
+        raise UserError(
+            f"quantization {config.quantization} is not possible: the checkpoint is quantized already "
+            f"({stored.method}, {stored.scheme.kind}); leave it out.",
+            "quantization",
+        )
 
 
 def _check_adapters(spec: Spec, pools: bool) -> None:
@@ -299,7 +313,7 @@ def plan_memory(
 
 def describe_weights(config: EngineConfig, setup: Setup, mesh: Mesh) -> Params[jax.ShapeDtypeStruct]:
     """Describe all weights that a step reads: those of the model, and of what drafts for it."""
-    described = weights.abstract(setup.spec, mesh, setup.dtype, config.quantization, setup.pooler)
+    described = weights.abstract(setup.spec, mesh, setup.dtype, config.quantization, setup.pooler, setup.family)
     return replace(described, draft=draft_setup.abstract(setup.drafting, mesh, setup.dtype))
 
 
@@ -346,7 +360,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "kernels": {operation: chosen.name for operation, chosen in setup.kernels.items()},
         "dtype": setup.dtype.name,
-        "quantization": config.quantization,
+        "quantization": config.quantization if setup.family.stored is None else repr(setup.family.stored),
         "adapters": [config.max_loras, config.max_lora_rank] if config.enable_lora else None,
         "deterministic": config.deterministic,
         "speculative": repr(setup.drafting),

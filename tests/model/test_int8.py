@@ -273,7 +273,7 @@ def test_what_cannot_be_quantized_is_refused_by_name(capfd):
         with pytest.raises(UserError, match=f"quantization int8 .* experts, as {architecture}") as refusal:
             prepare(EngineConfig(model=str(GOLDEN / case), quantization="int8"))
         assert refusal.value.parameter == "quantization" and "\n" not in str(refusal.value)
-    with pytest.raises(UserError, match="quantization must be one of int8, got 'awq'"):
+    with pytest.raises(UserError, match="quantization must be one of int8, fp8, int4, got 'awq'"):
         EngineArgs(model="any", quantization="awq")
     assert cli.main(["doctor", "--quantization", "int8", "--json"]) == 0
     report = json.loads(capfd.readouterr().out)

@@ -169,7 +169,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (QWEN_3_30B_A3B, {"use_sliding_window": True}, "use_sliding_window"),
     (QWEN_3_30B_A3B, {"num_local_experts": 64}, "num_local_experts"),
     (OLMOE_1B_7B, {"clip_qkv": 8.0}, "clip_qkv"),
-    (GPT_OSS_20B, {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+    (GPT_OSS_20B, {"quantization_config": {"quant_method": "mxfp8"}}, "mxfp8"),
     (GPT_OSS_20B, {"experts_per_token": 2}, "experts_per_token"),
     (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob"),
     (DEEPSEEK_V2_LITE, {"scoring_func": "sigmoid"}, "scoring_func"),
@@ -178,5 +178,5 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (DEEPSEEK_V2_LITE, {"qk_rope_head_dim": 63}, "63"),
     (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method"),
     (DEEPSEEK_V3, {"n_group": 7}, "256 experts cannot be chosen from 4 of 7 groups"),
-    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt = 'e5m2'"),
 ]

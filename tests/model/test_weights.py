@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import UserError
-from jaxllm.model import sharding, weights
+from jaxllm.model import sharding, sources, weights
 from jaxllm.model.families import read_spec
 from tests.support import paths
 from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint
@@ -78,7 +78,7 @@ def test_each_shard_reads_its_own_bytes_and_no_others(tmp_path, monkeypatch, qua
     file = (folder / "model.safetensors").read_bytes()
     header_bytes = 8 + int.from_bytes(file[:8], "little")
     times, by_shard, shard = np.zeros(len(file), np.uint8), [0] * 4, 0
-    give, fill = weights._give, weights._fill
+    give, fill = sources._give, weights._fill
 
     def counted_give(source, row, store, tensor):
         offset = source.ctypes.data - np.frombuffer(tensor.mapping, np.uint8).ctypes.data
@@ -87,12 +87,12 @@ def test_each_shard_reads_its_own_bytes_and_no_others(tmp_path, monkeypatch, qua
         by_shard[shard] += source.nbytes
         give(source, row, store, tensor)
 
-    def noted_fill(store, parts, sources, shape, axis, shards, index):
+    def noted_fill(store, side, parts, own, shape, axis, shards, index):
         nonlocal shard
         shard = max((piece.start or 0) * 4 // length for piece, length in zip(index, shape, strict=True))
-        fill(store, parts, sources, shape, axis, shards, index)
+        fill(store, side, parts, own, shape, axis, shards, index)
 
-    monkeypatch.setattr(weights, "_give", counted_give)
+    monkeypatch.setattr(sources, "_give", counted_give)
     monkeypatch.setattr(weights, "_fill", noted_fill)
     weights.load(folder, spec, family, sharding.make_mesh(jax.devices(), 4), "float32", quantization=quantization)
     assert (times[:header_bytes] == 0).all()
