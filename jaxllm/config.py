@@ -26,6 +26,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 Precompile = Literal["covering", "background", "all"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["int8"]
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 PoolingType = Literal["CLS", "LAST", "MEAN"]
 
@@ -42,6 +43,10 @@ class EngineConfig:
     # "int8": matrices and what is multiplied with them are rounded to 8 bits; `dtype` is that of all else.
     quantization: Quantization | None = setting(
         None, "int8: round matrices, and what is multiplied with them, to 8 bits: a quarter of float32's memory"
+    )
+    # fp8 is e4m3. Each vector of a key or a value is divided by a scale of its own, so none has to be calibrated.
+    kv_cache_dtype: KvCacheDtype = setting(
+        "auto", "of keys and values in the cache: 8 bits hold twice the tokens of bfloat16; auto: that of computation"
     )
     device: Device = setting("auto", "where to run; auto: a GPU if JAX sees one")
     seed: int = setting(0, "of the seeds of requests that bring none; with --deterministic it is their seed")
@@ -221,7 +226,6 @@ DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
 # Engine arguments of vLLM that change results, or what fits, each with the values that change nothing: its default
 # first. Others are refused.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "kv_cache_dtype": ("auto",),
     "tokenizer_mode": ("auto",),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
@@ -257,6 +261,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
     "quantization": get_args(Quantization),
+    "kv_cache_dtype": get_args(KvCacheDtype),
     "device": get_args(Device),
     "scheduling_policy": get_args(SchedulingPolicy),
     "precompile": get_args(Precompile),

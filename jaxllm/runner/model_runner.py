@@ -394,7 +394,7 @@ class Runner:
         """Describe the device's state."""
         setup = self.setup
         sizes = self.geometry, setup.max_num_batched_tokens, self.extras
-        return device_state.abstract(setup.spec, *sizes, self._mesh, setup.dtype, self.drafting)
+        return device_state.abstract(setup.spec, *sizes, self._mesh, setup.dtype, self.drafting, setup.cache_dtype)
 
     def _list_programs(self) -> Programs:
         """List the programs that can run plans."""
