@@ -27,8 +27,8 @@ from pallas_kernels import Choice
 # for all calls with the same shapes, and a program's text holds it once; XLA inlines it before all else. Two programs
 # of the 0.5B shape, 24 layers, are traced in 1.1 s this way and in 4.3 s without; with experts in 1.4 and 4.9
 # (DECISIONS, 73).
-_write_kv = jax.jit(pallas_kernels.write_kv, static_argnames=("is_interleaved", "implementation"))
-_SETTINGS = ("scale", "window", "softcap", "value_size", "implementation")
+_write_kv = jax.jit(pallas_kernels.write_kv, static_argnames=("is_interleaved", "float8", "implementation"))
+_SETTINGS = ("scale", "window", "softcap", "value_size", "float8", "implementation")
 _paged_decode = jax.jit(pallas_kernels.paged_decode, static_argnames=_SETTINGS)
 _paged_prefill = jax.jit(pallas_kernels.paged_prefill, static_argnames=(*_SETTINGS, "tile"))
 
@@ -73,6 +73,7 @@ def attention(
                 is_interleaved=heads.is_interleaved,
                 k_scales=cache.k_scales,
                 v_scales=cache.v_scales,
+                float8=geometry.float8,
                 implementation=kernels["write_kv"],
             )
         kv[layer] = cache = KvLayer(*written)
@@ -84,6 +85,7 @@ def attention(
             "value_size": spec.latent.rank if spec.latent else None,
             "k_scales": cache.k_scales,
             "v_scales": cache.v_scales,
+            "float8": geometry.float8,
         }
         with named_scope("attend"):
             decoded = _paged_decode(

@@ -36,6 +36,7 @@ class Geometry:
     num_blocks: int  # N
     block_size: int  # P
     max_model_len: int  # tokens
+    float8: str | None = None  # where the cache holds bytes: the type of 8-bit floats that they are
 
     @property
     def max_blocks(self) -> int:

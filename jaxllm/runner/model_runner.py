@@ -348,6 +348,7 @@ class Runner:
             num_blocks=plan.num_blocks,
             block_size=plan.need.block_size,
             max_model_len=plan.max_model_len,
+            float8=setup.float8,
         )
         self._state_shapes = self._describe_state()
         self._step_model = StepModel(
