@@ -26,6 +26,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 Precompile = Literal["covering", "background", "all"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["int8", "fp8", "int4"]
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 PoolingType = Literal["CLS", "LAST", "MEAN"]
 
@@ -43,6 +44,10 @@ class EngineConfig:
     quantization: Quantization | None = setting(
         None,
         "round matrices when they are loaded, to 8 bits (int8: on a CPU with what they multiply; fp8) or 4 (int4)",
+    )
+    # fp8 is e4m3. Each vector of a key or a value is divided by a scale of its own, so none has to be calibrated.
+    kv_cache_dtype: KvCacheDtype = setting(
+        "auto", "of keys and values in the cache: 8 bits hold twice the tokens of bfloat16; auto: that of computation"
     )
     device: Device = setting("auto", "where to run; auto: a GPU if JAX sees one")
     seed: int = setting(0, "of the seeds of requests that bring none; with --deterministic it is their seed")
@@ -222,7 +227,6 @@ DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
 # Engine arguments of vLLM that change results, or what fits, each with the values that change nothing: its default
 # first. Others are refused.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "kv_cache_dtype": ("auto",),
     "tokenizer_mode": ("auto",),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
@@ -258,6 +262,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
     "quantization": get_args(Quantization),
+    "kv_cache_dtype": get_args(KvCacheDtype),
     "device": get_args(Device),
     "scheduling_policy": get_args(SchedulingPolicy),
     "precompile": get_args(Precompile),

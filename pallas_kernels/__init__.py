@@ -4,13 +4,24 @@ Imports jax and numpy, never jaxllm. Every operation takes `implementation`; Non
 that the program is compiled for. An engine asks `resolve` once, and names what that says from then on.
 """
 
-from pallas_kernels.api import Written, copy_blocks, linear, linear_by, paged_decode, paged_prefill, sample, write_kv
+from pallas_kernels.api import (
+    SCALED,
+    Written,
+    copy_blocks,
+    linear,
+    linear_by,
+    paged_decode,
+    paged_prefill,
+    sample,
+    write_kv,
+)
 from pallas_kernels.choice import Choice, Site, capability_of, implementations, refusal, resolve
 from pallas_kernels.kv_cache.xla import quantize, rotate
 from pallas_kernels.linear.numbers import Kind, by_row
 from pallas_kernels.linear.xla import is_turned_on_a_cpu
 
 __all__ = [
+    "SCALED",
     "Choice",
     "Kind",
     "Site",

@@ -5,7 +5,8 @@ that of the values). Where each value is the beginning of its key, as in latent 
 Layout, writing and attention are owned together here. Scores, softmax and accumulation are float32.
 
 A cache of int8 or of 8-bit floats has scales beside it, [N, K, P] float32: a stored vector stands for itself times its
-scale. Others have none.
+scale. Others have none. A cache of bytes, uint8, holds the bits of 8-bit floats, whose type is then given as `float8`:
+for XLA's CPU back end, which moves bytes, but converts a whole array of 8-bit floats to take or store a few of them.
 
 Apart from those, `sample` chooses tokens from logits. R rows of a batch, V vocabulary.
 """
@@ -26,7 +27,8 @@ from pallas_kernels.choice import Choice, Site, capability_of
 from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.sampling.xla import MOST_TOKENS
 
-SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")  # types of caches with scales
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+SCALED = ("int8", *FLOAT8, "uint8")  # types of caches with scales
 
 
 # `with linear_by(choice):` names the implementation of products that are traced inside, of those that it can do; the
@@ -55,6 +57,7 @@ def write_kv(
     is_interleaved: bool = False,
     k_scales: Float[Array, "N K P"] | None = None,
     v_scales: Float[Array, "N K P"] | None = None,
+    float8: str | None = None,
     implementation: str | Choice | None = None,
 ) -> Written:
     """Rotate queries and keys, store keys and values at (blocks [T], offsets [T]), in place where caches are donated.
@@ -68,7 +71,7 @@ def write_kv(
     A token whose block is N or more is not stored. No block or offset may be negative: JAX counts those from the end.
     No two tokens may name the same place, not even one that is not stored.
     """
-    _check_scales(k_cache, v_cache, k_scales, v_scales)
+    _check_scales(k_cache, v_cache, k_scales, v_scales, float8)
     heads = qkv.shape[1] - k_cache.shape[1] * (1 if v_cache is None else 2)
     if heads < 0 or qkv.shape[2] != k_cache.shape[3] or (v_cache is not None and v_cache.shape != k_cache.shape):
         caches = [cache.shape for cache in (k_cache, v_cache) if cache is not None]
@@ -78,7 +81,8 @@ def write_kv(
     cosine, sine = turn or (None, None)
     arrays = (qkv, k_cache, v_cache, blocks, offsets, cosine, sine, k_scales, v_scales)
     site = _site(qkv, k_cache, heads, None)
-    return Written(*_dispatch("write_kv", implementation, site, {"is_interleaved": is_interleaved}, arrays))
+    static = {"is_interleaved": is_interleaved} | ({} if float8 is None else {"float8": float8})
+    return Written(*_dispatch("write_kv", implementation, site, static, arrays))
 
 
 def copy_blocks(
@@ -112,6 +116,7 @@ def paged_decode(
     value_size: int | None = None,
     k_scales: Float[Array, "N K P"] | None = None,
     v_scales: Float[Array, "N K P"] | None = None,
+    float8: str | None = None,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "B H V"]:
     """Attend with one query per sequence, q [B, H, C], over its cached keys: [B, H, V] in q's type.
@@ -125,7 +130,7 @@ def paged_decode(
     so is one that cannot do this here.
     """
     _check_heads(q, k_cache, v_cache, value_size)
-    _check_scales(k_cache, v_cache, k_scales, v_scales)
+    _check_scales(k_cache, v_cache, k_scales, v_scales, float8)
     args = AttentionArgs(
         k_cache=k_cache,
         v_cache=v_cache,
@@ -137,6 +142,7 @@ def paged_decode(
         window=window,
         softcap=softcap,
         value_size=value_size,
+        float8=float8,
     )
     site = _site(q, k_cache, q.shape[1], value_size)
     return _dispatch("paged_decode", implementation, site, {}, (q, lengths, args))
@@ -159,6 +165,7 @@ def paged_prefill(
     value_size: int | None = None,
     k_scales: Float[Array, "N K P"] | None = None,
     v_scales: Float[Array, "N K P"] | None = None,
+    float8: str | None = None,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T H V"]:
     """Attend with a ragged run of queries, q [T, H, C], over cached keys, causally: [T, H, V] in q's type.
@@ -169,7 +176,7 @@ def paged_prefill(
     queries in no tile give zeros. Otherwise as `paged_decode`.
     """
     _check_heads(q, k_cache, v_cache, value_size)
-    _check_scales(k_cache, v_cache, k_scales, v_scales)
+    _check_scales(k_cache, v_cache, k_scales, v_scales, float8)
     args = AttentionArgs(
         k_cache=k_cache,
         v_cache=v_cache,
@@ -181,6 +188,7 @@ def paged_prefill(
         window=window,
         softcap=softcap,
         value_size=value_size,
+        float8=float8,
     )
     tiles = Tiles(tile_start, tile_length, tile_position)
     site = _site(q, k_cache, q.shape[1], value_size)
@@ -311,8 +319,12 @@ def _check_heads(q: Array, k_cache: Array, v_cache: Array | None, value_size: in
         )
 
 
-def _check_scales(k_cache: Array, v_cache: Array | None, k_scales: Array | None, v_scales: Array | None) -> None:
+def _check_scales(
+    k_cache: Array, v_cache: Array | None, k_scales: Array | None, v_scales: Array | None, float8: str | None
+) -> None:
     is_scaled = str(k_cache.dtype) in SCALED
+    if (float8 in FLOAT8) != (k_cache.dtype == jnp.uint8) or float8 not in (None, *FLOAT8):
+        raise ValueError(f"float8 is one of {', '.join(FLOAT8)} where the cache holds bytes; got {float8!r}")
     if not is_scaled and not jnp.issubdtype(k_cache.dtype, jnp.floating):
         raise ValueError(f"the cache must hold floats or be one of {', '.join(SCALED)}, not {k_cache.dtype}")
     if (k_scales is not None) != is_scaled or (v_scales is not None) != (is_scaled and v_cache is not None):

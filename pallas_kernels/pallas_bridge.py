@@ -26,6 +26,8 @@ def refusal(site: Site, sizes: Mapping[str, int]) -> str | None:
 
     A CPU interprets any. The back end for GPUs is deprecated since JAX 0.11, and JAX warns of that itself.
     """
+    if site.cache_dtype == "uint8":
+        return "a cache of bytes is for XLA alone"
     if site.platform == "cpu":
         return None
     if site.platform != "gpu":

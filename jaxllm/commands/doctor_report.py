@@ -174,6 +174,7 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
         "tensor_parallel_size": (mesh.size, _asked(config, "tensor_parallel_size")),
         "dtype": (setup.dtype.name, _dtype_reason(config, setup)),
         "quantization": (config.quantization or "none", _asked(config, "quantization")),
+        "kv_cache_dtype": (setup.float8 or setup.cache_dtype.name, _asked(config, "kv_cache_dtype")),
         "max_model_len": (
             plan.max_model_len,
             f"cut from {setup.max_model_len}: that is all the KV blocks hold"

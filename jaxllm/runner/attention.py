@@ -20,15 +20,15 @@ from jaxllm.model.decoder import Heads
 from jaxllm.model.spec import Spec
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
-from jaxllm.runner.device_state import Geometry
+from jaxllm.runner.device_state import Geometry, KvLayer
 from pallas_kernels import Choice
 
 # Code that layers and programs share is jitted by itself: here, in sampler.py and in model/. JAX then traces it once
 # for all calls with the same shapes, and a program's text holds it once; XLA inlines it before all else. Two programs
 # of the 0.5B shape, 24 layers, are traced in 1.1 s this way and in 4.3 s without; with experts in 1.4 and 4.9
 # (DECISIONS, 73).
-_write_kv = jax.jit(pallas_kernels.write_kv, static_argnames=("is_interleaved", "implementation"))
-_SETTINGS = ("scale", "window", "softcap", "value_size", "implementation")
+_write_kv = jax.jit(pallas_kernels.write_kv, static_argnames=("is_interleaved", "float8", "implementation"))
+_SETTINGS = ("scale", "window", "softcap", "value_size", "float8", "implementation")
 _paged_decode = jax.jit(pallas_kernels.paged_decode, static_argnames=_SETTINGS)
 _paged_prefill = jax.jit(pallas_kernels.paged_prefill, static_argnames=(*_SETTINGS, "tile"))
 
@@ -38,7 +38,7 @@ def attention(
     geometry: Geometry,
     kernels: Mapping[str, Choice],
     shape: Shape,
-    kv: list[tuple[jax.Array, jax.Array | None]],
+    kv: list[KvLayer[jax.Array]],
     tables: jax.Array,
     field: Mapping[str, jax.Array],
     slots: jax.Array,
@@ -62,29 +62,36 @@ def attention(
 
     def attend(layer: int, heads: Heads, window: int | None, sinks: jax.Array | None) -> jax.Array:
         with named_scope("cache_write"):
-            written = _write_kv(
+            cache = kv[layer]
+            q, *written = _write_kv(
                 heads.qkv,
-                *kv[layer],
+                cache.keys,
+                cache.values,
                 stored_in,
                 offsets,
                 turn=heads.turn,
                 is_interleaved=heads.is_interleaved,
+                k_scales=cache.k_scales,
+                v_scales=cache.v_scales,
+                float8=geometry.float8,
                 implementation=kernels["write_kv"],
             )
-        q, keys, values = written.q, written.k_cache, written.v_cache
-        kv[layer] = keys, values
+        kv[layer] = cache = KvLayer(*written)
         options: dict[str, Any] = {
             "scale": spec.attention_scale,
             "window": window,
             "softcap": spec.attention_softcap,
             "sinks": sinks,
             "value_size": spec.latent.rank if spec.latent else None,
+            "k_scales": cache.k_scales,
+            "v_scales": cache.v_scales,
+            "float8": geometry.float8,
         }
         with named_scope("attend"):
             decoded = _paged_decode(
                 q[alone],
-                keys,
-                values,
+                cache.keys,
+                cache.values,
                 alone_tables,
                 lengths,
                 implementation=kernels["paged_decode"],
@@ -94,8 +101,8 @@ def attention(
                 return decoded
             chunks = _paged_prefill(
                 q,
-                keys,
-                values,
+                cache.keys,
+                cache.values,
                 tile_tables,
                 field["tile_start"],
                 field["tile_length"],

@@ -9,7 +9,7 @@ F numbers of a slot's extras.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxllm.model import sharding
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner.drafting import Drafted, Drafting
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras
+from pallas_kernels import SCALED
 
 Leaf = TypeVar("Leaf")
 TABLES_AT, TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -5, -4, -3, -2  # of the state's leaves in order
@@ -35,6 +36,7 @@ class Geometry:
     num_blocks: int  # N
     block_size: int  # P
     max_model_len: int  # tokens
+    float8: str | None = None  # where the cache holds bytes: the type of 8-bit floats that they are
 
     @property
     def max_blocks(self) -> int:
@@ -42,11 +44,20 @@ class Geometry:
         return -(-self.max_model_len // self.block_size)
 
 
+class KvLayer(NamedTuple, Generic[Leaf]):
+    """The cache of one layer: keys and values of all blocks, and scales where it holds 8-bit numbers."""
+
+    keys: Leaf  # [N, K, P, C]
+    values: Leaf | None  # [N, K, P, C]; None in latent attention, where they are part of the keys
+    k_scales: Leaf | None = None  # float32[N, K, P]: what a vector's numbers are multiplied with
+    v_scales: Leaf | None = None
+
+
 @struct.dataclass
 class DeviceState(Generic[Leaf]):
     """What a step reads and replaces."""
 
-    kv: tuple[tuple[Leaf, Leaf | None], ...]  # by layer: keys and values, each [N, K, P, C]; see `block_bytes`
+    kv: tuple[KvLayer[Leaf], ...]
     drafted: Drafted[Leaf] | None  # of an engine that verifies drafts
     tables: Leaf  # int32[S, M]: the blocks of each slot; behind its length, any block
     tokens: Leaf  # int32[S, M * P]: the tokens of each slot that are known to the device
@@ -56,12 +67,13 @@ class DeviceState(Generic[Leaf]):
 
 
 def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> int:
-    """Return the bytes that one block takes on one device, all layers together.
+    """Return the bytes that one block takes on one device in a cache of `dtype`, all layers and scales together.
 
     Latent attention keeps no values: they are part of the keys, the same on every device.
     """
     arrays = 2 if spec.latent is None else 1
-    return arrays * spec.num_layers * heads_per_shard(spec, shards)[1] * block_size * spec.head_size * dtype.itemsize
+    vector = spec.head_size * dtype.itemsize + (4 if dtype.name in SCALED else 0)
+    return arrays * spec.num_layers * heads_per_shard(spec, shards)[1] * block_size * vector
 
 
 def abstract(
@@ -72,24 +84,28 @@ def abstract(
     mesh: Mesh,
     dtype: jnp.dtype,
     drafting: Drafting | None = None,
+    cache_dtype: jnp.dtype | None = None,
 ) -> DeviceState[jax.ShapeDtypeStruct]:
-    """Describe the state: shapes, types and shardings, nothing allocated. `max_tokens` are those of a step, T."""
+    """Describe the state: shapes, types and shardings, nothing allocated. `max_tokens` are those of a step, T.
+
+    `cache_dtype` is that of all caches, if it is not `dtype`.
+    """
 
     def whole(shape: tuple[int, ...], kind: jnp.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding.replicated(mesh))
 
-    int32 = jnp.dtype(jnp.int32)
+    int32, cache_dtype = jnp.dtype(jnp.int32), cache_dtype or dtype
     drafted = None
     if drafting is not None:
         num_aux = 0 if drafting.head is None else len(drafting.head.aux_layers)
         drafted = Drafted(
             lengths=whole((geometry.num_slots,), int32),
             tokens=whole((geometry.num_slots, drafting.most), int32),
-            kv=() if drafting.spec is None else abstract_kv(drafting.spec, geometry, mesh, dtype),
+            kv=() if drafting.spec is None else abstract_kv(drafting.spec, geometry, mesh, cache_dtype),
             aux=(whole((max_tokens, spec.width), dtype),) * num_aux,
         )
     return DeviceState(
-        kv=abstract_kv(spec, geometry, mesh, dtype),
+        kv=abstract_kv(spec, geometry, mesh, cache_dtype),
         drafted=drafted,
         tables=whole((geometry.num_slots, geometry.max_blocks), int32),
         tokens=whole((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32),
@@ -101,15 +117,17 @@ def abstract(
 
 def abstract_kv(
     spec: Spec, geometry: Geometry, mesh: Mesh, dtype: jnp.dtype
-) -> tuple[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct | None], ...]:
-    """Describe the KV blocks of each layer."""
+) -> tuple[KvLayer[jax.ShapeDtypeStruct], ...]:
+    """Describe the KV blocks of each layer, with scales where 8-bit numbers need them."""
     heads = heads_per_shard(spec, mesh.size)[1] * mesh.size
-    block = jax.ShapeDtypeStruct(
-        (geometry.num_blocks, heads, geometry.block_size, spec.head_size),
-        dtype,
-        sharding=sharding.named(mesh, KV_AXES),
-    )
-    return ((block, block if spec.latent is None else None),) * spec.num_layers
+    shape = geometry.num_blocks, heads, geometry.block_size, spec.head_size
+    block = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.named(mesh, KV_AXES))
+    scales = None
+    if dtype.name in SCALED:
+        scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32, sharding=sharding.named(mesh, KV_AXES[:3]))
+    if spec.latent is not None:
+        return (KvLayer(block, None, scales),) * spec.num_layers
+    return (KvLayer(block, block, scales, scales),) * spec.num_layers
 
 
 def allocate(state: Any) -> Any:

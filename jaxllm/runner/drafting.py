@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from jaxllm.model.spec import Spec
 from jaxllm.sampling.sampler import Sampled
 from pallas_kernels import Choice
 
+if TYPE_CHECKING:
+    from jaxllm.runner.device_state import KvLayer
+
 Leaf = TypeVar("Leaf")
 NO_DRAFT = -1  # equal to no token
 
@@ -35,7 +38,7 @@ class Drafted(Generic[Leaf]):
 
     lengths: Leaf  # int32[S]: tokens of each slot
     tokens: Leaf  # int32[S, K]: drafts behind them
-    kv: tuple[tuple[Leaf, Leaf | None], ...] = ()  # of the draft model, by layer, see `DeviceState.kv`
+    kv: tuple[KvLayer[Leaf], ...] = ()  # of the draft model
     aux: tuple[Leaf, ...] = ()  # [T, D] each: the target's hidden states between the halves of a step
 
 

@@ -348,6 +348,7 @@ class Runner:
             num_blocks=plan.num_blocks,
             block_size=plan.need.block_size,
             max_model_len=plan.max_model_len,
+            float8=setup.float8,
         )
         self._state_shapes = self._describe_state()
         self._step_model = StepModel(
@@ -394,7 +395,7 @@ class Runner:
         """Describe the device's state."""
         setup = self.setup
         sizes = self.geometry, setup.max_num_batched_tokens, self.extras
-        return device_state.abstract(setup.spec, *sizes, self._mesh, setup.dtype, self.drafting)
+        return device_state.abstract(setup.spec, *sizes, self._mesh, setup.dtype, self.drafting, setup.cache_dtype)
 
     def _list_programs(self) -> Programs:
         """List the programs that can run plans."""

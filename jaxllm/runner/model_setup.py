@@ -43,6 +43,7 @@ OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample", "linear")  
 GPU_SHARE = 0.97  # of the remaining memory; the rest is for programs' code and for tuning later ones
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: other programs of a laptop need memory too
 TOKEN_COST = {"cpu": 250, "gpu": 4}  # see `Limits`; measured by tests/benchmarks/verifying.py, on no GPU yet
+CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 CPU_CEILING = 2 << 30  # bytes of KV blocks: 87,000 tokens of a 0.5B model in float32
 
 
@@ -58,6 +59,8 @@ class Setup:
     platform: str
     devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
     dtype: jnp.dtype
+    cache_dtype: jnp.dtype  # of keys and values
+    float8: str | None  # see `Geometry.float8`
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -85,7 +88,7 @@ def choose_devices(config: EngineConfig) -> tuple[jax.Device, ...]:  # pyright: 
 
 
 def choose_dtype(config: EngineConfig, checkpoint: dict[str, Any], platform: str) -> jnp.dtype:
-    """Return the type of weights, activations and cache.
+    """Return the type of weights and activations, and of the cache where none is set.
 
     "auto" is float32 on a CPU (without 16-bit instructions it is the fastest as well as the most exact); on a GPU it is
     the checkpoint's own type, and bfloat16 for a float32 checkpoint.
@@ -100,7 +103,27 @@ def choose_dtype(config: EngineConfig, checkpoint: dict[str, Any], platform: str
     return jnp.dtype(jnp.bfloat16 if stored == "float32" else stored)
 
 
-def choose_kernels(config: EngineConfig, spec: Spec, device: jax.Device, dtype: jnp.dtype) -> dict[str, Choice]:  # pyright: ignore[reportInvalidTypeForm]
+def choose_cache_dtype(config: EngineConfig, dtype: jnp.dtype, is_cpu: bool) -> tuple[jnp.dtype, str | None]:
+    """Return the type of the cache's arrays, and the type of 8-bit floats if those hold them as bytes.
+
+    On a CPU they do: with arrays of 8-bit floats a step of the embedded model took 72 MiB of temporaries for a pool of
+    32, since XLA converts all of it in every layer (jax 0.12).
+    """
+    if config.kv_cache_dtype == "auto":
+        return dtype, None
+    name = CACHE_DTYPES[config.kv_cache_dtype]
+    if is_cpu and name != "int8":
+        return jnp.dtype(jnp.uint8), name
+    return jnp.dtype(name), None
+
+
+def choose_kernels(
+    config: EngineConfig,
+    spec: Spec,
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+    dtype: jnp.dtype,
+    cache_dtype: jnp.dtype,
+) -> dict[str, Choice]:
     """Choose an implementation of each operation of a step: the one asked for, or the best available.
 
     One that is asked for and cannot run here is a UserError; no other is substituted.
@@ -110,7 +133,7 @@ def choose_kernels(config: EngineConfig, spec: Spec, device: jax.Device, dtype: 
         platform=device.platform,
         capability=pallas_kernels.capability_of(device),
         dtype=dtype.name,
-        cache_dtype=dtype.name,
+        cache_dtype=cache_dtype.name,
         heads=heads,
         kv_heads=kv_heads,
         head_size=spec.head_size if spec.latent is None else spec.latent.rank + spec.latent.rope_size,
@@ -163,6 +186,13 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         _check_adapters(spec, own_pooler is not None)
     is_cpu = platform == "cpu"
     dtype = choose_dtype(config, checkpoint, platform)
+    if config.kv_cache_dtype != "auto" and not spec.is_causal:
+        raise UserError(
+            f"kv_cache_dtype {config.kv_cache_dtype} is for models with a cache; {family.architectures[0]} reads whole "
+            "prompts and has none. Leave it out.",
+            "kv_cache_dtype",
+        )
+    cache_dtype, float8 = choose_cache_dtype(config, dtype, is_cpu)
     recorded = aot_manifest.read(config.cache_dir(), spec)
     if config.deterministic:
         _check_deterministic(config, is_cpu, own_pooler is not None)
@@ -177,7 +207,11 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
                 "max_num_batched_tokens",
             )
         tokens = longest
-    how, draft = draft_setup.choose(config, spec, longest, lambda own: choose_kernels(config, own, devices[0], dtype))
+
+    def kernels_of(own: Spec) -> dict[str, Choice]:
+        return choose_kernels(config, own, devices[0], dtype, cache_dtype)
+
+    how, draft = draft_setup.choose(config, spec, longest, kernels_of)
     return Setup(
         folder=folder,
         spec=spec,
@@ -188,10 +222,12 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         platform=platform,
         devices=devices,
         dtype=dtype,
+        cache_dtype=cache_dtype,
+        float8=float8,
         max_model_len=longest,
         max_num_seqs=slots,
         max_num_batched_tokens=tokens,
-        kernels=choose_kernels(config, spec, devices[0], dtype),
+        kernels=kernels_of(spec),
         drafting=how,
         draft=draft,
         token_cost=0 if config.deterministic else TOKEN_COST[platform],
@@ -323,7 +359,7 @@ def _block_bytes(config: EngineConfig, setup: Setup, mesh: Mesh) -> int:
         return 0
     own = None if setup.drafting is None else setup.drafting.spec
     specs = [setup.spec] if own is None else [setup.spec, own]
-    return sum(device_state.block_bytes(spec, config.block_size, setup.dtype, mesh.size) for spec in specs)
+    return sum(device_state.block_bytes(spec, config.block_size, setup.cache_dtype, mesh.size) for spec in specs)
 
 
 def _bytes_on_one(described: Any) -> int:
@@ -361,6 +397,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "kernels": {operation: chosen.name for operation, chosen in setup.kernels.items()},
         "dtype": setup.dtype.name,
         "quantization": config.quantization if setup.family.stored is None else repr(setup.family.stored),
+        "kv_cache_dtype": setup.float8 or setup.cache_dtype.name,
         "adapters": [config.max_loras, config.max_lora_rank] if config.enable_lora else None,
         "deterministic": config.deterministic,
         "speculative": repr(setup.drafting),

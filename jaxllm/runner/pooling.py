@@ -28,7 +28,7 @@ from jaxllm.runner import batch, device_state, encoder_batch, step
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.compiled_programs import Key, ProgramTable, Way
-from jaxllm.runner.device_state import Geometry, Leaf
+from jaxllm.runner.device_state import Geometry, KvLayer, Leaf
 from jaxllm.runner.step import Leaves, StepModel
 from jaxllm.scheduler.state import Plan
 from pallas_kernels.kv_cache.xla import rotate
@@ -43,18 +43,20 @@ _LOWEST = -1e30  # below every score, and finite, see pallas_kernels/attention/x
 class PoolState(Generic[Leaf]):
     """What a step of a model that pools reads and replaces; nothing where it reads whole prompts."""
 
-    kv: tuple[tuple[Leaf, Leaf | None], ...] = ()  # as of DeviceState
+    kv: tuple[KvLayer[Leaf], ...] = ()
     tables: Leaf | None = None  # int32[S, M]
     sums: Leaf | None = None  # float32[S, D]: of the hidden states of a prompt's chunks so far, where it pools the mean
 
 
-def abstract(spec: Spec, own: Pooler, geometry: Geometry, mesh: Mesh, dtype: Any) -> PoolState[jax.ShapeDtypeStruct]:
+def abstract(
+    spec: Spec, own: Pooler, geometry: Geometry, mesh: Mesh, cache_dtype: jnp.dtype
+) -> PoolState[jax.ShapeDtypeStruct]:
     """Describe the state: shapes, types and shardings, nothing allocated."""
     if not spec.is_causal:
         return PoolState()
     whole = partial(jax.ShapeDtypeStruct, sharding=sharding.replicated(mesh))
     return PoolState(
-        kv=device_state.abstract_kv(spec, geometry, mesh, dtype),
+        kv=device_state.abstract_kv(spec, geometry, mesh, cache_dtype),
         tables=whole((geometry.num_slots, geometry.max_blocks), jnp.int32),
         sums=whole((geometry.num_slots, spec.width), jnp.float32) if own.pooling == "mean" else None,
     )

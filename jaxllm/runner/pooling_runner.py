@@ -78,7 +78,7 @@ class PoolingRunner(Runner):
     def _describe_state(self) -> Any:
         setup = self.setup
         assert setup.pooler is not None
-        return pooling.abstract(setup.spec, setup.pooler, self.geometry, self._mesh, setup.dtype)
+        return pooling.abstract(setup.spec, setup.pooler, self.geometry, self._mesh, setup.cache_dtype)
 
     def _list_programs(self) -> PoolPrograms:  # pyright: ignore[reportIncompatibleMethodOverride]
         setup, slots = self.setup, self.geometry.num_slots

@@ -15,7 +15,7 @@ static = partial(field, metadata={"static": True})
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class AttentionArgs:
-    """See `pallas_kernels.paged_decode` for what each means. The last four are static."""
+    """See `pallas_kernels.paged_decode` for what each means. The last five are static."""
 
     k_cache: Array  # [N, K, P, C]
     v_cache: Array | None  # [N, K, P, V]; None: values are the first `value_size` coordinates of keys
@@ -27,6 +27,7 @@ class AttentionArgs:
     window: int | None = static(default=None)
     softcap: float | None = static(default=None)
     value_size: int | None = static(default=None)
+    float8: str | None = static(default=None)
 
     @property
     def kv_heads(self) -> int:

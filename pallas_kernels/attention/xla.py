@@ -80,11 +80,13 @@ def unseen(shape: tuple[int, int, int], value_size: int, sinks: Array | None) ->
     return Mixed(values, jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape, jnp.float32))
 
 
-def gathered(cache: Array, blocks: Array, scales: Array | None = None) -> Array:
+def gathered(cache: Array, blocks: Array, scales: Array | None = None, float8: str | None = None) -> Array:
     """Take blocks [B, n] of a cache [N, K, P, C] and join each row's: [B, K, S, C]; in float32 where it has scales."""
     rows, count = blocks.shape
     _, kv_heads, block_tokens, size = cache.shape
     found = cache[blocks]
+    if float8 is not None:
+        found = lax.bitcast_convert_type(found, float8)
     if scales is not None:
         found = found.astype(jnp.float32) * scales[blocks][..., None]
     return found.swapaxes(1, 2).reshape(rows, kv_heads, count * block_tokens, size)
@@ -92,8 +94,10 @@ def gathered(cache: Array, blocks: Array, scales: Array | None = None) -> Array:
 
 def keys_and_values(args: AttentionArgs, blocks: Array) -> tuple[Array, Array]:
     """Take the keys and values of blocks [B, n]: [B, K, S, C] and [B, K, S, V]."""
-    k = gathered(args.k_cache, blocks, args.k_scales)
-    return k, k[..., : args.value_size] if args.v_cache is None else gathered(args.v_cache, blocks, args.v_scales)
+    k = gathered(args.k_cache, blocks, args.k_scales, args.float8)
+    if args.v_cache is None:
+        return k, k[..., : args.value_size]
+    return k, gathered(args.v_cache, blocks, args.v_scales, args.float8)
 
 
 def mix_in(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 # The largest number that a cache with scales holds; each vector is divided so that its largest coordinate is that.
 LIMITS = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -21,6 +21,7 @@ def write_kv(
     v_scales: Array | None,
     *,
     is_interleaved: bool,
+    float8: str | None = None,
 ) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
     """See `pallas_kernels.write_kv`."""
     kv_heads = k_cache.shape[1]
@@ -28,9 +29,9 @@ def write_kv(
     q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
     if cosine is not None and sine is not None:
         q, k = (rotate(one, cosine, sine, is_interleaved) for one in (q, k))
-    k_cache, k_scales = _store(k_cache, k_scales, k, blocks, offsets)
+    k_cache, k_scales = _store(k_cache, k_scales, k, blocks, offsets, float8)
     if v_cache is not None:
-        v_cache, v_scales = _store(v_cache, v_scales, v, blocks, offsets)
+        v_cache, v_scales = _store(v_cache, v_scales, v, blocks, offsets, float8)
     return q, k_cache, v_cache, k_scales, v_scales
 
 
@@ -71,10 +72,13 @@ def copy_blocks(k_cache: Array, v_cache: Array | None, sources: Array, targets: 
     return copied(k_cache), None if v_cache is None else copied(v_cache)
 
 
-def _store(cache: Array, scales: Array | None, new: Array, blocks: Array, offsets: Array) -> tuple[Array, Array | None]:
+def _store(
+    cache: Array, scales: Array | None, new: Array, blocks: Array, offsets: Array, float8: str | None
+) -> tuple[Array, Array | None]:
     if scales is None:
         new = new.astype(cache.dtype)
     else:
-        new, scale = quantize(new, cache.dtype)
+        new, scale = quantize(new, jnp.dtype(float8 or cache.dtype))
+        new = new if float8 is None else lax.bitcast_convert_type(new, cache.dtype)
         scales = scales.at[blocks, :, offsets].set(scale, mode="drop", unique_indices=True)
     return cache.at[blocks, :, offsets].set(new, mode="drop", unique_indices=True), scales

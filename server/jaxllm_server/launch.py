@@ -247,6 +247,8 @@ def _recorder(config: EngineConfig, options: ServerOptions) -> FileRecorder | No
         return None
     _log.info("recording into %s%s", options.record, ", redacted" if options.record_redacted else "")
     about = {"model": (*options.served_model_name, config.model)[0]}
+    if config.kv_cache_dtype != "auto":
+        about["kv_cache_dtype"] = config.kv_cache_dtype
     return FileRecorder(options.record, options.record_max_bytes, options.record_redacted, about)
 
 

@@ -17,7 +17,7 @@ from tests.support.fake_llm import FakeLLM, Run, seen_params
 def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
     given = {
         "--tokenizer": "t", "--revision": "r", "--dtype": "float32", "--device": "cpu",
-        "--quantization": "int8", "--engine-seed": "-3",
+        "--quantization": "int8", "--kv-cache-dtype": "fp8_e4m3", "--engine-seed": "-3",
         "--max-model-len": "4K", "--block-size": "32", "--max-num-batched-tokens": "2k", "--max-num-seqs": "8",
         "--tensor-parallel-size": "2", "--gpu-memory-utilization": "0.5", "--kv-cache-memory-bytes": "1G",
         "--num-kv-blocks": "9", "--scheduling-policy": "priority", "--max-logprobs": "7", "--load-format": "dummy",
@@ -40,7 +40,7 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
     assert code == 0
     assert EngineConfig(model="m", **FakeLLM.made.settings) == EngineConfig(
         model="m", tokenizer="t", revision="r", dtype="float32", device="cpu", seed=-3, max_model_len=4096,
-        quantization="int8", block_size=32, enable_prefix_caching=False, deterministic=True,
+        quantization="int8", kv_cache_dtype="fp8_e4m3", block_size=32, enable_prefix_caching=False, deterministic=True,
         async_scheduling=False, enable_kv_cache_events=True, max_num_batched_tokens=2000, max_num_seqs=8,
         tensor_parallel_size=2, gpu_memory_utilization=0.5, kv_cache_memory_bytes=2**30, num_kv_blocks=9,
         scheduling_policy="priority", max_logprobs=7, load_format="dummy", precompile="all",
@@ -120,7 +120,7 @@ def test_integers_with_units(text: str, value: int) -> None:
         (["generate", "--quantization", "awq", "x"], "argument --quantization: invalid choice: 'awq'"),
         (["generate", "--convert", "embed", "x"], "--convert embed is not supported by jaxllm yet"),
         (["serve", "-pp", "2"], "-pp 2 is not supported by jaxllm yet; leave it out"),
-        (["serve", "--kv-cache-dtype=fp8"], "--kv-cache-dtype fp8 is not supported by jaxllm yet"),
+        (["serve", "--kv-cache-dtype=int4"], "argument --kv-cache-dtype: invalid choice: 'int4'"),
         (["serve", "--enforce-eage"], "unknown argument --enforce-eage (see"),
         (["generate", "--file", "f", "x"], "give prompts as arguments or with --file, not both"),
     ],
@@ -132,7 +132,7 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], message: str, run: 
 
 
 def test_defaults_of_vllm_may_be_typed(run: Run) -> None:
-    typed = ["--task", "generate", "--pipeline-parallel-size", "1", "--kv-cache-dtype", "auto", "--dtype", "half"]
+    typed = ["--task", "generate", "--pipeline-parallel-size", "1", "--dtype", "half"]
     code, _, err = run("generate", *typed, "--cpu-offload-gb=0", "p")
     assert (code, FakeLLM.made.settings) == (0, {"dtype": "float16"}) and "warning" not in err
 

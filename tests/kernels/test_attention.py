@@ -346,3 +346,35 @@ def test_write_kv_is_in_place_when_the_caches_are_donated(dtype):
     memory = write.lower(new, cache, cache, place, place).compile().memory_analysis()
     assert memory.alias_size_in_bytes == 2 * np.prod(cache.shape) * np.dtype(dtype).itemsize
     assert memory.temp_size_in_bytes < 64 * 1024
+
+
+@pytest.mark.parametrize("float8", ["float8_e4m3fn", pytest.param("float8_e5m2", marks=pytest.mark.slow)])
+def test_bytes_are_the_floats_that_they_hold(float8):
+    """A cache of bytes gives what one of 8-bit floats gives, bit for bit, in every operation."""
+    rng, shape = np.random.default_rng(0), (6, 2, 4, 16)
+    qkv = jnp.asarray(rng.standard_normal((9, 8, 16)), jnp.float32)
+    blocks, offsets = jnp.arange(9, dtype=jnp.int32) // 4, jnp.arange(9, dtype=jnp.int32) % 4
+    tables, found = jnp.asarray([[0, 1, 2]], jnp.int32), []
+    for dtype, named in ((float8, None), ("uint8", float8)):
+        cache, scales = jnp.zeros(shape, dtype), jnp.zeros(shape[:3], jnp.float32)
+        written = pallas_kernels.write_kv(
+            qkv, cache, cache, blocks, offsets, k_scales=scales, v_scales=scales, float8=named
+        )
+        q, caches, own = written.q, written[1:3], dict(zip(("k_scales", "v_scales"), written[3:], strict=True))
+        options = {"scale": 0.25, "float8": named, **own}
+        results = [np.asarray(one).view(np.uint8) for one in written]
+        for implementation in OF_DECODE:
+            lengths = jnp.full(17 if implementation == "xla_lanes" else 1, 9)  # more than there are lanes
+            rows, own_tables = jnp.resize(q, (len(lengths), *q.shape[1:])), jnp.resize(tables, (len(lengths), 3))
+            decode = partial(pallas_kernels.paged_decode, implementation=implementation, **options)
+            results.append(np.asarray(decode(rows, *caches, own_tables, lengths)))
+        for implementation in IMPLEMENTATIONS:
+            prefill = partial(pallas_kernels.paged_prefill, tile=16, implementation=implementation, **options)
+            places = (jnp.asarray([number], jnp.int32) for number in (0, 9, 0))
+            results.append(np.asarray(prefill(q, *caches, tables, *places)))
+        found.append(results)
+    for floats, bits in zip(*found, strict=True):
+        assert np.any(floats)
+        np.testing.assert_array_equal(floats, bits)
+    with pytest.raises(ValueError, match="float8 is one of float8_e4m3fn, float8_e5m2 where the cache holds bytes"):
+        pallas_kernels.write_kv(qkv, cache, cache, blocks, offsets, k_scales=scales, v_scales=scales)

@@ -280,7 +280,7 @@ class PrometheusObserver(Collector):
         config = self._engine.config
         facts = {
             "block_size": config.block_size,
-            "cache_dtype": config.dtype,
+            "cache_dtype": config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
             "enable_prefix_caching": config.enable_prefix_caching,
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
