@@ -141,7 +141,7 @@ def load(
     """
     shards = mesh.devices.size
     check_shards(spec, shards)
-    declared = _declare(spec, shards, at_load(quantization, mesh), pooler, family)
+    declared = _declare(spec, shards, at_load(quantization, _is_cpu(mesh)), pooler, family)
     if orbax_checkpoint.is_here(folder):
         return orbax_checkpoint.load(folder, declared, mesh, dtype, progress)
     return read(declared, open_sources(folder, declared, family, pooler), mesh, dtype, progress)
@@ -215,19 +215,22 @@ def abstract(
     """
     shards = mesh.devices.size
     check_shards(spec, shards)
-    declared = _declare(spec, shards, at_load(quantization, mesh), pooler, family)
+    declared = _declare(spec, shards, at_load(quantization, _is_cpu(mesh)), pooler, family)
     return jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declared)
 
 
-def at_load(quantization: str | None, mesh: Mesh) -> Scheme | None:
+def at_load(quantization: str | None, is_cpu: bool) -> Scheme | None:
     """Say how matrices of a 16 or 32-bit checkpoint are rounded when they are read.
 
     A CPU rounds the rows that they multiply as well, to sum integers; a GPU would gain nothing where it waits for the
     weights. Groups of 128 columns are what published 4-bit checkpoints have.
     """
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
     schemes = {"int8": Scheme("int8", rounds_rows=is_cpu), "fp8": Scheme("float8"), "int4": Scheme("int4", 128)}
     return None if quantization is None else schemes[quantization]
+
+
+def _is_cpu(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 def _declare(
@@ -276,7 +279,7 @@ def load_random(
     """Make parameters of the right shapes without a checkpoint: deviation 0.02, norms neutral."""
     shards = mesh.devices.size
     check_shards(spec, shards)
-    return draw(_declare(spec, shards, at_load(quantization, mesh), pooler, family), mesh, dtype, seed)
+    return draw(_declare(spec, shards, at_load(quantization, _is_cpu(mesh)), pooler, family), mesh, dtype, seed)
 
 
 def draw(declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, seed: int = 0) -> Params[Array]:

@@ -25,6 +25,7 @@ from jaxllm.errors import UserError
 from jaxllm.model import lora, weights
 from jaxllm.model.decoder import Params
 from jaxllm.model.families import Family, read_spec
+from jaxllm.model.parameters import Scheme
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.pooler_files import most_tokens, read_pooler
 from jaxllm.model.spec import Spec, heads_per_shard
@@ -123,10 +124,11 @@ def choose_kernels(
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
     dtype: jnp.dtype,
     cache_dtype: jnp.dtype,
+    scheme: Scheme | None,
 ) -> dict[str, Choice]:
     """Choose an implementation of each operation of a step: the one asked for, or the best available.
 
-    One that is asked for and cannot run here is a UserError; no other is substituted.
+    `scheme` is that of quantized matrices. One that is asked for and cannot run here is a UserError; no other is substituted.
     """
     heads, kv_heads = heads_per_shard(spec, config.tensor_parallel_size)
     site = Site(
@@ -140,7 +142,8 @@ def choose_kernels(
         value_size=spec.latent.rank if spec.latent else None,
         block_tokens=config.block_size,
         shards=config.tensor_parallel_size,
-        kind="float" if config.quantization is None else "int8",
+        kind="float" if scheme is None else scheme.kind,
+        rounds_rows=scheme is not None and scheme.rounds_rows,
     )
     asked = {}
     for text in config.kernels:
@@ -193,6 +196,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
             "kv_cache_dtype",
         )
     cache_dtype, float8 = choose_cache_dtype(config, dtype, is_cpu)
+    scheme = weights.at_load(config.quantization, is_cpu) if family.stored is None else family.stored.scheme
     recorded = aot_manifest.read(config.cache_dir(), spec)
     if config.deterministic:
         _check_deterministic(config, is_cpu, own_pooler is not None)
@@ -209,7 +213,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         tokens = longest
 
     def kernels_of(own: Spec) -> dict[str, Choice]:
-        return choose_kernels(config, own, devices[0], dtype, cache_dtype)
+        return choose_kernels(config, own, devices[0], dtype, cache_dtype, scheme)
 
     how, draft = draft_setup.choose(config, spec, longest, kernels_of)
     return Setup(
