@@ -128,7 +128,8 @@ def choose_kernels(
 ) -> dict[str, Choice]:
     """Choose an implementation of each operation of a step: the one asked for, or the best available.
 
-    `scheme` is that of quantized matrices. One that is asked for and cannot run here is a UserError; no other is substituted.
+    `scheme` is that of quantized matrices. One that is asked for and cannot run here is a UserError; no other is
+    substituted.
     """
     heads, kv_heads = heads_per_shard(spec, config.tensor_parallel_size)
     site = Site(
