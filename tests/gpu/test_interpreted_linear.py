@@ -67,6 +67,14 @@ def test_products_are_exact_sums(kind: Kind, group: int | None, has_zeros: bool)
     assert (np.abs(found - wide @ exact.T) <= share * (np.abs(wide) @ np.abs(exact).T) + 1e-9).all()
 
 
+def test_numbers_behind_others_bits_are_exact():
+    """What `_integers` does, in the type that the interpreter does not know as well."""
+    for codes, bits, dtype, before in ((16, 0x4300, ml_dtypes.bfloat16, 128), (256, 0x6400, np.float16, 1024)):
+        numbers = (np.arange(codes, dtype=np.uint16) | np.uint16(bits)).view(dtype) - dtype(before + codes // 2)
+        assert numbers.dtype == dtype
+        np.testing.assert_array_equal(numbers.astype(np.float64), np.arange(codes) - codes // 2)
+
+
 def test_columns_are_divided_where_rows_do_not_fill_a_device():
     assert tuning.of_linear(90, 16, 4096, 4096, "int4", "bfloat16").splits == 8, "64 programs for 132 processors"
     assert tuning.of_linear(90, 16, 128256, 4096, "float8", "bfloat16").splits == 1
