@@ -56,7 +56,7 @@ def test_products_are_exact_sums(kind: Kind, group: int | None, has_zeros: bool)
     groups, columns = (1, 116 * pieces) if group is None else (pieces, group * pieces)
     weight = random_weight(rng, kind, rows, columns)
     scales = rng.uniform(0.001, 0.02, (groups, rows)).astype(np.float32)
-    zeros = rng.integers(-8, 8, (groups, rows)).astype(np.int8) if has_zeros else None
+    zeros = rng.integers(-8, 8, (groups, rows)).astype(np.int8 if kind in PACKED else np.int16) if has_zeros else None
     x = rng.standard_normal((tokens, columns)).astype(dtype)
     exact = dequantized(weight, scales, zeros, kind, np.float64, np)
     arrays = jax.tree.map(jnp.asarray, (x, weight, scales, zeros))
