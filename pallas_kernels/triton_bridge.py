@@ -35,6 +35,7 @@ _TYPES = {
     "bool": "i1",
     "int8": "i8",
     "uint8": "u8",
+    "int16": "i16",
     "int32": "i32",
     "uint32": "u32",
     "int64": "i64",

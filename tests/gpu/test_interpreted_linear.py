@@ -56,7 +56,7 @@ def test_products_are_exact_sums(kind: Kind, group: int | None, has_zeros: bool)
     groups, columns = (1, 116 * pieces) if group is None else (pieces, group * pieces)
     weight = random_weight(rng, kind, rows, columns)
     scales = rng.uniform(0.001, 0.02, (groups, rows)).astype(np.float32)
-    zeros = rng.integers(-8, 8, (groups, rows)).astype(np.int8) if has_zeros else None
+    zeros = rng.integers(-8, 8, (groups, rows)).astype(np.int8 if kind in PACKED else np.int16) if has_zeros else None
     x = rng.standard_normal((tokens, columns)).astype(dtype)
     exact = dequantized(weight, scales, zeros, kind, np.float64, np)
     arrays = jax.tree.map(jnp.asarray, (x, weight, scales, zeros))
@@ -65,6 +65,14 @@ def test_products_are_exact_sums(kind: Kind, group: int | None, has_zeros: bool)
     # Of float8 less a zero, float16 has not all bits.
     share = 2**-10 if kind == "float8" and has_zeros and dtype == np.float16 else 1e-6
     assert (np.abs(found - wide @ exact.T) <= share * (np.abs(wide) @ np.abs(exact).T) + 1e-9).all()
+
+
+def test_numbers_behind_others_bits_are_exact():
+    """What `_integers` does, in the type that the interpreter does not know as well."""
+    for codes, bits, dtype, before in ((16, 0x4300, ml_dtypes.bfloat16, 128), (256, 0x6400, np.float16, 1024)):
+        numbers = (np.arange(codes, dtype=np.uint16) | np.uint16(bits)).view(dtype) - dtype(before + codes // 2)
+        assert numbers.dtype == dtype
+        np.testing.assert_array_equal(numbers.astype(np.float64), np.arange(codes) - codes // 2)
 
 
 def test_columns_are_divided_where_rows_do_not_fill_a_device():
