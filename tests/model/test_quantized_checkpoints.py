@@ -143,7 +143,6 @@ def _assert_same_experts(config: dict[str, Any], params: Any, exact: Any) -> Non
     layer = spec.experts.layers.index(True)
     rng = np.random.default_rng(1)
     x = jax.numpy.asarray(rng.standard_normal((5, spec.width)), jax.numpy.float32)
-    both = []
     ways = (lambda *args: moe.by_tiles(*args, skips=True), moe.by_gathering, moe.by_all)
     for own in (params.layers[layer], exact.layers[layer]):
         routed = {name: weight for name, weight in own.items() if name.startswith("expert_")}
