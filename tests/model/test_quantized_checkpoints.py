@@ -144,12 +144,13 @@ def _assert_same_experts(config: dict[str, Any], params: Any, exact: Any) -> Non
     rng = np.random.default_rng(1)
     x = jax.numpy.asarray(rng.standard_normal((5, spec.width)), jax.numpy.float32)
     ways = (lambda *args: moe.by_tiles(*args, skips=True), moe.by_gathering, moe.by_all)
-    for own in (params.layers[layer], exact.layers[layer]):
+
+    def run(own: dict[str, Any]) -> list[jax.Array]:
         routed = {name: weight for name, weight in own.items() if name.startswith("expert_")}
-        run = jax.jit(
-            lambda own, routed: [way(spec, spec.experts, routed, x, *moe.route(spec.experts, own, x)) for way in ways]
-        )
-        both.append(run(own, routed))
+        chosen = moe.route(spec.experts, own, x)
+        return [way(spec, spec.experts, routed, x, *chosen) for way in ways]
+
+    both = [jax.jit(run)(own) for own in (params.layers[layer], exact.layers[layer])]
     for one, other in zip(*both, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4 * np.abs(other).max())
 
