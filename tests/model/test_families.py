@@ -158,7 +158,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA_2_7B, {"architectures": None}, "none"),
     (LLAMA_2_7B, {"attention_sinks": 4}, "attention_sinks"),
     (LLAMA_2_7B, {"some_day": False}, "some_day"),
-    (LLAMA_2_7B, {"quantization_config": {"quant_method": "awq"}}, "awq"),
+    (LLAMA_2_7B, {"quantization_config": {"quant_method": "quark"}}, "quark"),
     (LLAMA_2_7B, {"hidden_size": None}, "hidden_size"),
     (LLAMA_2_7B, {"hidden_size": "4096"}, "hidden_size"),
     (LLAMA_2_7B, {"num_hidden_layers": True}, "num_hidden_layers"),
