@@ -140,7 +140,7 @@ CHANGED = [
     pytest.param(STORIES, "fp8", 0.05, marks=pytest.mark.ci),
     pytest.param(STORIES, "fp8_e5m2", 0.1, marks=pytest.mark.slow),
     pytest.param(MODEL_DIR, "int8", 0.002, marks=pytest.mark.ci),
-    pytest.param(MODEL_DIR, "fp8", 0.002, marks=pytest.mark.ci),
+    pytest.param(MODEL_DIR, "fp8", 0.002, marks=pytest.mark.slow),
     pytest.param(MODEL_DIR, "fp8_e5m2", 0.003, marks=pytest.mark.slow),
 ]
 
@@ -157,11 +157,8 @@ def test_few_greedy_tokens_change_and_those_that_rounding_changes(model: Path, k
         assert changed > 0 and np.mean(naive != found) < 0.1 * changed
 
 
-OF_CI = ("deepseek-v3", "gpt-oss")  # latent attention, and sinks
-
-
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.ci if case in OF_CI else pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.ci if case == "deepseek-v3" else pytest.mark.slow) for case in CASES]
 )
 def test_every_family_runs(case: str) -> None:
     """The models' weights are random, so near ties are many: none of 71 tokens changes in 15 families, 6 in one."""
@@ -225,7 +222,7 @@ def tokens_of(llm: LLM, has_beams: bool) -> list[Any]:
 @functools.cache
 def plainly(kind: str) -> list[Any]:
     """Return the tokens of an engine whose steps hold all prompts, with blocks for all, and without a prefix cache."""
-    settings: dict[str, Any] = {"max_num_batched_tokens": 2048, "enable_prefix_caching": False}
+    settings: dict[str, Any] = {"max_num_batched_tokens": 256, "enable_prefix_caching": False}
     with LLM(kv_cache_dtype=kind, enable_lora=True, **SIZES | settings) as llm:
         return tokens_of(llm, True)
 
