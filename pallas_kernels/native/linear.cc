@@ -254,6 +254,13 @@ void multiply_rows(const Weight& weight, int64_t row, const typename Reader::X* 
 }
 
 template <class Reader>
+void multiply_range(const Weight& weight, int64_t row, int64_t end, const typename Reader::X* x, int64_t stride, int64_t T,
+                    Target to) {
+  for (; row + TILE <= end; row += TILE) multiply_rows<Reader, TILE>(weight, row, x, stride, T, to);
+  for (; row < end; ++row) multiply_rows<Reader, 1>(weight, row, x, stride, T, to);
+}
+
+template <class Reader>
 void run(ffi::ThreadPool& pool, const Weight& weight, const typename Reader::X* x, int64_t stride, int64_t T, Target to) {
   // At least a few chunks for each thread, so that all end together.
   const int64_t bytes = weight.rows * weight.row_bytes;
@@ -261,10 +268,7 @@ void run(ffi::ThreadPool& pool, const Weight& weight, const typename Reader::X* 
   rows = std::max<int64_t>(1, rows / TILE) * TILE;
   if (bytes < SMALL) rows = weight.rows;
   each(pool, (weight.rows + rows - 1) / std::max<int64_t>(1, rows), [=, &weight](int64_t chunk) {
-    int64_t row = chunk * rows;
-    const int64_t end = std::min(weight.rows, row + rows);
-    for (; row + TILE <= end; row += TILE) multiply_rows<Reader, TILE>(weight, row, x, stride, T, to);
-    for (; row < end; ++row) multiply_rows<Reader, 1>(weight, row, x, stride, T, to);
+    multiply_range<Reader>(weight, chunk * rows, std::min(weight.rows, (chunk + 1) * rows), x, stride, T, to);
   });
 }
 
@@ -361,7 +365,41 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
   return ffi::Error::Success();
 }
 
+// Multiply small integers, whose products are exact in every type; the number of results that are wrong.
+template <class Reader, class T>
+int count_wrong(T (*made)(float), typename Reader::X (*input)(float), typename Reader::X zero) {
+  constexpr int64_t ROWS = 5, COLUMNS = 70, TOKENS = 7, STRIDE = 128;
+  std::vector<T> weight(ROWS * COLUMNS);
+  std::vector<typename Reader::X> x(TOKENS * STRIDE, zero);
+  std::vector<float> to(TOKENS * ROWS);
+  auto w_at = [](int64_t row, int64_t d) { return float((row * 7 + d * 3) % 5 - 2); };
+  auto x_at = [](int64_t t, int64_t d) { return float((t + d) % 3 - 1); };
+  for (int64_t row = 0; row < ROWS; ++row)
+    for (int64_t d = 0; d < COLUMNS; ++d) weight[row * COLUMNS + d] = made(w_at(row, d));
+  for (int64_t t = 0; t < TOKENS; ++t)
+    for (int64_t d = 0; d < COLUMNS; ++d) x[t * STRIDE + d] = input(x_at(t, d));
+  const Weight described{weight.data(), ROWS, COLUMNS, COLUMNS * int64_t(sizeof(T)), COLUMNS};
+  multiply_range<Reader>(described, 0, ROWS, x.data(), STRIDE, TOKENS, {to.data(), ROWS});
+  int wrong = 0;
+  for (int64_t t = 0; t < TOKENS; ++t) {
+    for (int64_t row = 0; row < ROWS; ++row) {
+      float expected = 0.0f;
+      for (int64_t d = 0; d < COLUMNS; ++d) expected += w_at(row, d) * x_at(t, d);
+      wrong += to[t * ROWS + row] != expected;
+    }
+  }
+  return wrong;
+}
+
 }  // namespace
+
+extern "C" int jaxllm_check() {
+  auto same = [](float value) { return value; };
+  return count_wrong<Plain<float>, float>(same, same, 0.0f) +
+         count_wrong<Pairs, Bfloat>(bfloat, [](float v) { return Pairs::X(std::is_same_v<Pairs::X, float> ? v : bfloat(v)); }, 0) +
+         count_wrong<Integers, int8_t>([](float v) { return int8_t(v); },
+                                       [](float v) { return Integers::X(v + Integers::ZERO); }, Integers::ZERO);
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_linear, linear,
                               ffi::Ffi::Bind()

@@ -20,7 +20,7 @@ from pallas_kernels import Site
 from pallas_kernels.api import SCALED
 from pallas_kernels.attention.xla_lanes import deal
 
-IMPLEMENTATIONS = ("xla", "xla_gather")
+IMPLEMENTATIONS = ("xla", "xla_gather", "native")
 OF_DECODE = (*IMPLEMENTATIONS, "xla_lanes")
 
 
