@@ -101,7 +101,7 @@ void product(int64_t rows, const uint32_t* a, int64_t a_stride, const float* b, 
 
 static inline Floats exponential(Floats x) {
   const Floats most = all(88.0f), least = all(-87.0f);
-  x = x > most ? most : x;
+  x = x > most ? most : x;  // NaN stays
   x = x < least ? least : x;
   // 2^n · 2^f with f within ±1/2; adding 1.5 · 2^23 leaves n in the lowest bits. log 2 in two parts (Cody & Waite).
   const Floats shifted = x * 1.44269504088896341f + 12582912.0f;
@@ -119,12 +119,6 @@ static inline Floats exponential(Floats x) {
 }
 
 static inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }
-
-static inline float largest(Floats v) {
-  float most = v[0];
-  for (int64_t at = 1; at < W; ++at) most = v[at] > most ? v[at] : most;
-  return most;
-}
 
 // ---- The cache
 
@@ -308,7 +302,7 @@ struct Queries {
       Floats score = load(scores + n * W) * call.scale;
       if (call.softcap > 0.0f) score = hyperbolic_tangent(score / call.softcap) * call.softcap;
       made[n] = (place < last) & (place >= first) ? score : all(LOWEST);
-      most = made[n] > most ? made[n] : most;
+      most = larger(made[n], most);
     }
     const float now = std::max(highest[r], largest(most));
     Floats added{};

@@ -25,13 +25,38 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef float LooseFloats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t LooseHalves __attribute__((vector_size(32), aligned(1), may_alias));
-typedef int8_t LooseBytes __attribute__((vector_size(16), aligned(1), may_alias));
-typedef uint8_t LooseUBytes __attribute__((vector_size(16), aligned(1), may_alias));
 
 static inline Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
 static inline void store(float* to, Floats values) { *reinterpret_cast<LooseFloats*>(to) = values; }
 static inline Floats all(float value) { return value - Floats{}; }
+static inline Words join(__m256i lower, __m256i upper) {
+  union { __m256i parts[2]; Words whole; } made{{lower, upper}};
+  return made.whole;
+}
+static inline Ints nearest(Floats v) {  // whole numbers, of two the even one
+#ifdef __AVX512F__
+  return (Ints)_mm512_cvtps_epi32((__m512)v);
+#else
+  union { Floats whole; __m256 parts[2]; } f{v};
+  return (Ints)join(_mm256_cvtps_epi32(f.parts[0]), _mm256_cvtps_epi32(f.parts[1]));
+#endif
+}
+static inline Floats larger(Floats a, Floats b) {  // b where one is NaN
+#ifdef __AVX512F__
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+static inline float largest(Floats v) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float most = v[0];
+  for (int64_t at = 1; at < W; ++at) most = v[at] > most ? v[at] : most;
+  return most;
+#endif
+}
 
 static inline float sum(Floats v) {
   typedef float Eight __attribute__((vector_size(32)));
@@ -49,32 +74,60 @@ struct Float8 { uint8_t bits; };  // e4m3fn
 struct Float8Wide { uint8_t bits; };  // e5m2
 struct Half { uint16_t bits; };
 
+// Written out, because GCC 12 takes `__builtin_convertvector` between these apart, 10 times slower.
+static inline Words widened(const uint8_t* from) {
+  const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+#ifdef __AVX512F__
+  return (Words)_mm512_cvtepu8_epi32(narrow);
+#else
+  return join(_mm256_cvtepu8_epi32(narrow), _mm256_cvtepu8_epi32(_mm_srli_si128(narrow, 8)));
+#endif
+}
+static inline Words widened(const uint16_t* from) {
+  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+#ifdef __AVX512F__
+  return (Words)_mm512_cvtepu16_epi32(narrow);
+#else
+  return join(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(narrow)),
+              _mm256_cvtepu16_epi32(_mm256_extracti128_si256(narrow, 1)));
+#endif
+}
+
 static inline Floats read(const float* from) { return load(from); }
-static inline Floats read(const Bfloat* from) {
-  return (Floats)(__builtin_convertvector(*reinterpret_cast<const LooseHalves*>(from), Words) << 16);
-}
+static inline Floats read(const Bfloat* from) { return (Floats)(widened(from) << 16); }
 static inline Floats read(const int8_t* from) {
-  return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const LooseBytes*>(from), Ints), Floats);
+  const Ints shifted = (Ints)(widened(reinterpret_cast<const uint8_t*>(from)) << 24);
+  return __builtin_convertvector(shifted >> 24, Floats);
 }
-static inline Floats halves(Words bits) {  // of which the lower 16 bits of each are a half-precision float
-  // Through the conversion of halves, which no setting for denormal numbers touches.
-  typedef uint16_t Shorts __attribute__((vector_size(32)));
-  union { Shorts whole; __m128i half[2]; } s{__builtin_convertvector(bits, Shorts)};
-  union { __m256 half[2]; Floats whole; } f{{_mm256_cvtph_ps(s.half[0]), _mm256_cvtph_ps(s.half[1])}};
-  return f.whole;
+static inline Floats halves(const uint16_t* from) {
+  // The conversion of halves is not touched by what is set for denormal numbers.
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#else
+  const __m128i* parts = reinterpret_cast<const __m128i*>(from);
+  return (Floats)join((__m256i)_mm256_cvtph_ps(_mm_loadu_si128(parts)),
+                      (__m256i)_mm256_cvtph_ps(_mm_loadu_si128(parts + 1)));
+#endif
 }
-static inline Floats read(const Half* from) {
-  return halves(__builtin_convertvector(*reinterpret_cast<const LooseHalves*>(from), Words));
-}
+static inline Floats read(const Half* from) { return halves(&from->bits); }
 static inline Floats read(const Float8* from) {
   // The bits of e4m3 moved to their places in a half, whose exponents are 8 higher: exact, times 2^8.
-  Words bits = __builtin_convertvector(*reinterpret_cast<const LooseUBytes*>(from), Words);
-  Words magnitude = bits & 0x7f;
-  Floats value = halves((bits & 0x80) << 8 | magnitude << 7) * 256.0f;
-  return (Floats)((Words)value | (Words)(magnitude == 0x7f));  // all bits set is a NaN
+  const __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m256i sizes = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f));
+  const __m256i signs = _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi16(0x80)), 8);
+  const __m256i is_nan = _mm256_cmpeq_epi16(sizes, _mm256_set1_epi16(0x7f));
+  uint16_t made[W];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(made),
+                      _mm256_or_si256(_mm256_or_si256(signs, _mm256_slli_epi16(sizes, 7)),
+                                      _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00))));
+  return halves(made) * 256.0f;
 }
 static inline Floats read(const Float8Wide* from) {
-  return halves(__builtin_convertvector(*reinterpret_cast<const LooseUBytes*>(from), Words) << 8);
+  uint16_t made[W];
+  _mm256_storeu_si256(
+      reinterpret_cast<__m256i*>(made),
+      _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 8));
+  return halves(made);
 }
 
 // The first `count` of 16 numbers; zeros stand for the others.

@@ -31,7 +31,11 @@ struct Weight {
 };
 
 // A reader says how a kind of weight is multiplied: STEP columns at a time, of a weight's row (`Group` is what it keeps
-// for a group of its columns) and of a row of x, of X's, which is padded with zeros to whole steps.
+// for a group of its columns, `Own` what it sums of the row itself) and of a row of x, of X's, which is padded with zeros
+// to whole steps.
+struct Nothing {};
+template <class Piece>
+static inline void note(Nothing&, const Piece&) {}
 
 // Numbers that are used as they are, made floats.
 template <class T>
@@ -41,13 +45,14 @@ struct Plain {
   using Sum = Floats;
   using Piece = Floats;
   using Input = Floats;
+  using Own = Nothing;
   struct Group { const T* data; };
   static Group group(const Weight& weight, int64_t row, int64_t) { return {weight.row<T>(row)}; }
   static Piece piece(const Group& group, int64_t at) { return read(group.data + at); }
   static Piece last(const Group& group, int64_t at, int64_t count) { return read_some(group.data + at, count); }
   static Input input(const X* x) { return load(x); }
   static void add(Sum& to, Piece piece, Input x) { to += piece * x; }
-  static float finish(const Sum& total, const Group&) { return sum(total); }
+  static float finish(const Sum& total, Nothing) { return sum(total); }
 };
 
 #ifdef __AVX512BF16__
@@ -57,6 +62,7 @@ struct Pairs {  // bfloat16, two products at a time
   using Sum = __m512;
   using Piece = __m512i;
   using Input = __m512i;
+  using Own = Nothing;
   struct Group { const Bfloat* data; };
   static Group group(const Weight& weight, int64_t row, int64_t) { return {weight.row<Bfloat>(row)}; }
   static Piece piece(const Group& group, int64_t at) { return _mm512_loadu_si512(group.data + at); }
@@ -65,7 +71,7 @@ struct Pairs {  // bfloat16, two products at a time
   }
   static Input input(const X* x) { return _mm512_loadu_si512(x); }
   static void add(Sum& to, Piece piece, Input x) { to = _mm512_dpbf16_ps(to, (__m512bh)piece, (__m512bh)x); }
-  static float finish(const Sum& total, const Group&) { return sum((Floats)total); }
+  static float finish(const Sum& total, Nothing) { return sum((Floats)total); }
 };
 #else
 using Pairs = Plain<Bfloat>;
@@ -86,7 +92,6 @@ struct Scaled : Plain<T> {
   static Floats last(const Group& group, int64_t at, int64_t count) {
     return made(read_some(group.data + at, count), group);  // times zeros in x, but not NaN: number 0 is finite
   }
-  static float finish(const Floats& total, const Group&) { return sum(total); }
 };
 
 // Numbers of 4 bits, of which there are 16: a group's floats are a table, made once for all its columns.
@@ -101,6 +106,7 @@ struct Table {
   using Sum = Floats;
   using Piece = Two;
   using Input = Two;
+  using Own = Nothing;
   struct Group { const uint8_t* data; Floats table; };
   static Group group(const Weight& weight, int64_t row, int64_t g) {
     Floats made = ((IS_FLOAT ? FLOAT4 : INT4) - weight.zero(row, g)) * weight.scale(row, g);
@@ -114,7 +120,7 @@ struct Table {
 #endif
   }
   static Piece piece(const Group& group, int64_t at) {
-    Words pairs = __builtin_convertvector(*reinterpret_cast<const LooseUBytes*>(group.data + at / 2), Words);
+    const Words pairs = widened(group.data + at / 2);
     return {look_up(group.table, pairs), look_up(group.table, pairs >> 4)};
   }
   static Piece last(const Group& group, int64_t at, int64_t) { return piece(group, at); }  // groups are whole steps
@@ -123,24 +129,20 @@ struct Table {
     to += piece.even * x.even;
     to += piece.odd * x.odd;
   }
-  static float finish(const Sum& total, const Group&) { return sum(total); }
+  static float finish(const Sum& total, Nothing) { return sum(total); }
 };
 
 // Both of 8 bits: exact sums of integers.
-static inline int32_t sum_ints(Ints v) {
-  int32_t total = 0;
-  for (int64_t at = 0; at < W; ++at) total += v[at];
-  return total;
-}
 struct IntGroup { const int8_t* data; };
 #ifdef __AVX512VNNI__
 struct Integers {
   // The instruction wants one side unsigned: that is x + 128, and 128 times the weight's own sum is taken off again.
   static constexpr int64_t STEP = 4 * W;
   using X = uint8_t;
-  struct Sum { Ints with, without; };
+  using Sum = __m512i;
   using Piece = __m512i;
   using Input = __m512i;
+  struct Own { __m512i sum; };
   using Group = IntGroup;
   static constexpr X ZERO = 128;
   static Group group(const Weight& weight, int64_t row, int64_t) { return {weight.row<int8_t>(row)}; }
@@ -149,12 +151,14 @@ struct Integers {
     return _mm512_maskz_loadu_epi8((uint64_t(1) << count) - 1, group.data + at);
   }
   static Input input(const X* x) { return _mm512_loadu_si512(x); }
-  static void add(Sum& to, Piece piece, Input x) {
-    to.with = (Ints)_mm512_dpbusd_epi32((__m512i)to.with, x, piece);
-    to.without = (Ints)_mm512_dpbusd_epi32((__m512i)to.without, _mm512_set1_epi8(int8_t(ZERO)), piece);
+  static void add(Sum& to, Piece piece, Input x) { to = _mm512_dpbusd_epi32(to, x, piece); }
+  static float finish(const Sum& total, const Own& own) {
+    return float(_mm512_reduce_add_epi32(_mm512_sub_epi32(total, own.sum)));
   }
-  static float finish(const Sum& total, const Group&) { return float(sum_ints(total.with - total.without)); }
 };
+static inline void note(Integers::Own& own, __m512i piece) {
+  own.sum = _mm512_dpbusd_epi32(own.sum, _mm512_set1_epi8(int8_t(Integers::ZERO)), piece);
+}
 #else
 struct Integers {
   static constexpr int64_t STEP = W;
@@ -162,6 +166,7 @@ struct Integers {
   using Sum = __m256i;
   using Piece = __m256i;
   using Input = __m256i;
+  using Own = Nothing;
   using Group = IntGroup;
   static constexpr X ZERO = 0;
   static Group group(const Weight& weight, int64_t row, int64_t) { return {weight.row<int8_t>(row)}; }
@@ -175,7 +180,7 @@ struct Integers {
   }
   static Input input(const X* x) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)); }
   static void add(Sum& to, Piece piece, Input x) { to = _mm256_add_epi32(to, _mm256_madd_epi16(piece, x)); }
-  static float finish(const Sum& total, const Group&) {
+  static float finish(const Sum& total, Nothing) {
     int32_t parts[8], all = 0;
     std::memcpy(parts, &total, sizeof(parts));
     for (int32_t part : parts) all += part;
@@ -201,6 +206,7 @@ template <class Reader, int R, int N>
 void multiply(const Weight& weight, int64_t row, const typename Reader::X* x, int64_t stride, int64_t t, Target to) {
   typename Reader::Sum sums[N][R] = {};
   typename Reader::Group groups[R];
+  typename Reader::Own own[R] = {};
   for (int64_t g = 0, at = 0; at < weight.columns; ++g) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) groups[r] = Reader::group(weight, row + r, g);
@@ -208,7 +214,7 @@ void multiply(const Weight& weight, int64_t row, const typename Reader::X* x, in
     for (; at + Reader::STEP <= end; at += Reader::STEP) {
       typename Reader::Piece pieces[R];
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) pieces[r] = Reader::piece(groups[r], at);
+      for (int r = 0; r < R; ++r) note(own[r], pieces[r] = Reader::piece(groups[r], at));
 #pragma GCC unroll 8
       for (int n = 0; n < N; ++n) {
         const typename Reader::Input input = Reader::input(x + n * stride + at);
@@ -219,6 +225,7 @@ void multiply(const Weight& weight, int64_t row, const typename Reader::X* x, in
     if (at < end) {
       for (int r = 0; r < R; ++r) {
         const typename Reader::Piece piece = Reader::last(groups[r], at, end - at);
+        note(own[r], piece);
         for (int n = 0; n < N; ++n) Reader::add(sums[n][r], piece, Reader::input(x + n * stride + at));
       }
       at = end;
@@ -227,7 +234,7 @@ void multiply(const Weight& weight, int64_t row, const typename Reader::X* x, in
 #pragma GCC unroll 8
   for (int n = 0; n < N; ++n) {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) to.put(t + n, row + r, Reader::finish(sums[n][r], groups[r]));
+    for (int r = 0; r < R; ++r) to.put(t + n, row + r, Reader::finish(sums[n][r], own[r]));
   }
 }
 
@@ -278,9 +285,16 @@ struct Input {
   bool is_bfloat;
   int64_t rows, columns;
 
-  float at(int64_t t, int64_t d) const {
-    const int64_t place = t * columns + d;
-    return is_bfloat ? as_float(static_cast<const Bfloat*>(data)[place]) : static_cast<const float*>(data)[place];
+  // Row t as floats.
+  void take(int64_t t, float* to) const {
+    if (!is_bfloat) {
+      std::memcpy(to, static_cast<const float*>(data) + t * columns, 4 * columns);
+      return;
+    }
+    const Bfloat* from = static_cast<const Bfloat*>(data) + t * columns;
+    int64_t d = 0;
+    for (; d + W <= columns; d += W) store(to + d, read(from + d));
+    for (; d < columns; ++d) to[d] = as_float(from[d]);
   }
 };
 
@@ -288,14 +302,16 @@ template <class Reader>
 void run_floats(ffi::ThreadPool& pool, const Weight& weight, const Input& input, Target to) {
   const int64_t stride = (input.columns + Reader::STEP - 1) / Reader::STEP * Reader::STEP;
   std::vector<typename Reader::X> x(input.rows * stride);
+  std::vector<float> taken(input.columns);
   for (int64_t t = 0; t < input.rows; ++t) {
     typename Reader::X* row = x.data() + t * stride;
     if constexpr (std::is_same_v<typename Reader::X, Bfloat>) {
       std::memcpy(row, static_cast<const Bfloat*>(input.data) + t * input.columns, 2 * input.columns);
     } else if constexpr (std::is_same_v<typename Reader::Piece, Two>) {
-      for (int64_t d = 0; d < input.columns; ++d) row[d / 32 * 32 + d % 2 * W + d % 32 / 2] = input.at(t, d);
+      input.take(t, taken.data());
+      for (int64_t d = 0; d < input.columns; ++d) row[d / 32 * 32 + d % 2 * W + d % 32 / 2] = taken[d];
     } else {
-      for (int64_t d = 0; d < input.columns; ++d) row[d] = input.at(t, d);
+      input.take(t, row);
     }
   }
   run<Reader>(pool, weight, x.data(), stride, input.rows, to);
@@ -305,20 +321,23 @@ void run_floats(ffi::ThreadPool& pool, const Weight& weight, const Input& input,
 void run_rounded(ffi::ThreadPool& pool, const Weight& weight, const Input& input, Target to) {
   const int64_t stride = (input.columns + Integers::STEP - 1) / Integers::STEP * Integers::STEP;
   std::vector<Integers::X> x(input.rows * stride, Integers::ZERO);
-  std::vector<float> steps(input.rows), row(input.columns);
+  const int64_t padded = (input.columns + W - 1) / W * W;
+  std::vector<float> steps(input.rows), row(padded);
   for (int64_t t = 0; t < input.rows; ++t) {
-    float largest = 0.0f, odd = 0.0f;
-    for (int64_t d = 0; d < input.columns; ++d) row[d] = input.at(t, d);
-    for (int64_t d = 0; d < input.columns; ++d) {
-      const float size = std::fabs(row[d]);
-      largest = size > largest ? size : largest;
+    input.take(t, row.data());
+    Floats most{}, odd{};
+    for (int64_t d = 0; d < padded; d += W) {
+      const Floats size = (Floats)((Words)load(&row[d]) & 0x7fffffff);
+      most = larger(size, most);
       odd += size * 0.0f;  // NaN for what is not finite
     }
-    steps[t] = std::max(largest, 1e-30f) * (1.0f / 127) + odd;
+    steps[t] = std::max(largest(most), 1e-30f) * (1.0f / 127) + sum(odd);
     const float inverse = 1.0f / steps[t];
-    for (int64_t d = 0; d < input.columns; ++d) {
-      const float value = std::nearbyint(row[d] * inverse);
-      x[t * stride + d] = value == value ? int32_t(value) + Integers::ZERO : 0;
+    int32_t whole[W];
+    for (int64_t d = 0; d < padded; d += W) {
+      const Ints rounded = nearest(load(&row[d]) * inverse);
+      std::memcpy(whole, &rounded, sizeof(whole));
+      for (int64_t at = 0; at < std::min(W, input.columns - d); ++at) x[t * stride + d + at] = whole[at] + Integers::ZERO;
     }
   }
   to.steps = steps.data();
