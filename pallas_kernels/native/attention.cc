@@ -12,6 +12,7 @@ constexpr int64_t S = 64;
 constexpr int64_t CHUNK = 8 * S;    // keys of a row that a thread takes at once when it decodes
 constexpr int64_t QUERIES = 112;    // that a thread takes at once in prefill: half of a tile of 32 with 7 heads
 constexpr float LOWEST = -1e30f;    // below every score, and finite
+constexpr float UNSEEN = -2e30f;    // stands for the score of a place that a query does not see
 
 #ifdef __AVX512F__
 constexpr int MOST_ROWS = 6, WIDTH = 4;  // of a product's tile, in queries and in vectors
@@ -50,7 +51,7 @@ void multiply(const uint32_t* a, int64_t a_stride, const float* b, int64_t b_str
   for (int64_t at = 0; at < length; ++at) {
     Floats from[N];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) from[n] = load(b + at * b_stride + n * W);
+    for (int n = 0; n < N; ++n) from[n] = kept(load(b + at * b_stride + n * W));
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
@@ -238,11 +239,11 @@ struct Queries {
   std::vector<uint32_t> words;          // [R, L]
   std::vector<int64_t> ends;            // [R], behind the last place that each sees
   std::vector<float> values;            // [R, padded], weighted, relative to `highest`
-  std::vector<float> highest, total;    // [R]
+  std::vector<float> highest, total;    // [R]; [R, 16], whose sum counts
 
   Queries(const Call& call, int64_t count)
       : call(call), count(count), padded(up(call.width, W)), words(count * length()), ends(count),
-        values(count * padded), highest(count, LOWEST), total(count) {}
+        values(count * padded), highest(count, LOWEST), total(count * W) {}
 
   int64_t length() const { return call.pairs ? call.keys.size / 2 : call.keys.size; }
 
@@ -263,11 +264,11 @@ struct Queries {
   void start_from_sink(int64_t r, int64_t head) {
     if (!call.sinks) return;
     highest[r] = number(call.sinks, call.sink_type, head);
-    total[r] = 1.0f;
+    total[r * W] = 1.0f;
   }
 
   void finish(int64_t r, int64_t token, int64_t head) const {
-    const float whole = total[r] > 0.0f || total[r] != total[r] ? total[r] : 1.0f;
+    const float weight = sum(load(&total[r * W])), whole = weight == 0.0f ? 1.0f : weight;
     for (int64_t d = 0; d < call.width; ++d)
       call.put((token * call.heads + head) * call.width + d, values[r * padded + d] / whole);
   }
@@ -275,7 +276,7 @@ struct Queries {
   // See the places of [from, end) as far as each query may.
   template <bool PAIRS>
   void see(const int32_t* table, int64_t head, int64_t from, int64_t end) {
-    std::vector<float> keys(length() * S), values_in(S * padded), scores(count * S), shrink(count);
+    std::vector<float> keys(length() * S), values_in(S * padded), scores(count * S), shrink(up(count, W));
     std::vector<float> scratch(std::max(2 * padded, up(call.keys.size, W)));
     std::vector<uint32_t> weights(count * (PAIRS ? S / 2 : S));
     for (int64_t start = from / S * S; start < end; start += S) {
@@ -283,46 +284,52 @@ struct Queries {
       take_keys<PAIRS>(call.keys, span, keys.data(), scratch.data());
       take_values<PAIRS>(call.values, span, call.width, values_in.data(), scratch.data());
       product<PAIRS>(count, words.data(), length(), keys.data(), S, length(), scores.data(), nullptr);
-      for (int64_t r = 0; r < count; ++r) weigh<PAIRS>(r, start, scores.data() + r * S, weights.data(), &shrink[r]);
+      weigh<PAIRS>(start, scores.data(), weights.data(), shrink.data());
       product<PAIRS>(count, weights.data(), PAIRS ? S / 2 : S, values_in.data(), padded, PAIRS ? S / 2 : S,
                      values.data(), shrink.data());
     }
   }
 
-  // Make weights of query r's scores of the places from `start` on.
+  // Make weights of the scores [R, S] of the places from `start` on, and say what is left of what was seen before.
   template <bool PAIRS>
-  void weigh(int64_t r, int64_t start, const float* scores, uint32_t* weights, float* shrink) {
+  void weigh(int64_t start, float* scores, uint32_t* weights, float* shrink) {
     constexpr Ints STEPS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const int32_t last = int32_t(std::min<int64_t>(ends[r] - start, S));
-    const int32_t first = int32_t(std::max<int64_t>(call.first(ends[r]) - start, 0));
-    Floats made[S / W], most = all(LOWEST);
+    for (int64_t r = 0; r < count; ++r) {
+      const int32_t last = int32_t(std::min<int64_t>(ends[r] - start, S));
+      const int32_t first = int32_t(std::max<int64_t>(call.first(ends[r]) - start, 0));
+      Floats most = all(LOWEST);
 #pragma GCC unroll 4
-    for (int64_t n = 0; n < S / W; ++n) {
-      const Ints place = STEPS + int32_t(n * W);
-      Floats score = load(scores + n * W) * call.scale;
-      if (call.softcap > 0.0f) score = hyperbolic_tangent(score / call.softcap) * call.softcap;
-      made[n] = (place < last) & (place >= first) ? score : all(LOWEST);
-      most = larger(made[n], most);
-    }
-    const float now = std::max(highest[r], largest(most));
-    Floats added{};
-#pragma GCC unroll 4
-    for (int64_t n = 0; n < S / W; ++n) {
-      const Ints place = STEPS + int32_t(n * W);
-      const Floats weight = (place < last) & (place >= first) ? exponential(made[n] - now) : Floats{};
-      added += weight;
-#ifdef __AVX512BF16__
-      if constexpr (PAIRS) {
-        const __m256bh narrow = _mm512_cvtneps_pbh((__m512)weight);
-        std::memcpy(weights + (r * S + n * W) / 2, &narrow, 32);
-        continue;
+      for (int64_t n = 0; n < S; n += W) {
+        const Ints place = STEPS + int32_t(n);
+        Floats score = load(scores + r * S + n) * call.scale;
+        if (call.softcap > 0.0f) score = hyperbolic_tangent(score / call.softcap) * call.softcap;
+        if (first > 0 || last < S) score = (place < last) & (place >= first) ? score : all(UNSEEN);
+        store(scores + r * S + n, score);
+        most = larger(score, most);
       }
-#endif
-      store(reinterpret_cast<float*>(weights) + r * S + n * W, weight);
+      const float now = std::max(highest[r], largest(most));
+      shrink[r] = highest[r] - now;
+      highest[r] = now;
     }
-    *shrink = exponential(all(highest[r] - now))[0];
-    total[r] = total[r] * *shrink + sum(added);
-    highest[r] = now;
+    for (int64_t r = 0; r < up(count, W); r += W) store(shrink + r, exponential(load(shrink + r)));
+    for (int64_t r = 0; r < count; ++r) {
+      Floats added = load(&total[r * W]) * shrink[r];
+#pragma GCC unroll 4
+      for (int64_t n = 0; n < S; n += W) {
+        const Floats score = load(scores + r * S + n);
+        const Floats weight = score == UNSEEN ? Floats{} : exponential(score - highest[r]);
+        added += weight;
+#ifdef __AVX512BF16__
+        if constexpr (PAIRS) {
+          const __m256bh narrow = _mm512_cvtneps_pbh((__m512)weight);
+          std::memcpy(weights + (r * S + n) / 2, &narrow, 32);
+          continue;
+        }
+#endif
+        store(reinterpret_cast<float*>(weights) + r * S + n, weight);
+      }
+      store(&total[r * W], added);
+    }
   }
 };
 
@@ -330,7 +337,7 @@ struct Queries {
 void put_together(Queries& to, const Queries& other, int64_t r) {
   const float now = std::max(to.highest[r], other.highest[r]);
   const float before = std::exp(to.highest[r] - now), behind = std::exp(other.highest[r] - now);
-  to.total[r] = to.total[r] * before + other.total[r] * behind;
+  store(&to.total[r * W], load(&to.total[r * W]) * before + load(&other.total[r * W]) * behind);
   to.highest[r] = now;
   for (int64_t d = 0; d < to.padded; ++d) {
     float& value = to.values[r * to.padded + d];

@@ -27,6 +27,14 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 typedef float LooseFloats __attribute__((vector_size(64), aligned(4), may_alias));
 
 static inline Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
+// Keep what was loaded in a register: GCC 12 loads it again for each product, and a load takes as long as a product.
+template <class Vector>
+static inline Vector kept(Vector v) {
+#ifdef __AVX512F__
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
 static inline void store(float* to, Floats values) { *reinterpret_cast<LooseFloats*>(to) = values; }
 static inline Floats all(float value) { return value - Floats{}; }
 static inline Words join(__m256i lower, __m256i upper) {

@@ -50,7 +50,7 @@ struct Plain {
   static Group group(const Weight& weight, int64_t row, int64_t) { return {weight.row<T>(row)}; }
   static Piece piece(const Group& group, int64_t at) { return read(group.data + at); }
   static Piece last(const Group& group, int64_t at, int64_t count) { return read_some(group.data + at, count); }
-  static Input input(const X* x) { return load(x); }
+  static Input input(const X* x) { return kept(load(x)); }
   static void add(Sum& to, Piece piece, Input x) { to += piece * x; }
   static float finish(const Sum& total, Nothing) { return sum(total); }
 };
@@ -69,7 +69,7 @@ struct Pairs {  // bfloat16, two products at a time
   static Piece last(const Group& group, int64_t at, int64_t count) {
     return _mm512_maskz_loadu_epi16((1u << count) - 1, group.data + at);
   }
-  static Input input(const X* x) { return _mm512_loadu_si512(x); }
+  static Input input(const X* x) { return kept(_mm512_loadu_si512(x)); }
   static void add(Sum& to, Piece piece, Input x) { to = _mm512_dpbf16_ps(to, (__m512bh)piece, (__m512bh)x); }
   static float finish(const Sum& total, Nothing) { return sum((Floats)total); }
 };
@@ -124,7 +124,7 @@ struct Table {
     return {look_up(group.table, pairs), look_up(group.table, pairs >> 4)};
   }
   static Piece last(const Group& group, int64_t at, int64_t) { return piece(group, at); }  // groups are whole steps
-  static Input input(const X* x) { return {load(x), load(x + W)}; }
+  static Input input(const X* x) { return {kept(load(x)), kept(load(x + W))}; }
   static void add(Sum& to, const Piece& piece, const Input& x) {
     to += piece.even * x.even;
     to += piece.odd * x.odd;
@@ -150,7 +150,7 @@ struct Integers {
   static Piece last(const Group& group, int64_t at, int64_t count) {
     return _mm512_maskz_loadu_epi8((uint64_t(1) << count) - 1, group.data + at);
   }
-  static Input input(const X* x) { return _mm512_loadu_si512(x); }
+  static Input input(const X* x) { return kept(_mm512_loadu_si512(x)); }
   static void add(Sum& to, Piece piece, Input x) { to = _mm512_dpbusd_epi32(to, x, piece); }
   static float finish(const Sum& total, const Own& own) {
     return float(_mm512_reduce_add_epi32(_mm512_sub_epi32(total, own.sum)));
