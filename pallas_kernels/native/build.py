@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import os
 import platform
@@ -21,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax.ffi
-import jaxlib
 
 HERE = Path(__file__).parent
 SOURCES = ("linear.cc", "attention.cc")
@@ -85,7 +85,7 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
     if compiler is None:
         raise Refused(f"no C++ compiler is installed (looked for $CXX, {', '.join(COMPILERS)})")
     command = [compiler, *flags, f"-I{jax.ffi.include_dir()}"]
-    says = [digest(), *command, _run([compiler, "--version"]), *sorted(features), jaxlib.__version__]
+    says = [digest(), *command, _run([compiler, "--version"]), *sorted(features), importlib.metadata.version("jaxlib")]
     place = folder / f"kernels-{hashlib.sha256(chr(0).join(says).encode()).hexdigest()[:24]}.so"
     if not _is_whole(place):
         place = _build(command, place)

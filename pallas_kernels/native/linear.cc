@@ -116,7 +116,9 @@ struct Table {
 #ifdef __AVX512F__
     return (Floats)_mm512_permutexvar_ps((__m512i)at, (__m512)table);  // by the lowest four bits
 #else
-    return __builtin_shuffle(table, (Ints)at);
+    Floats made;
+    for (int64_t n = 0; n < W; ++n) made[n] = table[at[n] & 15];
+    return made;
 #endif
   }
   static Piece piece(const Group& group, int64_t at) {
