@@ -24,19 +24,21 @@ MODULES: dict[str, dict[str, str]] = {
         "xla_gather": "attention.xla_gather",
         "pallas": "attention.pallas_decode",
         "triton": "attention.triton_kernels",
+        "native": "native.attention",
     },
     "paged_prefill": {
         "xla": "attention.xla",
         "xla_gather": "attention.xla_gather",
         "triton": "attention.triton_kernels",
+        "native": "native.attention",
     },
     "sample": {"xla": "sampling.xla", "triton": "sampling.triton_kernels"},
-    "linear": {"xla": "linear.xla", "triton": "linear.triton_kernels"},
+    "linear": {"xla": "linear.xla", "triton": "linear.triton_kernels", "native": "native.linear"},
 }
 OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them
 # By platform, the best first; the reference, which can do everything, stands behind them all.
 PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
-    "cpu": {"paged_decode": ("xla_lanes",)},
+    "cpu": {"linear": ("native",), "paged_decode": ("native", "xla_lanes"), "paged_prefill": ("native",)},
     "gpu": {operation: ("triton",) for operation in MODULES},
 }
 

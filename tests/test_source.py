@@ -39,8 +39,8 @@ UNSAFE_METHODS = frozenset(
     np.loads numpy.loads pd.read_pickle pandas.read_pickle builtins.eval builtins.exec types.CodeType
     """.split()
 )
-# Where a command of our own, or git, is started; with a list of arguments, never through a shell.
-STARTS_PROCESSES = ("jaxllm/bench/",)
+# Where a command of our own, git or a compiler is started; with a list of arguments, never through a shell.
+STARTS_PROCESSES = ("jaxllm/bench/", "pallas_kernels/native/build.py")
 # What is imported by a name that is made at run time: our own modules, and what the engine's settings name.
 IMPORTS_BY_NAME = ("jaxllm/__init__.py", "jaxllm/sampling/logits_processors.py", "pallas_kernels/choice.py")
 

@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 
 from jaxllm.bench import kernels
+from pallas_kernels.native import build
 
 # Of attention, what a CPU can do, in the order of the report.
-OF_A_CPU = {"paged_decode": ("xla", "xla_lanes", "xla_gather", "pallas"), "paged_prefill": ("xla", "xla_gather")}
+NATIVE = () if build.refusal() else ("native",)
+OF_A_CPU = {
+    "paged_decode": ("xla", "xla_lanes", "xla_gather", "pallas", *NATIVE),
+    "paged_prefill": ("xla", "xla_gather", *NATIVE),
+}
 Run = Callable[..., tuple[int, str, str]]
 
 

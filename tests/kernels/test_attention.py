@@ -19,8 +19,10 @@ import pallas_kernels
 from pallas_kernels import Site
 from pallas_kernels.api import SCALED
 from pallas_kernels.attention.xla_lanes import deal
+from pallas_kernels.native import build
 
-IMPLEMENTATIONS = ("xla", "xla_gather")
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(bool(build.refusal()), reason=str(build.refusal())))
+IMPLEMENTATIONS = ("xla", "xla_gather", NATIVE)
 OF_DECODE = (*IMPLEMENTATIONS, "xla_lanes")
 
 
@@ -246,9 +248,10 @@ def test_unnamed_implementation_is_the_platforms_best():
     pool = Pool(case, num_blocks=8)
     host = (pool.queries(1), pool.k, pool.v, pool.tables([pool.add(3)], 4), np.asarray([3], np.int32))
     arguments, options = tuple(map(jnp.asarray, host)), case.options
-    expected = pallas_kernels.paged_decode(*arguments, implementation="xla", **options)
+    best = "xla_lanes" if build.refusal() else "native"
+    expected = pallas_kernels.paged_decode(*arguments, implementation=best, **options)
     np.testing.assert_array_equal(pallas_kernels.paged_decode(*arguments, **options), expected)
-    assert pallas_kernels.resolve("paged_decode", Site("cpu")).name == "xla_lanes"
+    assert pallas_kernels.resolve("paged_decode", Site("cpu")).name == best
     assert pallas_kernels.resolve("paged_prefill", Site("gpu", 70)).name == "xla"
     with pytest.raises(ValueError, match="paged_decode, paged_prefill"):
         pallas_kernels.resolve("paged_encode", Site("cpu"))

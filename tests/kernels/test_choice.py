@@ -10,6 +10,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.runner.model_setup import OPERATIONS, prepare
 from pallas_kernels import Site, choice
+from pallas_kernels.native import build
 from tests.support import paths
 
 STORIES = str(paths.STORIES)
@@ -20,8 +21,12 @@ def chosen(*kernels: str) -> dict[str, str]:
     return {operation: one.name for operation, one in setup.kernels.items()}
 
 
-def test_a_cpu_takes_what_is_best_there_and_what_is_named() -> None:
+@pytest.mark.parametrize("refusal", [None, "no C++ compiler is installed"])
+def test_a_cpu_takes_what_is_best_there_and_what_is_named(refusal: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "refusal", lambda: refusal)
     best = dict.fromkeys(OPERATIONS, "xla") | {"paged_decode": "xla_lanes"}
+    if refusal is None:
+        best |= dict.fromkeys(("linear", "paged_decode", "paged_prefill"), "native")
     assert chosen() == best
     assert chosen("paged_decode=xla_gather", "write_kv=pallas") == best | {
         "paged_decode": "xla_gather", "write_kv": "pallas",

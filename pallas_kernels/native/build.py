@@ -1,0 +1,150 @@
+"""Builds the C++ kernels with the machine's compiler, once, and registers them with JAX.
+
+A library is kept in the user's cache folder under a hash of all that decides what it is: sources, command, compiler,
+processor and jaxlib. Its last bytes are a hash of the others, since to load a file that was cut short can end the
+process. It is written beside its place and renamed, so processes that build at once do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.ffi
+
+HERE = Path(__file__).parent
+SOURCES = ("linear.cc", "attention.cc")
+HANDLERS = ("jaxllm_linear", "jaxllm_decode", "jaxllm_prefill")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread", "-w")
+_NEEDED = frozenset({"avx2", "fma", "f16c"})  # as Linux calls them
+_LONGEST_BUILD = 300  # seconds; it takes 10 on a core of 3 GHz
+_log = logging.getLogger(__name__)
+_building = threading.Lock()
+
+
+class Refused(Exception):
+    """There are no kernels here; the text says why, in a line."""
+
+
+@functools.cache
+def digest() -> str:
+    """Hash the sources: part of the kernels' names, because a program that is kept names those it was compiled for."""
+    files = sorted([*SOURCES, *(path.name for path in HERE.glob("*.h"))])
+    return hashlib.sha256(b"".join((HERE / file).read_bytes() for file in files)).hexdigest()[:12]
+
+
+def target(handler: str) -> str:
+    """Return the name under which a kernel is registered."""
+    return f"{handler}_{digest()}"
+
+
+@functools.cache
+def refusal() -> str | None:
+    """Make the kernels ready, building them if need be; say why there are none, or None. Asked once in a process."""
+    with _building:
+        return _ready()
+
+
+@functools.cache
+def _ready() -> str | None:  # a cache of its own: two threads may ask at once
+    try:
+        library = loaded(cache_folder())
+    except Refused as error:
+        return str(error)
+    for handler in HANDLERS:
+        jax.ffi.register_ffi_target(target(handler), jax.ffi.pycapsule(getattr(library, handler)), platform="cpu")
+    return None
+
+
+def cache_folder() -> Path:
+    """The folder of built libraries, in that of compiled programs."""
+    if "JAXLLM_CACHE_DIR" in os.environ:
+        return Path(os.environ["JAXLLM_CACHE_DIR"]).expanduser() / "native"
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxllm" / "native"
+
+
+def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
+    """Load the library, from `folder` if it is kept there; built with `flags` otherwise. `Refused` says why not."""
+    features = processor()
+    missing = sorted(_NEEDED - features)
+    if missing:
+        raise Refused(f"the processor lacks {', '.join(missing)}")
+    compiler = next(filter(None, map(shutil.which, [os.environ.get("CXX", ""), *COMPILERS])), None)
+    if compiler is None:
+        raise Refused(f"no C++ compiler is installed (looked for $CXX, {', '.join(COMPILERS)})")
+    command = [compiler, *flags, f"-I{jax.ffi.include_dir()}"]
+    says = [digest(), *command, _run([compiler, "--version"]), *sorted(features), importlib.metadata.version("jaxlib")]
+    place = folder / f"kernels-{hashlib.sha256(chr(0).join(says).encode()).hexdigest()[:24]}.so"
+    if not _is_whole(place):
+        place = _build(command, place)
+    try:
+        library = ctypes.CDLL(str(place))
+    except OSError as error:
+        raise Refused(f"the kernels cannot be loaded: {error}".replace("\n", " ")) from error
+    if library.jaxllm_check() != 0:  # once in each process: microseconds
+        raise Refused(f"the kernels that {compiler} made multiply wrongly; they are in {place}")
+    return library
+
+
+def processor() -> frozenset[str]:
+    """Name the processor's features as Linux does; none where that does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split()) | {platform.machine()}
+
+
+def _is_whole(file: Path) -> bool:
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
+def _build(command: list[str], place: Path) -> Path:
+    """Build the library at `place`, or where that cannot be written, in a folder of this process alone."""
+    _log.info("building the CPU's kernels, once for this machine: %s", place)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(dir=place.parent)
+    except OSError:
+        folder = tempfile.mkdtemp(prefix="jaxllm-")
+        place = Path(folder) / place.name
+    try:
+        made = Path(folder) / "made.so"
+        _run([*command, *(str(HERE / source) for source in SOURCES), "-o", str(made)])
+        content = made.read_bytes()
+        made.write_bytes(content + hashlib.sha256(content).digest())
+        made.replace(place)
+    finally:
+        if place.parent != Path(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    return place
+
+
+def _run(command: list[str]) -> str:
+    """Run a compiler; return what it says. `Refused` if it fails, with the line that says most."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_BUILD, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Refused(f"{command[0]} failed: {error}"[:200]) from error
+    if done.returncode != 0:
+        lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
+        worst = next((line for line in lines if "error" in line), lines[-1])
+        raise Refused(f"{command[0]} failed: {worst}"[:200])
+    return done.stdout
