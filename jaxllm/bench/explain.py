@@ -23,7 +23,7 @@ HOST = ("plan", "pack", "dispatch", "commit", "output")  # spans of engine.py an
 OTHER_HOST, BETWEEN, WAITING = "other", "between steps", "wait"
 DEVICE = ("matmul", "attention", "cache write", "sampling", "collectives", "other on the device")
 _PRODUCTS = {"dot", "convolution", "ragged-dot"}
-_LIBRARY_PRODUCT = re.compile(r'custom_call_target="[^"]*(gemm|matmul|dot)', re.IGNORECASE)
+_LIBRARY_PRODUCT = re.compile(r'custom_call_target="[^"]*(gemm|matmul|dot|linear)', re.IGNORECASE)
 _COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?\s([a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")

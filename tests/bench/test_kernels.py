@@ -70,12 +70,15 @@ def test_one_that_is_wrong_or_slow_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     def call(implementation: str, *arrays: Any) -> Any:
         return case.call("xla", *arrays) + (0.5 if implementation == "xla_gather" else 0)
 
-    seconds = iter([1.0, *[2.0, 4.0, 4.0, 8.0, 8.0] * 3])  # the sum and all implementations, in turns
+    further = len(NATIVE)
+    turn = [2.0, 4.0, 4.0, 8.0, 8.0, *[8.0] * further]  # the sum and all implementations
+    seconds = iter([1.0, *turn * 3])
     monkeypatch.setattr(kernels, "_seconds", lambda *_: next(seconds))
     rounds: list[None] = []
     measured, reads = kernels.measure([case._replace(call=call)], 3, lambda: rounds.append(None))
     assert [one.implementation for one in measured] == [*OF_A_CPU["paged_decode"]] and len(rounds) == 3
-    assert [one.max_difference for one in measured] == pytest.approx([0, 0, 0.5, 0], abs=1e-6)
+    assert [one.max_difference for one in measured] == pytest.approx([0, 0, 0.5, 0, *[0] * further], abs=1e-6)
     assert reads.tolist() == [kernels.READ_BYTES / 2] * 3
     share = case.num_bytes / 4 / (kernels.READ_BYTES / 2)
-    assert [one.bandwidth_share for one in measured] == pytest.approx([share, share, share / 2, share / 2])
+    shares = [share, share, share / 2, share / 2, *[share / 2] * further]
+    assert [one.bandwidth_share for one in measured] == pytest.approx(shares)

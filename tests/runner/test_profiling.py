@@ -54,9 +54,9 @@ def test_a_trace_holds_the_hosts_spans_and_the_models_parts(
     layers = llm.engine.runner.setup.spec.num_layers
     text = texts["decode_8_forward"] + texts["sample_8_full"]
     for layer in range(layers):
-        # A product has one form for a CPU and one for other devices, of which the program holds the CPU's; it stands in
-        # functions of their own to JAX, which are traced once for all layers.
-        product = r"(jit\(\w+\)/)*(cond/branch_0_fun/)?dot_general"
+        # A product has one form for a CPU and one for other devices, of which the program holds the CPU's, or it is in
+        # C++; it stands in functions of their own to JAX, which are traced once for all layers.
+        product = r"(jit\(\w+\)/)*(cond/branch_0_fun/)?(dot_general|ffi_call)"
         for part in ("attention/cache_write", "attention/attend", f"attention/{product}", f"mlp/{product}"):
             assert re.search(f"/layer_{layer:02}/{part}", text)
     assert "/sampling/" in text and "/logits/" in text and "/embedding/" in text
