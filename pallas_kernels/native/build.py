@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax.ffi
@@ -29,7 +30,7 @@ HANDLERS = ("jaxllm_linear", "jaxllm_decode", "jaxllm_prefill")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread", "-w")
 _NEEDED = frozenset({"avx2", "fma", "f16c"})  # as Linux calls them
-_LONGEST_BUILD = 300  # seconds; it takes 10 on a core of 3 GHz
+_LONGEST_BUILD = 300  # seconds; the longer source takes 10 on a core of 3 GHz
 _log = logging.getLogger(__name__)
 _building = threading.Lock()
 
@@ -118,7 +119,7 @@ def _is_whole(file: Path) -> bool:
 
 def _build(command: list[str], place: Path) -> Path:
     """Build the library at `place`, or where that cannot be written, in a folder of this process alone."""
-    _log.info("building the CPU's kernels, once for this machine: %s", place)
+    _log.warning("building the CPU's kernels, once for this machine, which takes 10 to 20 seconds: %s", place)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(dir=place.parent)
@@ -127,7 +128,13 @@ def _build(command: list[str], place: Path) -> Path:
         place = Path(folder) / place.name
     try:
         made = Path(folder) / "made.so"
-        _run([*command, *(str(HERE / source) for source in SOURCES), "-o", str(made)])
+        objects = [f"{made}.{source}.o" for source in SOURCES]
+        with ThreadPoolExecutor() as pool:
+            compiled = pool.map(
+                lambda source, into: _run([*command, "-c", str(HERE / source), "-o", into]), SOURCES, objects
+            )
+            list(compiled)  # raises what failed
+        _run([*command, *objects, "-o", str(made)])
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
         made.replace(place)
