@@ -123,15 +123,14 @@ def test_what_is_not_its_to_multiply_stays_with_xla(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_engine_with_these_products_says_the_same(monkeypatch: pytest.MonkeyPatch):
-    """Weights of 8 bits alone, and not rows: the whole step, once with XLA's products."""
-    linear = pallas_kernels.linear
-    monkeypatch.setattr(pallas_kernels, "linear", lambda *given, rounds_rows=False, **own: linear(*given, **own))
-    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "precompile": "covering"}
+    """The whole step, once with XLA's products."""
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "num_kv_blocks": 9}
+    settings |= {"precompile": "covering", "quantization": "fp8"}
     params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1)
     said, ran, call = [], itertools.count(), triton_kernels.call
     monkeypatch.setattr(triton_kernels, "call", lambda *given, **own: (next(ran), call(*given, **own))[1])
-    for kernels in ([], ["linear=triton"]):
-        with LLM(str(paths.STORIES), kernels=kernels, quantization="int8", num_kv_blocks=9, **settings) as llm:
+    for name in ("xla", "triton"):
+        with LLM(str(paths.STORIES), kernels=[f"linear={name}"], **settings) as llm:
             (output,) = llm.generate(["Once upon a time"], params, use_tqdm=False)
         said.append(output.outputs[0])
     assert next(ran) >= 5, "traced for each matrix of a layer, and the head"
