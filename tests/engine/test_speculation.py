@@ -112,7 +112,7 @@ def test_a_request_gets_with_drafts_what_it_gets_without(model: Path, count: int
     [
         (STORIES, {"max_num_batched_tokens": 16}),
         (GOLDEN / "qwen3", {"tensor_parallel_size": 2}),
-        (GOLDEN / "deepseek-v3", {"async_scheduling": False}),
+        pytest.param(GOLDEN / "deepseek-v3", {"async_scheduling": False}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
