@@ -173,7 +173,9 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
         "deterministic": (config.deterministic, _asked(config, "deterministic")),
         "tensor_parallel_size": (mesh.size, _asked(config, "tensor_parallel_size")),
         "dtype": (setup.dtype.name, _dtype_reason(config, setup)),
-        "quantization": (config.quantization or "none", _asked(config, "quantization")),
+        "quantization": (config.quantization or "none", _asked(config, "quantization"))
+        if setup.family.stored is None
+        else (f"{setup.family.stored.method}, {setup.family.stored.scheme.kind}", "how the checkpoint is stored"),
         "kv_cache_dtype": (setup.float8 or setup.cache_dtype.name, _asked(config, "kv_cache_dtype")),
         "max_model_len": (
             plan.max_model_len,

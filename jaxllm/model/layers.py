@@ -35,16 +35,13 @@ def linear(x: Array, weight: Array | Quantized[Array], bias: Array | None = None
 
 def lookup(table: Array | Quantized[Array], rows: Array, dtype: DTypeLike) -> Array:
     """Take `rows` [T] of `table` [V, D] as `dtype`: [T, D]. A number that is no row's gives any row."""
-    if isinstance(table, Quantized) and (table.scheme.kind != "int8" or len(table.scales) > 1):
+    if isinstance(table, Quantized):
         own = Quantized(
             table.values.at[rows].get(mode="clip"),
             *(None if of is None else of.T.at[rows].get(mode="clip").T for of in (table.scales, table.zeros)),
             scheme=table.scheme,
         )
         return floats(own, dtype)
-    if isinstance(table, Quantized):
-        values, steps = (array.at[rows].get(mode="clip") for array in (table.values, table.scales[0]))
-        return (values.astype(jnp.float32) * steps[:, None]).astype(dtype)
     return table.at[rows].get(mode="clip").astype(dtype)
 
 

@@ -77,7 +77,7 @@ def describe(weight: Weight, mesh: Mesh, dtype: DTypeLike) -> Any:
     pieces = mesh.size if weight.axes[-1] in SPLIT_AXES else 1
     groups = pieces if scheme.group is None else columns // scheme.group
     width = columns // 2 if scheme.kind in PACKED else columns
-    axes, of_groups = _turned(weight.axes), (*stack, groups, rows)
+    axes, of_groups = turned(weight.axes), (*stack, groups, rows)
     return Quantized(
         _describe((*stack, rows, width), _VALUES[scheme.kind], weight.axes, mesh),
         _describe(of_groups, jnp.float32, axes, mesh),
@@ -86,7 +86,8 @@ def describe(weight: Weight, mesh: Mesh, dtype: DTypeLike) -> Any:
     )
 
 
-def _turned(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
+def turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Exchange the last two of what there is one of for each axis: a matrix' for those of its scales."""
     return (*axes[:-2], axes[-1], axes[-2])
 
 
@@ -142,8 +143,8 @@ def _quantizer(scheme: Scheme, axes: tuple[str | None, ...], mesh: Mesh) -> Call
         return of_one(piece) if piece.ndim == 2 else jax.vmap(of_one)(piece)
 
     def laid_out(lay: Callable[[tuple[str | None, ...]], Any]) -> Quantized[Any]:
-        turned = lay(_turned(axes))
-        return Quantized(lay(axes), turned, turned if scheme.has_zeros else None, scheme=scheme)
+        of_groups = lay(turned(axes))
+        return Quantized(lay(axes), of_groups, of_groups if scheme.has_zeros else None, scheme=scheme)
 
     made = jax.shard_map(on_shard, mesh=mesh, in_specs=partition(axes), out_specs=laid_out(partition))
     return jax.jit(made, out_shardings=laid_out(lambda own: named(mesh, own)))

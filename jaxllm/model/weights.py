@@ -30,7 +30,7 @@ from jaxllm.model.families import Family
 from jaxllm.model.files import read_object
 from jaxllm.model.parameters import Part, Scheme, Weight
 from jaxllm.model.pooler import Pooler
-from jaxllm.model.quantized import Quantized, rounded
+from jaxllm.model.quantized import Quantized, rounded, turned
 from jaxllm.model.rows import in_order
 from jaxllm.model.sharding import named
 from jaxllm.model.sources import Source, Sources, Store, open_sources
@@ -361,15 +361,15 @@ def _load_side(
     side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], mesh: Mesh
 ) -> Array:
     """Read one side of a weight into the array described: scales and zeros, of which groups are the rows, turned."""
-    is_turned, shards = side in ("scales", "zeros"), mesh.devices.size
+    shards = mesh.devices.size
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        if is_turned:
-            shape, own = _turned(described.shape), _turned(index or (slice(None),) * len(described.shape))
-            return np.ascontiguousarray(np.swapaxes(_read(side, shape, own), -1, -2))
-        return _read(side, described.shape, index or ())
+        if side in ("scales", "zeros"):
+            own = turned(index or (slice(None),) * len(described.shape))
+            return np.ascontiguousarray(np.swapaxes(read_rows(turned(described.shape), own), -1, -2))
+        return read_rows(described.shape, index or ())
 
-    def _read(side: Side, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+    def read_rows(shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
         bounds = [piece.indices(length) for piece, length in zip(index, shape, strict=True)]
         out = _aligned(tuple(stop - start for start, stop, _ in bounds), np.dtype(described.dtype))
         # Experts are never divided among devices.
@@ -383,10 +383,6 @@ def _load_side(
         return out
 
     return jax.make_array_from_callback(described.shape, described.sharding, read)
-
-
-def _turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*axes[:-2], axes[-1], axes[-2])
 
 
 def _fill(

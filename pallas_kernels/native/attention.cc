@@ -459,34 +459,28 @@ ffi::Error prefill(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys, 
   return ffi::Error::Success();
 }
 
+// What both kernels are given: `inputs` (queries, keys, tables), N arrays that say where rows or tiles are, the rest, and
+// the settings.
+template <int N, class Binding>
+auto bound(Binding&& binding) {
+  if constexpr (N > 0) {
+    return bound<N - 1>(std::move(binding).template Arg<ffi::BufferR1<ffi::S32>>());
+  } else {
+    return std::move(binding)
+        .RemainingArgs()
+        .template Ret<ffi::AnyBuffer>()
+        .template Attr<int64_t>("given")
+        .template Attr<double>("scale")
+        .template Attr<int64_t>("window")
+        .template Attr<double>("softcap");
+  }
+}
+
+auto inputs() {
+  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>();
+}
+
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_decode, decode,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("given")
-                                  .Attr<double>("scale")
-                                  .Attr<int64_t>("window")
-                                  .Attr<double>("softcap"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_prefill, prefill,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("given")
-                                  .Attr<double>("scale")
-                                  .Attr<int64_t>("window")
-                                  .Attr<double>("softcap"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_decode, decode, bound<1>(inputs()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_prefill, prefill, bound<3>(inputs()));

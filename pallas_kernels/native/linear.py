@@ -16,10 +16,10 @@ from pallas_kernels.linear import xla
 from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.native import build
 
-# Of float32 a step of 16 rows of the 0.5B shape takes 156 ms so and 113 with XLA, one of one row 70 and 66; of bfloat16
-# 95 and 117, 48 and 66; of rows rounded to 8 bits 64 and 75, 31 and 41 (ms, on two Zen 4 cores that others share).
-MOST_ROWS = {"float32": 9, "bfloat16": 16}
-MOST_QUANTIZED_ROWS = 16
+# By the type of a weight. A step of 16 rows of the 0.5B shape, here and with XLA, on two Zen 4 cores that others share:
+# float32 156 and 113 ms, bfloat16 95 and 117, rows rounded to 8 bits 64 and 75; of one row 70 and 66, 48 and 66, 31 and
+# 41. Between 5 rows and 16 no float32 was measured.
+MOST_ROWS = {"float32": 9, "bfloat16": 16, "quantized": 16}
 _KINDS = {"float": 0, "int8": 1, "float8": 2, "int4": 3, "float4": 4}
 _ROUNDED = 5  # int8, with rows that are rounded as well
 _TYPES = {"float": None, "int8": "int8", "float8": "float8_e4m3fn", "int4": "uint8", "float4": "uint8"}
@@ -50,8 +50,9 @@ def linear(
 
 def _takes(x: Array, weight: Array, scales: Array | None, zeros: Array | None, kind: Kind) -> bool:
     """Whether the kernel does a product, by what is known when it is traced."""
-    most = MOST_QUANTIZED_ROWS if scales is not None else MOST_ROWS.get(str(x.dtype), 0)
-    if not 1 <= x.shape[0] <= most or x.dtype not in (jnp.float32, jnp.bfloat16):
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        return False
+    if not 1 <= x.shape[0] <= MOST_ROWS["quantized" if kind != "float" else str(x.dtype)]:
         return False
     if weight.dtype != (_TYPES[kind] or x.dtype):
         return False

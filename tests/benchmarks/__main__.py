@@ -52,6 +52,8 @@ MEASUREMENTS = {
     ),
     "serving": Measurement(["-m", "tests.benchmarks.serving"], None),
     "compiling": _bench("compiling", is_long=True),
+    "speculation": _bench("speculation", is_long=True),
+    "memory_speed": _bench("memory_speed", is_long=True),
     "embedding": _bench("embedding", "--rounds", "3"),
     "against_transformers": _bench("against_transformers", "--dtype", "float32", "--rounds", "1"),
 }
