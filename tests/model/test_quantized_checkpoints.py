@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.commands import cli
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.lora_request import LoRARequest
@@ -308,10 +309,13 @@ def test_columns_in_another_order_are_refused_by_name(tmp_path):
         load(write(tmp_path, config, stored))
 
 
-def test_a_quantization_asked_for_must_be_the_stored_one(tmp_path):
+def test_a_quantization_asked_for_must_be_the_stored_one(tmp_path, capfd):
     config, stored, _ = quantized_model("awq", LLAMA)
     folder = str(write(tmp_path, config, stored))
     assert prepare(EngineConfig(model=folder, quantization="int4")).family.stored.method == "awq"
     with pytest.raises(UserError, match=r"quantization fp8 is not possible: .* .awq, int4.") as refusal:
         prepare(EngineConfig(model=folder, quantization="fp8"))
     assert refusal.value.parameter == "quantization"
+    assert cli.main(["doctor", "--model", folder, "--skip-tokenizer-init", "--json"]) == 0
+    said = json.loads(capfd.readouterr().out)["model"]["quantization"]
+    assert said == {"value": "awq, int4", "why": "how the checkpoint is stored"}
