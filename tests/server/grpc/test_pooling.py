@@ -265,7 +265,7 @@ async def test_what_is_of_no_single_text_ends_the_stream(run: Any, error: BaseEx
 
     async with site() as own:
         own.serving.pool_script = script
-        # The last: gRPC's client gives a status of its own if the call ends while it writes ("Internal error from Core").
+        # Last: a call that ends while the client writes gets a status from gRPC itself ("Internal error from Core").
         bad_is_last = [pb.EmbedRequest(text=text) for text in ("a", "b", "bad")]
         failed = await error_of(streamed(own, bad_is_last))
         assert failed.code() == grpc.StatusCode[code] and (failed.details() or "").startswith(said)
