@@ -173,9 +173,7 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
         "deterministic": (config.deterministic, _asked(config, "deterministic")),
         "tensor_parallel_size": (mesh.size, _asked(config, "tensor_parallel_size")),
         "dtype": (setup.dtype.name, _dtype_reason(config, setup)),
-        "quantization": (config.quantization or "none", _asked(config, "quantization"))
-        if setup.family.stored is None
-        else (f"{setup.family.stored.method}, {setup.family.stored.scheme.kind}", "how the checkpoint is stored"),
+        "quantization": _quantization(config, setup),
         "kv_cache_dtype": (setup.float8 or setup.cache_dtype.name, _asked(config, "kv_cache_dtype")),
         "max_model_len": (
             plan.max_model_len,
@@ -219,6 +217,13 @@ def _asked(config: EngineConfig, name: str) -> str:
 
 def _default(config: EngineConfig, name: str, kind: str) -> str:
     return kind if getattr(config, name) is None else "asked for"
+
+
+def _quantization(config: EngineConfig, setup: Setup) -> tuple[str, str]:
+    stored = setup.family.stored
+    if stored is not None:
+        return f"{stored.method}, {stored.scheme.kind}", "how the checkpoint is stored"
+    return config.quantization or "none", _asked(config, "quantization")
 
 
 def _dtype_reason(config: EngineConfig, setup: Setup) -> str:

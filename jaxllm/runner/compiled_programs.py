@@ -293,6 +293,7 @@ class Programs(ProgramTable):
         """
         widest = VARIANTS[-1]
         # What is rare, the widest sampling, halves and adapters, gets a coarser table: at most twice the plan's size.
+        # Not where drafts are verified: that samples at every token, and widely costs as much as the layers do.
         ragged, decode, verifying = (
             with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode, verifying)
         )
@@ -302,7 +303,6 @@ class Programs(ProgramTable):
         ways: list[Way] = []
         for variant in variants:
             ways += [(Key(shape, variant),) for shape in (coarse if variant is widest else [*ragged, *decode])]
-            # The widest sampling too: a position of its costs 4 ms beside 5 of the 0.5B shape's layers, on two cores.
             ways += [(Key(shape, variant),) for shape in verifying]
         if variants:
             ways += [split(shape, variant) for shape in coarse for variant in VARIANTS[1:]]
