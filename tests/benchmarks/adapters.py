@@ -77,6 +77,9 @@ def main() -> None:
             for count in counts
             for number in range(3)
         }
+        for job in jobs.values():  # asks for the programs that it needs; compiling them would take a core from others
+            job()
+        programs.wait()
         seconds = medians(options.rounds, jobs)
         own = weights.num_bytes(llm.engine.runner._params)
         each = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.adapters.get(adapters[0]).weights))

@@ -239,8 +239,10 @@ def test_requests_get_the_same_tokens_with_any_other_settings(number: int, monke
         assert tokens_of(llm, has_beams) == due
         metrics = llm.engine.metrics
         has_few = settings["num_kv_blocks"] is not None
-        assert (metrics.preemptions > 0) == has_few
-        if not (has_few and settings["block_size"] == 16):  # seven blocks are overwritten before they are found
+        has_seven = has_few and settings["block_size"] == 16
+        # Of seven blocks two requests at a time may have enough, if no step in flight takes one ahead of its tokens.
+        assert (metrics.preemptions > 0) == has_few or (has_seven and not settings["async_scheduling"])
+        if not has_seven:  # they are overwritten before they are found
             assert (metrics.cached_tokens > 0) == settings["enable_prefix_caching"]
         assert has_beams or metrics.accepted_tokens[0] > 0
 
