@@ -44,7 +44,7 @@ def test_there_are_six() -> None:
     assert sum(path.stat().st_size for path in NOTEBOOKS) < 600_000
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_says_what_is_printed_in_it(path: Path) -> None:
     notebook, seconds = execute(path)  # raises where a cell does, failed asserts included
