@@ -26,7 +26,6 @@ from jaxllm.model import decoder, lora, quantized, sharding, weights
 from jaxllm.model.decoder import Params
 from jaxllm.model.families import read_spec
 from jaxllm.model.parameters import Scheme, Weight
-from jaxllm.model.quantized import Quantized
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import batch, device_state, draft_setup, step
 from jaxllm.runner.batch import Shape
@@ -35,7 +34,6 @@ from jaxllm.runner.drafting import Drafting
 from jaxllm.runner.model_setup import OPERATIONS
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from pallas_kernels import Choice, Site
-from pallas_kernels.linear.numbers import PACKED
 
 TARGET = Path(__file__).with_name("h200_target.txtpb")
 CAPABILITY = 90
@@ -95,11 +93,16 @@ def mesh(devices: int = 1) -> Mesh:
 
 
 def kernels_of(
-    spec: Spec, devices: int, dtype: str, asked: Mapping[str, str] | None = None, scheme: Scheme | None = None
+    spec: Spec,
+    devices: int,
+    dtype: str,
+    asked: Mapping[str, str] | None = None,
+    scheme: Scheme | None = None,
+    cache: str | None = None,
 ) -> dict[str, Choice]:
-    """Choose kernels as an engine on H200 does; `asked` are names by operation."""
+    """Choose kernels as an engine on H200 does; `asked` are names by operation, `cache` the type of its arrays."""
     heads, kv_heads = heads_per_shard(spec, devices)
-    site = Site("gpu", CAPABILITY, dtype, dtype, heads, kv_heads, spec.head_size, shards=devices)
+    site = Site("gpu", CAPABILITY, dtype, cache or dtype, heads, kv_heads, spec.head_size, shards=devices)
     site = replace(site, kind=scheme.kind if scheme else "float")
     return {
         operation: pallas_kernels.resolve(operation, site, (asked or {}).get(operation)) for operation in OPERATIONS
@@ -122,11 +125,12 @@ def compile_step(
     adapters: int = 0,
     drafting: Drafting | None = None,
     scheme: Scheme | None = None,
+    cache: str | None = None,
 ) -> Program:
     """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model that config.json describes.
 
     With `drafting` each row verifies as many drafts as there can be, and drafts as many. With a `scheme` the layers'
-    matrices are quantized, and the head is not.
+    matrices are quantized, and the head is not. `cache` is the type of keys and values, if it is not `dtype`.
     """
     spec, _ = read_spec(dict(config))
     slots = 64
@@ -142,7 +146,9 @@ def compile_step(
         shapes = batch.ragged_shapes(8192, slots, geometry.block_size, ROW_WIDTH)
     (shape,) = (replace(one, adapters=adapters) for one in shapes if one.tokens == (tokens or rows))
     options = {**step.compiler_options("gpu", is_deterministic), **({} if is_deterministic else FIXED), **(flags or {})}
-    return compile_shape(spec, geometry, shape, devices, variant, dtype, kernels, donates, options, drafting, scheme)
+    return compile_shape(
+        spec, geometry, shape, devices, variant, dtype, kernels, donates, options, drafting, scheme, cache
+    )
 
 
 def compile_shape(
@@ -157,14 +163,16 @@ def compile_shape(
     options: Mapping[str, Any],
     drafting: Drafting | None = None,
     scheme: Scheme | None = None,
+    cache: str | None = None,
 ) -> Program:
     """Compile one program."""
     over = mesh(devices)
     params = weights.abstract(spec, over, dtype) if scheme is None else _quantized(spec, over, dtype, scheme)
     params = replace(params, draft=draft_setup.abstract(drafting, over, jnp.dtype(dtype)))
     extras = Extras(spec.vocab_size)
-    state = device_state.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype), drafting)
-    chosen = kernels_of(spec, devices, dtype, kernels, scheme)
+    stored = jnp.dtype(cache or dtype)
+    state = device_state.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype), drafting, stored)
+    chosen = kernels_of(spec, devices, dtype, kernels, scheme, cache)
     adapter = lora.abstract(spec, over, dtype, RANK) if shape.adapters else ()
     model = step.StepModel(
         spec=spec,
@@ -199,24 +207,9 @@ def _quantized(spec: Spec, over: Mesh, dtype: str, scheme: Scheme) -> Params[Any
         for layer in declared.layers
     ]
     described = replace(declared, layers=tuple(layers))
-    is_weight = {"is_leaf": lambda one: isinstance(one, Weight)}
-    return jax.tree.map(lambda one: _describe(one, over, jnp.dtype(dtype)), described, **is_weight)
-
-
-def _describe(weight: Weight, over: Mesh, dtype: jnp.dtype) -> Any:
-    """Describe a weight of any scheme; `quantized.describe` knows int8 with one group alone."""
-    scheme = weight.scheme
-    if scheme is None:
-        return quantized.describe(weight, over, dtype)
-    rows, columns = weight.shape
-    groups = over.size if weight.axes[1] in sharding.SPLIT_AXES else 1
-    if scheme.group is not None:
-        groups = columns // scheme.group
-    kinds = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
-    shape = (rows, columns // (2 if scheme.kind in PACKED else 1))
-    values = jax.ShapeDtypeStruct(shape, kinds.get(scheme.kind, jnp.uint8), sharding=sharding.named(over, weight.axes))
-    scales = sharding.named(over, weight.axes[::-1])
-    return Quantized(values, jax.ShapeDtypeStruct((groups, rows), jnp.float32, sharding=scales), scheme=scheme)
+    return jax.tree.map(
+        lambda one: quantized.describe(one, over, dtype), described, is_leaf=lambda one: isinstance(one, Weight)
+    )
 
 
 def read(

@@ -89,6 +89,20 @@ def test_a_step_that_verifies_drafts_is_one_graph(rows):
     assert not program.violations(True, 5 * DECODE_MIB[64] * MIB)
 
 
+@pytest.mark.parametrize("size", [{"rows": 16}, {"rows": 16, "devices": 4}, {"tokens": 512}], ids=str)
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "int8"])
+def test_an_8_bit_cache_is_written_and_read_in_place(cache, size):
+    """Neither it nor its scales are copied, and no block of it becomes floats outside the kernels."""
+    config = MODELS["llama-3.1-8b"] | {"num_hidden_layers": 4}
+    program = aot.compile_step(config, cache=cache, **size)
+    print(f"{program.kernels} kernels, {program.temporary_bytes / MIB:.1f} MiB")
+    most = DECODE_MIB[16] if "rows" in size else RAGGED_MIB["llama-3.1-8b"][512]
+    assert not program.violations("rows" in size, most * MIB)
+    blocks, heads, tokens, width = program.block_shape
+    assert not re.findall(rf"= f32\[{blocks},{heads},{tokens}\]\S* (?:copy|copy-start)\(", program.text)
+    assert not re.findall(rf"= (?:bf16|f16|f32)\[{blocks},{heads},{tokens},{width}\].*", program.text)
+
+
 def test_a_step_in_which_a_model_drafts_is_one_graph():
     spec, _ = read_spec(dict(MODELS["llama-3.1-8b"] | {"num_hidden_layers": 4}))
     drafting = Drafting(4, spec=spec, kernels=aot.kernels_of(spec, 1, "bfloat16", None))
