@@ -1,7 +1,8 @@
-"""Decoding beside the memory's speed: tokens a second of Qwen2.5-0.5B's shape, and what a long context adds.
+"""Decoding beside the memory's speed: what a step takes on a CPU, what a context adds to it, and what memory it takes.
 
-`python -m tests.benchmarks.memory_speed`. Random weights, greedy; with the native kernels and with XLA's, in turns.
-The bytes of all weights, times steps a second, are compared with what two threads read in the same round.
+`python -m tests.benchmarks.memory_speed --plot docs/context.svg`. Qwen2.5-0.5B's shape, random weights, greedy; with
+the C++ kernels and with XLA's, in turns. The bytes of all weights, times steps a second, are compared with what two
+threads read in the same round. Peak memory is that of a process that has answered 16 prompts of 512 tokens.
 """
 
 from __future__ import annotations
@@ -9,31 +10,42 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxllm import LLM
+from jaxllm import LLM, SamplingParams
 from jaxllm.model import weights
 from tests.benchmarks import shapes
 from tests.benchmarks.aims import require
 from tests.benchmarks.bare import compile_greedy
-from tests.benchmarks.sides import GEOMETRY, generate
+from tests.benchmarks.sides import GEOMETRY, Side, prompts_of
 
-XLA = ("linear=xla", "paged_decode=xla_lanes", "paged_prefill=xla")
-KINDS: dict[str, dict[str, Any]] = {
+KERNELS = {"C++": (), "XLA": ("linear=xla", "paged_decode=xla_lanes", "paged_prefill=xla")}
+KINDS: dict[str, dict[str, Any]] = {  # whose steps are measured
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
     "int8": {"dtype": "float32", "quantization": "int8"},
+}
+SCHEMES: dict[str, dict[str, Any]] = KINDS | {  # whose memory is
+    "bfloat16, fp8 weights": {"dtype": "bfloat16", "quantization": "fp8"},
+    "bfloat16, int4 weights": {"dtype": "bfloat16", "quantization": "int4"},
+    "bfloat16, int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "bfloat16, fp8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
 LEAST_SHARE = {"bfloat16": 0.85, "int8": 0.75}  # of the memory's speed, at one row
 LEAST_GAIN = 1.5  # at 16 rows of bfloat16
 LEAST_PREFILL = 600  # tokens a second of bfloat16, of a prompt of 3,500
 MOST_GROWTH = 0.012  # seconds that a step takes longer with 3,500 tokens of context than with 256
+SHORT, LONG = 256, 3500
+MIXED = (64, 128, 256, 512, 1024, 1536, 2048, 3500)  # tokens of eight prompts
 NEW = 16
 READ = 1 << 28  # bytes that are read to measure the memory
+Seconds = dict[tuple[Any, ...], float]
 
 
 def bandwidth(array: np.ndarray, threads: int) -> float:
@@ -45,68 +57,123 @@ def bandwidth(array: np.ndarray, threads: int) -> float:
         return array.nbytes / (time.perf_counter() - began)
 
 
-def decode(llm: LLM, rows: int, context: int) -> float:
+def generate(llm: LLM, lengths: Sequence[int], new: int) -> float:
+    """Return the seconds in which prompts of these lengths get `new` tokens each."""
+    prompts = [prompt[:length] for prompt, length in zip(prompts_of(len(lengths), max(lengths)), lengths, strict=True)]
+    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+    began = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - began
+
+
+def decode(llm: LLM, lengths: Sequence[int]) -> float:
     """Return the seconds of a step."""
-    return (generate(llm, rows, context, NEW + 1) - generate(llm, rows, context, 1)) / NEW
+    return (generate(llm, lengths, NEW + 1) - generate(llm, lengths, 1)) / NEW
+
+
+def measure(
+    kind: str, folder: str, contexts: Sequence[int], rounds: int, read: Callable[[], float]
+) -> tuple[Seconds, float]:
+    """Return the median seconds of each job, and the share of the memory's speed at which one row reads weights."""
+    longest = max(1024, *contexts) + 2 * NEW
+    blocks = (max(longest, sum(MIXED)) // 16 + 64) if LONG in contexts else longest // 16 + 64
+    sizes = GEOMETRY | {"max_model_len": longest, "num_kv_blocks": blocks}
+    jobs: dict[tuple[Any, ...], Callable[[], float]] = {}
+    engines = {}
+    for name, kernels in KERNELS.items():
+        llm = engines[name] = LLM(folder, precompile="covering", kernels=kernels, **sizes, **KINDS[kind])
+        compile_greedy(llm.engine, [1, 2, 8, 16], [16, 512])
+    for context in contexts:
+        jobs |= {(name, "decode", context): partial(decode, llm, [context]) for name, llm in engines.items()}
+        jobs |= {(name, "prompt", context): partial(generate, llm, [context], 1) for name, llm in engines.items()}
+    for rows in (1, 8, 16):
+        jobs |= {(name, "rows", rows): partial(decode, llm, [16] * rows) for name, llm in engines.items()}
+    if LONG in contexts:
+        jobs |= {(name, "mixed"): partial(decode, llm, MIXED) for name, llm in engines.items()}
+    num_bytes = weights.num_bytes(engines["C++"].engine.runner._params)
+    seconds: dict[tuple[Any, ...], list[float]] = {job: [] for job in jobs}
+    shares = []
+    for _ in range(rounds):
+        for job, run in jobs.items():
+            before = read()
+            seconds[job].append(run())
+            if job == ("C++", "rows", 1):
+                shares.append(num_bytes / seconds[job][-1] / ((before + read()) / 2))
+    for llm in engines.values():
+        llm.close()
+    return {job: statistics.median(own) for job, own in seconds.items()}, statistics.median(shares)
+
+
+def report(kind: str, found: Seconds, share: float) -> None:
+    """Print what was found."""
+    print(f"{kind}: one row reads its weights at {share:.0%} of the memory's speed")
+    for name, *what in found:
+        if name == "C++":
+            ours, other = (found[one, *what] for one in KERNELS)
+            speed = f", {what[1] / ours:.0f} and {what[1] / other:.0f} tokens a second" if what[0] == "prompt" else ""
+            job = " ".join(map(str, what))
+            print(f"{kind}, {job}: {ours * 1e3:.1f} ms, XLA's {other * 1e3:.1f}: {other / ours:.2f} times{speed}")
+
+
+def misses(kind: str, found: Seconds, share: float) -> list[str]:
+    """Say which aims were not reached."""
+    behind = []
+    if share < LEAST_SHARE.get(kind, 0.0):
+        behind.append(f"{kind} reads at {share:.0%}")
+    if kind == "bfloat16":
+        if found["XLA", "rows", 16] / found["C++", "rows", 16] < LEAST_GAIN:
+            behind.append("16 rows")
+        if {("C++", "decode", SHORT), ("C++", "decode", LONG)} <= found.keys():
+            if found["C++", "decode", LONG] - found["C++", "decode", SHORT] > MOST_GROWTH:
+                behind.append(f"decoding behind {LONG} tokens")
+            if LONG / found["C++", "prompt", LONG] < LEAST_PREFILL:
+                behind.append(f"a prompt of {LONG} tokens")
+    return behind
+
+
+def draw(results: dict[str, Seconds], contexts: Sequence[int], path: Path) -> None:
+    """Draw steps and prompts over the context."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    for axes, what, label in zip(
+        figure.subplots(1, 2), ("decode", "prompt"), ("a step of one row, ms", "prompt tokens a second"), strict=True
+    ):
+        for number, (kind, found) in enumerate(results.items()):
+            for name, style in (("C++", "-"), ("XLA", "--")):
+                taken = np.array([found[name, what, context] for context in contexts])
+                drawn = taken * 1e3 if what == "decode" else np.array(contexts) / taken
+                axes.plot(contexts, drawn, style, color=f"C{number}", marker="o", label=f"{kind}, {name}")
+        axes.set(xlabel="tokens of context", ylabel=label, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=24, help="of the shape")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--contexts", type=int, nargs="*", default=[256, 3500, 8192])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--contexts", type=int, nargs="+", default=[SHORT, 1024, LONG, 8192])
     parser.add_argument("--threads", type=int, default=2, help="that measure the memory")
+    parser.add_argument("--plot", type=Path, help="an .svg or .png")
     options = parser.parse_args()
     folder = str(shapes.folder_of("qwen2.5-0.5b", "bfloat16", options.layers))
-    longest = max([1024, *options.contexts]) + 2 * NEW
-    sizes = GEOMETRY | {"max_model_len": longest, "num_kv_blocks": longest // 16 + 64}
-    array = np.ones(READ // 4, np.float32)
-    behind = []
+    read = partial(bandwidth, np.ones(READ // 4, np.float32), options.threads)
+    results, behind = {}, []
     for kind in options.kinds:
-        engines = {}
-        for name, kernels in (("native", ()), ("xla", XLA)):
-            engines[name] = LLM(folder, precompile="covering", kernels=kernels, **sizes, **KINDS[kind])
-            compile_greedy(engines[name].engine, [1, 2, 16], [16, 512])
-        jobs = {(name, rows): partial(decode, llm, rows, 16) for rows in (1, 16) for name, llm in engines.items()}
-        for context in options.contexts:
-            jobs |= {(name, "decode", context): partial(decode, llm, 1, context) for name, llm in engines.items()}
-            jobs |= {(name, "prompt", context): partial(generate, llm, 1, context, 1) for name, llm in engines.items()}
-        num_bytes = weights.num_bytes(engines["native"].engine.runner._params)
-        seconds: dict[Any, list[float]] = {job: [] for job in jobs}
-        shares = []
-        for _ in range(options.rounds):
-            for job, run in jobs.items():
-                before = bandwidth(array, options.threads)
-                seconds[job].append(run())
-                if job == ("native", 1):
-                    near = (before + bandwidth(array, options.threads)) / 2
-                    shares.append(num_bytes / seconds[job][-1] / near)
-        median = {job: statistics.median(own) for job, own in seconds.items()}
-        share = statistics.median(shares)
-        print(f"{kind}: {1 / median['native', 1]:.1f} tokens a second at one row, {share:.0%} of the memory's speed")
-        for rows in (1, 16):
-            ours, other = median["native", rows], median["xla", rows]
-            print(
-                f"{kind}, {rows:2} rows: {ours * 1e3:.1f} ms a step, XLA's {other * 1e3:.1f}: {other / ours:.2f} times"
-            )
-        for context in options.contexts:
-            for what in ("decode", "prompt"):
-                ours, other = median["native", what, context], median["xla", what, context]
-                per = context if what == "prompt" else 1
-                print(f"{kind}, {what} at {context}: {per / ours:.1f} tokens a second, XLA's {per / other:.1f}")
-        if share < LEAST_SHARE.get(kind, 0.0):
-            behind.append(f"{kind} reads at {share:.0%}")
-        if kind == "bfloat16":
-            if median["xla", 16] / median["native", 16] < LEAST_GAIN:
-                behind.append("16 rows")
-            if {256, 3500} <= {*options.contexts}:
-                if median["native", "decode", 3500] - median["native", "decode", 256] > MOST_GROWTH:
-                    behind.append("decoding behind 3,500 tokens")
-                if 3500 / median["native", "prompt", 3500] < LEAST_PREFILL:
-                    behind.append("a prompt of 3,500 tokens")
-        for llm in engines.values():
-            llm.close()
+        results[kind], share = measure(kind, folder, options.contexts, options.rounds, read)
+        report(kind, results[kind], share)
+        behind += misses(kind, results[kind], share)
+    if options.plot:
+        draw(results, options.contexts, options.plot)
+    for scheme, settings in SCHEMES.items():
+        rest = {key: own for key, own in settings.items() if key != "dtype"}
+        with Side("jaxllm", Path(folder), settings["dtype"], **rest) as side:
+            side.run(16, 512, NEW)
+            step, peak = side.decode(1, 16, NEW), side.peak_mib()
+            print(f"{scheme}: {peak:.0f} MiB at most, {step * 1e3:.1f} ms a step of one row")
     require(not behind, f"behind what is promised: {', '.join(behind)}")
 
 
