@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.model import weights
@@ -66,39 +68,39 @@ def generate(llm: LLM, lengths: Sequence[int], new: int) -> float:
     return time.perf_counter() - began
 
 
-def decode(llm: LLM, lengths: Sequence[int]) -> float:
-    """Return the seconds of a step."""
-    return (generate(llm, lengths, NEW + 1) - generate(llm, lengths, 1)) / NEW
+def answer(llm: LLM, lengths: Sequence[int]) -> tuple[float, float]:
+    """Return the seconds of prompts' first tokens, and of a step after them."""
+    first = generate(llm, lengths, 1)
+    return first, (generate(llm, lengths, NEW + 1) - first) / NEW
 
 
 def measure(
     kind: str, folder: str, contexts: Sequence[int], rounds: int, read: Callable[[], float]
 ) -> tuple[Seconds, float]:
-    """Return the median seconds of each job, and the share of the memory's speed at which one row reads weights."""
+    """Return the median seconds of a step and of a prompt, and the share of the memory's speed that one row reaches."""
     longest = max(1024, *contexts) + 2 * NEW
     blocks = (max(longest, sum(MIXED)) // 16 + 64) if LONG in contexts else longest // 16 + 64
     sizes = GEOMETRY | {"max_model_len": longest, "num_kv_blocks": blocks}
-    jobs: dict[tuple[Any, ...], Callable[[], float]] = {}
     engines = {}
     for name, kernels in KERNELS.items():
         llm = engines[name] = LLM(folder, precompile="covering", kernels=kernels, **sizes, **KINDS[kind])
         compile_greedy(llm.engine, [1, 2, 8, 16], [16, 512])
-    for context in contexts:
-        jobs |= {(name, "decode", context): partial(decode, llm, [context]) for name, llm in engines.items()}
-        jobs |= {(name, "prompt", context): partial(generate, llm, [context], 1) for name, llm in engines.items()}
-    for rows in (1, 8, 16):
-        jobs |= {(name, "rows", rows): partial(decode, llm, [16] * rows) for name, llm in engines.items()}
+    loads: dict[str | int, Sequence[int]] = {context: [context] for context in contexts}
+    loads |= {f"rows {rows}": [16] * rows for rows in (1, 8, 16)}
     if LONG in contexts:
-        jobs |= {(name, "mixed"): partial(decode, llm, MIXED) for name, llm in engines.items()}
+        loads["mixed"] = MIXED
     num_bytes = weights.num_bytes(engines["C++"].engine.runner._params)
-    seconds: dict[tuple[Any, ...], list[float]] = {job: [] for job in jobs}
+    seconds: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     shares = []
     for _ in range(rounds):
-        for job, run in jobs.items():
-            before = read()
-            seconds[job].append(run())
-            if job == ("C++", "rows", 1):
-                shares.append(num_bytes / seconds[job][-1] / ((before + read()) / 2))
+        for load, lengths in tqdm(loads.items(), desc=kind, disable=None):
+            for name, llm in engines.items():
+                before = read()
+                first, step = answer(llm, lengths)
+                seconds[name, "prompt", load].append(first)
+                seconds[name, "step", load].append(step)
+                if (name, load) == ("C++", "rows 1"):
+                    shares.append(num_bytes / step / ((before + read()) / 2))
     for llm in engines.values():
         llm.close()
     return {job: statistics.median(own) for job, own in seconds.items()}, statistics.median(shares)
@@ -110,7 +112,8 @@ def report(kind: str, found: Seconds, share: float) -> None:
     for name, *what in found:
         if name == "C++":
             ours, other = (found[one, *what] for one in KERNELS)
-            speed = f", {what[1] / ours:.0f} and {what[1] / other:.0f} tokens a second" if what[0] == "prompt" else ""
+            is_prompt = what[0] == "prompt" and isinstance(what[1], int)
+            speed = f", {what[1] / ours:.0f} and {what[1] / other:.0f} tokens a second" if is_prompt else ""
             job = " ".join(map(str, what))
             print(f"{kind}, {job}: {ours * 1e3:.1f} ms, XLA's {other * 1e3:.1f}: {other / ours:.2f} times{speed}")
 
@@ -121,10 +124,10 @@ def misses(kind: str, found: Seconds, share: float) -> list[str]:
     if share < LEAST_SHARE.get(kind, 0.0):
         behind.append(f"{kind} reads at {share:.0%}")
     if kind == "bfloat16":
-        if found["XLA", "rows", 16] / found["C++", "rows", 16] < LEAST_GAIN:
+        if found["XLA", "step", "rows 16"] / found["C++", "step", "rows 16"] < LEAST_GAIN:
             behind.append("16 rows")
-        if {("C++", "decode", SHORT), ("C++", "decode", LONG)} <= found.keys():
-            if found["C++", "decode", LONG] - found["C++", "decode", SHORT] > MOST_GROWTH:
+        if {("C++", "step", SHORT), ("C++", "step", LONG)} <= found.keys():
+            if found["C++", "step", LONG] - found["C++", "step", SHORT] > MOST_GROWTH:
                 behind.append(f"decoding behind {LONG} tokens")
             if LONG / found["C++", "prompt", LONG] < LEAST_PREFILL:
                 behind.append(f"a prompt of {LONG} tokens")
@@ -137,12 +140,12 @@ def draw(results: dict[str, Seconds], contexts: Sequence[int], path: Path) -> No
 
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     for axes, what, label in zip(
-        figure.subplots(1, 2), ("decode", "prompt"), ("a step of one row, ms", "prompt tokens a second"), strict=True
+        figure.subplots(1, 2), ("step", "prompt"), ("a step of one row, ms", "prompt tokens a second"), strict=True
     ):
         for number, (kind, found) in enumerate(results.items()):
             for name, style in (("C++", "-"), ("XLA", "--")):
                 taken = np.array([found[name, what, context] for context in contexts])
-                drawn = taken * 1e3 if what == "decode" else np.array(contexts) / taken
+                drawn = taken * 1e3 if what == "step" else np.array(contexts) / taken
                 axes.plot(contexts, drawn, style, color=f"C{number}", marker="o", label=f"{kind}, {name}")
         axes.set(xlabel="tokens of context", ylabel=label, ylim=(0, None))
         axes.grid(alpha=0.3)
