@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ MOST_GROWTH = 0.012  # seconds that a step takes longer with 3,500 tokens of con
 SHORT, LONG = 256, 3500
 MIXED = (64, 128, 256, 512, 1024, 1536, 2048, 3500)  # tokens of eight prompts
 NEW = 16
+MOST_CHUNKS = 40  # more than the steps in which the prompts of `MIXED` are computed
 READ = 1 << 28  # bytes that are read to measure the memory
 Seconds = dict[tuple[Any, ...], float]
 
@@ -59,26 +61,21 @@ def bandwidth(array: np.ndarray, threads: int) -> float:
         return array.nbytes / (time.perf_counter() - began)
 
 
-def generate(llm: LLM, lengths: Sequence[int], new: int) -> float:
-    """Return the seconds in which prompts of these lengths get `new` tokens each."""
-    prompts = [prompt[:length] for prompt, length in zip(prompts_of(len(lengths), max(lengths)), lengths, strict=True)]
-    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
-    began = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - began
-
-
 def answer(llm: LLM, lengths: Sequence[int]) -> tuple[float, float]:
-    """Return the seconds of prompts' first tokens, and of a step after them."""
-    first = generate(llm, lengths, 1)
-    return first, (generate(llm, lengths, NEW + 1) - first) / NEW
+    """Return the seconds until all prompts have a token, and of a step after that, in which all take part."""
+    prompts = [prompt[:length] for prompt, length in zip(prompts_of(len(lengths), max(lengths)), lengths, strict=True)]
+    last = SamplingParams(temperature=0.0, max_tokens=NEW + 1, ignore_eos=True)
+    params = [*[replace(last, max_tokens=NEW + MOST_CHUNKS)] * (len(lengths) - 1), last]
+    metrics = llm.generate(prompts, params, use_tqdm=False)[-1].metrics
+    assert metrics is not None and metrics.first_token_time is not None and metrics.finished_time is not None
+    return metrics.first_token_time - metrics.arrival_time, (metrics.finished_time - metrics.first_token_time) / NEW
 
 
 def measure(
     kind: str, folder: str, contexts: Sequence[int], rounds: int, read: Callable[[], float]
 ) -> tuple[Seconds, float]:
     """Return the median seconds of a step and of a prompt, and the share of the memory's speed that one row reaches."""
-    longest = max(1024, *contexts) + 2 * NEW
+    longest = max(1024, *contexts) + NEW + MOST_CHUNKS
     blocks = (max(longest, sum(MIXED)) // 16 + 64) if LONG in contexts else longest // 16 + 64
     sizes = GEOMETRY | {"max_model_len": longest, "num_kv_blocks": blocks}
     engines = {}
