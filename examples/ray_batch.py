@@ -1,0 +1,124 @@
+"""Generate for a dataset of prompts on Ray Data, with as many engines as there is room for; the answers are Parquet.
+
+    pip install 'jaxllm[ray]'
+    python examples/ray_batch.py prompts.jsonl answers/ --actors 4 --gpus 1 --model Qwen/Qwen2.5-0.5B-Instruct
+
+The input is Parquet, JSON lines or CSV with a column of prompts and a column of unique ids; each row comes back with
+the columns "text", "finish_reason" and "num_tokens". Run the same command again after a failure: rows whose answers
+are in the folder are left out.
+
+A batch is written by the actor that generated it, as one file and under its last name only when it is whole. So an
+answer that is in no file was never finished, and a prompt that was finished is never done again, whatever was killed:
+the job, an actor or a node. Ray Data's own checkpoints come behind its writer, so what waits to be written is lost.
+The folder has to be one that all nodes share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import ray
+
+from jaxllm import LLM, SamplingParams
+
+
+class Generate:
+    """One engine, in an actor: makes the answers to a batch and writes them."""
+
+    def __init__(self, folder: str, columns: tuple[str, str], engine: dict[str, Any], sampling: dict[str, Any]) -> None:
+        self._folder = Path(folder)
+        self._id, self._prompt = columns
+        self._params = SamplingParams(**sampling)
+        self._llm = LLM(**engine)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        """Return how many answers were made; none for a batch that Ray gives again because an actor died behind it."""
+        ids = batch[self._id].to_pylist()
+        path = self._folder / f"{hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:32]}.parquet"
+        if not ids or path.exists():
+            return pa.table({"made": [0]})
+        outputs = self._llm.generate(batch[self._prompt].to_pylist(), self._params, use_tqdm=False)
+        made = [output.outputs[0] for output in outputs]
+        for name, values in (
+            ("text", [each.text for each in made]),
+            ("finish_reason", [each.finish_reason for each in made]),
+            ("num_tokens", [len(each.token_ids) for each in made]),
+        ):
+            batch = batch.append_column(name, pa.array(values))
+        part = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+        pq.write_table(batch, part)
+        os.replace(part, path)  # atomic: a file of this name is whole
+        return pa.table({"made": [len(ids)]})
+
+
+def ids_in(folder: Path, column: str) -> pa.ChunkedArray | pa.Array:
+    """Return the ids whose answers are in the folder."""
+    parts = [pq.read_table(path, columns=[column])[column] for path in sorted(folder.glob("*.parquet"))]
+    return pa.chunked_array([chunk for part in parts for chunk in part.chunks]) if parts else pa.array([])
+
+
+def run(options: argparse.Namespace) -> tuple[int, int]:
+    """Do what is left of a job; return how many answers there were before, and how many were made."""
+    read = {".parquet": ray.data.read_parquet, ".csv": ray.data.read_csv}.get(options.input.suffix, ray.data.read_json)
+    rows = read(str(options.input.absolute()), **({"lines": True} if options.input.suffix == ".jsonl" else {}))
+    missing = {options.id_column, options.prompt_column} - set(rows.columns() or ())
+    if missing:
+        raise SystemExit(f"{options.input} has no column {min(missing)!r}; see --id-column and --prompt-column")
+    options.output.mkdir(parents=True, exist_ok=True)
+    done = ids_in(options.output, options.id_column)
+    if len(done):
+        column = options.id_column
+
+        def left(table: pa.Table) -> pa.Table:
+            return table.filter(pc.invert(pc.is_in(table[column], value_set=done)))
+
+        rows = rows.map_batches(left, batch_format="pyarrow")
+    made = rows.map_batches(
+        Generate,
+        fn_constructor_args=(
+            str(options.output.absolute()),
+            (options.id_column, options.prompt_column),
+            {"model": options.model, **options.engine},
+            options.sampling,
+        ),
+        batch_size=options.batch_size,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=options.actors),
+        num_cpus=options.cpus,
+        num_gpus=options.gpus,
+    )
+    return len(done), made.sum("made") or 0
+
+
+def main() -> None:
+    """Read the command line and run the job."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("input", type=Path, help="*.parquet, *.jsonl or *.csv")
+    parser.add_argument("output", type=Path, help="folder of the answers")
+    parser.add_argument("--model", help="folder or hub id (default: the one that ships with jaxllm)")
+    parser.add_argument("--id-column", default="id")
+    parser.add_argument("--prompt-column", default="prompt")
+    parser.add_argument("--actors", type=int, default=1, help="engines")
+    parser.add_argument("--cpus", type=float, default=1, help="of an engine")
+    parser.add_argument("--gpus", type=float, default=0, help="of an engine: its tensor_parallel_size")
+    parser.add_argument("--batch-size", type=int, default=256, help="prompts that are generated and written together")
+    parser.add_argument("--engine", type=json.loads, default={}, help="JSON object: further fields of EngineConfig")
+    parser.add_argument("--sampling", type=json.loads, default={}, help="JSON object: fields of SamplingParams")
+    parser.add_argument("--address", help="of a Ray cluster (default: one that is there, else a new one)")
+    options = parser.parse_args()
+    ray.init(address=options.address, log_to_driver=False)
+    before, made = run(options)
+    print(f"{before} answers were there, {made} were made")
+
+
+if __name__ == "__main__":
+    main()
