@@ -5,6 +5,7 @@ PARITY_VENV ?= .venv-parity
 GPU_VENV ?= .venv-gpu
 FUZZ_VENV ?= .venv-fuzz
 INTEROP_VENV ?= .venv-interop
+RAY_VENV ?= .venv-ray
 # The versions that GPU programs are compiled with need Python 3.12.
 GPU_PYTHON ?= $(shell for each in $(PYTHON) python3.13 python3.12 $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python; do \
 	"$$each" -c "import sys; assert sys.version_info >= (3, 12)" 2> /dev/null && echo "$$each" && break; done)
@@ -21,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE =
 # A file's fixtures are made once. In xdist's own order, by number of tests, the simulation would keep one worker to the end.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto interop bench notebooks train-embedded train-adapter train-embedder train-eagle clean
+.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto interop ray bench notebooks train-embedded train-adapter train-embedder train-eagle clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -89,6 +90,9 @@ interop: $(VENV)/.dev $(INTEROP_VENV)/.interop tests/interop/node_modules  ## pu
 	$(VENV)/bin/python -m pytest tests/server/test_serve.py -k node
 	$(INTEROP_VENV)/bin/python -m pytest tests/interop -m slow
 
+ray: $(RAY_VENV)/.ray  ## the examples of Ray Serve and Ray Data on a Ray that is started here; ONLY="kill or batch"
+	$(RAY_VENV)/bin/python -m pytest tests/ray -m "" $(if $(ONLY),-k "$(ONLY)")
+
 bench: $(VENV)/.dev  ## the figures that are promised, measured here; docs/benchmarks.md has more rounds of each
 	$(VENV)/bin/python -m tests.benchmarks
 
@@ -117,7 +121,7 @@ train-eagle: $(VENV)/.dev  ## train the embedded model's EAGLE-3 head again: ten
 	$(VENV)/bin/python -m training.evaluate_eagle
 
 clean:
-	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) $(FUZZ_VENV) $(INTEROP_VENV) .cache build *.egg-info
+	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) $(FUZZ_VENV) $(INTEROP_VENV) $(RAY_VENV) .cache build *.egg-info
 
 tests/interop/node_modules: tests/interop/package-lock.json
 	cd tests/interop && npm ci --no-audit --no-fund --ignore-scripts --silent
@@ -146,6 +150,12 @@ $(FUZZ_VENV)/.fuzz: pyproject.toml
 $(INTEROP_VENV)/.interop: pyproject.toml tests/interop/requirements.txt
 	$(PYTHON) -m venv --upgrade-deps $(INTEROP_VENV)
 	$(PIP_QUIET) $(INTEROP_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[server]" -r tests/interop/requirements.txt
+	touch $@
+
+$(RAY_VENV)/.ray: pyproject.toml tests/ray/requirements.txt
+	$(PYTHON) -m venv --upgrade-deps $(RAY_VENV)
+	$(PIP_QUIET) $(RAY_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[ray]" -r tests/ray/requirements.txt
+	$(RAY_VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@
 
 $(GPU_VENV)/.gpu: pyproject.toml tests/gpu/requirements.txt

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from jaxllm.client import AsyncClient, Client
     from jaxllm.config import AsyncEngineArgs, EngineArgs, EngineConfig
     from jaxllm.engine.async_llm import AsyncLLM, AsyncLLMEngine
-    from jaxllm.engine.llm import LLM
     from jaxllm.engine.llm_engine import LLMEngine
     from jaxllm.errors import EngineError, UserError
+    from jaxllm.llm import LLM
     from jaxllm.lora_request import LoRARequest
     from jaxllm.outputs import (
         BeamSearchOutput,
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "engine.llm",
+    "LLM": "llm",
     "AsyncLLM": "engine.async_llm",
     "AsyncLLMEngine": "engine.async_llm",
     "AsyncClient": "client",

@@ -66,6 +66,8 @@ class EngineConfig:
         None, "requests that run at once (default: 64 on a CPU, 256 on a GPU; with --deterministic 16 and 128)"
     )
     tensor_parallel_size: int = setting(1, "devices that share the model")
+    # Read by front ends: `LLM`, `FleetLLM` and `jaxllm serve`. An engine is one of them.
+    data_parallel_size: int = setting(1, "engines, each with devices and a process of its own, that share the requests")
     gpu_memory_utilization: float = setting(0.92, "share of a GPU's memory to use", "SHARE")
     kv_cache_memory_bytes: int | None = setting(None, "bytes of KV blocks, instead of that share", "BYTES")
     num_kv_blocks: int | None = setting(None, "KV blocks, instead of both")
@@ -229,7 +231,6 @@ DTYPE_NAMES = {"half": "float16", "float": "float32"}  # vLLM's other names
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "tokenizer_mode": ("auto",),
     "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
     "enable_sleep_mode": (False,),
     "cpu_offload_gb": (0,),
     "hf_overrides": (None,),
@@ -276,6 +277,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "max_num_batched_tokens": (1, 2**20),
     "max_num_seqs": (1, 2**14),
     "tensor_parallel_size": (1, 1024),
+    "data_parallel_size": (1, 256),
     "kv_cache_memory_bytes": (1, 2**50),
     "num_kv_blocks": (1, 2**31 - 1),
     "max_loras": (1, 64),

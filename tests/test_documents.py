@@ -15,14 +15,14 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from tests.benchmarks import step_bytes
+from tests.benchmarks import scaling, step_bytes
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.ci
 WITH_CODE = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 ALL = (
     *(*WITH_CODE, "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "DECISIONS.md"),
-    *("pallas_kernels/README.md", "jaxllm/embedded/model/README.md"),
+    *("pallas_kernels/README.md", "jaxllm/embedded/model/README.md", "deploy/kubernetes/README.md"),
 )
 # A block that cannot run here has a comment before it that says why.
 BLOCK = re.compile(
@@ -133,5 +133,7 @@ def test_what_a_document_names_exists(document: str) -> None:
     assert not missing
 
 
-def test_the_table_of_bytes_is_what_is_computed():
+def test_tables_are_what_is_computed():
     assert "\n".join(step_bytes.lines()) in (ROOT / "docs" / "benchmarks.md").read_text()
+    for table in (scaling.fits(), scaling.layouts()):
+        assert "\n".join(table) in (ROOT / "docs" / "scaling.md").read_text()

@@ -35,7 +35,7 @@ def test_importing_costs_milliseconds_and_nothing_heavy() -> None:
 
 @pytest.mark.ci
 def test_the_engine_does_not_import_torch() -> None:
-    modules = "jaxllm.engine.llm, jaxllm.commands.cli, jaxllm.commands.doctor_report"
+    modules = "jaxllm.llm, jaxllm.commands.cli, jaxllm.commands.doctor_report"
     code = f"import sys, {modules}; print(*{{'torch', 'transformers'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 

@@ -40,7 +40,7 @@ UNSAFE_METHODS = frozenset(
     """.split()
 )
 # Where a command of our own, git or a compiler is started; with a list of arguments, never through a shell.
-STARTS_PROCESSES = ("jaxllm/bench/", "pallas_kernels/native/build.py")
+STARTS_PROCESSES = ("jaxllm/bench/", "jaxllm/fleet/replica.py", "pallas_kernels/native/build.py")
 # What is imported by a name that is made at run time: our own modules, and what the engine's settings name.
 IMPORTS_BY_NAME = ("jaxllm/__init__.py", "jaxllm/sampling/logits_processors.py", "pallas_kernels/choice.py")
 

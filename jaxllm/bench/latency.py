@@ -13,7 +13,7 @@ from jaxllm.bench.throughput import check_lengths, sampling_params
 from jaxllm.bench.workload import Job
 
 if TYPE_CHECKING:
-    from jaxllm.engine.llm import LLM
+    from jaxllm.llm import LLM
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 

@@ -28,7 +28,7 @@ import json, os, sys, time
 begun = float(sys.argv[1])
 settings = json.loads(sys.argv[2])
 waits_for_all = settings.pop("waits_for_all")
-import jaxllm.engine.llm
+import jaxllm.llm
 from jaxllm import LLM, SamplingParams
 imported = time.time()
 llm = LLM(**settings)

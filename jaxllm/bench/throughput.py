@@ -25,7 +25,7 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jaxllm.engine.async_llm import AsyncLLM
-    from jaxllm.engine.llm import LLM
+    from jaxllm.llm import LLM
 
 WARM_UP_TOKENS = 4  # of each output of the warm-up: one prefill and some decode steps
 

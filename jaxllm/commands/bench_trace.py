@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.commands.arguments import Usage, add_profile
 
 if TYPE_CHECKING:
-    from jaxllm.engine.llm import LLM
+    from jaxllm.llm import LLM
     from jaxllm.sampling_params import SamplingParams
 
 

@@ -19,7 +19,7 @@ from jaxllm.lora_request import LoRARequest
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxllm.engine.llm import LLM
+    from jaxllm.llm import LLM
 
 CHAT_TOKENS = 1024  # default of `--max-tokens`: an answer should end by itself
 _NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # a conversation shows one text and no numbers

@@ -26,7 +26,7 @@ from jaxllm.pooling_params import PoolingParams
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxllm.engine.llm import LLM
+    from jaxllm.llm import LLM
 
 
 class Line(NamedTuple):

@@ -52,9 +52,13 @@ def run(options: dict[str, Any]) -> int:
     )
     if options["enable_auto_tool_choice"] and server.tool_call_parser is None:
         raise Usage("--enable-auto-tool-choice requires --tool-call-parser")
-    _check(config, server)
     from jaxllm_server import launch
 
+    if server.headless:
+        with errors_by_flags(ServerOptions):
+            return launch.be_replica(config, server)
+    if config.data_parallel_size == 1:  # else each replica looks at its own devices, which this process leaves alone
+        _check(config, server)
     with errors_by_flags(ServerOptions):
         made = launch.new_server(config, server, progress=sys.stderr.isatty())
     return launch.serve(made)

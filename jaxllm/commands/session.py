@@ -23,7 +23,7 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxllm.engine.llm import LLM
+    from jaxllm.llm import LLM
 
 REQUEST_ID = "cli"
 
@@ -51,7 +51,7 @@ def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | No
 @contextmanager
 def open_llm(options: Mapping[str, Any]) -> Iterator[LLM]:
     """Load the model that the flags name, with a progress bar at a terminal; errors name flags."""
-    from jaxllm.engine.llm import LLM
+    from jaxllm.llm import LLM
 
     try:
         loaded = LLM(options["model"], use_tqdm=sys.stderr.isatty(), **given(options, EngineConfig))

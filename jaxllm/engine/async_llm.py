@@ -41,7 +41,7 @@ from jaxllm.errors import (
 )
 from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import DeviceReport, Load, Metrics, Observer, StepReport
-from jaxllm.outputs import PoolingRequestOutput, RequestOutput, pooled_output
+from jaxllm.outputs import FinishReason, PoolingRequestOutput, RequestOutput, pooled_output
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.scheduler.recorded import Recorder
@@ -261,8 +261,12 @@ class AsyncLLM:
         Their readers get what there is, with the finish reason "abort".
         """
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
-            for stream in self._streams.of_id(request_id):
-                self._inbox.abort(stream.internal_id, "abort")
+            self.end(request_id, "abort")
+
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        """End the requests of an id, of all owners, for a reason that their last outputs give."""
+        for stream in self._streams.of_id(request_id):
+            self._inbox.abort(stream.internal_id, reason)
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if the engine has died, UnavailableError if it makes no progress or takes no work."""

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from dataclasses import asdict
@@ -79,14 +80,16 @@ class Server:
     """One engine and its front ends."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, progress: bool = False) -> None:
-        from jaxllm_server.observability.prometheus import PrometheusObserver
+        from jaxllm_server.observability.fleet_metrics import observer_of
         from jaxllm_server.observability.tracing import Tracer
         from jaxllm_server.shared.adapters import requests_of
         from jaxllm_server.shared.auth import Keys
         from jaxllm_server.shared.serving import Serving
 
         self.options = options
-        self.engine = AsyncLLM(
+        self.engine = _engine(
+            config,
+            options,
             progress=progress,
             max_queued_requests=options.max_queued_requests,
             max_queued_tokens=options.max_queued_tokens,
@@ -96,8 +99,7 @@ class Server:
             **asdict(config),
         )
         self.serving = Serving(self.engine, options)
-        self.observer = PrometheusObserver(self.engine, self.serving.names[0], self.serving.adapters)
-        self.engine.observer = self.observer
+        self.observer = observer_of(self.engine, self.serving.names[0], self.serving.adapters)
         self.tracer = Tracer.from_endpoint(options.otlp_traces_endpoint)
         self.keys = Keys(options.api_key, options.admin_api_key)
         self.grpc: GrpcServer | None = None
@@ -239,6 +241,48 @@ class Server:
         await asyncio.to_thread(self.tracer.close)
         if not await self.engine.close(CLOSE_SECONDS):
             _log.warning("the engine's thread has not ended: a step hangs")
+
+
+def _engine(config: EngineConfig, options: ServerOptions, **given: Any) -> AsyncLLM:
+    """Make the engine, or the fleet of them."""
+    if config.data_parallel_size == 1:
+        return AsyncLLM(**given)
+    from jaxllm.fleet.fleet_llm import FleetLLM
+
+    tls = None
+    if options.ssl_certfile is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    where = {"num_local": options.data_parallel_size_local, "listen": options.data_parallel_address}
+    return FleetLLM(**given, **where, key=fleet_key(options), tls=tls)
+
+
+def fleet_key(options: ServerOptions) -> str:
+    """Return the key that replicas of other machines must have."""
+    key = (*options.admin_api_key, *options.api_key, "")[0]
+    if options.data_parallel_address is not None and not key:
+        raise UserError("replicas of other machines need a key: give admin_api_key.", "admin_api_key")
+    return key
+
+
+def be_replica(config: EngineConfig, options: ServerOptions) -> int:
+    """Be a replica of another machine's server until that ends, or has gone."""
+    from jaxllm.fleet import node
+
+    configure_logging()
+    assert options.data_parallel_address is not None
+    engine = asdict(config) | {"enable_kv_cache_events": config.enable_prefix_caching}
+    settings = node.Settings(
+        engine=engine | {"data_parallel_size": 1},
+        address=options.data_parallel_address,
+        key=fleet_key(options),
+        ca=options.data_parallel_ca_certs,
+        observes=True,
+        hang_timeout=options.hang_timeout,
+    )
+    _log.info("a replica of the server at %s", options.data_parallel_address)
+    asyncio.run(node.run(settings))
+    return 0
 
 
 def _recorder(config: EngineConfig, options: ServerOptions) -> FileRecorder | None:

@@ -44,6 +44,8 @@ MEASUREMENTS = {
     "adapters": _bench("adapters", "--layers", LAYERS, "--rounds", "3"),
     "constrained": _bench("constrained", "--rounds", "3"),
     "deterministic": _bench("deterministic", is_long=True),
+    "fleet_cost": _bench("fleet_cost", "--seconds", "5"),
+    "fleet": _bench("fleet", is_long=True),
     "prefix_cache": _bench("prefix_cache", "--requests", "60", "--rounds", "3"),
     "random_serving": _bench("random_serving", "--requests", "12", "--rounds", "1"),
     # In short of the embedded model: a server of the 0.5B shape compiles for minutes before its steps are as they stay.

@@ -41,7 +41,7 @@ print(time.time() - start)
 READY = """
 import sys, time
 from jaxllm import LLM
-import jaxllm.engine.llm
+import jaxllm.llm
 start = time.time()
 llm = LLM(compilation_cache_dir=sys.argv[1])
 print(time.time() - start)

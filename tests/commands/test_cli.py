@@ -150,7 +150,7 @@ def test_debug_shows_the_traceback(run: Run) -> None:
 
 STAND_IN = (
     "import sys; from types import ModuleType; from tests.support.fake_llm import FakeLLM; import jaxllm.commands.cli\n"
-    "module = ModuleType('jaxllm.engine.llm'); module.LLM = FakeLLM; sys.modules['jaxllm.engine.llm'] = module\n"
+    "module = ModuleType('jaxllm.llm'); module.LLM = FakeLLM; sys.modules['jaxllm.llm'] = module\n"
 )
 
 
@@ -290,11 +290,11 @@ def test_the_real_engine_generates_and_chats(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The embedded model, loaded once for both commands."""
-    from jaxllm.engine.llm import LLM
+    from jaxllm.llm import LLM
 
     with LLM(**FEW_SLOTS) as llm:
         shared = SimpleNamespace(LLM=lambda *_, **__: _Kept(llm))
-        monkeypatch.setitem(sys.modules, "jaxllm.engine.llm", shared)
+        monkeypatch.setitem(sys.modules, "jaxllm.llm", shared)
         expected = llm.generate(["The cat", "A dog"], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text('{"prompt": "The cat"}\n{"prompt": "A dog"}\n')

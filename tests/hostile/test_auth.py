@@ -36,6 +36,7 @@ ROUTES = {
     ("POST", "/detokenize"): (401, 401, 400, 400),
     ("POST", "/v1/load_lora_adapter"): (401, 401, 403, 400),
     ("POST", "/v1/unload_lora_adapter"): (401, 401, 403, 400),
+    ("POST", "/drain"): (401, 401, 403, 400),
     **{("POST", path): (401, 401, 400, 400) for path in REPLIES},
     ("GET", "/v1/models"): (401, 401, 200, 200),
     ("GET", "/v1/models/{model:path}"): (401, 401, 404, 404),

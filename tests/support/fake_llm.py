@@ -119,9 +119,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Give what calls main() with the stand-in, and returns the exit code, standard output and standard error."""
-    module = ModuleType("jaxllm.engine.llm")
+    module = ModuleType("jaxllm.llm")
     module.LLM = FakeLLM  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "jaxllm.engine.llm", module)
+    monkeypatch.setitem(sys.modules, "jaxllm.llm", module)
     monkeypatch.setattr(FakeLLM, "max_model_len", 100)
 
     def call(*arguments: str, stdin: str | bytes = "", at_terminal: bool = False) -> tuple[int, str, str]:

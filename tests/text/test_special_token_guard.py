@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.engine.llm import LLM
 from jaxllm.errors import UserError
+from jaxllm.llm import LLM
 from jaxllm.text import special_token_guard
 from jaxllm.text.special_token_guard import Disguise, SpecialTokens
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer

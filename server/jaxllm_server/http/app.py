@@ -21,6 +21,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxllm.errors import FeatureDisabledError, UserError
+from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.version import __version__
 from jaxllm_server.http.answers import PoolAnswer, TextAnswer, while_connected
 from jaxllm_server.http.error_bodies import (
@@ -94,6 +96,7 @@ class Endpoints:
             "/detokenize": self.detokenize,
             "/v1/load_lora_adapter": self.load_adapter,
             "/v1/unload_lora_adapter": self.unload_adapter,
+            "/drain": self.drain,
             **{path: self._pooling(reply) for path, reply in REPLIES.items()},
         }
         gets: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
@@ -210,8 +213,22 @@ class Endpoints:
 
     async def load(self, request: Request) -> ASGIApp:
         """Say how busy the engine is; `server_load` is vLLM's number, of requests that are not answered yet."""
-        load = self._serving.engine.get_load()
-        return _json({"server_load": load.running + load.waiting, **load._asdict()})
+        engine = self._serving.engine
+        load = engine.get_load()
+        answer = {"server_load": load.running + load.waiting, **load._asdict()}
+        if isinstance(engine, FleetLLM):
+            answer["replicas"] = [{"state": each.state, **each.get_load()._asdict()} for each in engine.replicas]
+        return _json(answer)
+
+    async def drain(self, request: Request) -> ASGIApp:
+        """Give a replica no more work, and answer when it has none and is started anew."""
+        engine, number = self._serving.engine, request.query_params.get("replica", "")
+        if not isinstance(engine, FleetLLM):
+            raise FeatureDisabledError("this server has one engine: SIGTERM drains it.", "replica")
+        if not number.isdecimal():
+            raise UserError(f"replica must be the number of a replica, got {number!r}.", "replica")
+        await engine.drain_replica(int(number[:9]))
+        return _json({"replica": int(number[:9])})
 
     async def metrics(self, request: Request) -> ASGIApp:
         """Write all metrics for Prometheus."""

@@ -23,7 +23,7 @@ from jaxllm_server.shared.options import LOOPBACK, ServerOptions
 CLIENT = "jaxllm.client"  # in a request's scope: the client's name
 OPEN_PATHS = frozenset({b"/health", b"/live", b"/ready"})  # for probes, which have no key
 # And all that begins like them once it is decoded: to the router "/%6coad" and "/load\n" are "/load".
-_ADMIN_PATHS = ("/load", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_ADMIN_PATHS = ("/drain", "/load", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
 _PREFLIGHT_SECONDS = b"600"  # that a browser may remember an answer to its question
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")

@@ -58,6 +58,7 @@ HTTP_ROUTES = (
     "/ping",
     "/version",
     "/load",
+    "/drain",
     "/metrics",
 )
 GRPC_ROUTES = tuple(
@@ -174,10 +175,11 @@ class PrometheusObserver(Collector):
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
-    def __init__(self, engine: AsyncLLM, model_name: str, adapters: ServedAdapters) -> None:
+    def __init__(self, engine: AsyncLLM, model_name: str, adapters: ServedAdapters, number: int = 0) -> None:
+        """`number` is which of a fleet's engines it is."""
         self._engine = engine
         self._adapters = adapters
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = {"model_name": model_name, "engine": str(number)}
         self._histograms = {name: Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
         self._handled: dict[tuple[str, str, str], int] = {}  # by protocol, route and code
         self._handling: dict[tuple[str, str], Histogram] = {}  # by protocol and route

@@ -85,6 +85,18 @@ class ServerOptions:
     )
     root_path: str = setting("", "prefix that a proxy in front strips", "PREFIX")
 
+    # A fleet: of the replicas that `data_parallel_size` counts, those of other machines.
+    data_parallel_size_local: int | None = setting(None, "replicas of this machine (default: all)")
+    data_parallel_address: str | None = setting(
+        None,
+        "where replicas of other machines connect, with the first --admin-api-key; over TLS with --ssl-certfile",
+        "HOST:PORT",
+    )
+    headless: bool = setting(False, "be a replica of the server at --data-parallel-address, without front ends")
+    data_parallel_ca_certs: str | None = setting(
+        None, "of such a replica: certificates that sign the server's; it uses TLS then", "FILE"
+    )
+
     # Bounds of one request.
     max_body_bytes: int = setting(8 << 20, "of an HTTP request", "BYTES")
     max_header_bytes: int = setting(16 << 10, "of all headers of an HTTP request", "BYTES")
@@ -149,7 +161,9 @@ class ServerOptions:
             raise UserError("TLS needs both ssl_keyfile and ssl_certfile.", "ssl_keyfile")
         if self.ssl_client_auth and (self.ssl_ca_certs is None or self.ssl_certfile is None):
             raise UserError("ssl_client_auth needs ssl_ca_certs, ssl_keyfile and ssl_certfile.", "ssl_client_auth")
-        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "chat_template"):
+        if self.headless and self.data_parallel_address is None:
+            raise UserError("headless needs data_parallel_address, that of the server.", "data_parallel_address")
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "chat_template", "data_parallel_ca_certs"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise UserError(f"{name}: there is no file {path}.", name)

@@ -1,0 +1,125 @@
+"""What a front end and its replicas say to each other: lists of plain data and of the classes named here, as msgpack.
+
+A frame is four bytes of length and a list of messages; each message is a list whose first item names it. Nothing but
+the classes named here is ever made from bytes. Both ends are of the same version, which is compared first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Mapping, Set
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from jaxllm import errors
+from jaxllm.beam_search_params import BeamSearchParams
+from jaxllm.errors import EngineError, UserError
+from jaxllm.metrics import DeviceReport, Load, Metrics, StepReport
+from jaxllm.model.pooler import Dense, Pooler
+from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from jaxllm.scheduler.state import Cleared, Removed, Stored
+from jaxllm.structured_outputs_params import StructuredOutputsParams
+
+CLASSES: Mapping[str, type[Any]] = {
+    one.__name__: one
+    for one in (
+        *(BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams, RepetitionDetectionParams),
+        RequestOutputKind,
+        *(CompletionOutput, Logprob, RequestMetrics, RequestOutput, Dense, Pooler),
+        *(DeviceReport, Load, Metrics, StepReport, Cleared, Removed, Stored),
+    )
+}
+_ERRORS = {name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)}
+_TUPLE, _OBJECT, _ERROR, _ARRAY, _SET = range(1, 6)
+MOST_BYTES = 1 << 30  # of a frame
+_LENGTH = struct.Struct("!I")
+
+
+def pack(value: Any) -> bytes:
+    """Write a value."""
+    return msgpack.Packer(default=_encoded, strict_types=True).pack(value)
+
+
+def unpack(packed: bytes) -> Any:
+    """Read a value; ValueError for what no `pack` has written."""
+    return msgpack.unpackb(packed, ext_hook=_decoded, strict_map_key=False)
+
+
+def frame(messages: list[bytes]) -> bytes:
+    """Write a frame of messages that `pack` has written: each by itself, so that one that cannot be spoils no other."""
+    packed = msgpack.Packer().pack_array_header(len(messages)) + b"".join(messages)
+    return _LENGTH.pack(len(packed)) + packed
+
+
+async def read_frame(reader: asyncio.StreamReader) -> list[Any]:
+    """Wait for a frame; EOFError (IncompleteReadError) where the connection ends."""
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if size > MOST_BYTES:
+        raise ValueError(f"a frame of {size} bytes")
+    return unpack(await reader.readexactly(size))
+
+
+def _encoded(value: Any) -> Any:
+    name = type(value).__name__
+    if isinstance(value, Enum):
+        return msgpack.ExtType(_OBJECT, pack([name, [value.value]]))
+    if isinstance(value, tuple):
+        if CLASSES.get(name) is type(value):
+            return msgpack.ExtType(_OBJECT, pack([name, list(value)]))
+        return msgpack.ExtType(_TUPLE, pack(list(value)))
+    if is_dataclass(value) and CLASSES.get(name) is type(value):
+        given = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+        return msgpack.ExtType(_OBJECT, pack([name, given]))
+    if isinstance(value, Exception):
+        return msgpack.ExtType(_ERROR, pack([name, str(value), vars(value)]))
+    if isinstance(value, np.ndarray):
+        return msgpack.ExtType(_ARRAY, pack([value.dtype.str, list(value.shape), value.tobytes()]))
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Set):
+        return msgpack.ExtType(_SET, pack(sorted(value)))
+    raise TypeError(f"a {name} cannot be sent")
+
+
+def _decoded(code: int, packed: bytes) -> Any:
+    value = unpack(packed)
+    return _DECODERS[code](value)
+
+
+def _object(value: Any) -> Any:
+    name, given = value
+    return CLASSES[name](**given) if isinstance(given, dict) else CLASSES[name](*given)
+
+
+def _error(value: Any) -> Exception:
+    """Make an error again; one that has no name here was the replica's own."""
+    name, message, attributes = value
+    kind = _ERRORS.get(name, EngineError)
+    made = kind.__new__(kind)
+    made.args = (message,)
+    if issubclass(kind, UserError | EngineError):
+        vars(made).update(attributes)
+    return made
+
+
+def _array(value: Any) -> np.ndarray:
+    dtype, shape, raw = value
+    return np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
+
+
+_DECODERS: Mapping[int, Callable[[Any], Any]] = {
+    _TUPLE: tuple,
+    _OBJECT: _object,
+    _ERROR: _error,
+    _ARRAY: _array,
+    _SET: frozenset,
+}

@@ -1,0 +1,212 @@
+"""The far end of a replica: a process that holds one engine and answers a front end over one connection.
+
+`python -m jaxllm.fleet.node` is what a front end starts on its own machine, with its settings on standard input;
+`jaxllm serve --headless` runs the same on another machine. The node connects to the front end, tells how it is every
+quarter of a second, and sends the outputs of a step in one frame. When the connection ends it aborts what runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import ssl
+import sys
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, fields
+from typing import Any
+
+from jaxllm.errors import EngineError, UserError
+from jaxllm.fleet import messages
+from jaxllm.version import __version__
+
+BEAT_SECONDS = 0.25  # between two signs of life
+NO_BOUND = 1 << 40  # the front end bounds the queue, for all replicas together
+_LOCAL = ("tokenizer",)  # of a `ModelInfo`: what each process reads itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a node must know."""
+
+    engine: Mapping[str, Any]  # the fields of `EngineConfig`
+    address: str  # of the front end: HOST:PORT, or the path of a Unix socket
+    number: int | None = None  # which replica of the front end's own this is; None: of another machine
+    key: str = ""
+    ca: str | None = (
+        None  # file of the authority that has signed the front end's certificate; "": TLS with the usual ones
+    )
+    observes: bool = False  # whether the front end wants to know of every step
+    cores: tuple[int, ...] = ()  # of a CPU, that are its own
+    hang_timeout: float = 8.0
+
+
+async def run(settings: Settings, engine: Any = None) -> None:
+    """Load the engine, unless one is given, and answer the front end until the connection ends."""
+    from jaxllm.engine.async_llm import AsyncLLM
+
+    if engine is None:
+        bounds: dict[str, Any] = {"max_queued_requests": NO_BOUND, "max_queued_tokens": NO_BOUND}
+        engine = AsyncLLM(**settings.engine, **bounds, hang_timeout=settings.hang_timeout)
+    reader, writer = await _connect(settings)
+    node = Node(engine, reader, writer)
+    if settings.observes:
+        engine.observer = node
+    try:
+        await node.run(settings)
+    finally:
+        writer.close()
+        await engine.close(1.0)
+
+
+async def _connect(settings: Settings) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if "/" in settings.address:
+        return await asyncio.open_unix_connection(settings.address)
+    host, _, port = settings.address.rpartition(":")
+    tls = None if settings.ca is None else ssl.create_default_context(cafile=settings.ca or None)
+    try:
+        return await asyncio.open_connection(host.strip("[]"), int(port), ssl=tls)
+    except (OSError, ValueError) as error:
+        message = f"data_parallel_address {settings.address}: {error}"
+        raise UserError(message, "data_parallel_address") from error
+
+
+class Node:
+    """One connection to a front end. Belongs to the event loop; an `Observer` of its engine."""
+
+    def __init__(self, engine: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._engine = engine
+        self._reader, self._writer = reader, writer
+        self._outbox: list[bytes] = []
+        self._has_outputs = False
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run(self, settings: Settings) -> None:
+        """Answer until the connection ends, or `stop` is called."""
+        self._say("hello", __version__, settings.number, settings.key, os.getpid())
+        writing = asyncio.ensure_future(self._write())
+        tasks = [writing, asyncio.ensure_future(self._beat()), asyncio.ensure_future(self._start())]
+        try:
+            while True:
+                for name, *given in await messages.read_frame(self._reader):
+                    if name == "stop":
+                        return
+                    getattr(self, f"_on_{name}")(*given)
+        except (EOFError, OSError):
+            return  # the front end has gone
+        finally:
+            for task in (*tasks, *self._tasks):
+                task.cancel()
+
+    def _say(self, *message: Any) -> None:
+        self._outbox.append(messages.pack(message))
+        self._has_outputs |= message[0] == "output"
+        self._changed.set()
+
+    async def _write(self) -> None:
+        """Send what there is in one frame; what comes meanwhile is the next one."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._has_outputs:
+                self._say(*self._condition())
+            outbox, self._outbox, self._has_outputs = self._outbox, [], False
+            self._writer.write(messages.frame(outbox))
+            await self._writer.drain()
+
+    def _condition(self) -> tuple[Any, ...]:
+        engine = self._engine
+        return "beat", engine.state, engine.get_load(), engine.metrics
+
+    async def _beat(self) -> None:
+        while True:
+            self._say(*self._condition())
+            self._say("devices", self._engine.device_report())
+            await asyncio.sleep(BEAT_SECONDS)
+
+    async def _start(self) -> None:
+        """Load the model, then follow its prefix cache."""
+        engine = self._engine
+        try:
+            await engine.start()
+        except Exception as error:
+            self._say("failed", error)
+            return
+        known = {each.name: getattr(engine.model, each.name) for each in fields(engine.model)}
+        self._say(*self._condition())  # it serves now
+        self._say("ready", {name: own for name, own in known.items() if name not in _LOCAL})
+        if engine.config.enable_kv_cache_events:
+            with contextlib.suppress(EngineError):
+                async for batch in engine.kv_events():
+                    self._say("blocks", batch.events)
+
+    def _on_add(self, name: str, prompt: Any, params: Any, options: Mapping[str, Any]) -> None:
+        task = asyncio.ensure_future(self._generate(name, prompt, params, options))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _generate(self, name: str, prompt: Any, params: Any, options: Mapping[str, Any]) -> None:
+        outputs = self._engine.generate(prompt, params, name, **options)
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._say("output", name, output)
+        except (UserError, EngineError) as error:
+            self._say("error", name, error)
+
+    def _on_abort(self, name: str, reason: str) -> None:
+        self._engine.end(name, reason)
+
+    def _on_call(self, number: int, name: str, given: list[Any]) -> None:
+        """Call one of the engine's methods, whose answer is not waited for here."""
+        call = self._check(*given) if name == "check" else getattr(self._engine, name)(*given)
+        task = asyncio.ensure_future(self._answer(number, call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _check(self, request_id: str, prompt: Any, params: Any, priority: int) -> None:
+        self._engine.engine.accept(request_id, prompt, params, priority, None)
+
+    async def _answer(self, number: int, call: Any) -> None:
+        try:
+            value = await call
+            self._say(*self._condition())
+            self._say("answer", number, value, None)
+        except (UserError, EngineError) as error:
+            self._say("answer", number, None, error)
+
+    # As an `Observer`.
+
+    def step(self, report: Any) -> None:
+        """Pass on a step."""
+        self._say("step", report)
+
+    def tokens(self, seconds: float, count: int, is_first: bool) -> None:
+        """Pass on what tokens took."""
+        self._say("tokens", seconds, count, is_first)
+
+    def finished(self, output: Any, params: Any) -> None:
+        """Pass on how a request has ended."""
+        self._say("finished", output, params)
+
+
+def main() -> int:
+    """Be the replica that standard input describes; end with it."""
+    settings = Settings(**messages.unpack(sys.stdin.buffer.read()))
+    line = f"%(asctime)s %(levelname)s replica {settings.number} %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=line)
+    logging.getLogger("jaxllm").setLevel(logging.INFO)
+    if settings.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, settings.cores)  # before anything counts them
+    with contextlib.suppress(KeyboardInterrupt):  # the front end's to answer
+        asyncio.run(run(settings))
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a step that hangs holds no process

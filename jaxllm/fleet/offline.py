@@ -1,0 +1,156 @@
+"""`FleetEngine`: a fleet for a caller without an event loop, with as much of an engine's interface as `LLM` needs."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.model_info import ModelInfo
+from jaxllm.errors import UserError
+from jaxllm.fleet.fleet_llm import FleetLLM
+from jaxllm.fleet.node import NO_BOUND
+from jaxllm.fleet.router import Routed
+from jaxllm.lora_request import LoRARequest
+from jaxllm.metrics import Load, Metrics
+from jaxllm.outputs import RequestOutput
+
+Result = TypeVar("Result")
+
+
+class FleetEngine:
+    """Several engines, as one that is stepped: a step is the next output of any request."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="jaxllm-fleet", daemon=True)
+        self._thread.start()
+        self._told: queue.Queue[tuple[str, RequestOutput | BaseException]] = queue.Queue()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._live: set[str] = set()  # requests of whose end the caller does not know yet
+        self._fleet = self._run(self._started())
+
+    async def _started(self) -> FleetLLM:
+        fleet = FleetLLM(self.config, max_queued_requests=NO_BOUND, max_queued_tokens=NO_BOUND)
+        try:
+            await fleet.start()
+        except BaseException:
+            await fleet.close()
+            raise
+        return fleet
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model, which all have."""
+        return self._fleet.model
+
+    @property
+    def metrics(self) -> Metrics:
+        """What all have counted."""
+        return self._fleet.metrics
+
+    def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
+        """Return the model; adapters are refused."""
+        if lora_request is not None:
+            raise UserError("adapters are not supported with data_parallel_size above 1.", "lora_request")
+        return self.model
+
+    def load(self) -> Load:
+        """Say how busy all are."""
+        return self._fleet.get_load()
+
+    def start_profile(self, *_: object) -> None:
+        """Refuse: which of the replicas?"""
+        raise UserError("profile one engine: set data_parallel_size to 1.", "data_parallel_size")
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Any = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
+        """Queue a request."""
+        self.add([self.accept(request_id, prompt, params, priority, lora_request)])
+
+    def accept(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Any = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> Routed:
+        """Let a replica check a request."""
+        return self._run(self._fleet.check_request(request_id, prompt, params, priority, lora_request))
+
+    def add(self, accepted: Sequence[Routed]) -> None:
+        """Start requests that were accepted."""
+
+        async def add() -> None:
+            for each in accepted:
+                self._tasks[each.request_id] = asyncio.ensure_future(self._answer(each))
+
+        self._live |= {each.request_id for each in accepted}
+        self._run(add())
+
+    async def _answer(self, accepted: Routed) -> None:
+        request_id = accepted.request_id
+        outputs = self._fleet.generate(
+            accepted.prompt, accepted.sent, request_id, priority=accepted.options["priority"]
+        )
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._told.put((request_id, output))
+        except Exception as error:
+            self._told.put((request_id, error))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._live)
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for an output of any request; what has failed with its replica is raised."""
+        while True:
+            request_id, told = self._told.get()
+            if request_id not in self._live:
+                continue  # it was aborted
+            if isinstance(told, BaseException):
+                self._live.discard(request_id)
+                raise told
+            if told.finished:
+                self._live.discard(request_id)
+            return [told]
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request, if it runs; nothing of it is seen again."""
+
+        async def end() -> None:
+            task = self._tasks.pop(request_id, None)
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)  # its id is free then
+
+        self._live.discard(request_id)
+        self._run(end())
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompts; False where requests run."""
+        return self._run(self._fleet.reset_prefix_cache())
+
+    def close(self) -> None:
+        """End the replicas."""
+        if self._loop.is_running():
+            self._run(self._fleet.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
