@@ -498,8 +498,8 @@ class FleetLLM(AsyncLLM):
         return digests
 
     def _close(self, stream: Any) -> None:
-        super()._close(stream)
-        self._router.forget(stream.internal_id)
+        self._router.leave(stream.internal_id)
+        self._streams.close(stream)
 
 
 _ADDED = (

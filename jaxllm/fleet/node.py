@@ -18,10 +18,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxllm.errors import EngineError, UserError
+from jaxllm.errors import EngineError, RequestFailedError, UserError
 from jaxllm.fleet import messages
 from jaxllm.version import __version__
 
+_log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25  # between two signs of life
 NO_BOUND = 1 << 40  # the front end bounds the queue, for all replicas together
 _LOCAL = ("tokenizer",)  # of a `ModelInfo`: what each process reads itself
@@ -82,6 +83,7 @@ class Node:
         self._outbox: list[bytes] = []
         self._has_outputs = False
         self._changed = asyncio.Event()
+        self._requests: dict[str, asyncio.Task[None]] = {}  # by the front end's name
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, settings: Settings) -> None:
@@ -98,7 +100,7 @@ class Node:
         except (EOFError, OSError):
             return  # the front end has gone
         finally:
-            for task in (*tasks, *self._tasks):
+            for task in (*tasks, *self._requests.values(), *self._tasks):
                 task.cancel()
 
     def _say(self, *message: Any) -> None:
@@ -110,10 +112,10 @@ class Node:
         """Send what there is in one frame; what comes meanwhile is the next one."""
         while True:
             await self._changed.wait()
-            self._changed.clear()
             if self._has_outputs:
                 self._say(*self._condition())
             outbox, self._outbox, self._has_outputs = self._outbox, [], False
+            self._changed.clear()
             self._writer.write(messages.frame(outbox))
             await self._writer.drain()
 
@@ -144,9 +146,7 @@ class Node:
                     self._say("blocks", batch.events)
 
     def _on_add(self, name: str, prompt: Any, params: Any, options: Mapping[str, Any]) -> None:
-        task = asyncio.ensure_future(self._generate(name, prompt, params, options))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._requests[name] = asyncio.ensure_future(self._generate(name, prompt, params, options))
 
     async def _generate(self, name: str, prompt: Any, params: Any, options: Mapping[str, Any]) -> None:
         outputs = self._engine.generate(prompt, params, name, **options)
@@ -154,11 +154,20 @@ class Node:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._say("output", name, output)
-        except (UserError, EngineError) as error:
-            self._say("error", name, error)
+        except Exception as error:  # of one request: the others go on
+            self._say("error", name, _own(error))
+        finally:
+            self._requests.pop(name, None)
 
     def _on_abort(self, name: str, reason: str) -> None:
+        """End a request; its last output is still awaited."""
         self._engine.end(name, reason)
+
+    def _on_forget(self, name: str) -> None:
+        """End a request whose reader has gone, be it still in preparation."""
+        task = self._requests.pop(name, None)
+        if task is not None:
+            task.cancel()
 
     def _on_call(self, number: int, name: str, given: list[Any]) -> None:
         """Call one of the engine's methods, whose answer is not waited for here."""
@@ -175,8 +184,8 @@ class Node:
             value = await call
             self._say(*self._condition())
             self._say("answer", number, value, None)
-        except (UserError, EngineError) as error:
-            self._say("answer", number, None, error)
+        except Exception as error:
+            self._say("answer", number, None, _own(error))
 
     # As an `Observer`.
 
@@ -191,6 +200,14 @@ class Node:
     def finished(self, output: Any, params: Any) -> None:
         """Pass on how a request has ended."""
         self._say("finished", output, params)
+
+
+def _own(error: Exception) -> Exception:
+    """Return an error that the front end knows; what nobody has foreseen is logged here, where it happened."""
+    if isinstance(error, UserError | EngineError):
+        return error
+    _log.error("a request has failed", exc_info=error)
+    return RequestFailedError("The request has failed in its replica, whose log has the reason; others go on.")
 
 
 def main() -> int:

@@ -61,11 +61,18 @@ class Router:
         if replica is not None:
             replica.send("abort", internal_id, reason)
 
-    def forget(self, internal_id: str) -> None:
-        """Note that a request has ended."""
+    def forget(self, internal_id: str) -> Replica | None:
+        """Note that a request has ended; return which replica ran it."""
         replica = self._of.pop(internal_id, None)
         if replica is not None:
             replica.drop(internal_id)
+        return replica
+
+    def leave(self, internal_id: str) -> None:
+        """End a request whose reader has gone."""
+        replica = self.forget(internal_id)
+        if replica is not None:
+            replica.send("forget", internal_id)
 
     def set_paused(self, is_paused: bool) -> None:
         """Stop computing; to go on is `FleetLLM.resume`, which waits for it."""
