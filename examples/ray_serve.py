@@ -25,7 +25,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel, Json
 from ray import serve
 from ray.exceptions import RayActorError
@@ -39,10 +38,9 @@ from jaxllm.config import EngineConfig, config_of
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import OutOfRangeError, UnavailableError
-from jaxllm.fleet import PrefixIndex, choose
+from jaxllm.fleet import PrefixIndex, choose, digests_of
 from jaxllm.model.weights import resolve
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.scheduler.block_pool import chain, content_root
 from jaxllm.scheduler.state import BlockEvent, Cleared, Removed, Stored
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm_server.http.app import make_app
@@ -409,15 +407,6 @@ class Front:
         ids = prompt["prompt_token_ids"]
         salt = prompt.get("cache_salt", "").encode()
         return replace(call, digests=digests_of(ids, salt, self._block_size), num_tokens=len(ids))
-
-
-def digests_of(token_ids: Sequence[int], salt: bytes, block_size: int) -> list[bytes]:
-    """Return the digests of a prompt's full blocks, as the scheduler makes them."""
-    tokens = np.asarray(token_ids, "<i4")
-    digests = [content_root(salt, b"")]
-    for end in range(block_size, len(tokens) + 1, block_size):
-        digests.append(chain(digests[-1], tokens[end - block_size : end].tobytes()))
-    return digests[1:]
 
 
 async def _bodies(stream: Any, messages: list[dict[str, Any]], headers: Any) -> AsyncGenerator[bytes]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple, Protocol
 
 from jaxllm.outputs import RequestOutput
@@ -47,6 +47,23 @@ class Metrics:
     def note_finished(self, reason: str, count: int = 1) -> None:
         """Count sequences that have ended."""
         self.finished[reason] = self.finished.get(reason, 0) + count
+
+
+def summed(counted: Iterable[Metrics]) -> Metrics:
+    """Add up what several engines have counted."""
+    total = Metrics()
+    for one in counted:
+        for each in fields(Metrics):
+            own, more = getattr(total, each.name), getattr(one, each.name)
+            if isinstance(own, list):
+                longest = max(len(own), len(more))
+                own, more = ([*values, *[0] * (longest - len(values))] for values in (own, more))
+                setattr(total, each.name, [left + right for left, right in zip(own, more, strict=True)])
+            elif isinstance(own, dict):
+                setattr(total, each.name, {key: own.get(key, 0) + more.get(key, 0) for key in {**own, **more}})
+            else:
+                setattr(total, each.name, own + more)
+    return total
 
 
 class Load(NamedTuple):

@@ -52,12 +52,15 @@ def build(cls: type, options: Mapping[str, Any], **others: Any) -> Any:
 
 
 @contextmanager
-def errors_by_flags(cls: type, has_sampling: bool = False) -> Iterator[None]:
-    """Turn a UserError into Usage that speaks of flags where it speaks of the fields of `cls`."""
+def errors_by_flags(*classes: type, has_sampling: bool = False) -> Iterator[None]:
+    """Turn a UserError into Usage that speaks of flags where it speaks of the fields of `classes`."""
     try:
         yield
     except UserError as error:
-        raise Usage(by_flags(str(error), cls, has_sampling)) from error
+        message = str(error)
+        for cls in classes:
+            message = by_flags(message, cls, has_sampling)
+        raise Usage(message) from error
 
 
 def by_flags(message: str, cls: type, has_sampling: bool = False) -> str:

@@ -55,11 +55,11 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm_server import launch
 
     if server.headless:
-        with errors_by_flags(ServerOptions):
+        with errors_by_flags(ServerOptions, EngineConfig):
             return launch.be_replica(config, server)
     if config.data_parallel_size == 1:  # else each replica looks at its own devices, which this process leaves alone
         _check(config, server)
-    with errors_by_flags(ServerOptions):
+    with errors_by_flags(ServerOptions, EngineConfig):
         made = launch.new_server(config, server, progress=sys.stderr.isatty())
     return launch.serve(made)
 

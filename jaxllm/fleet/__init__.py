@@ -3,7 +3,7 @@
 What a front end uses, be it of one machine, of Ray Serve or of its own; the rest of jaxllm does not know it.
 """
 
-from jaxllm.fleet.choose import choose
+from jaxllm.fleet.choose import choose, digests_of
 from jaxllm.fleet.prefix_index import PrefixIndex
 
-__all__ = ["PrefixIndex", "choose"]
+__all__ = ["PrefixIndex", "choose", "digests_of"]

@@ -1,10 +1,13 @@
-"""Which replica a request goes to."""
+"""Which replica a request goes to, and what that depends on. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from jaxllm.fleet.prefix_index import PrefixIndex
+from jaxllm.scheduler import block_pool
 
 # A replica gets requests for its prefixes while its load is at most so many times the mean: the most loaded then stays
 # below 1.2 times the mean where loads are large (docs/benchmarks.md) …
@@ -14,14 +17,19 @@ OVERLOAD = 1.1
 WORTH = 3
 
 
+def digests_of(token_ids: Sequence[int], salt: bytes, block_size: int) -> list[bytes]:
+    """Name the full leading blocks of a prompt without an adapter, as the scheduler of any engine does."""
+    tokens = np.asarray(token_ids, "<i4").tobytes()
+    return block_pool.chained(block_pool.content_root(salt, b""), tokens, block_size)
+
+
 def choose(digests: Sequence[bytes], loads: Mapping[int, int], index: PrefixIndex) -> int:
     """Return the replica for a request: of those that are not over-loaded, the one with most of its prefix's blocks;
     of several, and where none has any, the least loaded; of equals, the lowest number.
 
-    `digests` are those of the full leading blocks of its prompt, chained as `block_pool.chain` does from
-    `block_pool.content_root`; `loads` are the tokens of live requests, prompts and what was generated, of each replica
-    that takes work now. Over-loaded is who has both more than `OVERLOAD` times the mean of `loads`, and more than the
-    mean and `WORTH` times the tokens that it has of the prompt; never the least loaded.
+    `digests` are those of its prompt, see `digests_of`; `loads` are the tokens of live requests, prompts and what was
+    generated, of each replica that takes work now. Over-loaded is who has both more than `OVERLOAD` times the mean of
+    `loads`, and more than the mean and `WORTH` times the tokens that it has of the prompt; never the least loaded.
 
     Raises:
         ValueError: if no replica takes work.

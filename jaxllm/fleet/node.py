@@ -2,7 +2,7 @@
 
 `python -m jaxllm.fleet.node` is what a front end starts on its own machine, with its settings on standard input;
 `jaxllm serve --headless` runs the same on another machine. The node connects to the front end, tells how it is every
-quarter of a second, and sends the outputs of a step in one frame. When the connection ends it aborts what runs.
+quarter of a second, and sends the outputs of a step in one frame. When the connection ends, so does the process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import ssl
 import sys
 from collections.abc import Mapping
@@ -18,13 +19,18 @@ from contextlib import aclosing
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.errors import EngineError, RequestFailedError, UserError
 from jaxllm.fleet import messages
+from jaxllm.metrics import StepReport
+from jaxllm.outputs import FinishReason, RequestOutput
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.version import __version__
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25  # between two signs of life
 NO_BOUND = 1 << 40  # the front end bounds the queue, for all replicas together
+SECOND_SIGNAL = 130  # exit code, a shell's for ^C
 _LOCAL = ("tokenizer",)  # of a `ModelInfo`: what each process reads itself
 
 
@@ -34,20 +40,28 @@ class Settings:
 
     engine: Mapping[str, Any]  # the fields of `EngineConfig`
     address: str  # of the front end: HOST:PORT, or the path of a Unix socket
-    number: int | None = None  # which replica of the front end's own this is; None: of another machine
+    number: int | None = None  # which replica of the front end's own machine this is; None: of another machine
     key: str = ""
-    ca: str | None = (
-        None  # file of the authority that has signed the front end's certificate; "": TLS with the usual ones
-    )
+    ca: str | None = None  # file of certificates that sign the front end's; None: no TLS
     observes: bool = False  # whether the front end wants to know of every step
     cores: tuple[int, ...] = ()  # of a CPU, that are its own
-    hang_timeout: float = 8.0
+    hang_timeout: float = 8.0  # seconds
+    log_level: int = logging.WARNING
 
 
-async def run(settings: Settings, engine: Any = None) -> None:
-    """Load the engine, unless one is given, and answer the front end until the connection ends."""
-    from jaxllm.engine.async_llm import AsyncLLM
+def split_address(address: str) -> tuple[str, int]:
+    """Take HOST:PORT apart; UserError for anything else."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
+        raise UserError(f"data_parallel_address must be HOST:PORT, got {address!r:.80}.", "data_parallel_address")
+    return host.strip("[]"), int(port)
 
+
+async def run(settings: Settings, engine: AsyncLLM | None = None) -> bool:
+    """Load the engine, unless one is given, and answer the front end until it ends.
+
+    Returns whether it has said so; else it has gone. UserError where it cannot be reached or refuses this replica.
+    """
     if engine is None:
         bounds: dict[str, Any] = {"max_queued_requests": NO_BOUND, "max_queued_tokens": NO_BOUND}
         engine = AsyncLLM(**settings.engine, **bounds, hang_timeout=settings.hang_timeout)
@@ -55,29 +69,31 @@ async def run(settings: Settings, engine: Any = None) -> None:
     node = Node(engine, reader, writer)
     if settings.observes:
         engine.observer = node
+    if settings.number is None:  # else the front end gets the signals
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, node.leave)
     try:
-        await node.run(settings)
+        return await node.run(settings)
     finally:
         writer.close()
         await engine.close(1.0)
 
 
 async def _connect(settings: Settings) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    if "/" in settings.address:
+    if settings.number is not None:
         return await asyncio.open_unix_connection(settings.address)
-    host, _, port = settings.address.rpartition(":")
-    tls = None if settings.ca is None else ssl.create_default_context(cafile=settings.ca or None)
+    tls = None if settings.ca is None else ssl.create_default_context(cafile=settings.ca)
     try:
-        return await asyncio.open_connection(host.strip("[]"), int(port), ssl=tls)
-    except (OSError, ValueError) as error:
-        message = f"data_parallel_address {settings.address}: {error}"
+        return await asyncio.open_connection(*split_address(settings.address), ssl=tls)
+    except OSError as error:  # ssl.SSLError is one
+        message = f"data_parallel_address {settings.address}: {error.strerror or error}."
         raise UserError(message, "data_parallel_address") from error
 
 
 class Node:
     """One connection to a front end. Belongs to the event loop; an `Observer` of its engine."""
 
-    def __init__(self, engine: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, engine: AsyncLLM, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._engine = engine
         self._reader, self._writer = reader, writer
         self._outbox: list[bytes] = []
@@ -85,23 +101,34 @@ class Node:
         self._changed = asyncio.Event()
         self._requests: dict[str, asyncio.Task[None]] = {}  # by the front end's name
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_leaving = False
 
-    async def run(self, settings: Settings) -> None:
-        """Answer until the connection ends, or `stop` is called."""
-        self._say("hello", __version__, settings.number, settings.key, os.getpid())
-        writing = asyncio.ensure_future(self._write())
-        tasks = [writing, asyncio.ensure_future(self._beat()), asyncio.ensure_future(self._start())]
+    async def run(self, settings: Settings) -> bool:
+        """Answer until the connection ends, or "stop" is said; return whether it was."""
+        self._say("hello", __version__, settings.number, settings.key)
+        tasks = [asyncio.ensure_future(work()) for work in (self._write, self._beat, self._start)]
         try:
             while True:
                 for name, *given in await messages.read_frame(self._reader):
                     if name == "stop":
-                        return
+                        return True
+                    if name == "refused":
+                        (why,) = given
+                        raise UserError(f"the server at {settings.address} refuses this replica: {why}.")
                     getattr(self, f"_on_{name}")(*given)
         except (EOFError, OSError):
-            return  # the front end has gone
+            return False
         finally:
             for task in (*tasks, *self._requests.values(), *self._tasks):
                 task.cancel()
+
+    def leave(self) -> None:
+        """Ask the front end for no more work, and for a "stop" when all is done; the second time end at once."""
+        if self._is_leaving:
+            os._exit(SECOND_SIGNAL)
+        self._is_leaving = True
+        _log.info("leaving: %d requests are still answered", len(self._requests))
+        self._say("leave")
 
     def _say(self, *message: Any) -> None:
         self._outbox.append(messages.pack(message))
@@ -145,11 +172,11 @@ class Node:
                 async for batch in engine.kv_events():
                     self._say("blocks", batch.events)
 
-    def _on_add(self, name: str, prompt: Any, params: Any, options: Mapping[str, Any]) -> None:
-        self._requests[name] = asyncio.ensure_future(self._generate(name, prompt, params, options))
+    def _on_add(self, name: str, prompt: Any, params: Any, priority: int) -> None:
+        self._requests[name] = asyncio.ensure_future(self._generate(name, prompt, params, priority))
 
-    async def _generate(self, name: str, prompt: Any, params: Any, options: Mapping[str, Any]) -> None:
-        outputs = self._engine.generate(prompt, params, name, **options)
+    async def _generate(self, name: str, prompt: Any, params: Any, priority: int) -> None:
+        outputs = self._engine.generate(prompt, params, name, priority=priority)
         try:
             async with aclosing(outputs):
                 async for output in outputs:
@@ -159,7 +186,7 @@ class Node:
         finally:
             self._requests.pop(name, None)
 
-    def _on_abort(self, name: str, reason: str) -> None:
+    def _on_abort(self, name: str, reason: FinishReason) -> None:
         """End a request; its last output is still awaited."""
         self._engine.end(name, reason)
 
@@ -189,7 +216,7 @@ class Node:
 
     # As an `Observer`.
 
-    def step(self, report: Any) -> None:
+    def step(self, report: StepReport) -> None:
         """Pass on a step."""
         self._say("step", report)
 
@@ -197,13 +224,13 @@ class Node:
         """Pass on what tokens took."""
         self._say("tokens", seconds, count, is_first)
 
-    def finished(self, output: Any, params: Any) -> None:
+    def finished(self, output: RequestOutput, params: SamplingParams) -> None:
         """Pass on how a request has ended."""
         self._say("finished", output, params)
 
 
 def _own(error: Exception) -> Exception:
-    """Return an error that the front end knows; what nobody has foreseen is logged here, where it happened."""
+    """Return an error that the front end knows: in place of an unexpected one, which is logged here, one of ours."""
     if isinstance(error, UserError | EngineError):
         return error
     _log.error("a request has failed", exc_info=error)
@@ -215,11 +242,10 @@ def main() -> int:
     settings = Settings(**messages.unpack(sys.stdin.buffer.read()))
     line = f"%(asctime)s %(levelname)s replica {settings.number} %(name)s: %(message)s"
     logging.basicConfig(level=logging.WARNING, format=line)
-    logging.getLogger("jaxllm").setLevel(logging.INFO)
+    logging.getLogger("jaxllm").setLevel(settings.log_level)
     if settings.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, settings.cores)  # before anything counts them
-    with contextlib.suppress(KeyboardInterrupt):  # the front end's to answer
-        asyncio.run(run(settings))
+    asyncio.run(run(settings))
     return 0
 
 

@@ -14,10 +14,10 @@ from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import UserError
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.fleet.node import NO_BOUND
-from jaxllm.fleet.router import Routed
+from jaxllm.fleet.replica import Routed
 from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import Load, Metrics
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import CompletionOutput, RequestOutput
 
 Result = TypeVar("Result")
 
@@ -30,7 +30,7 @@ class FleetEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="jaxllm-fleet", daemon=True)
         self._thread.start()
-        self._told: queue.Queue[tuple[str, RequestOutput | BaseException]] = queue.Queue()
+        self._told: queue.Queue[tuple[str, RequestOutput]] = queue.Queue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._live: set[str] = set()  # requests of whose end the caller does not know yet
         self._fleet = self._run(self._started())
@@ -98,39 +98,42 @@ class FleetEngine:
 
         async def add() -> None:
             for each in accepted:
-                self._tasks[each.request_id] = asyncio.ensure_future(self._answer(each))
+                task = self._tasks[each.request_id] = asyncio.ensure_future(self._answer(each))
+                task.add_done_callback(lambda task, name=each.request_id: self._forget(name, task))
 
         self._live |= {each.request_id for each in accepted}
         self._run(add())
 
     async def _answer(self, accepted: Routed) -> None:
         request_id = accepted.request_id
-        outputs = self._fleet.generate(
-            accepted.prompt, accepted.sent, request_id, priority=accepted.options["priority"]
-        )
+        outputs = self._fleet.generate(accepted.prompt, accepted.sent, request_id, priority=accepted.priority)
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._told.put((request_id, output))
-        except Exception as error:
-            self._told.put((request_id, error))
+        except Exception as error:  # as an engine tells of a request that has failed: the others go on
+            failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
+            ids = list(accepted.prompt_token_ids)
+            self._told.put((request_id, RequestOutput(request_id, None, ids, [failed], finished=True)))
+
+    def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
+        """Let go of a task that has ended, unless its id is another request's by now."""
+        if self._tasks.get(request_id) is task:
+            del self._tasks[request_id]
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request has not ended."""
         return bool(self._live)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for an output of any request; what has failed with its replica is raised."""
+        """Wait for an output of any request."""
         while True:
-            request_id, told = self._told.get()
+            request_id, output = self._told.get()
             if request_id not in self._live:
                 continue  # it was aborted
-            if isinstance(told, BaseException):
+            if output.finished:
                 self._live.discard(request_id)
-                raise told
-            if told.finished:
-                self._live.discard(request_id)
-            return [told]
+            return [output]
 
     def abort_request(self, request_id: str) -> None:
         """End a request, if it runs; nothing of it is seen again."""

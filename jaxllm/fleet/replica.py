@@ -1,6 +1,6 @@
-"""A front end's end of a replica: what it last said of itself, what it runs, and the process if it is one of ours.
+"""A front end's end of a replica: what it last said of itself, what it runs, and the process if it is of this machine.
 
-Belongs to the event loop. Routes nothing and decides nothing: `router` and `fleet_llm` do.
+Belongs to the event loop. Routes nothing and decides nothing: `router` and `supervisor` do.
 """
 
 from __future__ import annotations
@@ -9,23 +9,40 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxllm.engine.life_cycle import EngineState
 from jaxllm.errors import UserError
 from jaxllm.fleet import messages, node
-from jaxllm.metrics import DeviceReport, Load, Metrics
+from jaxllm.metrics import DeviceReport, Load, Metrics, summed
+from jaxllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """A request on its way to a replica, which will check it."""
+
+    request_id: str  # the caller's
+    internal_id: str  # the fleet's
+    name: str  # for logs
+    prompt: Any
+    prompt_token_ids: Sequence[int]
+    digests: Sequence[bytes]  # of the prompt's full blocks
+    params: SamplingParams  # by which outputs are merged
+    sent: Any  # the parameters as they were given
+    priority: int
+    num_sequences: int
 
 
 @dataclass(slots=True, kw_only=True)
 class Live:
     """A request that a replica runs."""
 
-    accepted: Any  # a `router.Routed`
+    request: Routed
     num_tokens: int  # of its prompt, and generated so far
+    num_runs: int  # replicas that have had it, this one included
     has_output: bool = False  # something of it was sent on: it cannot be run again
 
 
@@ -38,11 +55,12 @@ class Replica:
         self.live: dict[str, Live] = {}
         self.num_tokens = 0  # of all live requests
         self.is_drained = False  # takes no more work; ends when it has none
+        self.is_given_up = False  # it could not be started time after time
         self.num_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.connected = asyncio.Event()
-        self.lost = asyncio.Event()  # its connection has ended, or it could not load the model
-        self.error: Exception | None = None  # why the model could not be loaded
+        self.lost = asyncio.Event()  # its connection has ended, or it is of no use
+        self.error: Exception | None = None  # why it is of no use
         self._writer: asyncio.StreamWriter | None = None
         self._outbox: list[bytes] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -76,7 +94,7 @@ class Replica:
 
     def get_load(self) -> Load:
         """Say how busy it is."""
-        live = sum(each.accepted.num_sequences for each in self.live.values())
+        live = sum(each.request.num_sequences for each in self.live.values())
         running = min(self._load.running, live)
         return self._load._replace(
             running=running, waiting=live - running, waiting_tokens=self._load.waiting_tokens + self._num_new_tokens
@@ -87,11 +105,10 @@ class Replica:
         return self._devices
 
     def start(self, settings: node.Settings, environment: Mapping[str, str], module: str) -> None:
-        """Start a process of our own; it will connect."""
+        """Start a process, which will connect; OSError where that cannot be done."""
         self.lost.clear()
         self.error = None
         self.num_starts += 1
-        self.heard = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
@@ -109,6 +126,10 @@ class Replica:
         self.connected.set()
         self._writer = writer
 
+    def is_connected_by(self, writer: asyncio.StreamWriter) -> bool:
+        """Whether a connection is its own; what comes over an earlier one means nothing any more."""
+        return self._writer is writer
+
     def send(self, *message: Any) -> None:
         """Send a message, with all others of this turn of the event loop in one frame."""
         packed = messages.pack(message)
@@ -121,14 +142,19 @@ class Replica:
         if outbox and self._writer is not None and not self._writer.is_closing():
             self._writer.write(messages.frame(outbox))
 
-    def add(self, accepted: Any) -> None:
-        """Run a request."""
-        count = accepted.num_sequences * len(accepted.prompt_token_ids)
+    def say_last(self, *message: Any) -> None:
+        """Send a message now, before the connection is closed."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(messages.frame([messages.pack(message)]))
+
+    def add(self, request: Routed, num_runs: int = 1) -> None:
+        """Run a request; UserError if it holds what cannot be sent."""
+        count = request.num_sequences * len(request.prompt_token_ids)
         try:
-            self.send("add", accepted.internal_id, accepted.prompt, accepted.sent, accepted.options)
+            self.send("add", request.internal_id, request.prompt, request.sent, request.priority)
         except (TypeError, ValueError, OverflowError) as error:
             raise UserError(f"The request cannot be sent to its replica: {error}.") from error
-        self.live[accepted.internal_id] = Live(accepted=accepted, num_tokens=count)
+        self.live[request.internal_id] = Live(request=request, num_tokens=count, num_runs=num_runs)
         self.num_tokens += count
         self._num_new_tokens += count
 
@@ -193,26 +219,8 @@ class Replica:
         return lost
 
     async def reap(self) -> None:
-        """End the process, by force if it has to be."""
+        """Kill the process: what it ran is lost already, and its device's memory is free only when it has gone."""
         process, self.process = self.process, None
-        if process is None:
-            return
-        process.kill()  # what it ran is lost already, and its device's memory is free only when it has gone
-        await asyncio.to_thread(process.wait)
-
-
-def summed(counted: list[Metrics]) -> Metrics:
-    """Add counters up."""
-    total = Metrics()
-    for one in counted:
-        for each in fields(Metrics):
-            own, more = getattr(total, each.name), getattr(one, each.name)
-            if isinstance(own, list):
-                longest = max(len(own), len(more))
-                own, more = ([*values, *[0] * (longest - len(values))] for values in (own, more))
-                setattr(total, each.name, [left + right for left, right in zip(own, more, strict=True)])
-            elif isinstance(own, dict):
-                setattr(total, each.name, {key: own.get(key, 0) + more.get(key, 0) for key in {**own, **more}})
-            else:
-                setattr(total, each.name, own + more)
-    return total
+        if process is not None:
+            process.kill()
+            await asyncio.to_thread(process.wait)

@@ -5,55 +5,36 @@ Belongs to the event loop. Knows replicas by what they say; starts none and ends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 from jaxllm.errors import UnavailableError
 from jaxllm.fleet.choose import choose
 from jaxllm.fleet.prefix_index import PrefixIndex
-from jaxllm.fleet.replica import Replica
+from jaxllm.fleet.replica import Replica, Routed
 from jaxllm.outputs import FinishReason
-from jaxllm.sampling_params import SamplingParams
 
 NONE_TAKES_WORK = "No replica takes work now."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routed:
-    """A request on its way to a replica, which will check it."""
-
-    request_id: str  # the caller's
-    internal_id: str  # the fleet's
-    name: str  # for logs
-    prompt: Any
-    prompt_token_ids: Sequence[int]
-    digests: Sequence[bytes]  # of the prompt's full blocks
-    params: SamplingParams  # by which outputs are merged
-    sent: Any  # the parameters as they were given
-    options: Mapping[str, Any]  # of `AsyncLLM.generate`
-    num_sequences: int
+MOST_RUNS = 2  # of a request: one that brings down what runs it must not bring down all of them, one after the other
 
 
 class Router:
     """The replicas' inbox."""
 
     def __init__(self, replicas: list[Replica], fail: Callable[[str, Exception], None]) -> None:
-        """`fail` ends a request, by its internal id, with an error."""
+        """`replicas` are in the order of their numbers; `fail` ends a request, by its internal id, with an error."""
         self.replicas = replicas
         self.index = PrefixIndex()
         self._fail = fail
         self._of: dict[str, Replica] = {}  # by internal id
 
-    def add(self, accepted: Routed) -> None:
+    def add(self, request: Routed, num_runs: int = 1) -> None:
         """Send a request to a replica; UnavailableError where none takes work."""
         loads = {each.number: each.num_tokens for each in self.replicas if each.takes_work}
         if not loads:
             raise UnavailableError(NONE_TAKES_WORK)
-        number = choose(accepted.digests, loads, self.index)
-        (replica,) = (each for each in self.replicas if each.number == number)
-        self._of[accepted.internal_id] = replica
-        replica.add(accepted)
+        replica = self.replicas[choose(request.digests, loads, self.index)]
+        replica.add(request, num_runs)
+        self._of[request.internal_id] = replica
 
     def abort(self, internal_id: str, reason: FinishReason) -> None:
         """End a request."""
@@ -84,15 +65,15 @@ class Router:
         """Do nothing: `FleetLLM.close` ends the replicas."""
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """Run what a replica ran elsewhere; what has answered already fails."""
+        """Run what a replica ran elsewhere; what has answered already fails, and what had been run again as well."""
         self.index.forget(replica.number)
         for live in replica.end(error):
-            name = live.accepted.internal_id
+            name = live.request.internal_id
             self._of.pop(name, None)
-            if live.has_output:
+            if live.has_output or live.num_runs == MOST_RUNS:
                 self._fail(name, error)
                 continue
             try:
-                self.add(live.accepted)
+                self.add(live.request, live.num_runs + 1)
             except UnavailableError:
                 self._fail(name, error)

@@ -105,6 +105,15 @@ def chain(parent: bytes, tokens: bytes) -> bytes:
     return sha256(parent + tokens).digest()
 
 
+def chained(parent: bytes, tokens: bytes, block_size: int) -> list[bytes]:
+    """Return the digests of the full blocks of `tokens` (as of `chain`), which stand behind `parent`."""
+    digests = []
+    for end in range(4 * block_size, len(tokens) + 1, 4 * block_size):
+        parent = chain(parent, tokens[end - 4 * block_size : end])
+        digests.append(parent)
+    return digests
+
+
 class PoolEditor:
     """A pool being changed inside one call: copies what it changes, once, and leaves the pool it came from alone.
 

@@ -94,9 +94,5 @@ def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tok
     if request.root is None:
         return ()
     size = limits.block_size
-    digests, parent = [*first], first[-1] if first else request.root
     tokens = request.tokens[len(first) * size : num_tokens // size * size].tobytes()
-    for start in range(0, len(tokens), 4 * size):
-        parent = block_pool.chain(parent, tokens[start : start + 4 * size])
-        digests.append(parent)
-    return tuple(digests)
+    return (*first, *block_pool.chained(first[-1] if first else request.root, tokens, size))

@@ -82,22 +82,11 @@ class Server:
     def __init__(self, config: EngineConfig, options: ServerOptions, progress: bool = False) -> None:
         from jaxllm_server.observability.fleet_metrics import observer_of
         from jaxllm_server.observability.tracing import Tracer
-        from jaxllm_server.shared.adapters import requests_of
         from jaxllm_server.shared.auth import Keys
         from jaxllm_server.shared.serving import Serving
 
         self.options = options
-        self.engine = _engine(
-            config,
-            options,
-            progress=progress,
-            max_queued_requests=options.max_queued_requests,
-            max_queued_tokens=options.max_queued_tokens,
-            hang_timeout=options.hang_timeout,
-            recorder=_recorder(config, options),
-            adapters=requests_of(options.lora_modules),
-            **asdict(config),
-        )
+        self.engine = _engine(config, options, progress)
         self.serving = Serving(self.engine, options)
         self.observer = observer_of(self.engine, self.serving.names[0], self.serving.adapters)
         self.tracer = Tracer.from_endpoint(options.otlp_traces_endpoint)
@@ -243,30 +232,38 @@ class Server:
             _log.warning("the engine's thread has not ended: a step hangs")
 
 
-def _engine(config: EngineConfig, options: ServerOptions, **given: Any) -> AsyncLLM:
+def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> AsyncLLM:
     """Make the engine, or the fleet of them."""
+    from jaxllm_server.shared.adapters import requests_of
+
+    bounds: dict[str, Any] = {
+        "max_queued_requests": options.max_queued_requests,
+        "max_queued_tokens": options.max_queued_tokens,
+        "hang_timeout": options.hang_timeout,
+    }
     if config.data_parallel_size == 1:
-        return AsyncLLM(**given)
+        for name in ("data_parallel_address", "data_parallel_size_local"):
+            if getattr(options, name) is not None:
+                raise UserError(f"{name} is for a fleet: give data_parallel_size.", name)
+        adapters = requests_of(options.lora_modules)
+        return AsyncLLM(config, progress=progress, recorder=_recorder(config, options), adapters=adapters, **bounds)
+    if options.record is not None:
+        raise UserError("record is not supported with data_parallel_size above 1.", "record")
     from jaxllm.fleet.fleet_llm import FleetLLM
+    from jaxllm.fleet.supervisor import Door
 
-    tls = None
-    if options.ssl_certfile is not None:
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        tls.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-    where = {"num_local": options.data_parallel_size_local, "listen": options.data_parallel_address}
-    return FleetLLM(**given, **where, key=fleet_key(options), tls=tls)
-
-
-def fleet_key(options: ServerOptions) -> str:
-    """Return the key that replicas of other machines must have."""
-    key = (*options.admin_api_key, *options.api_key, "")[0]
-    if options.data_parallel_address is not None and not key:
-        raise UserError("replicas of other machines need a key: give admin_api_key.", "admin_api_key")
-    return key
+    door = None
+    if options.data_parallel_address is not None:
+        tls = None
+        if options.ssl_certfile is not None:
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+        door = Door(options.data_parallel_address, options.admin_api_key[0], tls)
+    return FleetLLM(config, num_local=options.data_parallel_size_local, door=door, **bounds)
 
 
 def be_replica(config: EngineConfig, options: ServerOptions) -> int:
-    """Be a replica of another machine's server until that ends, or has gone."""
+    """Be a replica of another machine's server until that ends; return the exit code, 1 if the server has just gone."""
     from jaxllm.fleet import node
 
     configure_logging()
@@ -275,14 +272,16 @@ def be_replica(config: EngineConfig, options: ServerOptions) -> int:
     settings = node.Settings(
         engine=engine | {"data_parallel_size": 1},
         address=options.data_parallel_address,
-        key=fleet_key(options),
+        key=options.admin_api_key[0],
         ca=options.data_parallel_ca_certs,
         observes=True,
         hang_timeout=options.hang_timeout,
     )
     _log.info("a replica of the server at %s", options.data_parallel_address)
-    asyncio.run(node.run(settings))
-    return 0
+    if asyncio.run(node.run(settings)):
+        return 0
+    _log.error("the server at %s has gone", options.data_parallel_address)
+    return 1
 
 
 def _recorder(config: EngineConfig, options: ServerOptions) -> FileRecorder | None:

@@ -133,8 +133,10 @@ def misses(kind: str, found: Seconds, share: float) -> list[str]:
 
 def draw(results: dict[str, Seconds], contexts: Sequence[int], path: Path) -> None:
     """Draw steps and prompts over the context."""
+    import matplotlib
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams["svg.fonttype"] = "none"  # texts stay texts: a tenth of the size
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     for axes, what, label in zip(
         figure.subplots(1, 2), ("step", "prompt"), ("a step of one row, ms", "prompt tokens a second"), strict=True

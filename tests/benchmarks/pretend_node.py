@@ -55,12 +55,13 @@ class PretendEngine:
     async def generate(self, prompt: Any, params: Any, name: str, **_: Any) -> AsyncIterator[RequestOutput]:
         """Stream a request's tokens."""
         row = self._rows[name] = asyncio.Queue()
-        for number in range(NEW):
-            output = await row.get()
-            if number == NEW - 1:
-                del self._rows[name]
-                output.finished = True
-            yield output
+        try:
+            for number in range(NEW):
+                output = await row.get()
+                output.finished = number == NEW - 1
+                yield output
+        finally:
+            del self._rows[name]
 
     def get_load(self) -> Load:
         """Say how busy it is."""
@@ -69,14 +70,11 @@ class PretendEngine:
     def device_report(self) -> None:
         """Say nothing of a device."""
 
-    def end(self, name: str, reason: str) -> None:
-        """Forget a request."""
-        self._rows.pop(name, None)
-
     async def close(self, timeout: float) -> None:
         """End."""
         self._stepping.cancel()
 
 
 if __name__ == "__main__":
-    asyncio.run(node.run(node.Settings(**messages.unpack(sys.stdin.buffer.read())), PretendEngine()))
+    pretended: Any = PretendEngine()
+    asyncio.run(node.run(node.Settings(**messages.unpack(sys.stdin.buffer.read())), pretended))

@@ -136,7 +136,7 @@ def _of_deployment(deployment: Manifest, server: ServerOptions, engine: EngineCo
     if server.drain_delay < 5.0:
         yield "requests are refused before the endpoints are taken out"
     if server.host not in ("0.0.0.0", "::"):
-        yield "nobody can reach the server"
+        yield "no client can reach the server"
     if server.served_model_name != (deployment["metadata"]["name"],):
         yield "the model has another name than its Deployment"
     opened = {"http": server.port, "grpc": server.grpc_port}
@@ -180,7 +180,7 @@ def _of_isolation(pod: Mapping[str, Any], container: Mapping[str, Any]) -> Itera
     secrets = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
     for name, path in zip(secrets, config, strict=True):
         if f"secret generic {name} --from-file={path.rpartition('/')[2]}\n" not in KEYS:
-            yield f"nobody makes {path} of the secret {name}"
+            yield f"{path} is read, and no volume makes it of the secret {name}"
     stages = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
     if container["image"].rpartition("/")[2] not in {f"jaxllm:{stage}" for stage in stages}:
         yield f"no stage of the Dockerfile makes {container['image']}"

@@ -49,7 +49,7 @@ def problems(text: str) -> Iterator[str]:
     if [name for name in json.loads(entry) if name not in PROJECT["scripts"]]:
         yield f"no script {entry}"
     if checks.served(tuple(json.loads(command)))[0].host != "0.0.0.0":
-        yield "nobody can reach the server"
+        yield "no client can reach the server"
     done = subprocess.run([HADOLINT, "--no-color", "-"], input=text, capture_output=True, text=True)
     yield from done.stdout.splitlines()
 

@@ -1,7 +1,7 @@
 """A fleet in virtual time: a front end that routes requests to replicas, which come and go.
 
 A replica that is killed loses what it ran: the front end asks again elsewhere. One that drains takes nothing new, ends
-what it runs and goes. Either comes back empty after `RESTART` seconds. While nobody takes work, requests are held.
+what it runs and goes. Either comes back empty after `RESTART` seconds. While no replica takes work, requests are held.
 """
 
 from __future__ import annotations

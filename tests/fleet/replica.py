@@ -41,7 +41,7 @@ class Yield:
 
 @dataclass(eq=False)
 class Replica:
-    """One engine; whoever plays it calls `begin`, lets the seconds pass, and calls `end`."""
+    """One engine. A step of it is `begin`, the seconds that this returns, and `end`."""
 
     number: int
     limits: Limits = LIMITS

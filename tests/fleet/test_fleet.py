@@ -81,7 +81,7 @@ def test_no_request_is_lost_where_blocks_are_short() -> None:
 
 
 def test_routing_keeps_what_it_promises() -> None:
-    """Issue 26: repeated prefixes are found where they are, and no replica has much more than the others."""
+    """Repeated prefixes are found where they are, and no replica has much more than the others."""
     asked = mixes.skewed(4, 320, 0)
     ours = Fleet(fleet.choose, asked, 4).play()
     theirs = Fleet(least_loaded, asked, 4).play()

@@ -22,7 +22,7 @@ from jaxllm import LLM, PoolingParams, RequestOutputKind, SamplingParams, UserEr
 from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.embedded import EMBEDDER_DIR, MODEL_DIR
 from jaxllm.errors import EngineDeadError, UnavailableError
-from jaxllm.fleet import fleet_llm, messages
+from jaxllm.fleet import messages, supervisor
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -173,7 +173,7 @@ def test_prefixes_find_their_replica_and_tokens_are_spread() -> None:
 def test_a_replica_that_dies_stops_or_hangs_costs_only_what_it_has_answered(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_llm, "LONGEST_WAIT", fleet_llm.FIRST_WAIT)  # no time to wait longer each time
+    monkeypatch.setattr(supervisor, "LONGEST_WAIT", supervisor.FIRST_WAIT)  # no time to wait longer each time
     draws = random.Random(count)
     ended: dict[str, int] = {"whole": 0, "lost": 0}
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from jaxllm import Client
@@ -43,37 +47,56 @@ def test_two_replicas_behind_one_server() -> None:
             assert [engine for engine, _ in made] == ["0", "1"] and all(float(count) > 0 for _, count in made)
             assert metrics.count("# TYPE jaxllm:generation_tokens_total") == 1
             assert http.post("/drain", params={"replica": "0"}).json() == {"replica": 0}
+            assert states(http) == ["serving", "serving"], "it answers when the replica is there again"
             assert http.post("/drain", params={"replica": "two"}).status_code == 400
             assert http.get("/ready").json() == {"state": "serving"}
             assert complete(http, 1) == texts[1]
+        replicas = psutil.Process(server.process.pid).children()
+        server.signal()
+        assert server.wait() == 0
+        assert len(replicas) == 2 and not any(each.is_running() for each in replicas)
 
 
-def test_a_replica_of_another_machine() -> None:
+def test_a_replica_of_another_machine(certificates: Path) -> None:
+    """With a key and over TLS; it is refused with another key, and leaves at SIGTERM without losing a request."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = (*QUICK, "--data-parallel-address", address, "--admin-api-key", KEY)
-    local = "--data-parallel-size", "2", "--data-parallel-size-local", "1"
-    with ServingProcess(*flags, *local) as server:
+    flags = (*QUICK, "--data-parallel-address", address)
+    own = ("--ssl-keyfile", str(certificates / "server.key"), "--ssl-certfile", str(certificates / "server.pem"))
+    size = ("--data-parallel-size", "2", "--data-parallel-size-local", "1", "--admin-api-key", KEY)
+    with ServingProcess(*flags, *own, *size) as server:
+        trust = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
         headers = {"authorization": f"Bearer {KEY}"}
-        with httpx.Client(base_url=server.http, timeout=60.0, headers=headers) as http:
-            command = [sys.executable, "-m", "jaxllm", "serve", "--headless", *flags]
+        with httpx.Client(base_url=server.http, timeout=60.0, headers=headers, verify=trust) as http:
             env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'server'}"}
-            other = [each if each != KEY else "another" for each in command]
-            subprocess.run(other, env=env, timeout=60.0, check=True)  # the server has closed the connection
-            node = subprocess.Popen(command, env=env)
+            command = [sys.executable, "-m", "jaxllm", "serve", "--headless", *flags]
+            command += ["--data-parallel-ca-certs", str(certificates / "ca.pem"), "--admin-api-key"]
+            refused = subprocess.run([*command, "another"], env=env, timeout=60.0, stderr=subprocess.PIPE, text=True)
+            assert refused.returncode == 2
+            assert "refuses this replica: its key is wrong." in refused.stderr.splitlines()[-1]
+            node = subprocess.Popen([*command, KEY], env=env)
             try:
-                states: list[str] = []
-                end = time.monotonic() + 60.0
-                while states != ["serving", "serving"]:
-                    assert time.monotonic() < end, states
-                    states = [each["state"] for each in http.get("/load").json()["replicas"]]
-                    time.sleep(0.1)
+                wait_for(lambda: states(http) == ["serving", "serving"])
                 with ThreadPoolExecutor(16) as pool:
-                    texts = list(pool.map(lambda number: complete(http, number), range(32)))
-                load = http.get("/metrics").text
-                assert re.search(r'jaxllm:generation_tokens_total\{engine="1".*\} [1-9]', load)
+                    found = [pool.submit(complete, http, number) for number in range(64)]
+                    wait_for(lambda: http.get("/load").json()["replicas"][1]["running"] > 0)
+                    node.terminate()
+                    texts = [each.result() for each in found]
+                assert node.wait(30.0) == 0
             finally:
                 node.kill()
-                node.wait()
-            assert complete(http, 3) == texts[3]
+            assert re.search(r'jaxllm:generation_tokens_total\{engine="1".*\} [1-9]', http.get("/metrics").text)
+            wait_for(lambda: states(http) == ["serving", "loading"])
+            assert [complete(http, number) for number in range(4)] == texts[:4]
+
+
+def states(http: httpx.Client) -> list[str]:
+    return [each["state"] for each in http.get("/load").json()["replicas"]]
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -221,7 +221,7 @@ class Endpoints:
         return _json(answer)
 
     async def drain(self, request: Request) -> ASGIApp:
-        """Give a replica no more work, and answer when it has none and is started anew."""
+        """Give a replica no more work, and answer when it has none and serves anew."""
         engine, number = self._serving.engine, request.query_params.get("replica", "")
         if not isinstance(engine, FleetLLM):
             raise FeatureDisabledError("this server has one engine: SIGTERM drains it.", "replica")

@@ -89,7 +89,7 @@ class ServerOptions:
     data_parallel_size_local: int | None = setting(None, "replicas of this machine (default: all)")
     data_parallel_address: str | None = setting(
         None,
-        "where replicas of other machines connect, with the first --admin-api-key; over TLS with --ssl-certfile",
+        "where replicas of other machines connect, which need the first --admin-api-key; over TLS with --ssl-certfile",
         "HOST:PORT",
     )
     headless: bool = setting(False, "be a replica of the server at --data-parallel-address, without front ends")
@@ -161,8 +161,7 @@ class ServerOptions:
             raise UserError("TLS needs both ssl_keyfile and ssl_certfile.", "ssl_keyfile")
         if self.ssl_client_auth and (self.ssl_ca_certs is None or self.ssl_certfile is None):
             raise UserError("ssl_client_auth needs ssl_ca_certs, ssl_keyfile and ssl_certfile.", "ssl_client_auth")
-        if self.headless and self.data_parallel_address is None:
-            raise UserError("headless needs data_parallel_address, that of the server.", "data_parallel_address")
+        self._check_fleet()
         for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "chat_template", "data_parallel_ca_certs"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
@@ -181,6 +180,15 @@ class ServerOptions:
             raise UserError("record_redacted needs record, the file.", "record_redacted")
         if any(not key for key in (*self.api_key, *self.admin_api_key)):
             raise UserError("an API key cannot be empty.", "api_key")
+
+    def _check_fleet(self) -> None:
+        """Refuse what says only half of how replicas find each other."""
+        if self.headless and self.data_parallel_address is None:
+            raise UserError("headless needs data_parallel_address, that of the server.", "data_parallel_address")
+        if self.data_parallel_address is not None and not self.admin_api_key:
+            raise UserError("data_parallel_address needs admin_api_key, the same on both machines.", "admin_api_key")
+        if self.data_parallel_ca_certs is not None and not self.headless:
+            raise UserError("data_parallel_ca_certs is for a replica: it needs headless.", "data_parallel_ca_certs")
 
     @property
     def most_sequences(self) -> int:
