@@ -19,8 +19,9 @@ from starlette.types import Receive, Scope, Send
 from jaxllm.errors import UserError
 from jaxllm_server.http.error_bodies import ClientGone, log_failure
 from jaxllm_server.http.protocol import transport_of
-from jaxllm_server.http.sse import DONE, EventWriter, dumps, event
-from jaxllm_server.openai.messages import Reply, error_body_of
+from jaxllm_server.http.sse import dumps
+from jaxllm_server.http.writers import EventReply, Writer
+from jaxllm_server.openai.messages import Reply
 from jaxllm_server.openai.pooling import PoolReply
 from jaxllm_server.shared.merge import merge
 
@@ -31,10 +32,9 @@ if TYPE_CHECKING:
     from jaxllm_server.shared.serving import Serving
 
 Result = TypeVar("Result")
-AnyReply = TypeVar("AnyReply", Reply, PoolReply)
+AnyReply = TypeVar("AnyReply", Reply | EventReply, PoolReply)
 _MANY_NUMBERS = 1 << 16  # of an answer that is written beside the event loop: 13 ms (measured)
 _STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events
 ]
@@ -47,7 +47,6 @@ class Answer(ABC, Generic[AnyReply]):
     serving: Serving
     tracer: Tracer
     reply: AnyReply
-    head: Mapping[str, Any]  # fields that begin the answer, and every event of a stream
     name: str  # of the request in the log
     client: str  # its name
 
@@ -76,13 +75,14 @@ class Answer(ABC, Generic[AnyReply]):
 
 
 @dataclass(frozen=True)
-class TextAnswer(Answer[Reply]):
+class TextAnswer(Answer[Reply | EventReply]):
     """The answer to a request for text."""
 
+    writer: Writer
     prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is sent: the calls are valid
 
     async def _work(self, scope: Scope, send: Send) -> None:
-        await (self._stream(scope, send) if self.reply.form.stream else self._send_whole(send))
+        await (self._stream(scope, send) if self.reply.is_stream else self._send_whole(send))
 
     async def _send_whole(self, send: Send) -> None:
         chunks: dict[int, Chunk] = {}
@@ -91,28 +91,27 @@ class TextAnswer(Answer[Reply]):
                 chunks[number] = chunk
         if self.prepare is not None:
             await self.prepare()
-        tail = self.reply.response([chunks[number] for number in sorted(chunks)])
-        await send_json(send, dumps({"object": self.reply.object, **self.head, **tail}))
+        await send_json(send, self.writer.whole([chunks[number] for number in sorted(chunks)]))
 
     async def _stream(self, scope: Scope, send: Send) -> None:
-        reply, writer = self.reply, EventWriter({"object": self.reply.chunk_object, **self.head})
+        writer = self.writer
         async with aclosing(self._chunks()) as items:
             first = await anext(items)
             if self.prepare is not None:
                 await self.prepare()
-            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            headers = [(b"content-type", writer.media_type), *_STREAM_HEADERS]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             is_whole = True
             try:
-                await _send_events(send, [writer.event(tail) for tail in reply.events(*first)])
+                await _send_events(send, writer.events(*first))
                 async for number, chunk in items:
-                    await _send_events(send, [writer.event(tail) for tail in reply.events(number, chunk)])
-                last = reply.last_event()
-                ending = [] if last is None else [writer.event(last)]
+                    await _send_events(send, writer.events(number, chunk))
+                ending = writer.end()
             except Exception as error:  # too late for a status
                 is_whole = False
                 log_failure(self.name, error)
-                ending = [event(error_body_of(error))]
-            await send({"type": "http.response.body", "body": b"".join([*ending, DONE])})
+                ending = writer.failure(error)
+            await send({"type": "http.response.body", "body": ending})
         if not is_whole and (transport := transport_of(scope)) is not None:
             transport.close()
 
@@ -132,8 +131,11 @@ class TextAnswer(Answer[Reply]):
                 yield 0, chunk
 
 
+@dataclass(frozen=True)
 class PoolAnswer(Answer[PoolReply]):
     """The answer to a request for embeddings, classes or scores."""
+
+    head: Mapping[str, Any]  # fields that begin it
 
     async def _work(self, scope: Scope, send: Send) -> None:
         (call,) = self.reply.calls
@@ -176,9 +178,9 @@ async def send_json(send: Send, content: bytes) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
-async def _send_events(send: Send, events: list[bytes]) -> None:
+async def _send_events(send: Send, events: bytes) -> None:
     if events:
-        await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+        await send({"type": "http.response.body", "body": events, "more_body": True})
 
 
 async def _disconnected(receive: Receive) -> None:

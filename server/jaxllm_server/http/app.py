@@ -38,6 +38,7 @@ from jaxllm_server.http.error_bodies import (
 from jaxllm_server.http.guard import CLIENT, Bodies, Guard, is_request_id, request_id_of
 from jaxllm_server.http.protocol import transport_of
 from jaxllm_server.http.sse import dumps
+from jaxllm_server.http.writers import ChunkWriter
 from jaxllm_server.observability.tracing import Tracer
 from jaxllm_server.openai.adapters import load_request_of, unload_request_of
 from jaxllm_server.openai.chat import ChatReply
@@ -140,7 +141,7 @@ class Endpoints:
         async def pool(request: Request) -> ASGIApp:
             self._serving.check_room(request.scope[CLIENT], pools=True)
             reply = make_reply(await self._body(request), self._options, _own_request_id(request))
-            return PoolAnswer(**self._parts_of_answer(request, reply))
+            return PoolAnswer(**self._parts_of_answer(request, reply), head=self._head(reply))
 
         return pool
 
@@ -260,11 +261,14 @@ class Endpoints:
         self, request: Request, reply: Reply, prepare: Callable[[], Awaitable[None]] | None = None
     ) -> TextAnswer:
         parts = self._parts_of_answer(request, reply)
-        parts["head"]["system_fingerprint"] = self._fingerprint
-        return TextAnswer(**parts, prepare=prepare)
+        head = {**self._head(reply), "system_fingerprint": self._fingerprint}
+        return TextAnswer(**parts, writer=ChunkWriter(reply, head), prepare=prepare)
+
+    def _head(self, reply: Any) -> dict[str, Any]:
+        model = self._serving.check_model(reply.calls[0].model)
+        return {"id": f"{reply.id_prefix}{reply.request_id}", "created": int(time.time()), "model": model}
 
     def _parts_of_answer(self, request: Request, reply: Any) -> dict[str, Any]:
-        model = self._serving.check_model(reply.calls[0].model)
         own = request.scope["jaxllm"]
         if is_request_id(reply.request_id, self._options):  # the body's, perhaps; one that is wrong is refused later
             own["name"] = own["name"].replace(own["request_id"], reply.request_id)
@@ -274,7 +278,6 @@ class Endpoints:
             "serving": self._serving,
             "tracer": self._tracer,
             "reply": reply,
-            "head": {"id": f"{reply.id_prefix}{reply.request_id}", "created": int(time.time()), "model": model},
             "name": own["name"],
             "client": request.scope[CLIENT],
         }

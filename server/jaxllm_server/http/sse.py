@@ -1,4 +1,4 @@
-"""Server-sent events of the OpenAI API as bytes: `data: {…}`, a blank line, `data: [DONE]` at the end. Pure.
+"""Server-sent events as bytes: `data: {…}`, a blank line, of OpenAI's older APIs `data: [DONE]` at the end. Pure.
 
 Knows nothing of what the events say.
 """
@@ -23,6 +23,11 @@ def dumps(value: Any) -> bytes:
 def event(value: Any) -> bytes:
     """Return one event."""
     return b"data: %b\n\n" % dumps(value)
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """Return one event of a stream that has several kinds."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode("ascii"), dumps(value))
 
 
 class EventWriter:

@@ -91,6 +91,7 @@ class ChatReply:
         if num_logprobs is None and fields.get("logprob_token_ids"):
             num_logprobs = 0  # as in completions: they and the sampled tokens are reported
         self.form = form_of(fields, options, num_logprobs)
+        self.is_stream = self.form.stream
         own_id = text(fields, "request_id")
         self.request_id = request_id if own_id is None else own_id
         self._role = options.response_role

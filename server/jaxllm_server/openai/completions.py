@@ -60,6 +60,7 @@ class CompletionReply:
         self.names: Mapping[str, str] = {"tokens": "prompt", **names_of(fields)}
         # With logprob_token_ids alone, they and the sampled tokens are reported.
         self.form = form_of(fields, options, fields.get("logprobs", 0 if fields.get("logprob_token_ids") else None))
+        self.is_stream = self.form.stream
         self._echoes_logprobs = bool(flag(fields, "echo", False)) and self.form.num_logprobs is not None
         if self._echoes_logprobs:
             sampling.setdefault("prompt_logprobs", self.form.num_logprobs)

@@ -89,6 +89,7 @@ class Reply(Protocol):
 
     calls: Sequence[Call]
     form: Form
+    is_stream: bool
     request_id: str
     id_prefix: str
     object: str  # of the whole answer
