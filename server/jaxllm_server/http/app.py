@@ -24,6 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllm.errors import FeatureDisabledError, UserError
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.version import __version__
+from jaxllm_server.anthropic import models as anthropic
+from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
 from jaxllm_server.http.answers import PoolAnswer, TextAnswer, while_connected
 from jaxllm_server.http.error_bodies import (
     ClientGone,
@@ -38,8 +40,10 @@ from jaxllm_server.http.error_bodies import (
 from jaxllm_server.http.guard import CLIENT, Bodies, Guard, is_request_id, request_id_of
 from jaxllm_server.http.protocol import transport_of
 from jaxllm_server.http.sse import dumps
-from jaxllm_server.http.writers import ChunkWriter
+from jaxllm_server.http.writers import ChunkWriter, EventReply, LineWriter, NamedWriter
 from jaxllm_server.observability.tracing import Tracer
+from jaxllm_server.ollama.models import asked_name, ollama_details, ollama_model
+from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
 from jaxllm_server.openai.adapters import load_request_of, unload_request_of
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
@@ -93,6 +97,12 @@ class Endpoints:
         posts: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
             "/v1/completions": self.completions,
             "/v1/chat/completions": self.chat,
+            "/v1/messages": self._events(MessagesReply, NamedWriter),
+            "/v1/messages/count_tokens": self.count_tokens,
+            "/api/chat": self._events(OllamaChatReply, LineWriter),
+            "/api/generate": self._events(OllamaGenerateReply, LineWriter),
+            "/api/embed": self._pooling(OllamaEmbedReply),
+            "/api/show": self.ollama_show,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
             "/v1/load_lora_adapter": self.load_adapter,
@@ -103,6 +113,9 @@ class Endpoints:
         gets: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
             "/v1/models": self.models,
             "/v1/models/{model:path}": self.model,
+            "/api/tags": self.ollama_models,
+            "/api/ps": self.ollama_models,
+            "/api/version": self.version,
             "/health": self.health,
             "/live": self.live,
             "/ready": self.ready,
@@ -132,6 +145,35 @@ class Endpoints:
         self._serving.check_room(request.scope[CLIENT], pools=False)
         reply = ChatReply(await self._body(request), self._options, _own_request_id(request))
         return self._text_answer(request, reply)
+
+    def _events(
+        self, make_reply: Callable[[Body, ServerOptions, str], EventReply], writer: type[NamedWriter]
+    ) -> Callable[[Request], Awaitable[ASGIApp]]:
+        """Return an endpoint that answers a conversation in another form than OpenAI's."""
+
+        async def answer(request: Request) -> ASGIApp:
+            self._serving.check_room(request.scope[CLIENT], pools=False)
+            reply = make_reply(await self._body(request), self._options, _own_request_id(request))
+            return TextAnswer(**self._parts_of_answer(request, reply), writer=writer(reply, self._head(reply)))
+
+        return answer
+
+    async def count_tokens(self, request: Request) -> ASGIApp:
+        """Count the tokens of a conversation that would be answered."""
+        call = replace(count_call_of(await self._body(request)), client=request.scope[CLIENT])
+        ids = await while_connected(request.receive, self._serving.tokenize(call))
+        return _json({"input_tokens": len(ids)})
+
+    async def ollama_models(self, request: Request) -> ASGIApp:
+        """List the served names as Ollama does."""
+        return _json({"models": [ollama_model(card) for card in self._cards()]})
+
+    async def ollama_show(self, request: Request) -> ASGIApp:
+        """Describe one name as Ollama does."""
+        asked = asked_name(await self._body(request))
+        self._serving.check_model(asked)
+        pools = self._serving.engine.model.pooler is not None
+        return _json(ollama_details(self._card(asked), self._options, pools))
 
     def _pooling(
         self, make_reply: Callable[[Body, ServerOptions, str], PoolReply]
@@ -177,8 +219,8 @@ class Endpoints:
 
     async def models(self, request: Request) -> ASGIApp:
         """List the names that the model goes by, and its adapters."""
-        names = (*self._serving.names, *(served.name for served in self._serving.adapters))
-        return _json(model_list([self._card(name) for name in names]))
+        write = anthropic.model_list if _is_anthropics(request) else model_list
+        return _json(write(self._cards()))
 
     async def model(self, request: Request) -> ASGIApp:
         """Describe one name."""
@@ -186,7 +228,13 @@ class Endpoints:
         if not asked:  # "" would be the served one
             raise nothing_at(request.scope["path"])
         self._serving.check_model(asked)
-        return _json(self._card(asked))
+        card = self._card(asked)
+        return _json(anthropic.model_info(card) if _is_anthropics(request) else card)
+
+    def _cards(self) -> list[dict[str, Any]]:
+        """Describe all served names."""
+        names = (*self._serving.names, *(served.name for served in self._serving.adapters))
+        return [self._card(name) for name in names]
 
     def _card(self, name: str) -> dict[str, Any]:
         """Describe a served name."""
@@ -368,7 +416,7 @@ class Front:
                 if (transport := transport_of(scope)) is not None:
                     transport.abort()  # a whole answer is not to be had, and half of one must not look like it
             else:
-                await _send_error(sender, error)
+                await _send_error(sender, error, scope["path"], request_id)
         finally:
             if self._observer is not None:
                 try:
@@ -393,6 +441,11 @@ def _own_request_id(request: Request) -> str:
     return request.scope["jaxllm"]["request_id"]
 
 
+def _is_anthropics(request: Request) -> bool:
+    """Whether a client of Anthropic's API asks, on a path that both have."""
+    return "anthropic-version" in request.headers
+
+
 def _json(body: Mapping[str, Any], status: int = 200) -> Response:
     return Response(dumps(body), status, media_type="application/json")
 
@@ -401,8 +454,8 @@ async def _refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
     raise nothing_at(scope["path"])
 
 
-async def _send_error(send: Send, error: Exception) -> None:
-    status, headers, body = answer_of(error)
+async def _send_error(send: Send, error: Exception, path: str, request_id: str) -> None:
+    status, headers, body = answer_of(error, path, request_id)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -1,4 +1,4 @@
-"""How a failure is reported over HTTP: status, headers and a body in OpenAI's form.
+"""How a failure is reported over HTTP: status, headers and a body in the form of the API that was asked.
 
 What the engine and `Serving` raise has its row in `errors.py`; what only HTTP knows is a `Refusal`. What the server is
 to blame for goes to the log as well. Knows no server.
@@ -10,11 +10,14 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from starlette.exceptions import HTTPException
 
 from jaxllm.errors import EngineError, OverloadedError, printable
+from jaxllm_server.anthropic import errors as anthropic
 from jaxllm_server.http.sse import dumps
+from jaxllm_server.ollama.replies import PATHS as OLLAMA_PATHS
 from jaxllm_server.openai.messages import error_body, error_body_of
 from jaxllm_server.shared.error_table import row_of
 
@@ -26,6 +29,7 @@ _CLOSE = (b"connection", b"close")
 _SHOWN_PATH = 128  # characters of a path that an error repeats
 _VERSION = re.compile(r"/(v[0-9]+/)?")
 _UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
+_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients add the /v1 themselves
 # What OpenAI's, vLLM's and Anthropic's servers have beside them, by the first part of the path behind its version.
 _UNSERVED: Mapping[str, str] = {
     "embed": "Cohere's embed API is not built into jaxllm yet; use /v1/embeddings.",
@@ -33,7 +37,6 @@ _UNSERVED: Mapping[str, str] = {
     "images": "jaxllm has no models of images.",
     "moderations": "jaxllm has no models that judge texts; /classify asks a classifier.",
     "responses": "the Responses API is not built into jaxllm yet; use /v1/chat/completions.",
-    "messages": "Anthropic's API is not built into jaxllm yet; use /v1/chat/completions.",
     **dict.fromkeys(
         ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
     ),
@@ -79,10 +82,10 @@ def nothing_at(path: str) -> Refusal:
     if why is not None:
         return Refusal(404, f"{shown} is not served: {why}", "FEATURE_DISABLED", "not_found")
     asked = path.lower().rstrip("/")
-    near = next((own for own in _UNDER_V1 if asked.endswith(own.removeprefix("/v1"))), None)
+    near = next((own for own in (*_UNDER_V1, *_MESSAGES) if asked.endswith(own.removeprefix("/v1"))), None)
     hint = "" if near is None else f" Did you mean {near}?"
     if near is not None and near != asked:
-        hint += " Set the client's base URL to this server's address and /v1."
+        hint += f" Set the client's base URL to this server's address{'' if near in _MESSAGES else ' and /v1'}."
     return Refusal(404, f"There is nothing at {shown}.{hint}", "ROUTE_NOT_FOUND", "not_found")
 
 
@@ -93,8 +96,8 @@ def status_of(error: BaseException) -> int:
     return error.status_code if isinstance(error, HTTPException) else row_of(error).http
 
 
-def answer_of(error: BaseException) -> tuple[int, Headers, bytes]:
-    """Return status, headers and body of an error's answer."""
+def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tuple[int, Headers, bytes]:
+    """Return status, headers and body of an error's answer to a request for `path`."""
     status = status_of(error)
     if isinstance(error, Refusal):
         body = error_body(str(error), error.kind, error.parameter, error.reason)
@@ -103,7 +106,7 @@ def answer_of(error: BaseException) -> tuple[int, Headers, bytes]:
         body = error_body(message, "invalid_request_error", None, "METHOD_NOT_ALLOWED")
     else:
         body = error_body_of(error)
-    content = dumps(body)
+    content = dumps(_in_form_of(path, status, body, request_id))
     headers: Headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
     if isinstance(error, Refusal) and error.closes:
         headers.append(_CLOSE)
@@ -122,6 +125,14 @@ def log_failure(request_name: str, error: BaseException) -> None:
         _log.warning("request %s failed: %s", request_name, error)
     else:
         _log.error("request %s failed", request_name, exc_info=error)
+
+
+def _in_form_of(path: str, status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
+    """Return OpenAI's form of an error in that of the API which a path is of, wherever a proxy or a client put it."""
+    message, parameter = body["error"]["message"], body["error"]["param"]
+    if _MESSAGES[0] in path:
+        return anthropic.error_body(status, message, parameter, request_id)
+    return {"error": message} if path.endswith(OLLAMA_PATHS) else body
 
 
 def _retry_headers(error: BaseException, status: int) -> Headers:

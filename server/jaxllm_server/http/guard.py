@@ -184,7 +184,11 @@ def _authority(origin: bytes) -> bytes | None:
 
 
 def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
-    return only_header([value.decode("utf-8", "surrogateescape") for value in headers.get(b"authorization", [])])
+    """Return the Authorization header, or Anthropic's header for a key as one; both, where they have the same key."""
+    values = headers.get(b"authorization", [])
+    keys = [b"Bearer " + value for value in headers.get(b"x-api-key", [])]
+    given = keys if values == keys else values + keys
+    return only_header([value.decode("utf-8", "surrogateescape") for value in given])
 
 
 def _without_root(scope: Scope, root: str) -> Scope:

@@ -145,7 +145,7 @@ class ClassifyReply(PoolReply):
         )
 
     def _item(self, result: PoolResult, labels: Sequence[str]) -> str:
-        label, probs = json.dumps(labels[int(result.values.argmax())]), _numbers(result.values)
+        label, probs = json.dumps(labels[int(result.values.argmax())]), numbers_text(result.values)
         return f'{{"index":{result.index},"label":{label},"probs":{probs},"num_classes":{len(result.values)}}}'
 
 
@@ -220,7 +220,7 @@ def _texts(fields: Body, name: str, most: int) -> list[str]:
     return texts
 
 
-def _numbers(values: np.ndarray) -> str:
+def numbers_text(values: np.ndarray) -> str:
     """Write float32 numbers so that they are read as they were: nine digits, a third of the time of Python's JSON."""
     return f"[{','.join(['%.9g'] * len(values)) % tuple(values.tolist())}]"
 
@@ -229,7 +229,7 @@ def _base64(values: np.ndarray) -> str:
     return f'"{base64.b64encode(values.astype("<f4").tobytes()).decode("ascii")}"'
 
 
-_FORMS: Mapping[str, Callable[[np.ndarray], str]] = {"float": _numbers, "base64": _base64}
+_FORMS: Mapping[str, Callable[[np.ndarray], str]] = {"float": numbers_text, "base64": _base64}
 REPLIES: Mapping[str, type[EmbeddingReply | ClassifyReply | ScoreReply | RerankReply]] = {
     "/v1/embeddings": EmbeddingReply,
     "/pooling": PoolingReply,

@@ -53,7 +53,7 @@ class Keys:
 def only_header(values: Sequence[str]) -> str | None:
     """Return a call's Authorization header; None where it has none. AuthError for several: which one would count?"""
     if len(values) > 1:
-        raise AuthError("There may be only one Authorization header.", False)
+        raise AuthError("There may be only one API key, in an Authorization or an x-api-key header.", False)
     return values[0] if values else None
 
 

@@ -79,6 +79,15 @@ def read_value(raw: bytes | bytearray, max_depth: int, name: str, *, in_thread: 
     return document
 
 
+def object_of(text: str, max_depth: int) -> dict[str, Any] | None:
+    """Return the JSON object that a model wrote, the arguments of a tool call for one; None where it is none."""
+    try:
+        value = read_value(text.encode("utf-8", "surrogatepass"), max_depth, "The text")
+    except UserError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _brackets_of(raw: bytes | bytearray) -> tuple[bytes, int]:
     """Return a document's brackets outside of texts, square ones in place of all, and the number of its texts.
 

@@ -1,0 +1,34 @@
+"""Anthropic's form of an error. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxllm.errors import UserError
+from jaxllm_server.shared.error_table import message_of, row_of
+
+# By HTTP status, as https://docs.anthropic.com/en/api/errors lists them; its 529 is a 503 here.
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(status: int, message: str, parameter: str | None, request_id: str) -> dict[str, Any]:
+    """Return the form, which has no place of its own for a parameter: the message names it."""
+    if parameter is not None and parameter not in message:
+        message = f"{parameter}: {message}"
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def error_body_of(error: BaseException, request_id: str) -> dict[str, Any]:
+    """Return what a client reads of an exception."""
+    parameter = error.parameter if isinstance(error, UserError) else None
+    return error_body(row_of(error).http, message_of(error), parameter, request_id)

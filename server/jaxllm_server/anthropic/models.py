@@ -1,0 +1,30 @@
+"""`/v1/models` for clients of Anthropic's API. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+
+def model_info(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the API says about a served name, of which `card` is what OpenAI's says."""
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+    }
+
+
+def model_list(cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all served names, on one page."""
+    return {
+        "data": [model_info(card) for card in cards],
+        "has_more": False,
+        "first_id": cards[0]["id"],
+        "last_id": cards[-1]["id"],
+    }

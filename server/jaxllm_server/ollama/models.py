@@ -1,0 +1,59 @@
+"""What Ollama's API says of served names. Pure.
+
+There is no file of one model here, nor a name of its family: such fields are empty, and clients show nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from jaxllm.errors import UserError
+from jaxllm_server.openai.messages import Body, given, text
+from jaxllm_server.shared.options import ServerOptions
+
+_NEVER = "9999-12-31T23:59:59Z"
+
+
+def model_name(fields: Body) -> str:
+    """Return the name that a body asks for; without the tag that Ollama's clients add to a name."""
+    return (text(fields, "model") or text(fields, "name") or "").removesuffix(":latest")
+
+
+def asked_name(body: Body) -> str:
+    """Return the name that a body of `/api/show` is about."""
+    name = model_name(given(body, frozenset({"model", "name", "verbose", "system", "template", "options"}), {}))
+    if not name:
+        raise UserError("model is missing: name one of /api/tags.", "model")
+    return name
+
+
+def ollama_model(card: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of `/api/tags` and `/api/ps`, of what OpenAI's API says about a served name."""
+    return {
+        **{"name": card["id"], "model": card["id"], "modified_at": moment(card["created"]), "digest": ""},
+        **{"size": 0, "size_vram": 0, "expires_at": _NEVER, "context_length": card["max_model_len"]},
+        "details": _details(card),
+    }
+
+
+def ollama_details(card: Mapping[str, Any], options: ServerOptions, pools: bool) -> dict[str, Any]:
+    """Return the answer of `/api/show`; `pools`: the model embeds or classifies, and writes no text."""
+    parsers = {"tools": options.tool_call_parser, "thinking": options.reasoning_parser}
+    found = ["completion", *(name for name, parser in parsers.items() if parser is not None)]
+    return {
+        **{"modified_at": moment(card["created"]), "template": "", "parameters": "", "details": _details(card)},
+        "model_info": {"general.architecture": "jaxllm", "jaxllm.context_length": card["max_model_len"]},
+        "capabilities": ["embedding"] if pools else found,
+    }
+
+
+def moment(seconds: int) -> str:
+    """Return a time, in seconds since 1970, as Ollama writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _details(card: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = dict.fromkeys(("family", "parameter_size", "quantization_level"), "")
+    return {"parent_model": card["parent"] or "", "format": "safetensors", "families": [], **unknown}

@@ -1,0 +1,213 @@
+"""`/api/chat`, `/api/generate` and `/api/embed`: a body becomes a call, its chunks become lines.
+
+Pure functions of their arguments. Names and meanings are those of Ollama's docs/api.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxllm.errors import UnsupportedError, UserError
+from jaxllm_server.ollama.models import model_name, moment
+from jaxllm_server.openai.messages import Body, flag, given, mapping, prompts_of, text
+from jaxllm_server.openai.pooling import PoolReply, numbers_text
+from jaxllm_server.shared import strict_json
+from jaxllm_server.shared.calls import Call, Chunk, Part
+from jaxllm_server.shared.error_table import message_of
+from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.pool_calls import PoolResult
+
+PATHS = tuple(f"/api/{name}" for name in ("chat", "generate", "embed", "tags", "show", "ps", "version"))
+_SAMPLING = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty")},
+    **{"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"},
+}
+# How Ollama loads a model and lays out its memory, and samplers that only llama.cpp has.
+_IDLE_OPTIONS = frozenset(
+    (
+        *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
+        *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "penalize_newline", "repeat_last_n"),
+        *("tfs_z", "typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "draft_num_predict"),
+    )
+)
+_SHARED = frozenset({"model", "stream", "options", "format", "think", "keep_alive", "truncate", "shift"})
+_UNBUILT: Mapping[str, tuple[Any, ...]] = {"logprobs": (False,), "top_logprobs": (0,)}
+_UNBUILT_OF_GENERATE = {**_UNBUILT, "images": ([],), "suffix": ("",), "template": ("",), "context": ([],)}
+
+
+class _Reply:
+    """What a body asks for, and how it is answered; raises `UserError` for a wrong shape."""
+
+    id_prefix = ""
+    names: Mapping[str, str] = {parameter: name for name, parameter in _SAMPLING.items()} | {
+        "structured_outputs": "format",
+        "chat_template_kwargs": "think",
+    }
+
+    def __init__(self, fields: Body, options: ServerOptions, request_id: str, **prompt: Any) -> None:
+        self.request_id = request_id
+        self.is_stream = bool(flag(fields, "stream", True))
+        self._max_depth = options.max_json_depth
+        self.calls: Sequence[Call] = [
+            Call(
+                model=model_name(fields),
+                sampling=_sampling_of(fields),
+                template_kwargs=_thinking_of(fields.get("think")),
+                stream=self.is_stream,
+                request_id=request_id,
+                **prompt,
+            )
+        ]
+        self._head: dict[str, Any] = {}
+        self._tools: dict[int, tuple[str, list[str]]] = {}  # name and pieces of the arguments of each tool call
+        self._last: Chunk | None = None
+
+    def begin(self, head: Mapping[str, Any]) -> None:
+        """Take in `created` (seconds since 1970) and `model`."""
+        self._head = {"model": head["model"], "created_at": moment(head["created"])}
+
+    def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return the whole answer."""
+        (self._last,) = chunks
+        (part,) = self._last.outputs
+        self._collect(part)
+        return self._line(part.text, part.reasoning, self._tool_calls()) | self._ending()
+
+    def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
+        """Return a chunk's lines."""
+        self._last = chunk
+        lines = []
+        for part in chunk.outputs:
+            self._collect(part)
+            if part.text or part.reasoning:
+                lines.append(self._line(part.text, part.reasoning))
+        return lines
+
+    def last_events(self) -> list[dict[str, Any]]:
+        """Return the tool calls, which Ollama's API has no pieces of, and the line that ends the answer."""
+        calls = self._tool_calls()
+        return [*([self._line("", "", calls)] if calls else []), self._line("", "") | self._ending()]
+
+    def failure(self, error: Exception) -> list[dict[str, Any]]:
+        """Return the line that ends an answer which has failed."""
+        return [{"error": message_of(error)}]
+
+    def _collect(self, part: Part) -> None:
+        for call in part.tool_calls:
+            self._tools.setdefault(call.index, (call.name or "", []))[1].append(call.arguments)
+
+    def _tool_calls(self) -> list[dict[str, Any]]:
+        read = [(name, strict_json.object_of("".join(texts), self._max_depth)) for name, texts in self._tools.values()]
+        return [{"function": {"name": name, "arguments": arguments or {}}} for name, arguments in read]
+
+    def _line(self, content: str, thinking: str, calls: Sequence[Any] = ()) -> dict[str, Any]:
+        shown: dict[str, Any] = ({"thinking": thinking} if thinking else {}) | ({"tool_calls": calls} if calls else {})
+        return {**self._head, "message": {"role": "assistant", "content": content, **shown}, "done": False}
+
+    def _ending(self) -> dict[str, Any]:
+        """Return what the last line says of the answer; durations are in nanoseconds."""
+        if self._last is None:
+            return {"done": True}
+        usage, timing, parts = self._last.usage, self._last.timing, self._last.outputs
+        was_cut = any(part.finish_reason in ("length", "context", "time_limit") for part in parts)
+        ending = {"done": True, "done_reason": "length" if was_cut else "stop"}
+        ending |= {"prompt_eval_count": usage.prompt_tokens, "eval_count": usage.completion_tokens}
+        if timing is not None:
+            seconds = {"total": timing.total, "load": 0, "prompt_eval": timing.prefill}
+            seconds["eval"] = timing.total - timing.first_token
+            ending |= {f"{name}_duration": round(1e9 * value) for name, value in seconds.items()}
+        return ending
+
+
+class OllamaChatReply(_Reply):
+    """Of `/api/chat`."""
+
+    def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
+        fields = given(body, _SHARED | _UNBUILT.keys() | {"messages", "tools"}, _UNBUILT)
+        messages, tools = fields.get("messages"), fields.get("tools")
+        if not isinstance(messages, list) or not messages:
+            raise UserError("messages must be a list of at least one message.", "messages")
+        if not isinstance(tools, list | None):
+            raise UserError("tools must be a list.", "tools")
+        messages = [_message_in(message, index) for index, message in enumerate(messages)]
+        super().__init__(fields, options, request_id, messages=messages, tools=tools or None)
+
+
+class OllamaGenerateReply(_Reply):
+    """Of `/api/generate`: a text without `raw` is a message of the user."""
+
+    names: Mapping[str, str] = {**_Reply.names, "messages": "prompt"}
+
+    def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
+        known = _SHARED | _UNBUILT_OF_GENERATE.keys() | {"prompt", "system", "raw"}
+        fields = given(body, known, _UNBUILT_OF_GENERATE)
+        prompt, system = text(fields, "prompt"), text(fields, "system")
+        if not prompt:
+            raise UserError("prompt is missing: the model is loaded already, and there is nothing to answer.", "prompt")
+        if flag(fields, "raw", False):
+            super().__init__(fields, options, request_id, prompt=prompt)
+            return
+        messages = [{"role": "system", "content": system}] if system else []
+        super().__init__(fields, options, request_id, messages=[*messages, {"role": "user", "content": prompt}])
+
+    def _line(self, content: str, thinking: str, calls: Sequence[Any] = ()) -> dict[str, Any]:
+        shown = {"thinking": thinking} if thinking else {}
+        return {**self._head, "response": content, **shown, "done": False}
+
+
+class OllamaEmbedReply(PoolReply):
+    """Of `/api/embed`."""
+
+    id_prefix = "embed-"
+    list_name = "embeddings"
+    names: Mapping[str, str] = {"inputs": "input", "prompt": "input"}
+
+    def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
+        fields = given(body, frozenset({"model", "input", "truncate", "options", "keep_alive", "dimensions"}), {})
+        cut = {"truncate_prompt_tokens": -1} if flag(fields, "truncate", True) else {}
+        inputs = prompts_of(fields, "input", options.max_pooling_inputs)
+        own = {"task": "embed", "inputs": inputs, "dimensions": fields.get("dimensions"), "add_special_tokens": True}
+        super().__init__({"model": model_name(fields), **cut}, request_id, **own)
+
+    def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
+        """Return how many tokens the texts had."""
+        return {"prompt_eval_count": sum(result.prompt_tokens for result in results)}
+
+    def _item(self, result: PoolResult, labels: Sequence[str]) -> str:
+        return numbers_text(result.values)
+
+
+def _message_in(message: Any, index: int) -> dict[str, Any]:
+    """Return a message with the names that templates know."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(f"messages[{index}] must be an object with a role and a content.", "messages")
+    if message.get("images"):
+        raise UnsupportedError(f"messages[{index}].images are not supported by jaxllm yet.", "messages")
+    renamed = {"thinking": "reasoning_content", "tool_name": "name"}
+    return {renamed.get(name) or name: value for name, value in message.items() if name != "images"}
+
+
+def _thinking_of(think: Any) -> dict[str, Any]:
+    if not isinstance(think, bool | str | None):
+        raise UserError("think must be true, false, or how much.", "think")
+    if think is None:
+        return {}
+    kwargs: dict[str, Any] = {"enable_thinking": think is not False, "thinking": think is not False}
+    return kwargs | ({"reasoning_effort": think} if isinstance(think, str) else {})
+
+
+def _sampling_of(fields: Body) -> dict[str, Any]:
+    """Return what a body says about sampling; `SamplingParams` checks it."""
+    asked = given(mapping(fields, "options") or {}, _SAMPLING.keys() | _IDLE_OPTIONS, {})
+    sampling = {_SAMPLING[name]: value for name, value in asked.items() if name in _SAMPLING}
+    most = sampling.get("max_tokens")
+    if isinstance(most, int) and most < 0:  # as many as the context holds
+        del sampling["max_tokens"]
+    form = fields.get("format")
+    if form not in (None, "", "json") and not isinstance(form, dict):
+        raise UserError('format must be "json" or a JSON schema.', "format")
+    if form:
+        sampling["structured_outputs"] = {"json_object": True} if form == "json" else {"json": form}
+    return sampling
