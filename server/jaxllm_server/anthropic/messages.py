@@ -74,7 +74,13 @@ class MessagesReply:
             sampling.pop("structured_outputs", None)  # it is the form of the content, and a forced call leaves none
         self._takes_one_call = call["takes_one_call"]
         self.calls: Sequence[Call] = [
-            Call(**call, sampling=sampling, request_id=request_id, scores_prompt=self._is_warming)
+            Call(
+                **call,
+                sampling=sampling,
+                request_id=request_id,
+                scores_prompt=self._is_warming,
+                may_fill_context=True,  # agents ask for 32,000 tokens of any model
+            )
         ]
         self._head: Mapping[str, Any] = {}
         self._usage: Usage | None = None

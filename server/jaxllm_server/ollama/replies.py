@@ -57,6 +57,7 @@ class _Reply:
                 template_kwargs=_thinking_of(fields.get("think")),
                 stream=self.is_stream,
                 request_id=request_id,
+                may_fill_context=True,
                 **prompt,
             )
         ]

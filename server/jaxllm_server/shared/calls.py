@@ -49,6 +49,7 @@ class Call:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that the client gave
     beams: Mapping[str, Any] | None = None  # of a beam search: fields of BeamSearchParams that the client gave
     default_max_tokens: int | None = None  # of the protocol, where neither client nor model say one
+    may_fill_context: bool = False  # max_tokens may be more than the context has room for: the answer ends there
     stream: bool = False
     request_id: str | None = None  # unique among living requests, of each client if keys distinguish them
     client_id: str | None = None  # X-Request-Id, which may come twice; it goes into logs and recordings

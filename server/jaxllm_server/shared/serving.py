@@ -353,7 +353,7 @@ class Serving:
     def _check_length(self, call: Call, params: SamplingParams, prompt: Mapping[str, Any]) -> None:
         """Refuse a number of output tokens that the client named and the context does not hold."""
         ids = prompt["prompt_token_ids"]
-        asked = params.max_tokens if "max_tokens" in call.sampling else None
+        asked = params.max_tokens if "max_tokens" in call.sampling and not call.may_fill_context else None
         is_cut = params.truncate_prompt_tokens is not None
         longest = self.engine.model.max_model_len
         if asked is not None and not is_cut and isinstance(ids, Sequence) and len(ids) + asked > longest:
