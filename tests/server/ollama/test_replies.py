@@ -1,0 +1,171 @@
+"""Ollama's API: bodies become calls or errors that name a field, chunks become lines; over HTTP with a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from jaxllm.errors import RequestFailedError, UserError
+from jaxllm_server.ollama.replies import PATHS, OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
+from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.strict_json import object_of
+from tests.support.failures import eventually
+from tests.support.fake_serving import http_server, pooled
+from tests.support.written_answers import WritingServing, written
+
+OPTIONS = ServerOptions()
+MESSAGES = [{"role": "user", "content": "Hi"}]
+HEAD = {"id": "r", "created": 0, "model": "fake"}
+
+
+def chat(**body: Any) -> OllamaChatReply:
+    return OllamaChatReply({"messages": MESSAGES, **body}, OPTIONS, "r")
+
+
+def generate(**body: Any) -> OllamaGenerateReply:
+    return OllamaGenerateReply({"prompt": "Hi", **body}, OPTIONS, "r")
+
+
+def test_a_body_becomes_a_call() -> None:
+    options = {
+        "temperature": 0.5,
+        "num_predict": 7,
+        "repeat_penalty": 1.1,
+        "stop": ["x"],
+        "num_ctx": 4096,
+        "mirostat": 0,
+    }
+    call = chat(model="fake:latest", options=options, think="low", keep_alive="5m", tools=[]).calls[0]
+    assert call.sampling == {"temperature": 0.5, "max_tokens": 7, "repetition_penalty": 1.1, "stop": ["x"]}
+    assert (call.model, call.stream, call.tools, call.messages) == ("fake", True, None, MESSAGES)
+    assert call.template_kwargs == {"enable_thinking": True, "thinking": True, "reasoning_effort": "low"}
+    assert chat(options={"num_predict": -1}).calls[0].sampling == {}
+    assert chat(think=False).calls[0].template_kwargs == {"enable_thinking": False, "thinking": False}
+    told = [{"role": "assistant", "content": "", "thinking": "hm", "images": []}, {"role": "tool", "tool_name": "add"}]
+    known = [{"role": "assistant", "content": "", "reasoning_content": "hm"}, {"role": "tool", "name": "add"}]
+    assert chat(messages=told).calls[0].messages == known
+    system = {"role": "system", "content": "s"}
+    assert generate(system="s", stream=False).calls[0].messages == [system, *MESSAGES]
+    raw = generate(raw=True, format="json").calls[0]
+    assert (raw.prompt, raw.messages, raw.sampling) == ("Hi", None, {"structured_outputs": {"json_object": True}})
+    assert chat(format={"type": "object"}).calls[0].sampling == {"structured_outputs": {"json": {"type": "object"}}}
+    embed = OllamaEmbedReply({"input": ["a"], "model": "fake:latest", "dimensions": 3}, OPTIONS, "r").calls[0]
+    assert (embed.model, embed.inputs, embed.truncate_prompt_tokens, embed.dimensions) == ("fake", ["a"], -1, 3)
+    assert OllamaEmbedReply({"input": "a", "truncate": False}, OPTIONS, "r").calls[0].truncate_prompt_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("make", "body", "parameter"),
+    [
+        (chat, {"messages": []}, "messages"),
+        (chat, {"messages": [{"content": "a"}]}, "messages"),
+        (chat, {"messages": [{**MESSAGES[0], "images": ["x"]}]}, "messages"),
+        (chat, {"tools": {}}, "tools"),
+        (chat, {"think": 1}, "think"),
+        (chat, {"format": "xml"}, "format"),
+        (chat, {"options": []}, "options"),
+        (chat, {"logprobs": True}, "logprobs"),
+        (generate, {"prompt": ""}, "prompt"),
+        (generate, {"suffix": "x"}, "suffix"),
+        (generate, {"images": ["x"]}, "images"),
+    ],
+)
+def test_what_is_wrong_is_named(make: Any, body: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make(**body)
+    assert caught.value.parameter == parameter
+
+
+def test_lines_are_the_whole_answer_wherever_it_is_cut() -> None:
+    for seed in range(200):
+        answer = written(seed)
+        for make, read in (
+            (chat, lambda line: line["message"]),
+            (generate, lambda line: {"content": line["response"], "thinking": line.get("thinking", "")}),
+        ):
+            streamed, unary = make(), make(stream=False)
+            streamed.begin(HEAD)
+            unary.begin(HEAD)
+            lines = [line for chunk in answer.chunks(Random(seed)) for line in streamed.events(0, chunk)]
+            lines += streamed.last_events()
+            whole = unary.response(answer.chunks(None))
+            assert "".join(read(line)["content"] for line in lines) == read(whole)["content"] == answer.text
+            reasoning = "".join(read(line).get("thinking", "") for line in lines)
+            assert reasoning == read(whole).get("thinking", "") == answer.reasoning
+            assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+            ends = "length" if answer.finish in ("length", "context", "time_limit") else "stop"
+            assert lines[-1]["done_reason"] == whole["done_reason"] == ends
+            assert {name: lines[-1][f"{name}_duration"] for name in ("total", "load", "prompt_eval", "eval")} == {
+                **{"total": 2 * 10**9, "load": 0, "prompt_eval": 25 * 10**7, "eval": 15 * 10**8}
+            }
+            if make is chat and answer.calls:
+                calls = [line["message"]["tool_calls"] for line in lines if "tool_calls" in line["message"]]
+                told = [(name, object_of(text, 64) or {}) for _, name, text in answer.calls]
+                assert calls == [whole["message"]["tool_calls"]]
+                assert [tuple(each["function"].values()) for each in calls[0]] == told
+
+
+# Over HTTP.
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    serving = WritingServing()
+    with http_server(serving) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+        yield SimpleNamespace(serving=serving, http=http, url=f"http://127.0.0.1:{port}")
+
+
+def test_every_path_answers_and_fails_in_ollamas_form(server: Any) -> None:
+    post, get = server.http.post, server.http.get
+    answer = post("/api/chat", json={"model": "fake", "messages": MESSAGES})
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert json.loads(answer.text.splitlines()[-1])["done"] is True
+    (model, _) = get("/api/tags").json()["models"]
+    assert (model["name"], model["context_length"], get("/api/ps").json()["models"][0]) == ("fake", 64, model)
+    assert post("/api/show", json={"model": "fake"}).json()["model_info"]["jaxllm.context_length"] == 64
+    assert get("/api/version").json().keys() == {"version"}
+    embedded = post("/api/embed", json={"model": "fake", "input": ["a", "b"]}).json()
+    (call,) = [call for call in server.serving.calls if hasattr(call, "inputs")]
+    assert np.allclose(embedded["embeddings"], [pooled(index, call, 2) for index in (0, 1)])
+    assert embedded["prompt_eval_count"] == 6
+    for path in PATHS:
+        answer = server.http.request("DELETE", path)
+        assert (answer.status_code, list(answer.json())) == (405, ["error"])
+    assert post("/api/show", json={"model": "x"}).json() == {"error": "The model `x` does not exist."}
+    assert post("/api/chat", json={"model": "x:latest", "messages": MESSAGES}).status_code == 404
+
+
+def test_a_stream_that_fails_ends_with_an_error(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def generate(call: Any) -> Any:
+        yield written(0).chunks(Random(0))[0]
+        raise RequestFailedError("The step failed.")
+
+    monkeypatch.setattr(server.serving, "generate", generate)
+    answer = server.http.post("/api/generate", json={"model": "fake", "prompt": "Hi"})
+    assert json.loads(answer.text.splitlines()[-1]) == {"error": "The step failed."}
+
+
+def test_conversations_of_the_unmodified_client(server: Any) -> None:
+    ollama = pytest.importorskip("ollama")
+    client = ollama.Client(server.url)
+    assert [each.model for each in client.list().models] == ["fake", "org/alias"]
+    assert client.show("fake").capabilities and client.ps().models[0].context_length == 64
+    assert len(client.embed("fake", ["a", "b"], dimensions=2).embeddings) == 2
+    whole = client.chat("fake", MESSAGES, options={"num_predict": 9})
+    stream = list(client.chat("fake", MESSAGES, stream=True))
+    assert "".join(line.message.content for line in stream) == whole.message.content == written(0).text
+    assert whole.total_duration == stream[-1].total_duration == 2 * 10**9
+    assert client.generate("fake", "Hi").response == "".join(
+        line.response for line in client.generate("fake", "Hi", stream=True)
+    )
+    with pytest.raises(ollama.ResponseError, match="does not exist"):
+        client.chat("x", MESSAGES)
+    next(iter(client.chat("fake", MESSAGES, stream=True)))
+    eventually(lambda: server.serving.num_live == 0, seconds=3.0)
