@@ -175,6 +175,32 @@ def test_the_model_answers_in_a_chat(openai: OpenAI, client: Client) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.choices[0].message.content
 
 
+def test_messages_and_ollamas_api_say_what_a_chat_says(server: ServingProcess, openai: OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "What is 47 + 38?"}]
+    same: dict[str, Any] = {"model": MODEL, "messages": messages, "temperature": 0}
+    chat = openai.chat.completions.create(**same)
+    with httpx.Client(base_url=server.http, timeout=60.0) as http:
+        message = http.post("/v1/messages", json={**same, "max_tokens": 32_000}).json()  # more than the context holds
+        counted = http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": messages}).json()
+        stopped = http.post("/v1/messages", json={**same, "max_tokens": 99, "stop_sequences": ["8"]}).json()
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+        tool = {"name": "add", "input_schema": {**schema, "additionalProperties": False}}
+        forced = {"max_tokens": 99, "tools": [tool], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+        called = http.post("/v1/messages", json={**same, **forced}).json()
+        body = {"model": MODEL, "messages": messages, "options": {"temperature": 0}, "stream": False}
+        ollama = http.post("/api/chat", json=body).json()
+    assert chat.usage is not None
+    said, num_tokens = chat.choices[0].message.content, (chat.usage.prompt_tokens, chat.usage.completion_tokens)
+    assert message["content"] == [{"type": "text", "text": said}] and message["stop_reason"] == "end_turn"
+    assert (message["usage"]["input_tokens"], message["usage"]["output_tokens"]) == num_tokens
+    assert counted == {"input_tokens": num_tokens[0]}
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "8")
+    assert stopped["content"][0]["text"] == (said or "").partition("8")[0]
+    assert called["stop_reason"] == "tool_use" and isinstance(called["content"][0]["input"]["a"], int)
+    assert (ollama["message"]["content"], ollama["prompt_eval_count"], ollama["eval_count"]) == (said, *num_tokens)
+    assert 0 < ollama["eval_duration"] < ollama["total_duration"]
+
+
 def test_n_logprobs_seed_and_usage(openai: OpenAI, client: Client) -> None:
     own: Any = {"n": 3, "temperature": 1.0, "seed": 3, "max_tokens": 12}
     plain = openai.completions.create(model=MODEL, prompt=PROMPT, logprobs=2, **own)

@@ -81,7 +81,7 @@ def written(seed: int) -> Written:
     finish = random.choice(("stop", "stop", "length", "context", "time_limit"))
     if finish == "stop" and len(turns) > 1:
         finish = "tool_calls"
-    stop = random.choice((None, 2, "END")) if finish == "stop" else None
+    stop = random.choice((None, 2, "END")) if finish in ("stop", "tool_calls") else None
     return Written(text() if random.random() < 0.4 else "", turns, finish, stop)
 
 

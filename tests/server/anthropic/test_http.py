@@ -80,15 +80,15 @@ def test_every_failure_has_anthropics_form(server: Any) -> None:
 
 
 def test_a_stream_that_fails_ends_with_an_error(server: Any) -> None:
+    server.serving.failure, server.serving.fails_at = OverloadedError("full", 1.0), 0
+    answer = server.http.post("/v1/messages", json={**BODY, "stream": True})
+    assert error_of(answer)[:2] == (429, "rate_limit_error") and answer.headers["retry-after"] == "1"
     server.serving.failure, server.serving.fails_at = RequestFailedError("The step failed."), 2
     answer = server.http.post("/v1/messages", json={**BODY, "stream": True})
     *_, last = answer.text.strip().split("\n\n")
     assert last.startswith("event: error\n") and "message_stop" not in answer.text
     told = json.loads(last.partition("data: ")[2])
     assert told["error"] == {"type": "api_error", "message": "The step failed."}
-    server.serving.failure, server.serving.fails_at = OverloadedError("full", 1.0), 0
-    answer = server.http.post("/v1/messages", json={**BODY, "stream": True})
-    assert error_of(answer)[:2] == (429, "rate_limit_error") and answer.headers["retry-after"] == "1"
 
 
 def test_a_key_comes_in_either_header_or_in_both() -> None:

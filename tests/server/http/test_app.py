@@ -481,7 +481,6 @@ def test_other_routes(server):
         ),
         ("/v2/embed", "feature_disabled", "/v2/embed is not served: Cohere's embed API "),
         ("/v1/responses/r/cancel", "feature_disabled", "/v1/responses/r/cancel is not served: the Responses API "),
-        ("/v1/messages", "feature_disabled", "/v1/messages is not served: Anthropic's API "),
         ("/v1/audio/transcriptions", "feature_disabled", "/v1/audio/transcriptions is not served: "),
     ],
 )

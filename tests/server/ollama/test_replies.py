@@ -1,4 +1,4 @@
-"""Ollama's API: bodies become calls or errors that name a field, chunks become lines; over HTTP with a scripted engine."""
+"""Ollama's API: bodies become calls or errors that name a field, chunks become lines; and over HTTP."""
 
 from __future__ import annotations
 
