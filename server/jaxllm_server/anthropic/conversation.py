@@ -45,6 +45,9 @@ class _Turn:
 def messages_of(fields: Body) -> list[dict[str, Any]]:
     """Return the system prompt and the messages for a template; turns of one role that follow each other are one.
 
+    A message of the system in the middle, as Claude Code sends them, is a reminder in the user's turn: many templates
+    have the system's turn at the beginning and nowhere else.
+
     Raises:
         UserError: naming `system` or `messages`, and in its text which block.
         UnsupportedError: for a block that is no text, thinking, tool_use or tool_result.
@@ -60,7 +63,10 @@ def messages_of(fields: Body) -> list[dict[str, Any]]:
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant", "system"):
             raise UserError(f"messages[{index}] must have the role user or assistant, and a content.", "messages")
-        for where, block in _blocks(message.get("content"), f"messages[{index}].content"):
+        blocks = _blocks(message.get("content"), f"messages[{index}].content")
+        if role == "system" and turns and turns[-1].role != "system":
+            role, blocks = "user", ((where, _reminder(block, where)) for where, block in blocks)
+        for where, block in blocks:
             _add(turns, role, block, where, names)
     if len(turns) == num_before:
         raise UserError("messages must have a content.", "messages")
@@ -167,6 +173,13 @@ def _add(turns: list[_Turn], role: str, block: Mapping[str, Any], where: str, na
             f"{where} is a block of type {kind[:_SHOWN]!r}; jaxllm accepts {accepted} in a message of the {role}.",
             "messages",
         )
+
+
+def _reminder(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return a block in the form that Claude Code tells the model of, and itself uses for older models."""
+    if block["type"] != "text":
+        return block
+    return {**block, "text": f"<system-reminder>\n{_text(block, 'text', where)}\n</system-reminder>"}
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

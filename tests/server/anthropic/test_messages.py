@@ -58,6 +58,11 @@ OF_TOOL = {"role": "tool", "tool_call_id": "1", "name": "add"}
             [turn("system", "s"), turn("user", "a")],
         ),
         ([turn("user", "a"), turn("user", "b")], None, [{"role": "user", "content": parts("a", "b")}]),
+        (
+            [turn("user", "a"), turn("system", *text("b", "c"))],
+            None,
+            [turn("user", *parts("a", *(f"<system-reminder>\n{each}\n</system-reminder>" for each in "bc")))],
+        ),
         ([turn("system", "s"), turn("user", "")], None, [turn("system", "s"), turn("user", "")]),
         (
             [
