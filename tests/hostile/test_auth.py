@@ -32,6 +32,9 @@ KEY, ADMIN = "sk-1234567890abcdef", "boss-1234567890abcdef"
 ROUTES = {
     ("POST", "/v1/completions"): (401, 401, 400, 400),
     ("POST", "/v1/chat/completions"): (401, 401, 400, 400),
+    **{("POST", f"/v1/messages{path}"): (401, 401, 400, 400) for path in ("", "/count_tokens")},
+    **{("POST", f"/api/{name}"): (401, 401, 400, 400) for name in ("chat", "generate", "embed", "show")},
+    **{("GET", f"/api/{name}"): (401, 401, 200, 200) for name in ("tags", "ps", "version")},
     ("POST", "/tokenize"): (401, 401, 400, 400),
     ("POST", "/detokenize"): (401, 401, 400, 400),
     ("POST", "/v1/load_lora_adapter"): (401, 401, 403, 400),
@@ -94,6 +97,7 @@ def test_what_each_route_says_to_each_key(port: int, route: tuple[str, str], exp
     for wrong in NO_KEYS:
         assert status(port, method, path, *json, authorization(wrong)) == expected[1], wrong
     assert status(port, method, path, *json, authorization(f"Bearer {KEY}")) == expected[2]
+    assert status(port, method, path, *json, b"X-Api-Key: " + KEY.encode()) == expected[2]
     assert status(port, method, path, *json, authorization(f"bearer  {ADMIN}")) == expected[3]
     if expected[0] == 401:
         for other in ("HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND", "REPORT"):
@@ -125,7 +129,8 @@ PATHS = [
 HEADERS = [
     *("X-Original-URL: /health", "X-Rewrite-URL: /health", "X-Forwarded-Prefix: /health", "X-Forwarded-Path: /health"),
     *("X-HTTP-Method-Override: GET", "X-Forwarded-For: 127.0.0.1", "X-Real-IP: 127.0.0.1", "Forwarded: for=127.0.0.1"),
-    *(name + KEY for name in ("X-Api-Key: ", "Api-Key: ", "Cookie: authorization=Bearer ", "X-Authorization: Bearer ")),
+    *(name + KEY for name in ("X-Api-Key: Bearer ", "X-Api-Keys: ", "Api-Key: ", "X-Authorization: Bearer ")),
+    "Cookie: authorization=Bearer " + KEY,
     *(name + KEY for name in ("Proxy-Authorization: Bearer ", "Authorization : Bearer ", "authorization_: Bearer ")),
     "Authorization: Bearer x\r\nAuthorization: Bearer " + KEY,
     *("X-Forwarded-Host: localhost/health", "X-Forwarded-Proto: https", "Authorization:", "Connection: Authorization"),
