@@ -12,6 +12,7 @@ from typing import Any
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm_server.openai.messages import Body
 from jaxllm_server.shared.calls import NamedTool, ToolChoice
+from jaxllm_server.shared.chat_checks import MOST_MESSAGES
 
 # Claude Code begins `system` with a line about its version and the request, which is for Anthropic's accounts: it
 # differs in every request, so that no prefix would ever be found in the cache.
@@ -55,6 +56,8 @@ def messages_of(fields: Body) -> list[dict[str, Any]]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise UserError("messages must be a list of at least one message.", "messages")
+    if len(messages) > MOST_MESSAGES:  # 17 µs each (measured)
+        raise UserError(f"messages may hold at most {MOST_MESSAGES} messages, got {len(messages)}.", "messages")
     system = [text for text in _texts(fields.get("system"), "system") if not text.startswith(_BILLING)]
     turns = [_Turn("system", system)] if system else []
     num_before = len(turns)

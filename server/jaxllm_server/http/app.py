@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -153,14 +152,15 @@ class Endpoints:
 
         async def answer(request: Request) -> ASGIApp:
             self._serving.check_room(request.scope[CLIENT], pools=False)
-            reply = make_reply(await self._body(request), self._options, _own_request_id(request))
+            own_id = _own_request_id(request)
+            reply = await self._read(request, lambda body: make_reply(body, self._options, own_id))
             return TextAnswer(**self._parts_of_answer(request, reply), writer=writer(reply, self._head(reply)))
 
         return answer
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         """Count the tokens of a conversation that would be answered."""
-        call = replace(count_call_of(await self._body(request)), client=request.scope[CLIENT])
+        call = replace(await self._read(request, count_call_of), client=request.scope[CLIENT])
         ids = await while_connected(request.receive, self._serving.tokenize(call))
         return _json({"input_tokens": len(ids)})
 
@@ -332,6 +332,10 @@ class Endpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """Read a request's JSON, up to the bound of its size."""
+        return await self._read(request, lambda body: body)
+
+    async def _read(self, request: Request, make: Callable[[dict[str, Any]], Result]) -> Result:
+        """Read a request's JSON and make something of it; of a large one where the event loop does not wait for it."""
         media, _, parameters = request.headers.get("content-type", "").partition(";")
         charset = parameters.replace(" ", "").lower()
         if media.strip().lower() != "application/json" or charset not in ("", 'charset="utf-8"', "charset=utf-8"):
@@ -342,7 +346,10 @@ class Endpoints:
         with self._bodies.place(client) as grow:
             body = await self._receive(request, grow)
             is_large = len(body) > _LARGE_BODY
-            parse = partial(strict_json.read, body, self._options.max_json_depth, in_thread=is_large)
+
+            def parse() -> Result:
+                return make(strict_json.read(body, self._options.max_json_depth, in_thread=is_large))
+
             parsing = self._run(parse, is_large, client)
             return await (while_connected(request.receive, parsing) if is_large else parsing)
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm_server.ollama.models import model_name, moment
+from jaxllm_server.openai.chat import conversation_of
 from jaxllm_server.openai.messages import Body, flag, given, mapping, prompts_of, text
 from jaxllm_server.openai.pooling import PoolReply, numbers_text
 from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.calls import Call, Chunk, Part
+from jaxllm_server.shared.calls import Call, Chunk, Part, Timing
 from jaxllm_server.shared.error_table import message_of
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolResult
@@ -63,7 +64,7 @@ class _Reply:
         ]
         self._head: dict[str, Any] = {}
         self._tools: dict[int, tuple[str, list[str]]] = {}  # name and pieces of the arguments of each tool call
-        self._last: Chunk | None = None
+        self._last: Chunk
 
     def begin(self, head: Mapping[str, Any]) -> None:
         """Take in `created` (seconds since 1970) and `model`."""
@@ -74,7 +75,7 @@ class _Reply:
         (self._last,) = chunks
         (part,) = self._last.outputs
         self._collect(part)
-        return self._line(part.text, part.reasoning, self._tool_calls()) | self._ending()
+        return self._line(part.text, part.reasoning, self._tool_calls()) | self._ending(self._last)
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
         """Return a chunk's lines."""
@@ -89,7 +90,7 @@ class _Reply:
     def last_events(self) -> list[dict[str, Any]]:
         """Return the tool calls, which Ollama's API has no pieces of, and the line that ends the answer."""
         calls = self._tool_calls()
-        return [*([self._line("", "", calls)] if calls else []), self._line("", "") | self._ending()]
+        return [*([self._line("", "", calls)] if calls else []), self._line("", "") | self._ending(self._last)]
 
     def failure(self, error: Exception) -> list[dict[str, Any]]:
         """Return the line that ends an answer which has failed."""
@@ -107,19 +108,17 @@ class _Reply:
         shown: dict[str, Any] = ({"thinking": thinking} if thinking else {}) | ({"tool_calls": calls} if calls else {})
         return {**self._head, "message": {"role": "assistant", "content": content, **shown}, "done": False}
 
-    def _ending(self) -> dict[str, Any]:
-        """Return what the last line says of the answer; durations are in nanoseconds."""
-        if self._last is None:
-            return {"done": True}
-        usage, timing, parts = self._last.usage, self._last.timing, self._last.outputs
-        was_cut = any(part.finish_reason in ("length", "context", "time_limit") for part in parts)
-        ending = {"done": True, "done_reason": "length" if was_cut else "stop"}
-        ending |= {"prompt_eval_count": usage.prompt_tokens, "eval_count": usage.completion_tokens}
-        if timing is not None:
-            seconds = {"total": timing.total, "load": 0, "prompt_eval": timing.prefill}
-            seconds["eval"] = timing.total - timing.first_token
-            ending |= {f"{name}_duration": round(1e9 * value) for name, value in seconds.items()}
-        return ending
+    def _ending(self, chunk: Chunk) -> dict[str, Any]:
+        """Return what the last line says of the answer, whose last chunk this is; durations are in nanoseconds."""
+        usage, timing = chunk.usage, chunk.timing or Timing(0.0, 0.0, 0.0, 0.0)
+        was_cut = any(part.finish_reason in ("length", "context", "time_limit") for part in chunk.outputs)
+        seconds = {"total": timing.total, "load": 0, "prompt_eval": timing.prefill}
+        seconds["eval"] = timing.total - timing.first_token
+        return {
+            **{"done": True, "done_reason": "length" if was_cut else "stop"},
+            **{"prompt_eval_count": usage.prompt_tokens, "eval_count": usage.completion_tokens},
+            **{f"{name}_duration": round(1e9 * value) for name, value in seconds.items()},
+        }
 
 
 class OllamaChatReply(_Reply):
@@ -127,13 +126,9 @@ class OllamaChatReply(_Reply):
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         fields = given(body, _SHARED | _UNBUILT.keys() | {"messages", "tools"}, _UNBUILT)
-        messages, tools = fields.get("messages"), fields.get("tools")
-        if not isinstance(messages, list) or not messages:
-            raise UserError("messages must be a list of at least one message.", "messages")
-        if not isinstance(tools, list | None):
-            raise UserError("tools must be a list.", "tools")
-        messages = [_message_in(message, index) for index, message in enumerate(messages)]
-        super().__init__(fields, options, request_id, messages=messages, tools=tools or None)
+        prompt = conversation_of({"messages": fields.get("messages"), "tools": fields.get("tools") or None})
+        messages = [_message_in(message, index) for index, message in enumerate(prompt["messages"])]
+        super().__init__(fields, options, request_id, messages=messages, tools=prompt["tools"])
 
 
 class OllamaGenerateReply(_Reply):
@@ -180,10 +175,8 @@ class OllamaEmbedReply(PoolReply):
         return numbers_text(result.values)
 
 
-def _message_in(message: Any, index: int) -> dict[str, Any]:
+def _message_in(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return a message with the names that templates know."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(f"messages[{index}] must be an object with a role and a content.", "messages")
     if message.get("images"):
         raise UnsupportedError(f"messages[{index}].images are not supported by jaxllm yet.", "messages")
     renamed = {"thinking": "reasoning_content", "tool_name": "name"}

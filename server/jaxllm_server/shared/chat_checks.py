@@ -11,7 +11,7 @@ from typing import Any
 from jaxllm.errors import UserError, too_long
 from jaxllm_server.shared import strict_json
 
-_MOST_MESSAGES = 16_384  # as many as one request of gRPC holds: 55 µs of a thread each, the shortest ones (measured)
+MOST_MESSAGES = 16_384  # as many as one request of gRPC holds: 55 µs of a thread each, the shortest ones (measured)
 _MOST_VALUES = 131_072  # in messages and tools, keys counted: a thread takes 3 to 6 µs for each (measured)
 _MOST_BRACKETS = 1 << 19  # in all tool calls' arguments together, counted before they are parsed, those in texts too
 _MAX_TEMPLATE_KWARGS = 32
@@ -37,8 +37,8 @@ def check_messages(messages: Sequence[Any], max_model_len: int, max_tokens: int)
     """
     if len(messages) > max_tokens:
         raise too_long(max_model_len, len(messages), None, is_bound=True)
-    if len(messages) > _MOST_MESSAGES:
-        raise UserError(f"messages may hold at most {_MOST_MESSAGES} messages, got {len(messages)}.", "messages")
+    if len(messages) > MOST_MESSAGES:
+        raise UserError(f"messages may hold at most {MOST_MESSAGES} messages, got {len(messages)}.", "messages")
 
 
 def texts_of(conversation: list[Any]) -> list[str]:

@@ -156,6 +156,7 @@ def test_what_agents_send_beside_is_accepted() -> None:
         ({"max_tokens": "1"}, "max_tokens", "integer"),
         ({"max_tokens": False}, "max_tokens", "integer"),
         ({"messages": []}, "messages", "at least one"),
+        ({"messages": [turn("user", "a")] * 16_385}, "messages", "at most 16384"),
         ({"messages": [turn("user")]}, "messages", "content"),
         ({"messages": [turn("tool", "a")]}, "messages", r"messages\[0\] must have the role"),
         ({"messages": [{"role": "user"}]}, "messages", r"messages\[0\]\.content must be"),
@@ -227,7 +228,7 @@ def read(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, 
                 assert is_open and event["index"] == len(blocks) - 1 and not blocks[-1]["is_signed"]
                 name, value = next((key, own) for key, own in event["delta"].items() if key != "type")
                 assert value, "an empty delta says nothing"
-                name = {"partial_json": "arguments"}.get(name, name)
+                name = "arguments" if name == "partial_json" else name
                 blocks[-1][name] += value
                 blocks[-1]["is_signed"] = name == "signature"
             case "content_block_stop":

@@ -67,7 +67,7 @@ def test_a_body_becomes_a_call() -> None:
         (chat, {"messages": []}, "messages"),
         (chat, {"messages": [{"content": "a"}]}, "messages"),
         (chat, {"messages": [{**MESSAGES[0], "images": ["x"]}]}, "messages"),
-        (chat, {"tools": {}}, "tools"),
+        (chat, {"tools": {"a": 1}}, "tools"),
         (chat, {"think": 1}, "think"),
         (chat, {"format": "xml"}, "format"),
         (chat, {"options": []}, "options"),
