@@ -32,6 +32,7 @@ from jaxllm_server.http.error_bodies import (
     Refusal,
     answer_of,
     body_too_large,
+    is_anthropics,
     log_failure,
     nothing_at,
     status_of,
@@ -219,7 +220,7 @@ class Endpoints:
 
     async def models(self, request: Request) -> ASGIApp:
         """List the names that the model goes by, and its adapters."""
-        write = anthropic.model_list if _is_anthropics(request) else model_list
+        write = anthropic.model_list if _is_anthropics_client(request) else model_list
         return _json(write(self._cards()))
 
     async def model(self, request: Request) -> ASGIApp:
@@ -229,7 +230,7 @@ class Endpoints:
             raise nothing_at(request.scope["path"])
         self._serving.check_model(asked)
         card = self._card(asked)
-        return _json(anthropic.model_info(card) if _is_anthropics(request) else card)
+        return _json(anthropic.model_info(card) if _is_anthropics_client(request) else card)
 
     def _cards(self) -> list[dict[str, Any]]:
         """Describe all served names."""
@@ -401,6 +402,8 @@ class Front:
                 status = message["status"]
                 if self._options.enable_request_id_headers:
                     added.append((b"x-request-id", shown.encode("ascii")))
+                    if is_anthropics(scope["path"]):
+                        added.append((b"request-id", shown.encode("ascii")))  # as its clients look for it
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
@@ -448,7 +451,7 @@ def _own_request_id(request: Request) -> str:
     return request.scope["jaxllm"]["request_id"]
 
 
-def _is_anthropics(request: Request) -> bool:
+def _is_anthropics_client(request: Request) -> bool:
     """Whether a client of Anthropic's API asks, on a path that both have."""
     return "anthropic-version" in request.headers
 

@@ -89,6 +89,11 @@ def nothing_at(path: str) -> Refusal:
     return Refusal(404, f"There is nothing at {shown}.{hint}", "ROUTE_NOT_FOUND", "not_found")
 
 
+def is_anthropics(path: str) -> bool:
+    """Whether a path is of Anthropic's API, wherever a proxy or a client put it."""
+    return _MESSAGES[0] in path
+
+
 def status_of(error: BaseException) -> int:
     """Return the HTTP status of an error."""
     if isinstance(error, Refusal):
@@ -128,9 +133,9 @@ def log_failure(request_name: str, error: BaseException) -> None:
 
 
 def _in_form_of(path: str, status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
-    """Return OpenAI's form of an error in that of the API which a path is of, wherever a proxy or a client put it."""
+    """Return OpenAI's form of an error in that of the API which a path is of."""
     message, parameter = body["error"]["message"], body["error"]["param"]
-    if _MESSAGES[0] in path:
+    if is_anthropics(path):
         return anthropic.error_body(status, message, parameter, request_id)
     return {"error": message} if path.endswith(OLLAMA_PATHS) else body
 

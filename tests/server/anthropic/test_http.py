@@ -41,6 +41,7 @@ def test_a_message_whole_and_streamed(server: Any) -> None:
     assert message["content"] == [{"type": "text", "text": "".join(SCRIPT)}]
     assert message["id"] == f"msg_{server.serving.calls[0].request_id}" and message["model"] == "fake"
     answer = server.http.post("/v1/messages", json={**BODY, "stream": True, "thinking": {"type": "adaptive"}})
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = [block.split("\n", 1) for block in answer.text.split("\n\n")[:-1]]
     told = [json.loads(data.removeprefix("data: ")) for _, data in events]
