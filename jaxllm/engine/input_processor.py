@@ -330,7 +330,7 @@ def read_prompt(
         ids = tokenizer.encode(text_to_encode(text, params, tokenizer, max_model_len))
     if not len(ids):
         raise UserError("The decoder prompt cannot be empty", "prompt")
-    if (kept := _num_kept(params, max_model_len)) is not None:
+    if (kept := num_kept(params, max_model_len)) is not None:
         ids = ids[-kept:]
     if len(ids) >= max_model_len:
         raise too_long(max_model_len, len(ids), None)
@@ -343,14 +343,14 @@ def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_
     Cheap, unlike to tokenize what is not needed: 8 MiB to keep 8 tokens of took 5 s. A text that must be longer than
     the context is a ContextLengthError; `Tokenizer.end_of` says when a cut could be seen in the tokens.
     """
-    kept = _num_kept(params, max_model_len)
+    kept = num_kept(params, max_model_len)
     if kept is not None:
         return tokenizer.end_of(text, kept)
     tokenizer.check_length(text, max_model_len)
     return text
 
 
-def _num_kept(params: SamplingParams, max_model_len: int) -> int | None:
+def num_kept(params: SamplingParams, max_model_len: int) -> int | None:
     """Return how many of a prompt's tokens stay, the last ones; None for all. More than the context are refused."""
     asked = params.truncate_prompt_tokens
     if asked is not None and asked > max_model_len:

@@ -176,6 +176,19 @@ class Tokenizer:
 
     def encode_first(self, text: str, most: int) -> list[int]:
         """Give the ids of a text's first tokens: at most `most`, with what the model expects around a prompt."""
+        head, tail, room = self._around_most(most)
+        # Not by the library's own truncation, which makes an object of every `room` tokens behind.
+        ids = self.encode(self.beginning_of(text, room), add_special_tokens=False)
+        return [*head, *ids[:room], *tail]
+
+    def encode_last(self, text: str, most: int) -> list[int]:
+        """Give the ids of a text's last tokens: at most `most`, with what the model expects around a prompt."""
+        head, tail, room = self._around_most(most)
+        ids = self.encode(self.end_of(text, room), add_special_tokens=False)
+        return [*head, *ids[max(0, len(ids) - room) :], *tail]
+
+    def _around_most(self, most: int) -> tuple[list[int], list[int], int]:
+        """Return what the model expects before and after a prompt, and how many of `most` tokens that leaves."""
         head, tail = self._around[0], self._ended(self._around[1])
         room = most - len(head) - len(tail)
         if room < 0:
@@ -184,9 +197,7 @@ class Tokenizer:
                 "truncate_prompt_tokens",
                 most,
             )
-        # Not by the library's own truncation, which makes an object of every `room` tokens behind.
-        ids = self.encode(self.beginning_of(text, room), add_special_tokens=False)
-        return [*head, *ids[:room], *tail]
+        return head, tail, room
 
     def beginning_of(self, text: str, num_tokens: int) -> str:
         """Return a part of a long text that has its first `num_tokens` tokens, and more than those if it has more.
@@ -418,7 +429,7 @@ class NoTokenizer(Tokenizer):
         raise UserError("There is no tokenizer, since skip_tokenizer_init left it out: use token ids.", "prompt")
 
     vocab_size = property(_refuse)
-    encode_first = encode_pair = _refuse
+    encode_first = encode_last = encode_pair = _refuse
     token = token_id = encode = check_length = end_of = decode = apply_chat_template = encode_chat = _refuse
 
 

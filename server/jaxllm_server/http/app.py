@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -50,6 +50,7 @@ from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.messages import Body, Reply, model_card, model_list
 from jaxllm_server.openai.pooling import REPLIES, PoolReply
 from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
+from jaxllm_server.openai.unknown_fields import warnings_of
 from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.auth import Keys
 from jaxllm_server.shared.client_quota import Places
@@ -66,6 +67,7 @@ _NOT_FOUND = "no route"  # as what requests without a route are counted
 _DEAD = ("dead", "stopped")
 _LARGE_BODY = 256 << 10  # bytes; token ids of this size take 6 ms to parse (measured)
 _MANY_TOKENS = 4096
+_MOST_TOLD = 256  # names of ignored fields that the log has: a client can make up any number of them
 
 
 def make_app(
@@ -90,6 +92,7 @@ class Endpoints:
         self._places = Places("requests", options.max_rpcs)
         self._bodies = Bodies(options.most_receiving_bytes, options.max_body_bytes)
         self._since = int(time.time())
+        self._told: set[str] = set()  # fields of which the log has said that they are ignored
         self._fingerprint = f"jaxllm-{__version__}"
 
     def routes(self) -> list[Route]:
@@ -190,7 +193,9 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> ASGIApp:
         """Turn a text or a conversation into token ids."""
-        call, wants_pieces = tokenize_call_of(await self._body(request))
+        ignored: list[str] = []
+        call, wants_pieces = tokenize_call_of(await self._body(request), self._options.unknown_fields, ignored)
+        self._warn(request, ignored)
         client = request.scope[CLIENT]
         ids = await while_connected(request.receive, self._serving.tokenize(replace(call, client=client)))
         tokenizer = await self._serving.tokenizer_of(call.model, client) if wants_pieces else None
@@ -203,7 +208,9 @@ class Endpoints:
 
     async def detokenize(self, request: Request) -> ASGIApp:
         """Turn token ids into text."""
-        model, ids = detokenize_request_of(await self._body(request))
+        ignored: list[str] = []
+        model, ids = detokenize_request_of(await self._body(request), self._options.unknown_fields, ignored)
+        self._warn(request, ignored)
         return _json({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT], model)})
 
     async def load_adapter(self, request: Request) -> ASGIApp:
@@ -319,6 +326,7 @@ class Endpoints:
 
     def _parts_of_answer(self, request: Request, reply: Any) -> dict[str, Any]:
         own = request.scope["jaxllm"]
+        self._warn(request, getattr(reply, "ignored", ()))
         if is_request_id(reply.request_id, self._options):  # the body's, perhaps; one that is wrong is refused later
             own["name"] = own["name"].replace(own["request_id"], reply.request_id)
         if own["client_id"] is not None:
@@ -330,6 +338,17 @@ class Endpoints:
             "name": own["name"],
             "client": request.scope[CLIENT],
         }
+
+    def _warn(self, request: Request, ignored: Sequence[str]) -> None:
+        """Tell a client which fields its request is answered without, and whoever reads the log of each once."""
+        if self._options.unknown_fields != "warn":
+            return
+        request.scope["jaxllm"]["ignored"] = ignored
+        for name in ignored:
+            if name not in self._told and len(self._told) < _MOST_TOLD:
+                self._told.add(name)
+                route = request.scope["jaxllm"]["route"]
+                _log.warning("a client sent %s, which is not a field of %s: it is ignored", ascii(name), route)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """Read a request's JSON, up to the bound of its size."""
@@ -392,7 +411,7 @@ class Front:
         status: int | None = None
         request_id = shown = uuid4().hex
         own: dict[str, Any] = {"request_id": request_id, "client_id": None, "name": request_id}
-        own["route"] = _NOT_FOUND
+        own |= {"route": _NOT_FOUND, "ignored": ()}
         scope = {**scope, "app": self, "jaxllm": own}  # "app" makes Starlette raise its 405
         added: Headers = []
 
@@ -404,6 +423,8 @@ class Front:
                     added.append((b"x-request-id", shown.encode("ascii")))
                     if is_anthropics(scope["path"]):
                         added.append((b"request-id", shown.encode("ascii")))  # as its clients look for it
+                if own["ignored"]:
+                    added.append((b"warnings", warnings_of(own["ignored"])))
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 

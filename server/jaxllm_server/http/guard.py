@@ -74,7 +74,7 @@ class Guard:
         origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
         if origin is None or not self._is_allowed(origin):
             return [(b"vary", b"origin")]
-        exposed = b"x-request-id, retry-after, retry-after-ms"
+        exposed = b"x-request-id, retry-after, retry-after-ms, warnings"
         return [
             (b"access-control-allow-origin", origin),
             (b"access-control-expose-headers", exposed),

@@ -23,6 +23,7 @@ from jaxllm_server.openai.messages import (
     integer,
     mapping,
     names_of,
+    one_of,
     prompt_logprobs_of,
     sampling_of,
     shared_call_fields,
@@ -40,18 +41,19 @@ _UNBUILT = {
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "echo": (False,),
     "audio": (),
     "prediction": (),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "functions": (),  # OpenAI's former names of tools and tool_choice
-    "function_call": (),
+    "functions": ([],),  # OpenAI's former names of tools and tool_choice
+    "function_call": ("none", "auto"),
 }
 CONVERSATION = frozenset(
     (
         *("messages", "tools", "add_generation_prompt", "continue_final_message"),
         *("chat_template", "chat_template_kwargs", "reasoning_effort"),
+        # Whether to think, as DashScope and SGLang, Ollama, and Z.ai and DeepSeek have it
+        *("enable_thinking", "think", "thinking"),
     )
 )
 _FIELDS = (
@@ -59,7 +61,9 @@ _FIELDS = (
     | CONVERSATION
     | _UNBUILT.keys()
     | {"max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls", "include_reasoning"}
+    | {"echo", "prompt_token_ids"}
 )
+_OF_WRITING = ("add_generation_prompt", "continue_final_message", "add_special_tokens")  # how messages become a prompt
 _REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -74,7 +78,8 @@ class ChatReply:
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
-        fields = given(body, _FIELDS, _UNBUILT)
+        self.ignored: list[str] = []
+        fields = given(body, _FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
         sampling = sampling_of(fields)
         num_logprobs = _num_logprobs(fields)
         if num_logprobs is not None:
@@ -97,6 +102,9 @@ class ChatReply:
         self._role = options.response_role
         self._takes_one_call = flag(fields, "parallel_tool_calls", True) is False
         conversation = conversation_of(fields)
+        self._echo = _echo(conversation, self._role) if flag(fields, "echo", False) else ""
+        if conversation.get("written_ids") is not None:
+            self.names = {**names, "prompt": "prompt_token_ids"}
         choice = _tool_choice(fields.get("tool_choice"), conversation["tools"] is not None)
         self._is_named = isinstance(choice, NamedTool)
         if is_forced(choice) and fields.get("structured_outputs") is None and "response_format" in fields:
@@ -148,6 +156,9 @@ class ChatReply:
                 self._has_spoken.add(part.index)
                 tails.append({"choices": [_choice(part.index, {"role": self._role, "content": ""})]})
                 self._add_usage(tails[-1], chunk, place)
+                if self._echo:
+                    tails.append({"choices": [_choice(part.index, {"content": self._echo})]})
+                    self._add_usage(tails[-1], chunk, place)
             delta = self._delta(part)
             has_ids = self.form.return_token_ids and bool(part.token_ids)
             # Text may be held back while it could become a stop string or a tool call.
@@ -187,10 +198,10 @@ class ChatReply:
                     "function": {"name": delta.name, "arguments": ""},
                 }
             calls[delta.index]["function"]["arguments"] += delta.arguments
-        has_more = bool(calls or part.reasoning)
+        has_more, content = bool(calls or part.reasoning), self._echo + part.text
         message: dict[str, Any] = {
             "role": self._role,
-            "content": None if has_more and not part.text else part.text,
+            "content": None if has_more and not content else content,
             "refusal": None,
         }
         if part.reasoning:
@@ -225,27 +236,81 @@ class ChatReply:
 
 
 def conversation_of(fields: Body) -> dict[str, Any]:
-    """Return the fields of `Call` that make the prompt of a chat; tools and template variables are checked later."""
+    """Return the fields of `Call` that make the prompt of a chat; tools and template variables are checked later.
+
+    With `prompt_token_ids` the prompt is written already, as vLLM's routers send it (vllm-project/vllm#55771): the
+    messages may be left out then, and nothing is made of them but an echo.
+    """
     if "chat_template" in fields:
         raise UserError(
             "chat_template is not accepted in requests: start the server with --chat-template.", "chat_template"
         )
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
+    written = _written_ids(fields)
+    messages = fields.get("messages", None if written is None else [])
+    if not isinstance(messages, list) or (written is None and not messages):
         raise UserError("messages must be a list of at least one message.", "messages")
-    kwargs = dict(mapping(fields, "chat_template_kwargs") or {})
-    effort = text(fields, "reasoning_effort")
+    # What they do is the template's business.
+    kwargs = _thinking(fields) | dict(mapping(fields, "chat_template_kwargs") or {})
+    effort = one_of(fields, "reasoning_effort", _REASONING_EFFORTS)
     if effort is not None:
-        if effort not in _REASONING_EFFORTS:
-            raise UserError(f"reasoning_effort must be one of {', '.join(_REASONING_EFFORTS)}.", "reasoning_effort")
-        kwargs["reasoning_effort"] = effort  # what it does is the template's business
-    return {
+        kwargs["reasoning_effort"] = effort
+    return ({} if written is None else {"written_ids": written}) | {
         "messages": [_message_in(message, index) for index, message in enumerate(messages)],
         "tools": _tools(fields.get("tools")),
         "template_kwargs": kwargs,
         "add_generation_prompt": flag(fields, "add_generation_prompt", True),
         "continue_final_message": flag(fields, "continue_final_message", False),
     }
+
+
+def _written_ids(fields: Body) -> list[int] | None:
+    """Return the prompt that a client has written itself; which ids exist is the engine's to say."""
+    ids = fields.get("prompt_token_ids")
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or set(map(type, ids)) != {int}:
+        raise UserError("prompt_token_ids must be a list of token ids.", "prompt_token_ids")
+    for name in _OF_WRITING:
+        if name in fields:
+            raise UserError(f"{name} says how to write a prompt, and prompt_token_ids has it: leave one out.", name)
+    return ids
+
+
+def _thinking(fields: Body) -> dict[str, Any]:
+    """Return the variables by which templates know what other servers have as fields of a request.
+
+    Templates call it `enable_thinking` (Qwen, GLM) or `thinking` (DeepSeek, Granite, Kimi), and a level
+    `reasoning_effort`.
+    """
+    said: dict[str, Any] = {"enable_thinking": flag(fields, "enable_thinking", None)}
+    level = fields.get("think")
+    if isinstance(level, bool):
+        said["think"] = level
+    elif level is not None and level not in ("low", "medium", "high"):
+        raise UserError("think must be true, false, low, medium or high.", "think")
+    asked = mapping(fields, "thinking")
+    if asked is not None:
+        kind = asked.get("type")
+        if kind not in ("enabled", "disabled", "adaptive"):
+            raise UserError("thinking.type must be enabled, disabled or adaptive.", "thinking")
+        said["thinking"] = kind != "disabled"
+    wanted = {name: value for name, value in said.items() if value is not None}
+    if len(set(wanted.values())) > 1:
+        raise UserError(f"{' and '.join(wanted)} differ: give one of them.", next(iter(wanted)))
+    kwargs = dict.fromkeys(("enable_thinking", "thinking"), next(iter(wanted.values()))) if wanted else {}
+    return kwargs | ({"reasoning_effort": level} if isinstance(level, str) else {})
+
+
+def _echo(conversation: Body, role: str) -> str:
+    """Return the text of the last message, if the answer goes on with it or has its role, as in vLLM."""
+    last = conversation["messages"][-1] if conversation["messages"] else {}
+    if conversation["add_generation_prompt"] and last.get("role") != role:
+        return ""
+    content = last.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = "\n".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else ""
 
 
 def _message_in(message: Any, index: int) -> Mapping[str, Any]:
@@ -262,9 +327,9 @@ def _message_in(message: Any, index: int) -> Mapping[str, Any]:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    if tools is not None and not (isinstance(tools, list) and tools):
-        raise UserError("tools must be a list of at least one tool; leave it out where there are none.", "tools")
-    return tools
+    if tools is not None and not isinstance(tools, list):
+        raise UserError("tools must be a list.", "tools")
+    return tools or None  # an empty list is what some clients send without tools
 
 
 def _tool_choice(choice: Any, has_tools: bool) -> ToolChoice:
@@ -279,6 +344,8 @@ def _tool_choice(choice: Any, has_tools: bool) -> ToolChoice:
         choice = NamedTool(name)
     elif choice not in ("auto", "required"):
         raise UserError("tool_choice must be none, auto, required or a named tool.", "tool_choice")
+    if not has_tools and choice == "auto":
+        return None
     if not has_tools:
         shown = "A named tool" if isinstance(choice, NamedTool) else f"tool_choice={choice}"
         raise UserError(f"{shown} needs tools.", "tool_choice")

@@ -37,8 +37,8 @@ from jaxllm_server.shared.calls import Call, Chunk, Part, PromptInfo, Usage
 from jaxllm_server.shared.options import ServerOptions
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-_UNBUILT = {**UNBUILT, "suffix": ("",), "prompt_embeds": ()}
-_FIELDS = SHARED | _UNBUILT.keys() | {"prompt", "echo", "best_of"}
+_UNBUILT = {**UNBUILT, "prompt_embeds": ()}
+_FIELDS = SHARED | _UNBUILT.keys() | {"prompt", "suffix", "echo", "best_of"}
 
 
 class CompletionReply:
@@ -51,9 +51,12 @@ class CompletionReply:
     object = chunk_object = "text_completion"
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
-        fields = given(body, _FIELDS, _UNBUILT)
+        self.ignored: list[str] = []
+        fields = given(body, _FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
         prompts = prompts_of(fields, "prompt", options.max_prompts)
         sampling = sampling_of(fields)
+        if fields.get("logprobs") is False:  # clients of the chat API say so; True is 1 there, as in vLLM
+            del fields["logprobs"]
         if "logprobs" in fields:
             sampling["logprobs"] = fields["logprobs"]
         # "tokens" are the ids called that `echo` has turned into text.
@@ -72,8 +75,16 @@ class CompletionReply:
         if self._scores_prompt:
             del sampling["max_tokens"]
         self.prompt_texts: list[str] = []  # set by `prepare`, before the first chunk is sent
-        _check_together(fields, bool(self.echo_of))
-        self._num_outputs = _num_outputs(fields, len(prompts), options)
+        suffix = text(fields, "suffix") or None
+        _check_together(fields, bool(self.echo_of), suffix is not None)
+        self._num_outputs = _num_outputs(fields)
+        num_candidates = _num_candidates(fields)
+        self._chooses = num_candidates is not None
+        if num_candidates is not None:
+            sampling["n"] = num_candidates
+            sampling.setdefault("logprobs", 0)  # of the sampled tokens: by them candidates are compared
+            self.names = {**self.names, "n": "best_of"}
+        _check_fan_out(sampling.get("n", 1), "best_of" if self._chooses else "n", len(prompts), options)
         own_id = text(fields, "request_id")
         self.request_id = request_id if own_id is None else own_id
         shared = shared_call_fields(fields)
@@ -81,6 +92,7 @@ class CompletionReply:
         self.calls: Sequence[Call] = [
             Call(
                 prompt=prompt,
+                suffix=suffix,
                 sampling=sampling,
                 default_max_tokens=DEFAULT_MAX_TOKENS,
                 scores_prompt=self._scores_prompt,
@@ -116,6 +128,8 @@ class CompletionReply:
 
     def _choices(self, number: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
         """Give the choices of a chunk; meanwhile `_usages` has what was sent up to and including each."""
+        if self._chooses:
+            chunk = replace(chunk, outputs=_best(chunk.outputs, self._num_outputs))
         chunk = _without_output(chunk) if self._scores_prompt else chunk
         self._usages[number] = chunk.usage
         if chunk.prompt is not None:
@@ -165,26 +179,60 @@ def _numbered(request_id: str, number: int, most: int) -> str:
     return f"{request_id[: max(0, most - len(ending))]}{ending}"
 
 
-def _num_outputs(fields: Body, num_prompts: int, options: ServerOptions) -> int:
-    """Return n, refused where there would be too many sequences; what is no number is left to `SamplingParams`."""
+def _num_outputs(fields: Body) -> int:
+    """Return n; what is no number is left to `SamplingParams`."""
     n = fields.get("n", 1)
-    if not isinstance(n, int):
-        return 1
-    if num_prompts > 1 and n * num_prompts > options.most_sequences:
-        message = f"n times the number of prompts may be at most {options.most_sequences}, got {n} times {num_prompts}."
-        raise UserError(message, "n")
-    return n
+    return n if isinstance(n, int) else 1
 
 
-def _check_together(fields: Body, has_echo: bool) -> None:
-    """Refuse combinations that are not built."""
-    # All of the best_of outputs are returned where it equals n, so that it says nothing.
-    if "best_of" in fields and integer(fields, "best_of", 1) != fields.get("n", 1):
-        raise UnsupportedError(
-            "best_of is not supported by jaxllm: ask for n outputs and choose among them.", "best_of"
+def _num_candidates(fields: Body) -> int | None:
+    """Return how many outputs of each prompt the n best are chosen of; None where that says nothing.
+
+    All are returned where it equals n, and greedy ones are all the same.
+    """
+    if "best_of" not in fields:
+        return None
+    best_of, n = integer(fields, "best_of", 1), fields.get("n", 1)
+    if best_of == n or not isinstance(n, int) or fields.get("temperature") == 0:
+        return None
+    if best_of < n:
+        raise UserError(
+            f"best_of must be greater than or equal to n, got n={n} and best_of={best_of}.", "best_of", best_of
         )
+    for name, value in (("stream", fields.get("stream")), ("use_beam_search", fields.get("use_beam_search"))):
+        if value is True:
+            raise UserError(f"best_of chooses at the end, among samples: leave {name} off.", "best_of", best_of)
+    return best_of
+
+
+def _best(parts: Sequence[Part], most: int) -> list[Part]:
+    """Return the parts with the highest log-probability per token, which are whole outputs, the best first."""
+
+    def mean(part: Part) -> float:
+        entries = part.logprobs or ()
+        return sum(finite(next(iter(entry.values()))) for entry in entries) / max(len(entries), 1)
+
+    ranked = sorted(parts, key=mean, reverse=True)
+    return [replace(part, index=index) for index, part in enumerate(ranked[:most])]
+
+
+def _check_fan_out(count: Any, name: str, num_prompts: int, options: ServerOptions) -> None:
+    """Refuse too many sequences before a call is made for each prompt; what is no number is left to later checks."""
+    most = options.most_sequences
+    if num_prompts > 1 and isinstance(count, int) and count * num_prompts > most:
+        message = f"{name} times the number of prompts may be at most {most}, got {count} times {num_prompts}."
+        raise UserError(message, name)
+
+
+def _check_together(fields: Body, has_echo: bool, has_suffix: bool) -> None:
+    """Refuse combinations that are not built."""
     if has_echo and "truncate_prompt_tokens" in fields:
         raise UnsupportedError("echo with truncate_prompt_tokens is not supported by jaxllm yet.", "echo")
+    for name, value in (("echo", has_echo), ("use_beam_search", fields.get("use_beam_search") is True)):
+        if has_suffix and value:
+            raise UnsupportedError(f"suffix with {name} is not supported by jaxllm.", "suffix")
+    if has_suffix and "truncate_prompt_tokens" in fields:
+        raise UnsupportedError("suffix with truncate_prompt_tokens is not supported by jaxllm yet.", "suffix")
 
 
 def _without_output(chunk: Chunk) -> Chunk:

@@ -6,7 +6,6 @@ front ends' are, in `SamplingParams` and `Serving`. Names and defaults beyond Op
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import INT32_MAX
 from jaxllm_server.openai.constraints import FIELDS as CONSTRAINTS
 from jaxllm_server.openai.constraints import constraint_of
+from jaxllm_server.openai.unknown_fields import OF_OTHER_ROUTES, check
 from jaxllm_server.shared.calls import Call, Chunk, Part, Usage
 from jaxllm_server.shared.error_table import code_of, message_of, row_of
 from jaxllm_server.shared.options import ServerOptions
@@ -47,13 +47,13 @@ WITHOUT_EFFECT = frozenset(
 )
 # Fields that other servers have and jaxllm has not built; the values listed ask for nothing and are accepted.
 UNBUILT: Mapping[str, tuple[Any, ...]] = {
-    "truncation_side": ("left",),
-    "guided_decoding_backend": (),
+    "guided_decoding_backend": ("auto",),
     "structural_tag": (),
     "logits_processors": ([],),
-    "kv_transfer_params": (),
-    "session_id": (),
+    "kv_transfer_params": ({},),
+    "session_id": ("",),
 }
+TRUNCATION_SIDES = ("left", "right")  # where `truncate_prompt_tokens` cuts
 # Of a beam search, beside `use_beam_search`: with their defaults, which ask for nothing.
 _BEAMS: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 SHARED = (
@@ -62,10 +62,11 @@ SHARED = (
     | UNBUILT.keys()
     | CONSTRAINTS
     | {"model", "stream", "stream_options", "request_id", "priority", "cache_salt", "add_special_tokens"}
-    | {"return_token_ids", "return_tokens_as_token_ids", "logprobs", "vllm_xargs"}
+    | {"return_token_ids", "return_tokens_as_token_ids", "logprobs", "vllm_xargs", "truncation_side"}
     | {"time_limit"}  # jaxllm's own
     | {"use_beam_search", *_BEAMS}
 )
+_OURS = SHARED | OF_OTHER_ROUTES
 _FINISH_REASONS = {"context": "length", "time_limit": "length"}  # OpenAI's API has no others for them
 
 
@@ -96,6 +97,11 @@ class Reply(Protocol):
     chunk_object: str  # of an event of a stream
     names: Mapping[str, str]  # parameter that an error names -> field of the request, where they differ
 
+    @property
+    def ignored(self) -> Sequence[str]:
+        """The fields of the request that it is answered without."""
+        ...
+
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return what follows the head of the whole answer; one chunk for each call."""
         ...
@@ -112,19 +118,25 @@ class Reply(Protocol):
 # Requests.
 
 
-def given(body: Body, known: Collection[str], unbuilt: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+def given(
+    body: Body,
+    known: Collection[str],
+    unbuilt: Mapping[str, tuple[Any, ...]],
+    policy: str = "refuse",
+    ignored: list[str] | None = None,
+) -> dict[str, Any]:
     """Return the fields that are set: null is not.
 
+    `policy` is `--unknown-fields`; the names of fields that it lets pass are appended to `ignored`.
+
     Raises:
-        UserError: for an unknown field, with the nearest name.
+        UserError: for an unknown field that `policy` refuses, with the nearest name.
         UnsupportedError: for one of `unbuilt` with a value that asks for something.
     """
-    for name in body:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1) if len(name) <= _SHOWN_NAME else []
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"{name[:_SHOWN_NAME]!r} is not a field of this request.{hint}", name[:_SHOWN_NAME])
-    fields = {name: value for name, value in body.items() if value is not None}
+    passed = check(body, known, _OURS, policy)
+    if ignored is not None:
+        ignored += passed
+    fields = {name: value for name, value in body.items() if value is not None and name in known}
     for name in fields.keys() & unbuilt.keys():
         if not any(_is_same(fields[name], accepted) for accepted in unbuilt[name]):
             raise UnsupportedError(f"{name} is not supported by jaxllm yet.", name)
@@ -136,6 +148,8 @@ def sampling_of(fields: Body) -> dict[str, Any]:
     if fields.get("stream") is True and "prompt_logprobs" in fields:
         raise UserError("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
     sampling = {name: fields[name] for name in SAMPLING if name in fields}
+    if _is_same(sampling.get("thinking_token_budget"), -1):  # vLLM's "no bound"
+        del sampling["thinking_token_budget"]
     constraint = constraint_of(fields)
     if constraint is not None:
         sampling["structured_outputs"] = constraint[1]
@@ -170,6 +184,7 @@ def shared_call_fields(fields: Body) -> dict[str, Any]:
         "cache_salt": text(fields, "cache_salt"),
         "beams": beams_of(fields),
         "add_special_tokens": flag(fields, "add_special_tokens", None),
+        "truncation_side": one_of(fields, "truncation_side", TRUNCATION_SIDES) or "left",
         "stream": bool(flag(fields, "stream", False)),
         "time_limit": fields.get("time_limit"),  # the engine checks it
     }
@@ -179,7 +194,7 @@ def form_of(fields: Body, options: ServerOptions, num_logprobs: Any) -> Form:
     """Return how a request wants to be answered."""
     stream = bool(flag(fields, "stream", False))
     wanted = mapping(fields, "stream_options") or {}
-    if wanted and not stream:
+    if not stream and any(value not in (None, False) for value in wanted.values()):
         raise UserError("stream_options needs stream=true.", "stream_options")
     for name in wanted:
         # Obfuscation pads events against observers of an encrypted line; OpenAI's client may ask for none.
@@ -212,6 +227,14 @@ def text(fields: Body, name: str) -> str | None:
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
         raise UserError(f"{name} must be a string.", name)
+    return value
+
+
+def one_of(fields: Body, name: str, choices: Sequence[str]) -> str | None:
+    """Return a field that must be one of some words."""
+    value = text(fields, name)
+    if value is not None and value not in choices:
+        raise UserError(f"{name} must be one of {', '.join(choices)}, got {value[:_SHOWN_NAME]!r}.", name)
     return value
 
 

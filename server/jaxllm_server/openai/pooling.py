@@ -9,20 +9,29 @@ from __future__ import annotations
 import base64
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
 
 from jaxllm.errors import UserError
 from jaxllm.pooling_params import PoolingTask
-from jaxllm_server.openai.messages import WITHOUT_EFFECT, Body, flag, given, integer, prompts_of, text
+from jaxllm_server.openai.messages import (
+    TRUNCATION_SIDES,
+    WITHOUT_EFFECT,
+    Body,
+    flag,
+    given,
+    integer,
+    one_of,
+    prompts_of,
+    text,
+)
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "padding": ("do_not_pad",),
-    "truncation_side": ("right",),
     "mm_processor_kwargs": ({},),
 }
 _SHARED = WITHOUT_EFFECT | {"model", "request_id", "priority", "cache_salt", "truncate_prompt_tokens"}
@@ -30,6 +39,7 @@ _UNBUILT_OF_INPUT = {**_UNBUILT, "messages": ()}
 _UNBUILT_OF_NUMBERS = {**_UNBUILT_OF_INPUT, "embed_dtype": ("float32",), "endianness": ("little", "native")}
 _UNBUILT_OF_PAIRS = {
     **_UNBUILT,
+    "truncation_side": ("right",),  # of a pair the second text is cut, at its end
     "max_tokens_per_query": (0,),
     "max_tokens_per_doc": (0,),
     "max_chunks_per_doc": (),
@@ -39,7 +49,8 @@ _UNBUILT_OF_PAIRS = {
     "relevant_spans": (),
     "return_embeddings": (False,),
 }
-_OF_NUMBERS = _SHARED | _UNBUILT_OF_NUMBERS.keys() | {"input", "add_special_tokens", "encoding_format", "dimensions"}
+_OF_INPUT = {"input", "add_special_tokens", "truncation_side"}
+_OF_NUMBERS = _SHARED | _UNBUILT_OF_NUMBERS.keys() | _OF_INPUT | {"encoding_format", "dimensions"}
 _SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 _DOCUMENTS_PER_UNIT = 100  # of what Cohere bills
 
@@ -53,6 +64,8 @@ class PoolReply(ABC):
     id_prefix: str
     list_name = "data"  # of the answer's list, which has an item for each result
     names: Mapping[str, str]  # parameter that an error names -> field of the request, where they differ
+    _fields: Collection[str]
+    _unbuilt: Mapping[str, tuple[Any, ...]]
 
     def __init__(self, fields: Body, request_id: str, **own: Any) -> None:
         own_id = text(fields, "request_id")
@@ -64,10 +77,15 @@ class PoolReply(ABC):
                 priority=integer(fields, "priority", 0),
                 cache_salt=text(fields, "cache_salt"),
                 truncate_prompt_tokens=fields.get("truncate_prompt_tokens"),  # `PoolingParams` checks such
+                truncation_side=one_of(fields, "truncation_side", TRUNCATION_SIDES) or "right",
                 use_activation=fields.get("use_activation"),
                 **own,
             )
         ]
+
+    def _given(self, body: Body, options: ServerOptions) -> dict[str, Any]:
+        self.ignored: list[str] = []  # fields of the request that it is answered without
+        return given(body, self._fields, self._unbuilt, options.unknown_fields, self.ignored)
 
     def items(self, results: Sequence[PoolResult], labels: Sequence[str]) -> Iterator[str]:
         """Give the JSON of each item of the list; results are in the order of the inputs."""
@@ -88,10 +106,11 @@ class EmbeddingReply(PoolReply):
     id_prefix = "embd-"
     names: Mapping[str, str] = {"inputs": "input", "prompt": "input"}
     _fields = _OF_NUMBERS | {"normalize"}
+    _unbuilt = _UNBUILT_OF_NUMBERS
     _object, _key = "embedding", "embedding"
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
-        fields = given(body, self._fields, _UNBUILT_OF_NUMBERS)
+        fields = self._given(body, options)
         form = text(fields, "encoding_format") or "float"
         if form not in _FORMS:
             raise UserError(f"encoding_format must be {' or '.join(_FORMS)}, got {form[:64]!r}.", "encoding_format")
@@ -132,10 +151,11 @@ class ClassifyReply(PoolReply):
 
     id_prefix = "classify-"
     names = EmbeddingReply.names
+    _fields = _SHARED | _UNBUILT_OF_INPUT.keys() | _OF_INPUT | {"use_activation"}
+    _unbuilt = _UNBUILT_OF_INPUT
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
-        known = _SHARED | _UNBUILT_OF_INPUT.keys() | {"input", "add_special_tokens", "use_activation"}
-        fields = given(body, known, _UNBUILT_OF_INPUT)
+        fields = self._given(body, options)
         super().__init__(
             fields,
             request_id,
@@ -153,10 +173,12 @@ class ScoreReply(PoolReply):
     """Of `/score`: one text with each of others, or each with the one in its place."""
 
     id_prefix = "score-"
+    _fields = _SHARED | _UNBUILT_OF_PAIRS.keys() | {name for pair in _SIDES for name in pair} | {"use_activation"}
+    _unbuilt = _UNBUILT_OF_PAIRS
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         sides = {name for pair in _SIDES for name in pair}
-        fields = given(body, _SHARED | _UNBUILT_OF_PAIRS.keys() | sides | {"use_activation"}, _UNBUILT_OF_PAIRS)
+        fields = self._given(body, options)
         found = [pair for pair in _SIDES if sides & fields.keys() == set(pair)]
         if not found:
             raise UserError("Give text_1 and text_2, or queries and documents.", "text_1")
@@ -179,10 +201,17 @@ class RerankReply(PoolReply):
     id_prefix = "rerank-"
     list_name = "results"
     names: Mapping[str, str] = {"inputs": "query", "prompt": "query", "pairs": "documents"}
+    _fields = (
+        _SHARED
+        | _UNBUILT_OF_PAIRS.keys()
+        | {
+            *("query", "documents", "top_n", "return_documents", "use_activation"),
+        }
+    )
+    _unbuilt = _UNBUILT_OF_PAIRS
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
-        known = {"query", "documents", "top_n", "return_documents", "use_activation"}
-        fields = given(body, _SHARED | _UNBUILT_OF_PAIRS.keys() | known, _UNBUILT_OF_PAIRS)
+        fields = self._given(body, options)
         queries = _texts(fields, "query", 1)
         self._documents = _texts(fields, "documents", options.max_pooling_inputs)
         self._returns_documents = flag(fields, "return_documents", True)

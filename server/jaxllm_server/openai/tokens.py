@@ -17,10 +17,13 @@ _TEXT_FIELDS = frozenset({"model", "prompt", "add_special_tokens", "return_token
 _CHAT_FIELDS = CONVERSATION | {"model", "add_special_tokens", "return_token_strs"}
 
 
-def tokenize_call_of(body: Body) -> tuple[Call, bool]:
-    """Return the call whose prompt is to be tokenized, and whether the tokens' spellings are wanted too."""
+def tokenize_call_of(body: Body, policy: str = "refuse", ignored: list[str] | None = None) -> tuple[Call, bool]:
+    """Return the call whose prompt is to be tokenized, and whether the tokens' spellings are wanted too.
+
+    `policy` and `ignored` are those of `given`.
+    """
     is_chat = "messages" in body
-    fields = given(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS, {})
+    fields = given(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS, {}, policy, ignored)
     if is_chat:
         prompt: dict[str, Any] = conversation_of(fields)
     else:
@@ -38,9 +41,14 @@ def tokens_response(ids: Sequence[int], max_model_len: int, pieces: Sequence[str
     return answer if pieces is None else answer | {"token_strs": pieces}
 
 
-def detokenize_request_of(body: Body) -> tuple[str, list[int]]:
-    """Return the model's name and the token ids whose text is wanted; which ids exist is the model's to say."""
-    fields = given(body, frozenset({"model", "tokens"}), {})
+def detokenize_request_of(
+    body: Body, policy: str = "refuse", ignored: list[str] | None = None
+) -> tuple[str, list[int]]:
+    """Return the model's name and the token ids whose text is wanted; which ids exist is the model's to say.
+
+    `policy` and `ignored` are those of `given`.
+    """
+    fields = given(body, frozenset({"model", "tokens"}), {}, policy, ignored)
     tokens = fields.get("tokens")
     if not isinstance(tokens, list) or set(map(type, tokens)) - {int}:
         raise UserError("tokens must be a list of token ids.", "tokens")

@@ -38,13 +38,16 @@ class Call:
     client: str = ""  # its name by `client_quota.client_of`
     model: str = ""  # "" is the served one
     prompt: str | Sequence[int] | None = None  # this or messages
+    suffix: str | None = None  # text behind the prompt, where the answer belongs between the two
     messages: Sequence[Mapping[str, Any]] | None = None
+    written_ids: Sequence[int] | None = None  # the messages as their client has written and tokenized them
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: ToolChoice = None
     takes_one_call: bool = False  # of tools; what else the model would call is not forced on it
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    truncation_side: str = "left"  # where `truncate_prompt_tokens` cuts; "right" keeps the first ones
     add_special_tokens: bool | None = None  # None: as the model expects it around a text, nothing around a chat
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that the client gave
     beams: Mapping[str, Any] | None = None  # of a beam search: fields of BeamSearchParams that the client gave

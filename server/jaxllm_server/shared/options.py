@@ -16,6 +16,7 @@ from jaxllm.errors import UserError
 from jaxllm.setting import setting
 
 _BODIES_AT_ONCE = 16  # of the largest kind, 128 MiB
+UNKNOWN_FIELDS = ("refuse", "warn", "ignore")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -52,6 +53,12 @@ class ServerOptions:
     )
     reasoning_parser: str | None = setting(
         None, "how the model writes its reasoning: qwen3 or deepseek_r1; without it, it is content"
+    )
+    unknown_fields: str = setting(
+        "warn",
+        "of HTTP bodies, what fields do that jaxllm does not have: refuse; warn: those that other servers define and "
+        "that change nothing essential are ignored, with a header and a log line; ignore: all are",
+        "POLICY",
     )
     return_tokens_as_token_ids: bool = setting(False, "write token_id:N for a token's text in log-probabilities")
     enable_prompt_tokens_details: bool = setting(False, "report how many prompt tokens were cached")
@@ -161,6 +168,9 @@ class ServerOptions:
             raise UserError("TLS needs both ssl_keyfile and ssl_certfile.", "ssl_keyfile")
         if self.ssl_client_auth and (self.ssl_ca_certs is None or self.ssl_certfile is None):
             raise UserError("ssl_client_auth needs ssl_ca_certs, ssl_keyfile and ssl_certfile.", "ssl_client_auth")
+        if self.unknown_fields not in UNKNOWN_FIELDS:
+            message = f"unknown_fields must be one of {', '.join(UNKNOWN_FIELDS)}, got {self.unknown_fields!r}."
+            raise UserError(message, "unknown_fields")
         self._check_fleet()
         for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "chat_template", "data_parallel_ca_certs"):
             path = getattr(self, name)

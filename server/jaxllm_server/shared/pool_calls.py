@@ -26,6 +26,7 @@ class PoolCall:
     normalize: bool | None = None
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str = "right"  # where that cuts; "left" keeps the last ones, of texts that are not compared
     add_special_tokens: bool = True
     request_id: str | None = None  # unique among living requests, of each client if keys distinguish them
     client_id: str | None = None  # X-Request-Id, which may come twice; it goes into logs and recordings

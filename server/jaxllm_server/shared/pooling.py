@@ -34,6 +34,7 @@ from jaxllm.pooling_params import PoolingParams, PoolingTask
 from jaxllm.text.tokenizer import TOKENS_AT_A_CUT
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
+from jaxllm_server.shared.truncation import cut_ids
 
 if TYPE_CHECKING:
     from jaxllm_server.shared.serving import Serving
@@ -275,16 +276,17 @@ def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int
     """Make and check all prompts; slow."""
     cuts, prompts = call.truncate_prompt_tokens is not None, list[_Prompt]()
     # A query may stand there as often as it has documents.
-    beginning = functools.cache(lambda text: model.tokenizer.beginning_of(text, most))
+    cut = model.tokenizer.end_of if cuts and call.truncation_side == "left" else model.tokenizer.beginning_of
+    needed = functools.cache(lambda text: cut(text, most))
     count = functools.cache(lambda text: len(model.tokenizer.encode(text, add_special_tokens=False)))
     num_around = len(model.tokenizer.encode_pair("", "")[0]) if items[0].second is not None else 0
     for item in items:
         try:
-            first = beginning(item.first) if isinstance(item.first, str) else item.first
+            first = needed(item.first) if isinstance(item.first, str) else item.first
             if item.second is None:
                 prompt = _single(first, call, model, most if cuts else None)
             else:
-                texts = str(first), beginning(item.second)
+                texts = str(first), needed(item.second)
                 num_first, num_second = num_around + count(texts[0]), count(texts[1])
                 if cuts and num_first >= most:
                     raise UserError(f"The first text is never cut, and leaves no room for the second in {most} tokens.")
@@ -302,15 +304,16 @@ def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int
 
 def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, kept: int | None) -> _Prompt:
     """Make the prompt of a text or of token ids; `kept` are the tokens to which it is cut."""
+    tokenizer, is_left = model.tokenizer, call.truncation_side == "left"
     if not isinstance(given, str):
-        ids = given if kept is None else given[:kept]
+        ids = cut_ids(given, kept, call.truncation_side)
         outside = next((token for token in ids if not 0 <= token < model.vocab_size), None)
         if outside is not None:
             raise UserError(f"Token id {outside} is out of vocabulary (0 to {model.vocab_size - 1}).")
     elif kept is not None and call.add_special_tokens:
-        ids = model.tokenizer.encode_first(given, kept)
+        ids = (tokenizer.encode_last if is_left else tokenizer.encode_first)(given, kept)
     else:
-        ids = model.tokenizer.encode(given, call.add_special_tokens)[:kept]
+        ids = cut_ids(tokenizer.encode(given, call.add_special_tokens), kept, call.truncation_side)
     if not ids:
         raise UserError("A prompt cannot be empty: there is no token in it.")
     return _Prompt(len(ids), np.array(ids, np.int32))  # pyright: ignore[reportArgumentType] - a tenth of a list's size

@@ -21,11 +21,13 @@ from typing import Any, TypeAlias, TypeVar
 from jaxllm.embedded import SHIPPED
 from jaxllm.engine.adapters import Adapter
 from jaxllm.engine.async_llm import LONG_TEXT, AsyncLLM
-from jaxllm.engine.input_processor import text_to_encode
+from jaxllm.engine.input_processor import num_kept, text_to_encode
 from jaxllm.engine.model_info import ModelInfo
+from jaxllm.engine.prompts import checked_ids
 from jaxllm.errors import FeatureDisabledError, NotFoundError, RequestFailedError, UserError, late, too_long
 from jaxllm.outputs import RequestMetrics, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.text import fill_in_middle
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span, request_attributes
 from jaxllm_server.parsers import reasoning as thinking
@@ -46,6 +48,7 @@ from jaxllm_server.shared.client_quota import FairShares, Shares
 from jaxllm_server.shared.forced_calls import blaming_tools, with_forced_calls
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
+from jaxllm_server.shared.truncation import cut_ids
 
 Item = TypeVar("Item")
 _CallReader: TypeAlias = ToolParser | NamedCall
@@ -54,6 +57,7 @@ _NO_TEMPLATE = (
     "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start "
     "the server with --chat-template."
 )
+_ENDING = 64  # tokens of a prompt that came as ids, by whose text it is seen whether the prompt opens the reasoning
 LEFT_OUT = 4  # times the context that a conversation may be, because templates may leave parts of it out
 
 
@@ -156,7 +160,13 @@ class Serving:
                 model = self.engine.model if adapter is None else adapter.language.model
                 prompt = await self.prompt_of(call, params, model)
             self._check_length(call, params, prompt)
-            reader = self._reader(call, params, prompt.get("prompt") or "", model.tokenizer)
+            if call.suffix is not None and not params.ignore_eos:
+                stop_ids = (*params.stop_token_ids, *fill_in_middle.stop_ids(model.tokenizer))
+                params = replace(params, stop_token_ids=stop_ids)
+            said = prompt.get("prompt")
+            if said is None and call.messages is not None:
+                said = model.tokenizer.decode(prompt["prompt_token_ids"][-_ENDING:], skip_special_tokens=False)
+            reader = self._reader(call, params, said or "", model.tokenizer)
             if reader.shows_markers:
                 params = replace(params, skip_special_tokens=False)
                 beams = beams and replace(beams, skip_special_tokens=False)
@@ -219,11 +229,17 @@ class Serving:
         What cannot fit into the context is refused before it is tokenized, or cut where `params` say so. `model` is
         the model as the call's adapter has it.
         """
-        tokenizer = (self.engine.model if model is None else model).tokenizer
-        salt = self.salt_of(call)
+        model = self.engine.model if model is None else model
+        tokenizer, salt = model.tokenizer, self.salt_of(call)
         if (call.prompt is None) == (call.messages is None):
             raise UserError("A request has either a prompt or messages.", "prompt")
         longest = self.engine.model.max_model_len
+        kept = None if params is None else num_kept(params, longest)
+        if call.messages is not None and call.written_ids is not None:
+            if call.tools is not None:
+                check_tools(call.tools, self.options.max_tools)
+            ids = cut_ids(checked_ids(call.written_ids, model.vocab_size), kept, call.truncation_side)
+            return {"prompt_token_ids": ids, **salt}
         if call.messages is not None:
             if self._template is None and not tokenizer.has_chat_template:
                 raise UserError(_NO_TEMPLATE, "messages")
@@ -234,16 +250,29 @@ class Serving:
             most = LEFT_OUT * longest + 4096
             check_messages(call.messages, longest, most)
             text, ids = await self.off_loop(call.client, self._encode_chat, call, most, tokenizer)
+            if call.truncation_side == "right" and kept is not None and len(ids) > kept:
+                return {"prompt_token_ids": ids[:kept], **salt}  # the text is another one now
             return {"prompt": text, "prompt_token_ids": ids, **salt}
-        if not isinstance(call.prompt, str):
-            return {"prompt_token_ids": call.prompt, **salt}
-        add = call.add_special_tokens is not False
-        text = text_to_encode(call.prompt, params or SamplingParams(), tokenizer, longest)
-        if len(text) <= LONG_TEXT:
-            ids = tokenizer.encode(text, add)
-        else:
-            ids = await self.off_loop(call.client, tokenizer.encode, text, add)
+        if not isinstance(call.prompt, str) and call.suffix is None:
+            return {"prompt_token_ids": cut_ids(call.prompt or (), kept, call.truncation_side), **salt}
+        text, ids = await self._encode_text(call, params or SamplingParams(), tokenizer)
         return {"prompt": text, "prompt_token_ids": ids, **salt}
+
+    async def _encode_text(self, call: Call, params: SamplingParams, tokenizer: Tokenizer) -> tuple[str, Sequence[int]]:
+        """Return what of a prompt's text is needed, and its token ids."""
+        add, longest = call.add_special_tokens is not False, self.engine.model.max_model_len
+        kept, before = num_kept(params, longest), call.prompt if isinstance(call.prompt, str) else ""
+        if call.suffix is not None:
+            text = before + call.suffix
+            tokenizer.check_length(text, longest)
+            encode = partial(fill_in_middle.encode, tokenizer, call.prompt or "", call.suffix, add)
+        elif kept is not None and call.truncation_side == "right":
+            text = before
+            encode = partial(_encode_beginning, tokenizer, text, kept, add)
+        else:
+            text = text_to_encode(before, params, tokenizer, longest)
+            encode = partial(tokenizer.encode, text, add)
+        return text, await self.off_loop(call.client, encode) if len(text) > LONG_TEXT else encode()
 
     def _encode_chat(self, call: Call, most: int, tokenizer: Tokenizer) -> tuple[str, list[int]]:
         """Write out a conversation of `most` tokens, and return its token ids as well; slow.
@@ -518,6 +547,10 @@ class _Splitter:
             self._is_counting = False
             return len(before)
         return len(ids) if self._reasoning.is_reasoning else 0
+
+
+def _encode_beginning(tokenizer: Tokenizer, text: str, most: int, add_special_tokens: bool) -> list[int]:
+    return tokenizer.encode(tokenizer.beginning_of(text, most), add_special_tokens)[:most]
 
 
 def _has_tools(call: Call) -> bool:

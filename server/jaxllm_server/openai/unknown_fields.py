@@ -1,0 +1,138 @@
+"""Fields of a body that its route does not have: which are refused, and which are answered without.
+
+A field that is dropped must change nothing that matters: a misspelt one of ours, one of another route and one that says
+what an answer must be are refused by name. Pure; `--unknown-fields` is the policy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from jaxllm.errors import UserError
+
+_SHOWN = 64  # characters of a name that an error, a log line or a header repeats
+_MOST_STRANGE = 32  # fields of a body that nobody is known to define: the nearest name of one takes up to 0.5 ms
+_MOST_HEADER = 1024  # characters of a header's value; clients bound theirs at some KiB
+
+# What other servers define and what an answer is as good without. Sources: llama.cpp tools/server/README.md, Ollama
+# docs/api.md, SGLang's ChatCompletionRequest and sampling_params.md, TGI's openapi.json, text-generation-webui's
+# typing.py, and the parameter lists of OpenRouter, LiteLLM, Mistral, Groq, Fireworks, DashScope, Cohere, Jina, Voyage.
+FOREIGN = frozenset(
+    (
+        # Filters and penalties of sampling
+        *("typical_p", "typical", "tfs_z", "tfs", "top_a", "top_n_sigma", "nsigma", "epsilon_cutoff", "eta_cutoff"),
+        *("mirostat", "mirostat_mode", "mirostat_tau", "mirostat_eta", "xtc_probability", "xtc_threshold"),
+        *("dynamic_temperature", "dynatemp_range", "dynatemp_exponent", "dynatemp_low", "dynatemp_high"),
+        *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        *("smoothing_factor", "smoothing_curve", "temperature_last", "sampler_priority", "samplers", "min_keep"),
+        *("repeat_penalty", "repeat_last_n", "repetition_penalty_range", "encoder_repetition_penalty", "penalize_nl"),
+        *("no_repeat_ngram_size", "guidance_scale", "negative_prompt", "penalty_alpha", "do_sample", "random_seed"),
+        *("watermark", "custom_logit_processor", "custom_params"),
+        # Whether and how to think
+        *("enable_thinking", "think", "thinking", "thinking_budget", "reasoning", "reasoning_format"),
+        *("separate_reasoning", "stream_reasoning", "reasoning_history", "prompt_mode", "parse_tool_calls"),
+        # How the server is to go about it
+        *("keep_alive", "options", "raw", "num_ctx", "n_keep", "n_discard", "cache_prompt", "n_cache_reuse", "id_slot"),
+        *("slot_id", "t_max_predict_ms", "t_max_prompt_ms", "preset", "ttl", "draft_model", "speculation", "rid"),
+        *("session_params", "extra_key", "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+        *("nvext", "no_stop_trim", "truncate", "prompt_truncate_len", "context_length_exceeded_behavior"),
+        # What the answer is to report beside its text
+        *("n_probs", "post_sampling_probs", "timings_per_token", "return_progress", "return_tokens", "response_fields"),
+        *("details", "decoder_input_details", "top_n_tokens", "return_hidden_states", "return_routed_experts"),
+        *("return_full_text", "return_meta_info", "perf_metrics_in_response", "raw_output", "incremental_output"),
+        *("result_format", "usage", "debug"),
+        # Of gateways between a client and its models
+        *("provider", "providerOptions", "route", "routing", "models", "fallbacks", "transforms", "trace", "tags"),
+        *("num_retries", "timeout", "caching", "cache", "cache_control", "drop_params", "additional_drop_params"),
+        *("allowed_openai_params", "litellm_metadata", "litellm_call_id", "custom_llm_provider", "guardrails"),
+        *("safe_prompt", "safety_settings", "safety_model", "extra_headers", "extra_body"),
+        # Of embeddings and ranks
+        *("input_type", "prompt_name", "late_chunking", "truncation", "truncation_direction", "embedding_type"),
+    )
+)
+# What an answer would be wrong without, and the field of ours that says it, if there is one.
+MEANINGFUL: Mapping[str, str] = {
+    # What the output must look like
+    **dict.fromkeys(("grammar", "grammar_string", "ebnf", "regex"), "structured_outputs"),
+    **dict.fromkeys(("json_schema", "format", "schema", "response_schema"), "response_format"),
+    # Where it ends
+    **dict.fromkeys(("max_new_tokens", "max_length", "max_output_tokens", "n_predict", "num_predict"), "max_tokens"),
+    **dict.fromkeys(("stop_sequences", "stop_words", "stop_regex"), "stop"),
+    # What it is about
+    **dict.fromkeys(("system", "system_prompt", "template", "instruction_template"), "messages"),
+    **dict.fromkeys(("images", "image_data", "audio_data", "video_data", "context", "data_sources"), ""),
+    **dict.fromkeys(("input_embeds", "plugins", "enable_search", "search_parameters"), ""),
+    **dict.fromkeys(("input_prefix", "inputs"), "prompt"),
+    **dict.fromkeys(("input_suffix", "input_extra"), "suffix"),
+    "input_ids": "prompt_token_ids",
+    # Which model, and which numbers of it
+    **dict.fromkeys(("lora", "lora_path", "adapter_id"), "model"),
+    "output_dimension": "dimensions",
+    "embedding_types": "encoding_format",
+}
+# Names that some of our routes have: what a client says by them to another one is not dropped.
+OF_OTHER_ROUTES = frozenset(
+    (
+        *("prompt", "messages", "input", "tokens", "suffix", "echo", "best_of", "prompt_embeds", "prompt_token_ids"),
+        *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
+        *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "web_search_options"),
+        *("max_completion_tokens", "top_logprobs", "include_reasoning", "reasoning_effort", "verbosity"),
+        *("modalities", "audio", "prediction", "mm_processor_kwargs", "documents", "return_token_strs"),
+        *("task", "dimensions", "normalize", "use_activation", "encoding_format", "embed_dtype", "endianness"),
+        *("padding", "text_1", "text_2", "data_1", "data_2", "queries", "items", "query", "top_n"),
+        *("return_documents", "rank_fields", "instruction", "relevant_spans", "return_embeddings"),
+        *("max_tokens_per_query", "max_tokens_per_doc", "max_chunks_per_doc"),
+    )
+)
+
+
+def check(body: Mapping[str, Any], known: Collection[str], ours: Collection[str], policy: str) -> list[str]:
+    """Return the fields that are not `known`, those that ask for something; the body is answered without them.
+
+    `ours` are the names of all routes.
+
+    Raises:
+        UserError: naming the first field that `policy` does not let pass, with the nearest name.
+    """
+    passed: list[str] = []
+    num_strange = 0
+    for name in body:
+        if name in known or policy == "ignore":
+            continue
+        asks = body[name] is not None and body[name] not in ("", False, [], {})
+        is_meant = name in MEANINGFUL or name in ours
+        if policy == "refuse" or (is_meant and asks):
+            raise _refusal(name, _nearest(name, known))
+        if name not in FOREIGN and not is_meant:
+            nearest = _nearest(name, known)
+            if nearest:
+                raise _refusal(name, nearest)
+            num_strange += 1
+            if num_strange > _MOST_STRANGE:
+                message = f"A body may have at most {_MOST_STRANGE} fields that this request does not have."
+                raise UserError(message, name[:_SHOWN])
+        if asks and not is_meant:
+            passed.append(name[:_SHOWN])
+    return passed
+
+
+def warnings_of(names: Iterable[str]) -> bytes:
+    """Return the value of the `warnings` header: one line of ASCII that says what was ignored, of bounded length."""
+    told = "ignored fields: " + ", ".join(map(json.dumps, names))
+    return (told if len(told) <= _MOST_HEADER else f"{told[: _MOST_HEADER - 4]} ...").encode("ascii")
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    """Return the field that a client may have meant, "" if none is near."""
+    if name in MEANINGFUL:
+        return MEANINGFUL[name] if MEANINGFUL[name] in known else ""
+    near = difflib.get_close_matches(name, known, n=1) if len(name) <= _SHOWN else []
+    return near[0] if near else ""
+
+
+def _refusal(name: str, nearest: str) -> UserError:
+    hint = f" Did you mean {nearest!r}?" if nearest else ""
+    return UserError(f"{name[:_SHOWN]!r} is not a field of this request.{hint}", name[:_SHOWN])
