@@ -136,10 +136,8 @@ def test_a_beam_search_is_asked_for_and_its_fields_mean_nothing_without():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("suffix", "x"), ("best_of", 2)),
-        *(("guided_decoding_backend", "x"), ("prompt_embeds", "x"), ("kv_transfer_params", {})),
+        *(("guided_decoding_backend", "x"), ("prompt_embeds", "x"), ("kv_transfer_params", {"a": 1})),
         *(("structural_tag", "x"), ("response_format", {"type": "structural_tag", "format": {}})),
-        ("truncation_side", "right"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(field, value):
@@ -160,23 +158,18 @@ def test_what_is_not_built_is_refused_by_name(field, value):
         {"bad_words": []},
         {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"},
         {"guided_json": None, "logprobs": None},
+        {"logprobs": False, "kv_transfer_params": {}, "guided_decoding_backend": "auto"},
+        {"stream": False, "stream_options": {"include_usage": False}},
+        {"thinking_token_budget": -1, "truncation_side": "right"},
+        {"best_of": 3, "temperature": 0, "stream": True},
     ],
 )
 def test_what_asks_for_nothing_is_accepted(body):
     sampling = completion(**body).calls[0].sampling
-    assert sampling.keys() <= {"n", "bad_words"}
-    assert SamplingParams(**sampling) == SamplingParams(n=sampling.get("n", 1))
-
-
-def test_unknown_fields_are_refused_with_the_nearest_name():
-    with pytest.raises(UserError, match="Did you mean 'temperature'") as caught:
-        completion(temprature=1)
-    assert caught.value.parameter == "temprature"
-    with pytest.raises(UserError) as caught:
-        completion(**{"x" * 100_000: 1})
-    assert len(str(caught.value)) < 200
-    with pytest.raises(UserError, match="'messages'"):  # of the other endpoint
-        completion(messages=MESSAGES)
+    assert sampling.keys() <= {"n", "bad_words", "temperature"}
+    assert SamplingParams(**sampling) == SamplingParams(
+        n=sampling.get("n", 1), temperature=sampling.get("temperature", 1.0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +178,8 @@ def test_unknown_fields_are_refused_with_the_nearest_name():
         *(("stream", 1), ("stream", "true"), ("echo", 0), ("model", 3), ("priority", 1.0), ("priority", True)),
         *(("cache_salt", 1), ("request_id", 5), ("add_special_tokens", "no"), ("return_token_ids", 1)),
         *(("stream_options", []), ("response_format", "text"), ("response_format", {})),
-        *(("best_of", 1.0), ("best_of", True), ("best_of", "1")),
+        *(("best_of", 1.0), ("best_of", True), ("best_of", "1"), ("suffix", 1)),
+        *(("truncation_side", "middle"), ("truncation_side", 1)),
     ],
 )
 def test_wrong_shapes_name_their_field(field, value):
@@ -207,6 +201,51 @@ def test_stream_options_need_a_stream_and_known_names():
 def test_echo_with_what_is_not_built():
     with pytest.raises(UnsupportedError):
         completion(echo=True, truncate_prompt_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        *(
+            ({"best_of": 1, "n": 2}, UserError),
+            ({"best_of": 0}, UserError),
+            ({"best_of": 2, "stream": True}, UserError),
+        ),
+        ({"best_of": 2, "use_beam_search": True}, UserError),
+        ({"best_of": 65, "n": 2, "prompt": ["a", "b"]}, UserError),
+    ],
+)
+def test_candidates_that_are_refused(body, kind):
+    with pytest.raises(kind) as caught:
+        completion(**body)
+    assert caught.value.parameter == "best_of"
+
+
+def test_the_best_of_several_candidates_are_those_with_the_highest_logprob_per_token():
+    reply = completion(prompt=["a", "b"], n=2, best_of=4, temperature=1)
+    assert [call.sampling for call in reply.calls] == [{"n": 4, "temperature": 1, "logprobs": 0}] * 2
+    assert reply.names["n"] == "best_of"
+    # A long output has the least sum, and not the least mean.
+    scores = {"w": [-3.0], "x": [-1.0] * 9, "y": [-2.0, -2.5], "z": [-math.inf, 0.0]}
+    parts = [
+        part(name, at, logprobs=[{7: entry(one, "t")} for one in values], finish_reason="stop")
+        for at, (name, values) in enumerate(scores.items())
+    ]
+    answer = reply.response([chunk(*parts, usage=(3, 14)), chunk(*reversed(parts), usage=(3, 14))])
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [*enumerate("xyxy")]
+    assert {choice["logprobs"] for choice in answer["choices"]} == {None}, "nobody asked for them"
+    assert answer["usage"]["completion_tokens"] == 28
+    (choice,) = completion(best_of=4, logprobs=1, temperature=1).response([chunk(*parts)])["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [-1.0] * 9
+
+
+def test_a_suffix_goes_with_each_prompt_and_not_with_what_is_not_built():
+    assert [call.suffix for call in completion(prompt=["a", "b"], suffix="c").calls] == ["c", "c"]
+    assert completion(suffix="").calls[0].suffix is None
+    for more in ({"echo": True}, {"use_beam_search": True}, {"truncate_prompt_tokens": 3}):
+        with pytest.raises(UnsupportedError) as caught:
+            completion(suffix="c", **more)
+        assert caught.value.parameter == "suffix"
 
 
 @pytest.mark.parametrize("count", [0, 2, -1])
@@ -456,14 +495,13 @@ def test_reasoning_of_earlier_messages_goes_by_either_name():
     ("body", "parameter", "kind"),
     [
         ({"tools": {}}, "tools", UserError),
-        ({"tools": []}, "tools", UserError),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", UserError),
         ({"tool_choice": "required"}, "tool_choice", UserError),
         ({"tool_choice": NAMED}, "tool_choice", UserError),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", UserError),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice", UserError),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "function": {"name": "add"}}}, "tool_choice", UserError),
         ({"tools": TOOLS, "tool_choice": 3}, "tool_choice", UserError),
-        ({"tool_choice": "auto"}, "tool_choice", UserError),
         ({"chat_template": "{{ x }}"}, "chat_template", UserError),
         ({"chat_template": ""}, "chat_template", UserError),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", UserError),
@@ -474,7 +512,21 @@ def test_reasoning_of_earlier_messages_goes_by_either_name():
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", UserError),
         ({"max_tokens": 3.0, "max_completion_tokens": 3}, "max_tokens", UserError),
         ({"max_tokens": True, "max_completion_tokens": 1}, "max_tokens", UserError),
-        ({"functions": []}, "functions", UnsupportedError),
+        ({"functions": TOOLS}, "functions", UnsupportedError),
+        ({"function_call": {"name": "add"}}, "function_call", UnsupportedError),
+        ({"enable_thinking": "yes"}, "enable_thinking", UserError),
+        ({"think": "hard"}, "think", UserError),
+        ({"think": 1}, "think", UserError),
+        ({"thinking": {"type": "on"}}, "thinking", UserError),
+        ({"thinking": True}, "thinking", UserError),
+        ({"enable_thinking": True, "think": False}, "enable_thinking", UserError),
+        ({"prompt_token_ids": []}, "prompt_token_ids", UserError),
+        ({"prompt_token_ids": [1, True]}, "prompt_token_ids", UserError),
+        ({"prompt_token_ids": "1"}, "prompt_token_ids", UserError),
+        ({"prompt_token_ids": [1], "messages": {}}, "messages", UserError),
+        ({"prompt_token_ids": [1], "add_generation_prompt": True}, "add_generation_prompt", UserError),
+        ({"prompt_token_ids": [1], "continue_final_message": False}, "continue_final_message", UserError),
+        ({"echo": 1}, "echo", UserError),
         ({"documents": [{}]}, "documents", UnsupportedError),
         ({"modalities": ["text", "audio"]}, "modalities", UnsupportedError),
         ({"prompt": "a"}, "prompt", UserError),
@@ -484,6 +536,67 @@ def test_chat_refuses(body, parameter, kind):
     with pytest.raises(kind) as caught:
         chat(**body)
     assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *({"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tool_choice": "auto"}, {"tool_choice": "none"}),
+        *({"functions": [], "function_call": "none"}, {"parallel_tool_calls": False}, {"echo": False}),
+        *({"top_logprobs": 0}, {"modalities": ["text"]}, {"verbosity": "medium"}),
+    ],
+)
+def test_what_asks_for_nothing_of_a_chat_is_accepted(body):
+    call = chat(**body).calls[0]
+    assert (call.sampling, call.tools) == ({}, None) and call.tool_choice in (None, "none")
+
+
+@pytest.mark.parametrize(
+    ("body", "kwargs"),
+    [
+        ({"enable_thinking": False}, {"enable_thinking": False, "thinking": False}),
+        ({"think": True, "thinking": {"type": "enabled"}}, {"enable_thinking": True, "thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+        ({"think": "high"}, {"reasoning_effort": "high"}),
+        ({"think": "high", "reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"think": True, "chat_template_kwargs": {"thinking": 0}}, {"enable_thinking": True, "thinking": 0}),
+    ],
+)
+def test_whether_to_think_is_said_in_other_servers_words_too(body, kwargs):
+    assert chat(**body).calls[0].template_kwargs == kwargs
+    call, _ = tokenize_call_of({"messages": MESSAGES, **body})
+    assert call.template_kwargs == kwargs
+
+
+def test_a_conversation_that_its_client_has_written():
+    for more in ({}, {"messages": []}, {"messages": MESSAGES}):
+        reply = ChatReply({"prompt_token_ids": [1, 2], "tools": TOOLS, **more}, OPTIONS, "r1")
+        (call,) = reply.calls
+        assert (call.written_ids, call.prompt, call.tools) == ([1, 2], None, TOOLS)
+        assert call.messages == more.get("messages", []) and reply.names["prompt"] == "prompt_token_ids"
+    assert chat().calls[0].written_ids is None
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "echo"),
+    [
+        ([*MESSAGES, {"role": "assistant", "content": "Once"}], {}, "Once"),
+        ([*MESSAGES, {"role": "assistant", "content": "Once"}], {"continue_final_message": True}, "Once"),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"text": "b"}, {"url": "c"}]}], {}, "a\nb"),
+        (MESSAGES, {"add_generation_prompt": False}, "Hi"),
+        (MESSAGES, {}, ""),
+        ([{"role": "assistant", "content": None}], {}, ""),
+    ],
+)
+def test_an_echo_is_the_last_message_if_the_answer_goes_on_with_it(messages, more, echo):
+    whole = chat(messages=messages, echo=True, n=2, **more).response([chunk(part("!", 0), part("?", 1))])
+    assert [choice["message"]["content"] for choice in whole["choices"]] == [f"{echo}!", f"{echo}?"]
+    pieces = chunk(part("!", 0)), chunk(part("?", 1)), chunk(part("!", 0))
+    told = deltas(chat(messages=messages, echo=True, n=2, stream=True, **more), *pieces)
+    assert [delta["content"] for delta in told if delta.get("content")] == [
+        *((echo, "!", echo, "?", "!") if echo else ("!", "?", "!"))
+    ]
+    assert [delta.get("role") for delta in told].count("assistant") == 2
 
 
 @pytest.mark.parametrize(
