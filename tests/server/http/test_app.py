@@ -266,7 +266,7 @@ def test_statuses_and_whether_to_try_again(server, error, status, retries):
     ("body", "parameter"),
     [
         *(({"temperature": -1}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p")),
-        *(({"max_tokens": 0}, "max_tokens"), ({"logprobs": -5}, "logprobs"), ({"nonsense": 1}, "nonsense")),
+        *(({"max_tokens": 0}, "max_tokens"), ({"logprobs": -5}, "logprobs"), ({"temprature": 1}, "temprature")),
         *(({"prompt": []}, "prompt"), ({"prompt": ["x"] * 10_000}, "prompt"), ({"guided_regex": ""}, "guided_regex")),
         ({"guided_decoding_backend": "x"}, "guided_decoding_backend"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -278,6 +278,40 @@ def test_wrong_fields_are_400_and_named(server, body, parameter):
         answer = post(server, **body, stream=stream)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, parameter)
         assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("policy", ["warn", "ignore", "refuse"])
+def test_fields_of_other_servers_are_answered_with_a_warning_and_logged_once(policy, caplog):
+    strange = {"keep_alive": 5, "odd\n☺": [1]}
+    told = 'ignored fields: "keep_alive", "odd\\n\\u263a"' if policy == "warn" else None
+    bodies = [
+        *(("/v1/completions", {"prompt": "Hi"}), ("/v1/completions", {"prompt": "Hi", "stream": True})),
+        *(
+            ("/v1/chat/completions", {"messages": MESSAGES}),
+            ("/tokenize", {"prompt": "Hi"}),
+            ("/detokenize", {"tokens": []}),
+        ),
+        *(("/v1/embeddings", {"input": "a"}), ("/score", {"text_1": "a", "text_2": "b"})),
+    ]
+    options = ServerOptions(unknown_fields=policy)
+    with http_server(FakeServing(), options) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+        for path, body in bodies:
+            answer = http.post(path, json={**body, **strange})
+            assert (answer.status_code, answer.headers.get("warnings")) == (400 if policy == "refuse" else 200, told)
+            plain = http.post(path, json=body)
+            assert (plain.status_code, plain.headers.get("warnings")) == (200, None)
+    logged = [record.getMessage() for record in caplog.records if "it is ignored" in record.getMessage()]
+    names = ["'keep_alive'", r"'odd\n\u263a'"] if policy == "warn" else []
+    assert logged == [f"a client sent {name}, which is not a field of /v1/completions: it is ignored" for name in names]
+
+
+def test_names_that_the_log_has_are_bounded(caplog):
+    with http_server(FakeServing(), ServerOptions()) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+        for number in range(10):
+            body = {f"{chr(0x4E00 + number * 32 + at) * 9}": 1 for at in range(32)}
+            answer = http.post("/v1/completions", json={"prompt": "Hi", **body})
+            assert answer.status_code == 200 and len(answer.headers["warnings"]) <= 1024
+    assert sum("is ignored" in record.getMessage() for record in caplog.records) == 256
 
 
 def test_a_chat_names_parameters_as_it_has_them(server):

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxllm.errors import NotFoundError, UserError
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.errors import ContextLengthError, NotFoundError, UserError
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.text import fill_in_middle
+from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm_server.shared.calls import Call
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.serving import Serving
+from tests.support.tokenizer_kinds import build
+
+TOKENIZER = load_tokenizer(MODEL_DIR)
+TEXT = "Once upon a time there was a fox. "
 
 
 def serving(model: str = "some/model", **options: Any) -> Serving:
@@ -34,3 +43,56 @@ def test_a_conversation_without_a_template_is_refused_in_words_of_both_protocols
     assert caught.value.parameter == "messages"
     assert all(word in str(caught.value) for word in ("/v1/completions", "gRPC", "--chat-template"))
     assert "generate()" not in str(caught.value)
+
+
+def prompt_of(call: Call, tokenizer: Any = TOKENIZER, **sampling: Any) -> list[int]:
+    """Return the prompt that an engine gets, which has threads for long texts."""
+
+    async def off_loop(function: Any, *arguments: Any, client: str) -> Any:
+        return await asyncio.to_thread(function, *arguments)
+
+    own = serving()
+    own.engine.off_loop = off_loop  # type: ignore[method-assign]
+    own.engine.model = SimpleNamespace(tokenizer=tokenizer, max_model_len=64, vocab_size=1536)  # type: ignore[misc]
+    return list(asyncio.run(own.prompt_of(call, SamplingParams(**sampling)))["prompt_token_ids"])
+
+
+@pytest.mark.parametrize("text", [TEXT * 3, TEXT * 500])
+def test_the_first_tokens_stay_where_the_right_side_is_cut(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    chat = TOKENIZER.encode_chat([{"role": "user", "content": TEXT}])[1]
+    for kept, most in ((9, 9), (-1, 64 - 16)):
+        own: dict[str, Any] = {"truncate_prompt_tokens": kept}
+        for prompt in (text, ids):
+            assert prompt_of(Call(prompt=prompt, truncation_side="right"), **own) == ids[:most]
+            assert prompt_of(Call(prompt=prompt), **own)[-most:] == ids[-most:]
+    for call in (Call(messages=[{"role": "user", "content": TEXT}]), Call(messages=[], written_ids=chat)):
+        assert prompt_of(replace(call, truncation_side="right"), truncate_prompt_tokens=5) == chat[:5]
+        assert prompt_of(replace(call, truncation_side="right"), truncate_prompt_tokens=64) == chat
+
+
+def test_a_conversation_that_came_as_ids_is_not_written_again() -> None:
+    assert prompt_of(Call(messages=[{"role": "user", "content": "a"}], written_ids=[5, 6])) == [5, 6]
+    for call, parameter in (
+        (Call(messages=[], written_ids=[5, 1536]), "prompt"),
+        (Call(messages=[], written_ids=[-1]), "prompt"),
+        (Call(messages=[], written_ids=[5], tools=[{}]), "tools"),
+    ):
+        with pytest.raises(UserError) as caught:
+            prompt_of(call)
+        assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("before", ["a b", [5, 6], TEXT * 40])
+def test_a_hole_is_filled_by_models_that_can(before: Any) -> None:
+    backend = build("byte_level")
+    backend.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
+    tokenizer = Tokenizer(backend, {}, {}, "some model")
+    call = Call(prompt=before, suffix="the end")
+    if len(before) < 100:
+        assert prompt_of(call, tokenizer) == fill_in_middle.encode(tokenizer, before, "the end")
+    else:
+        with pytest.raises(ContextLengthError):
+            prompt_of(call, tokenizer)
+    with pytest.raises(UserError, match="cannot fill in the middle"):
+        prompt_of(replace(call, prompt="a"))
