@@ -183,7 +183,7 @@ def test_the_wait_for_a_thread_takes_from_a_requests_time() -> None:
     async def never(function: Any, *arguments: Any, client: str) -> None:
         await asyncio.Event().wait()
 
-    tokenizer = SimpleNamespace(has_chat_template=True, check_length=lambda text, most: None, encode=None)
+    tokenizer = SimpleNamespace(has_chat_template=True, check_length=lambda text, most: None, encode=list)
     engine: Any = SimpleNamespace(
         config=SimpleNamespace(model="m"),
         model=SimpleNamespace(tokenizer=tokenizer, max_model_len=9),

@@ -55,8 +55,6 @@ class CompletionReply:
         fields = given(body, _FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
         prompts = prompts_of(fields, "prompt", options.max_prompts)
         sampling = sampling_of(fields)
-        if fields.get("logprobs") is False:  # clients of the chat API say so; True is 1 there, as in vLLM
-            del fields["logprobs"]
         if "logprobs" in fields:
             sampling["logprobs"] = fields["logprobs"]
         # "tokens" are the ids called that `echo` has turned into text.

@@ -7,7 +7,6 @@ what an answer must be are refused by name. Pure; `--unknown-fields` is the poli
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -121,7 +120,7 @@ def check(body: Mapping[str, Any], known: Collection[str], ours: Collection[str]
 
 def warnings_of(names: Iterable[str]) -> bytes:
     """Return the value of the `warnings` header: one line of ASCII that says what was ignored, of bounded length."""
-    told = "ignored fields: " + ", ".join(map(json.dumps, names))
+    told = "ignored fields: " + ", ".join(map(ascii, names))
     return (told if len(told) <= _MOST_HEADER else f"{told[: _MOST_HEADER - 4]} ...").encode("ascii")
 
 

@@ -283,7 +283,7 @@ def test_wrong_fields_are_400_and_named(server, body, parameter):
 @pytest.mark.parametrize("policy", ["warn", "ignore", "refuse"])
 def test_fields_of_other_servers_are_answered_with_a_warning_and_logged_once(policy, caplog):
     strange = {"keep_alive": 5, "odd\n☺": [1]}
-    told = 'ignored fields: "keep_alive", "odd\\n\\u263a"' if policy == "warn" else None
+    told = r"ignored fields: 'keep_alive', 'odd\n\u263a'" if policy == "warn" else None
     bodies = [
         *(("/v1/completions", {"prompt": "Hi"}), ("/v1/completions", {"prompt": "Hi", "stream": True})),
         *(

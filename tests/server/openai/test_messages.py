@@ -158,7 +158,7 @@ def test_what_is_not_built_is_refused_by_name(field, value):
         {"bad_words": []},
         {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"},
         {"guided_json": None, "logprobs": None},
-        {"logprobs": False, "kv_transfer_params": {}, "guided_decoding_backend": "auto"},
+        {"kv_transfer_params": {}, "guided_decoding_backend": "auto"},
         {"stream": False, "stream_options": {"include_usage": False}},
         {"thinking_token_budget": -1, "truncation_side": "right"},
         {"best_of": 3, "temperature": 0, "stream": True},
