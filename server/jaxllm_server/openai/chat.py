@@ -279,8 +279,8 @@ def _written_ids(fields: Body) -> list[int] | None:
 def _thinking(fields: Body) -> dict[str, Any]:
     """Return the variables by which templates know what other servers have as fields of a request.
 
-    Templates call it `enable_thinking` (Qwen, GLM) or `thinking` (DeepSeek, Granite, Kimi), and a level
-    `reasoning_effort`.
+    Templates call it `enable_thinking` (Qwen, GLM) or `thinking` (DeepSeek, Kimi), as SGLang's protocol.py tells them
+    apart, and a level `reasoning_effort`.
     """
     said: dict[str, Any] = {"enable_thinking": flag(fields, "enable_thinking", None)}
     level = fields.get("think")

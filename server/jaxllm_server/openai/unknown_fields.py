@@ -16,9 +16,9 @@ _SHOWN = 64  # characters of a name that an error, a log line or a header repeat
 _MOST_STRANGE = 32  # fields of a body that nobody is known to define: the nearest name of one takes up to 0.5 ms
 _MOST_HEADER = 1024  # characters of a header's value; clients bound theirs at some KiB
 
-# What other servers define and what an answer is as good without. Sources: llama.cpp tools/server/README.md, Ollama
-# docs/api.md, SGLang's ChatCompletionRequest and sampling_params.md, TGI's openapi.json, text-generation-webui's
-# typing.py, and the parameter lists of OpenRouter, LiteLLM, Mistral, Groq, Fireworks, DashScope, Cohere, Jina, Voyage.
+# What other servers define and what an answer is as good without. Read: llama.cpp tools/server/README.md, SGLang
+# entrypoints/openai/protocol.py, text-generation-webui extensions/openai/typing.py, TGI's GenerateParameters, Ollama
+# docs/api.md, the documentation of OpenRouter and LiteLLM; with names that hosted APIs have for the same.
 FOREIGN = frozenset(
     (
         # Filters and penalties of sampling
@@ -29,25 +29,27 @@ FOREIGN = frozenset(
         *("smoothing_factor", "smoothing_curve", "temperature_last", "sampler_priority", "samplers", "min_keep"),
         *("repeat_penalty", "repeat_last_n", "repetition_penalty_range", "encoder_repetition_penalty", "penalize_nl"),
         *("no_repeat_ngram_size", "guidance_scale", "negative_prompt", "penalty_alpha", "do_sample", "random_seed"),
-        *("watermark", "custom_logit_processor", "custom_params"),
+        *("watermark", "custom_logit_processor", "custom_params", "n_indent"),
         # Whether and how to think
         *("enable_thinking", "think", "thinking", "thinking_budget", "reasoning", "reasoning_format"),
-        *("separate_reasoning", "stream_reasoning", "reasoning_history", "prompt_mode", "parse_tool_calls"),
+        *("separate_reasoning", "stream_reasoning", "parse_tool_calls"),
         # How the server is to go about it
-        *("keep_alive", "options", "raw", "num_ctx", "n_keep", "n_discard", "cache_prompt", "n_cache_reuse", "id_slot"),
-        *("slot_id", "t_max_predict_ms", "t_max_prompt_ms", "preset", "ttl", "draft_model", "speculation", "rid"),
-        *("session_params", "extra_key", "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
-        *("nvext", "no_stop_trim", "truncate", "prompt_truncate_len", "context_length_exceeded_behavior"),
+        *("keep_alive", "options", "raw", "preset", "num_ctx", "num_keep", "n_keep", "cache_prompt", "n_cache_reuse"),
+        *("id_slot", "slot_id", "t_max_predict_ms", "t_max_prompt_ms", "sse_ping_interval", "ttl", "draft_model"),
+        *("prompt_lookup_num_tokens", "ngram_corpus_id", "rid", "session_params", "extra_key", "custom_labels"),
+        *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "no_stop_trim", "nvext"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "truncate", "truncation_length", "add_bos_token"),
+        *("auto_max_new_tokens", "max_tokens_second", "images_config"),
         # What the answer is to report beside its text
         *("n_probs", "post_sampling_probs", "timings_per_token", "return_progress", "return_tokens", "response_fields"),
-        *("details", "decoder_input_details", "top_n_tokens", "return_hidden_states", "return_routed_experts"),
-        *("return_full_text", "return_meta_info", "perf_metrics_in_response", "raw_output", "incremental_output"),
-        *("result_format", "usage", "debug"),
+        *("details", "decoder_input_details", "top_n_tokens", "return_full_text", "return_hidden_states"),
+        *("return_routed_experts", "routed_experts_start_len", "return_cached_tokens_details", "return_meta_info"),
+        *("return_prompt_token_ids", "incremental_output", "result_format", "usage", "debug"),
         # Of gateways between a client and its models
-        *("provider", "providerOptions", "route", "routing", "models", "fallbacks", "transforms", "trace", "tags"),
+        *("provider", "providerOptions", "route", "models", "fallbacks", "transforms", "trace", "tags", "guardrails"),
         *("num_retries", "timeout", "caching", "cache", "cache_control", "drop_params", "additional_drop_params"),
-        *("allowed_openai_params", "litellm_metadata", "litellm_call_id", "custom_llm_provider", "guardrails"),
-        *("safe_prompt", "safety_settings", "safety_model", "extra_headers", "extra_body"),
+        *("allowed_openai_params", "litellm_metadata", "litellm_call_id", "custom_llm_provider"),
+        *("safe_prompt", "safety_settings", "extra_headers", "extra_body"),
         # Of embeddings and ranks
         *("input_type", "prompt_name", "late_chunking", "truncation", "truncation_direction", "embedding_type"),
     )
@@ -57,20 +59,22 @@ MEANINGFUL: Mapping[str, str] = {
     # What the output must look like
     **dict.fromkeys(("grammar", "grammar_string", "ebnf", "regex"), "structured_outputs"),
     **dict.fromkeys(("json_schema", "format", "schema", "response_schema"), "response_format"),
-    # Where it ends
+    "custom_token_bans": "bad_words",
+    # Where it ends, and how many there are
     **dict.fromkeys(("max_new_tokens", "max_length", "max_output_tokens", "n_predict", "num_predict"), "max_tokens"),
     **dict.fromkeys(("stop_sequences", "stop_words", "stop_regex"), "stop"),
+    **{"ban_eos_token": "ignore_eos", "min_new_tokens": "min_tokens", "n_cmpl": "n"},
     # What it is about
-    **dict.fromkeys(("system", "system_prompt", "template", "instruction_template"), "messages"),
+    **dict.fromkeys(("system", "system_prompt", "template", "instruction_template", "character"), "messages"),
+    **dict.fromkeys(("instruction_template_str", "chat_template_str"), ""),
     **dict.fromkeys(("images", "image_data", "audio_data", "video_data", "context", "data_sources"), ""),
-    **dict.fromkeys(("input_embeds", "plugins", "enable_search", "search_parameters"), ""),
+    **dict.fromkeys(("input_embeds", "plugins", "enable_search", "search_parameters", "impersonate"), ""),
     **dict.fromkeys(("input_prefix", "inputs"), "prompt"),
     **dict.fromkeys(("input_suffix", "input_extra"), "suffix"),
-    "input_ids": "prompt_token_ids",
+    **{"input_ids": "prompt_token_ids", "continue_": "continue_final_message"},
     # Which model, and which numbers of it
     **dict.fromkeys(("lora", "lora_path", "adapter_id"), "model"),
-    "output_dimension": "dimensions",
-    "embedding_types": "encoding_format",
+    **{"output_dimension": "dimensions", "embedding_types": "encoding_format"},
 }
 # Names that some of our routes have: what a client says by them to another one is not dropped.
 OF_OTHER_ROUTES = frozenset(
