@@ -217,6 +217,8 @@ def _best(parts: Sequence[Part], most: int) -> list[Part]:
 def _check_fan_out(count: Any, name: str, num_prompts: int, options: ServerOptions) -> None:
     """Refuse too many sequences before a call is made for each prompt; what is no number is left to later checks."""
     most = options.most_sequences
+    if name == "best_of" and count > options.max_n:
+        raise UserError(f"best_of may be at most {options.max_n}, got {count}.", name)
     if num_prompts > 1 and isinstance(count, int) and count * num_prompts > most:
         message = f"{name} times the number of prompts may be at most {most}, got {count} times {num_prompts}."
         raise UserError(message, name)

@@ -238,8 +238,10 @@ class Serving:
         if call.messages is not None and call.written_ids is not None:
             if call.tools is not None:
                 check_tools(call.tools, self.options.max_tools)
-            ids = cut_ids(checked_ids(call.written_ids, model.vocab_size), kept, call.truncation_side)
-            return {"prompt_token_ids": ids, **salt}
+            ids = cut_ids(call.written_ids, kept, call.truncation_side)
+            if len(ids) >= longest:
+                raise too_long(longest, len(ids), None)
+            return {"prompt_token_ids": checked_ids(ids, model.vocab_size), **salt}
         if call.messages is not None:
             if self._template is None and not tokenizer.has_chat_template:
                 raise UserError(_NO_TEMPLATE, "messages")

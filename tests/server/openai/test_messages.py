@@ -212,7 +212,8 @@ def test_echo_with_what_is_not_built():
             ({"best_of": 2, "stream": True}, UserError),
         ),
         ({"best_of": 2, "use_beam_search": True}, UserError),
-        ({"best_of": 65, "n": 2, "prompt": ["a", "b"]}, UserError),
+        ({"best_of": OPTIONS.max_n + 1}, UserError),
+        ({"best_of": OPTIONS.max_n, "prompt": ["a"] * (OPTIONS.most_sequences // OPTIONS.max_n + 1)}, UserError),
     ],
 )
 def test_candidates_that_are_refused(body, kind):

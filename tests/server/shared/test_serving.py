@@ -74,6 +74,7 @@ def test_the_first_tokens_stay_where_the_right_side_is_cut(text: str) -> None:
 def test_a_conversation_that_came_as_ids_is_not_written_again() -> None:
     assert prompt_of(Call(messages=[{"role": "user", "content": "a"}], written_ids=[5, 6])) == [5, 6]
     for call, parameter in (
+        (Call(messages=[], written_ids=[5] * 64), "prompt"),
         (Call(messages=[], written_ids=[5, 1536]), "prompt"),
         (Call(messages=[], written_ids=[-1]), "prompt"),
         (Call(messages=[], written_ids=[5], tools=[{}]), "tools"),
