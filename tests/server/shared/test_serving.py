@@ -17,6 +17,7 @@ from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm_server.shared.calls import Call
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.serving import Serving
+from tests.server.shared.test_forced_calls import FakeEngine, answer
 from tests.support.tokenizer_kinds import build
 
 TOKENIZER = load_tokenizer(MODEL_DIR)
@@ -97,3 +98,20 @@ def test_a_hole_is_filled_by_models_that_can(before: Any) -> None:
             prompt_of(call, tokenizer)
     with pytest.raises(UserError, match="cannot fill in the middle"):
         prompt_of(replace(call, prompt="a"))
+
+
+def test_what_ends_a_filled_hole_and_where_written_reasoning_begins() -> None:
+    backend = build("byte_level")
+    backend.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<think>"])
+    engine = FakeEngine()
+    engine.model.tokenizer = tokenizer = Tokenizer(backend, {}, {}, "some model")
+    engine.model.vocab_size = tokenizer.vocab_size
+    own = Serving(engine, ServerOptions(reasoning_parser="qwen3"))  # type: ignore[arg-type]
+    for more, ends in (({}, {5, *fill_in_middle.stop_ids(tokenizer)}), ({"ignore_eos": True}, {5})):
+        call = Call(prompt="a", suffix="the", sampling={"stop_token_ids": [5], **more})
+        assert answer(own, call).text == engine.said
+        assert set(engine.asked[-1].stop_token_ids) == ends
+    for text in ("a<think>", "a"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        part = answer(own, Call(messages=[], written_ids=ids))
+        assert (part.reasoning, part.text) == ((engine.said, "") if "<" in text else ("", engine.said))
