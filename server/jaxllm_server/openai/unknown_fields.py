@@ -13,7 +13,7 @@ from typing import Any
 from jaxllm.errors import UserError
 
 _SHOWN = 64  # characters of a name that an error, a log line or a header repeats
-_MOST_STRANGE = 32  # fields of a body that nobody is known to define: the nearest name of one takes up to 0.5 ms
+_MOST_STRANGE = 16  # fields of a body that nobody is known to define: to look for a near name takes up to 1 ms
 _MOST_HEADER = 1024  # characters of a header's value; clients bound theirs at some KiB
 
 # What other servers define and what an answer is as good without. Read: llama.cpp tools/server/README.md, SGLang
