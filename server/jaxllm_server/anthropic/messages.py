@@ -57,7 +57,8 @@ class MessagesReply:
     }
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
-        fields = given(body, _FIELDS, _UNBUILT)
+        self.ignored: list[str] = []
+        fields = given(body, _FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
         self.request_id = request_id
         self.is_stream = bool(flag(fields, "stream", False))
         self._shows_cached = options.enable_prompt_tokens_details
@@ -213,9 +214,12 @@ class MessagesReply:
         return fields
 
 
-def count_call_of(body: Body) -> Call:
-    """Return the call whose prompt's tokens are to be counted; what is about the answer changes nothing."""
-    return Call(**_call_of(given(body, _FIELDS, _UNBUILT)))
+def count_call_of(body: Body, policy: str = "refuse", ignored: list[str] | None = None) -> Call:
+    """Return the call whose prompt's tokens are to be counted; what is about the answer changes nothing.
+
+    `policy` and `ignored` are those of `given`.
+    """
+    return Call(**_call_of(given(body, _FIELDS, _UNBUILT, policy, ignored)))
 
 
 def _call_of(fields: Body) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -164,7 +165,10 @@ class Endpoints:
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         """Count the tokens of a conversation that would be answered."""
-        call = replace(await self._read(request, count_call_of), client=request.scope[CLIENT])
+        ignored: list[str] = []
+        read = partial(count_call_of, policy=self._options.unknown_fields, ignored=ignored)
+        call = replace(await self._read(request, read), client=request.scope[CLIENT])
+        self._warn(request, ignored)
         ids = await while_connected(request.receive, self._serving.tokenize(call))
         return _json({"input_tokens": len(ids)})
 

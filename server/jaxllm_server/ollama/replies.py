@@ -125,7 +125,9 @@ class OllamaChatReply(_Reply):
     """Of `/api/chat`."""
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
-        fields = given(body, _SHARED | _UNBUILT.keys() | {"messages", "tools"}, _UNBUILT)
+        self.ignored: list[str] = []
+        known = _SHARED | _UNBUILT.keys() | {"messages", "tools"}
+        fields = given(body, known, _UNBUILT, options.unknown_fields, self.ignored)
         prompt = conversation_of({"messages": fields.get("messages"), "tools": fields.get("tools") or None})
         messages = [_message_in(message, index) for index, message in enumerate(prompt["messages"])]
         super().__init__(fields, options, request_id, messages=messages, tools=prompt["tools"])
@@ -137,8 +139,9 @@ class OllamaGenerateReply(_Reply):
     names: Mapping[str, str] = {**_Reply.names, "messages": "prompt"}
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
+        self.ignored: list[str] = []
         known = _SHARED | _UNBUILT_OF_GENERATE.keys() | {"prompt", "system", "raw"}
-        fields = given(body, known, _UNBUILT_OF_GENERATE)
+        fields = given(body, known, _UNBUILT_OF_GENERATE, options.unknown_fields, self.ignored)
         prompt, system = text(fields, "prompt"), text(fields, "system")
         if not prompt:
             raise UserError("prompt is missing: the model is loaded already, and there is nothing to answer.", "prompt")
@@ -159,9 +162,11 @@ class OllamaEmbedReply(PoolReply):
     id_prefix = "embed-"
     list_name = "embeddings"
     names: Mapping[str, str] = {"inputs": "input", "prompt": "input"}
+    _fields = frozenset({"model", "input", "truncate", "options", "keep_alive", "dimensions"})
+    _unbuilt: Mapping[str, tuple[Any, ...]] = {}
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
-        fields = given(body, frozenset({"model", "input", "truncate", "options", "keep_alive", "dimensions"}), {})
+        fields = self._given(body, options)
         cut = {"truncate_prompt_tokens": -1} if flag(fields, "truncate", True) else {}
         inputs = prompts_of(fields, "input", options.max_pooling_inputs)
         own = {"task": "embed", "inputs": inputs, "dimensions": fields.get("dimensions"), "add_special_tokens": True}

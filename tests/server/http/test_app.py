@@ -282,8 +282,8 @@ def test_wrong_fields_are_400_and_named(server, body, parameter):
 
 @pytest.mark.parametrize("policy", ["warn", "ignore", "refuse"])
 def test_fields_of_other_servers_are_answered_with_a_warning_and_logged_once(policy, caplog):
-    strange = {"keep_alive": 5, "odd\n☺": [1]}
-    told = r"ignored fields: 'keep_alive', 'odd\n\u263a'" if policy == "warn" else None
+    strange = {"typical_p": 5, "odd\n☺": [1]}
+    told = r"ignored fields: 'typical_p', 'odd\n\u263a'" if policy == "warn" else None
     bodies = [
         *(("/v1/completions", {"prompt": "Hi"}), ("/v1/completions", {"prompt": "Hi", "stream": True})),
         *(
@@ -292,6 +292,9 @@ def test_fields_of_other_servers_are_answered_with_a_warning_and_logged_once(pol
             ("/detokenize", {"tokens": []}),
         ),
         *(("/v1/embeddings", {"input": "a"}), ("/score", {"text_1": "a", "text_2": "b"})),
+        *(("/v1/messages", {"messages": MESSAGES, "max_tokens": 5}), ("/api/generate", {"prompt": "Hi"})),
+        *(("/v1/messages/count_tokens", {"messages": MESSAGES}), ("/api/chat", {"messages": MESSAGES})),
+        ("/api/embed", {"input": "a"}),
     ]
     options = ServerOptions(unknown_fields=policy)
     with http_server(FakeServing(), options) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
@@ -301,7 +304,7 @@ def test_fields_of_other_servers_are_answered_with_a_warning_and_logged_once(pol
             plain = http.post(path, json=body)
             assert (plain.status_code, plain.headers.get("warnings")) == (200, None)
     logged = [record.getMessage() for record in caplog.records if "it is ignored" in record.getMessage()]
-    names = ["'keep_alive'", r"'odd\n\u263a'"] if policy == "warn" else []
+    names = ["'typical_p'", r"'odd\n\u263a'"] if policy == "warn" else []
     assert logged == [f"a client sent {name}, which is not a field of /v1/completions: it is ignored" for name in names]
 
 
