@@ -80,6 +80,7 @@ class Load(NamedTuple):
     step_seconds: float = 0.0  # of the last step
     running_adapters: tuple[str, ...] = ()  # names of those that the requests which run have, …
     waiting_adapters: tuple[str, ...] = ()  # … and those which wait
+    deferred: int = 0  # of `waiting`, sequences that lack only a place for their adapter, not a slot
 
 
 class DeviceReport(NamedTuple):

@@ -44,12 +44,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request: seconds of the engine's monotonic clock, None for what has not happened."""
+    """What happened to a request, and when.
+
+    Times are seconds of the engine's monotonic clock, None for what has not happened.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_preemptions: int = 0  # how often one of its sequences lost its place
 
 
 @dataclass(slots=True)

@@ -53,8 +53,10 @@ LEAST_SECONDS = 1e-9  # of a request: gRPC's durations count nanoseconds
 MAX_SECONDS = 10**9  # of a request: 30 years, which timers can hold
 _MOST_THREADS = 4  # for slow work beside the event loop, one for each core: more would wait for Python's lock
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
-QUEUED_PER_SLOT = 4  # sequences that may wait by default, for each that runs …
-LEAST_QUEUED_TOKENS = 65536  # … and tokens of their prompts: this, or 16 contexts where that is more
+# What may wait by default. The tokens are the bound that is met; a full queue takes 40 MB (measured, DECISIONS.md).
+LEAST_QUEUED = 4096  # sequences: this, or …
+QUEUED_PER_SLOT = 4  # … so many for each that runs, where that is more
+LEAST_QUEUED_TOKENS = 2**20  # tokens of their prompts: this, or 16 contexts where that is more
 
 
 class AsyncLLM:
@@ -72,8 +74,8 @@ class AsyncLLM:
         model: str | EngineConfig | None = None,
         *,
         progress: bool = False,
-        max_queued_requests: int | None = None,  # sequences waiting for a slot; None: four for each slot
-        max_queued_tokens: int | None = None,  # of their prompts; None: 16 contexts, at least 65,536
+        max_queued_requests: int | None = None,  # sequences waiting for a slot; None: see `most_queued`
+        max_queued_tokens: int | None = None,  # of their prompts; None: see `most_queued_tokens`
         hang_timeout: float = 8.0,  # seconds that a step may take before the engine counts as hung
         observer: Observer | None = None,
         recorder: Recorder | None = None,
@@ -287,8 +289,7 @@ class AsyncLLM:
         the queue could ever hold are a UserError: to try again would not help.
         """
         load = self.get_load()
-        most, most_tokens = self.max_queued_requests, self.max_queued_tokens
-        most = QUEUED_PER_SLOT * load.max_running if most is None else most
+        most = most_queued(self.max_queued_requests, load.max_running)
         room = most + load.max_running
         if num_sequences > room:
             n = num_sequences // num_prompts
@@ -296,7 +297,7 @@ class AsyncLLM:
             asked = n if num_prompts == 1 else f"{n} times {num_prompts}"
             message = f"{name} may be at most {room}, so many can run and wait on this server, got {asked}."
             raise UserError(message, "n" if n > 1 else "prompt")
-        most_tokens = max(LEAST_QUEUED_TOKENS, 16 * self.model.max_model_len) if most_tokens is None else most_tokens
+        most_tokens = most_queued_tokens(self.max_queued_tokens, self.model.max_model_len)
         waiting = load.waiting + self._num_preparing
         if waiting + num_sequences > most + load.max_running - load.running:
             raise OverloadedError(f"The queue is full: {waiting} requests wait.", retry_after=1.0)
@@ -567,6 +568,16 @@ class AsyncLLM:
         lost = EngineDeadError("The engine has died; this request is lost.")
         self._streams.fail_all(lost)
         self._blocks.end(lost)
+
+
+def most_queued(bound: int | None, num_slots: int) -> int:
+    """Return how many sequences may wait for a slot: the bound that was given, or the default."""
+    return max(LEAST_QUEUED, QUEUED_PER_SLOT * num_slots) if bound is None else bound
+
+
+def most_queued_tokens(bound: int | None, max_model_len: int) -> int:
+    """Return how many tokens the prompts that wait may have: the bound that was given, or the default."""
+    return max(LEAST_QUEUED_TOKENS, 16 * max_model_len) if bound is None else bound
 
 
 def _set_result(future: asyncio.Future[Any], result: Any) -> None:

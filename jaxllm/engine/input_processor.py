@@ -213,11 +213,11 @@ class InputProcessor:
         if accepted.beams is not None:
             group.search = BeamSearch(self._rules(accepted, accepted.beams))
             group.shows_stop = accepted.beams.include_stop_str_in_output
-        root = self._root(accepted)
+        root, matcher = self._root(accepted), StopMatcher.of(params.stop)
         num_sequences, first = accepted.num_sequences, self._num_sequences + 1
         requests = []
         for index in range(num_sequences):
-            own = self._make_sequence(group, index, params, accepted.grammar)
+            own = self._make_sequence(group, index, params, matcher, accepted.grammar)
             own.pooling = accepted.pooling
             if accepted.token_types is not None:
                 own.token_types = np.asarray(accepted.token_types, np.int32)
@@ -294,7 +294,7 @@ class InputProcessor:
         return self._model if adapter is None else adapter.language.model
 
     def _make_sequence(
-        self, group: SequenceGroup, index: int, params: SamplingParams, grammar: Grammar | None
+        self, group: SequenceGroup, index: int, params: SamplingParams, matcher: StopMatcher, grammar: Grammar | None
     ) -> sequence.Sequence:
         self._num_sequences += 1
         model, ids = self._model_of(group.adapter), group.prompt_token_ids
@@ -309,7 +309,7 @@ class InputProcessor:
             variant=sampler.needs(params),
             tokens=array("i", ids),
             detokenizer=detokenizer.begin(model.tokenizer, ids, params.skip_special_tokens),
-            matcher=StopMatcher.of(params.stop),
+            matcher=matcher,
             repetition=RepetitionDetector(params.repetition_detection) if params.repetition_detection else None,
             constraint=None if grammar is None else grammar.begin(),
             logprobs=[] if group.search is None and is_reported else None,

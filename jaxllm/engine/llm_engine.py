@@ -32,8 +32,9 @@ from jaxllm.runner.model_runner import HeldStep, StepInFlight
 from jaxllm.runner.pooling_runner import PooledInFlight, PoolingRunner
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
 from jaxllm.sampling import sampler
+from jaxllm.scheduler.admission import num_deferred
 from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
-from jaxllm.scheduler.state import BlockEvent, Plan
+from jaxllm.scheduler.state import BlockEvent, Plan, Waiting
 
 Flight = StepInFlight | HeldStep | PooledInFlight
 
@@ -81,6 +82,8 @@ class LLMEngine:
         self._planned: Plan | None = None  # the step that is being dispatched or waited for
         self._failed_steps = FailedSteps()
         self._profile: Profile | None = None  # a trace that is being made
+        self._counted: tuple[Waiting, ...] = ()  # the queue whose tokens `_waiting_tokens` are
+        self._waiting_tokens = 0
         self._is_closed = False
 
     @classmethod
@@ -176,19 +179,24 @@ class LLMEngine:
         state, metrics = self.scheduler.state, self.metrics
         running: set[int] = set()
         waiting: set[int] = set()
+        deferred = 0
+        if state.waiting is not self._counted:  # 0.2 ms of 4,096, and few steps change them
+            self._counted, self._waiting_tokens = state.waiting, sum(entry.known for entry in state.waiting)
         if self.config.enable_lora:
+            deferred = num_deferred(state, self.scheduler.limits)
             running = {record.request.adapter for record in state.running if record is not None}
             waiting = {entry.request.adapter for entry in state.waiting}
         return Load(
             running=state.num_running,
             waiting=len(state.waiting),
-            waiting_tokens=sum(entry.known for entry in state.waiting),
+            waiting_tokens=self._waiting_tokens,
             kv_blocks_used=state.pool.num_blocks - state.pool.num_available,
             kv_blocks_total=state.pool.num_blocks,
             max_running=self.scheduler.limits.num_slots,
             prefix_hit_rate=metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0,
             running_adapters=tuple(sorted(map(self.adapters.name_of, running - {0}))),
             waiting_adapters=tuple(sorted(map(self.adapters.name_of, waiting - {0}))),
+            deferred=deferred,
         )
 
     def has_unfinished_requests(self) -> bool:
@@ -317,6 +325,8 @@ class LLMEngine:
         Returns what the device needs before the step: tokens by slot and position, and the extras of slots.
         """
         self.metrics.preemptions += len(plan.preempted)
+        for sequence_id in plan.preempted:
+            self.outputs.sequences[sequence_id].group.metrics.num_preemptions += 1
         history: list[tuple[int, int, int]] = []
         extras: list[tuple[int, np.ndarray]] = []
         for admission in plan.admitted:

@@ -374,5 +374,5 @@ class FleetLLM(AsyncLLM):
 
 _ADDED = (
     *("running", "waiting", "waiting_tokens", "kv_blocks_used", "kv_blocks_total", "max_running"),
-    "generated_tokens_per_second",
+    *("generated_tokens_per_second", "deferred"),
 )

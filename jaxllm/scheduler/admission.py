@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxllm.scheduler import gangs, occupancy
 from jaxllm.scheduler.adapter_places import AdapterPlaces
-from jaxllm.scheduler.state import Admission, Limits, StateEditor, Waiting
+from jaxllm.scheduler.state import Admission, Limits, State, StateEditor, Waiting
 
 
 def admit(
@@ -83,6 +83,14 @@ def admit(
         editor.waiting = (*skipped, *rest) if skipped else rest
     if places is not None:
         editor.adapters = places.residents
+
+
+def num_deferred(state: State, limits: Limits) -> int:
+    """Count the waiting requests for which there is a slot, and no place for their adapters."""
+    if not limits.max_adapters or state.num_running == limits.num_slots:
+        return 0
+    places = AdapterPlaces(state.adapters, state.running, limits.max_adapters)
+    return sum(not places.admits(entry.request.adapter) for entry in state.waiting)
 
 
 def _admit_gang(

@@ -18,9 +18,10 @@ class StopMatcher:
     stops: tuple[str, ...]
     held: str = ""
     matched: str | None = None
-    # Every proper beginning of a stop string: made once, then handed on from state to state.
-    beginnings: frozenset[str] = field(default=frozenset(), repr=False)
-    longest: int = field(default=0, repr=False)
+    progress: tuple[int, ...] = ()  # of each stop string: how many of its characters the text ends with
+    # Made once, then handed on from state to state.
+    borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # of each stop string, see `_borders`
+    firsts: frozenset[str] = field(default=frozenset(), repr=False)  # characters that stop strings begin with
 
     @classmethod
     def of(cls, stops: Iterable[str]) -> StopMatcher:
@@ -28,8 +29,12 @@ class StopMatcher:
         stops = tuple(stops)
         if "" in stops:
             raise UserError("stop cannot contain an empty string.", "stop")
-        beginnings = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
-        return cls(stops, beginnings=beginnings, longest=max(map(len, beginnings), default=0))
+        return cls(
+            stops,
+            progress=(0,) * len(stops),
+            borders=tuple(map(_borders, stops)),
+            firsts=frozenset(stop[0] for stop in stops),
+        )
 
 
 def match_stops(matcher: StopMatcher, delta: str) -> tuple[StopMatcher, str]:
@@ -39,17 +44,43 @@ def match_stops(matcher: StopMatcher, delta: str) -> tuple[StopMatcher, str]:
     character, the longest. So the result does not depend on how the text is cut into deltas, and no token has to be
     awaited to see whether a longer stop string would have begun earlier. Held back is the longest end of the text that
     a stop string begins with, so no part of a stop string is ever shown. At the end of a request `held` is to be shown.
+
+    Knuth, Morris and Pratt's search, one for each stop string: at most two comparisons of a character on average,
+    however long the stop strings are and whatever the text repeats.
     """
     if matcher.matched is not None or not delta:
         return matcher, ""
-    if not matcher.stops:
+    if not matcher.held and matcher.firsts.isdisjoint(delta):
         return matcher, delta
     text = matcher.held + delta
-    found = [(start + len(stop), start, stop) for stop in matcher.stops if (start := text.find(stop)) >= 0]
-    if found:
-        _, start, stop = min(found)
-        return replace(matcher, held="", matched=stop), text[:start]
-    lengths = range(min(len(text), matcher.longest), 0, -1)
-    held = next((length for length in lengths if text[-length:] in matcher.beginnings), 0)
-    shown = text[: len(text) - held]
-    return (matcher if not held and not matcher.held else replace(matcher, held=text[len(shown) :])), shown
+    progress = list(matcher.progress)
+    for end, character in enumerate(delta, len(matcher.held) + 1):
+        found = ""
+        for number, stop in enumerate(matcher.stops):
+            length = progress[number]
+            while length and stop[length] != character:
+                length = matcher.borders[number][length]
+            length += stop[length] == character
+            progress[number] = length
+            if len(found) < length == len(stop):
+                found = stop
+        if found:
+            return replace(matcher, held="", matched=found), text[: end - len(found)]
+    held = max(progress)
+    return replace(matcher, held=text[len(text) - held :], progress=tuple(progress)), text[: len(text) - held]
+
+
+def _borders(stop: str) -> tuple[int, ...]:
+    """Return for each length the longest shorter beginning of `stop` that its first `length` characters end with.
+
+    >>> _borders("abab!")
+    (0, 0, 0, 1, 2)
+    """
+    borders = [0, 0]
+    length = 0
+    for character in stop[1:-1]:
+        while length and stop[length] != character:
+            length = borders[length]
+        length += stop[length] == character
+        borders.append(length)
+    return tuple(borders[: len(stop)])

@@ -286,8 +286,12 @@ def test_the_queue_is_bounded_in_requests_and_in_tokens(engine: AsyncLLM, run: R
         return True
 
     async def check() -> None:
-        taken = await asyncio.gather(*(one([number % 99 + 1] * 8) for number in range(300)))
-        assert 8 + 32 <= sum(taken) < 100  # eight slots, four waiting for each
+        engine.max_queued_requests = 32
+        try:
+            taken = await asyncio.gather(*(one([number % 99 + 1] * 8) for number in range(300)))
+        finally:
+            engine.max_queued_requests = None
+        assert 8 + 32 <= sum(taken) < 100  # eight slots
         engine.max_queued_tokens = 1000
         try:
             taken = await asyncio.gather(*(one([number + 1] * 200) for number in range(30)))

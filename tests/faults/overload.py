@@ -31,7 +31,7 @@ from tests.support.serving_process import ROOT, ServingProcess
 from tests.support.sizes import SLOTS, flags
 
 LOADS = (1, 2, 5, 10)  # times capacity
-SERVER = flags(SLOTS)
+SERVER = (*flags(SLOTS), "--max-queued-requests", "32")  # four for each slot: the default holds all that is offered
 PROMPT = [20, 30, 40, 50, 60, 70, 80, 90]
 LONG_PROMPT = PROMPT * 50
 BURST = 2000  # calls in a second

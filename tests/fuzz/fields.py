@@ -30,7 +30,7 @@ VALUES: dict[str, list[Any]] = {
     "time_limit": [0, -0.0, -1, 1e-6, 0.5, 60, 10**9, 10**9 + 1, 2**64, 1e308, *_WRONG],
     # Of a list of texts, HTTP alone makes several prompts.
     "prompt": [*(one for one in (*_TEXTS, *_IDS) if one not in (["a"], ["1"])), [5] * 511, [5] * 512],
-    "stop": [*_TEXTS, ["a", ""], ["a"] * 4, ["a"] * 5, [1], ["x" * 65]],
+    "stop": [*_TEXTS, ["a", ""], ["a"] * 16, ["a"] * 17, [1], ["x" * 257]],
     "bad_words": [*_TEXTS, [" "], ["a", "b c"], ["é" * 200]],
     "logit_bias": [{}, {5: 1}, {1535: -200.5}, {1536: 1}, {-1: 1}, {"a": 1}, {5: "1"}, {5: None}, [], 5, "5"],
     "cache_salt": ["", "a", "a b", "a" * 128, "a" * 129, "é", 1, []],

@@ -106,9 +106,9 @@ def test_places_are_all_connections_together_and_those_of_a_unix_socket_have_one
 
 
 def test_one_call_cannot_ask_for_more_than_the_share() -> None:
-    assert ServerOptions().most_sequences == 128
+    assert ServerOptions().most_sequences == 2048
     assert ServerOptions(max_sequences_per_client=5).most_sequences == 5
-    assert ServerOptions(max_sequences_per_client=500).most_sequences == 128
+    assert ServerOptions(max_sequences_per_client=5000).most_sequences == 2048
     with pytest.raises(errors.UserError, match="max_sequences_per_client is out of range: 0"):
         ServerOptions(max_sequences_per_client=0)
 

@@ -170,10 +170,10 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
 
 # Bounds that only a server has: what it takes at most, and one more. The second is refused by name.
 EDGES: list[tuple[str, Any, Any]] = [
-    ("n", 16, 17),
-    ("stop", ["a"] * 4, ["a"] * 5),
-    ("stop", "x" * 64, "x" * 65),
-    ("stop", ["x" * 64], ["a", "x" * 65]),
+    ("n", 128, 129),
+    ("stop", ["a"] * 16, ["a"] * 17),
+    ("stop", "x" * 256, "x" * 257),
+    ("stop", ["x" * 256], ["a", "x" * 257]),
     ("stop_token_ids", list(range(5, 133)), list(range(5, 134))),
     ("allowed_token_ids", [5] * VOCABULARY, [5] * (VOCABULARY + 1)),
     ("request_id", "a" * 128, "a" * 129),

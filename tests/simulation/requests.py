@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.beam_search_params import BeamSearchParams
-from jaxllm.engine.async_llm import LEAST_QUEUED_TOKENS, QUEUED_PER_SLOT
+from jaxllm.engine.async_llm import most_queued, most_queued_tokens
 from jaxllm.errors import (
     ContextLengthError,
     DrainingError,
@@ -170,7 +170,7 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
         needed = blocks_of(num_ids, client.limit, params.n, setting["block_size"])
     if needed > setting["num_blocks"]:
         return ContextLengthError
-    if params.n > setting["num_slots"] + (setting["most_queued"] or QUEUED_PER_SLOT * setting["num_slots"]):
+    if params.n > setting["num_slots"] + most_queued(setting["most_queued"], setting["num_slots"]):
         return UserError
     if queue_is_full(world, params.n, params.n * num_ids):
         return OverloadedError
@@ -183,8 +183,8 @@ def queue_is_full(world: World, num_samples: int, num_tokens: int) -> bool:
     waiting += sum(client.params.n for client in world.submitted)
     waiting_tokens += sum(client.params.n * len(client.ids) for client in world.submitted)
     slots = setting["num_slots"]
-    most = setting["most_queued"] or QUEUED_PER_SLOT * slots
-    most_tokens = setting["most_queued_tokens"] or max(LEAST_QUEUED_TOKENS, 16 * world.max_model_len)
+    most = most_queued(setting["most_queued"], slots)
+    most_tokens = most_queued_tokens(setting["most_queued_tokens"], world.max_model_len)
     if waiting + num_samples > most + slots - running:
         return True
     return bool(waiting_tokens) and waiting_tokens + num_tokens > most_tokens

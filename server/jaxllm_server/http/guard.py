@@ -95,7 +95,7 @@ class Guard:
         return "*" in allowed or origin.decode("latin-1") in allowed
 
 
-_FREE_BYTES = 64 << 10  # of a body that are not counted: as many bodies as there may be requests hold 64 MiB of them
+_FREE_BYTES = 64 << 10  # of a body that are not counted: as many bodies as there may be requests hold 128 MiB of them
 
 
 class Bodies:

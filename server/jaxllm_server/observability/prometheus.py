@@ -103,6 +103,7 @@ _HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_params_max_tokens", "The max_tokens parameter of a request.", _TOKENS),
     ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", _TOKENS),
     ("request_params_n", "The n parameter of a request.", (1, 2, 5, 10, 20)),
+    ("request_num_preemptions", "How often a request lost its place.", (1, 2, 3, 4, 5, 10, 20)),
     (
         "iteration_tokens_total",
         "Prompt tokens computed and tokens generated in an engine step.",
@@ -226,6 +227,7 @@ class PrometheusObserver(Collector):
         times = output.metrics
         if times is None:
             return
+        own["request_num_preemptions"].observe(times.num_preemptions)
         intervals = (
             ("e2e_request_latency_seconds", times.arrival_time, times.finished_time),
             ("request_queue_time_seconds", times.arrival_time, times.first_scheduled_time),
@@ -274,6 +276,9 @@ class PrometheusObserver(Collector):
             yield self._counter(name, documentation, [({}, read(metrics))])
         for name, documentation, read in _GAUGES:
             yield self._gauge(name, documentation, [({}, read(load))])
+        waiting = [({"reason": "capacity"}, load.waiting - load.deferred), ({"reason": "deferred"}, load.deferred)]
+        text = "Requests in the queue, by what they wait for: capacity, or (deferred) a place for their adapter only."
+        yield self._gauge("num_requests_waiting_by_reason", text, waiting)
         reasons = [({"finished_reason": reason}, metrics.finished.get(reason, 0)) for reason in get_args(FinishReason)]
         yield self._counter("request_success", "Outputs that have ended, by the reason.", reasons)
         if self._engine.config.speculative_config is not None:

@@ -109,27 +109,27 @@ class ServerOptions:
     max_header_bytes: int = setting(16 << 10, "of all headers of an HTTP request", "BYTES")
     max_headers: int = setting(64, "of an HTTP request")
     max_json_depth: int = setting(64, "of an HTTP body")
-    max_prompts: int = setting(128, "in one completions call")
+    max_prompts: int = setting(2048, "in one completions call")
     max_pooling_inputs: int = setting(2048, "texts in one call that embeds, classifies or scores")
-    max_n: int = setting(16, "outputs per prompt")
-    max_sequences: int = setting(128, "outputs of one call: n times its prompts")
-    max_stops: int = setting(4, "stop strings of a request")
-    max_stop_chars: int = setting(64, "characters of a stop string")
+    max_n: int = setting(128, "outputs per prompt")
+    max_sequences: int = setting(2048, "outputs of one call: n times its prompts")
+    max_stops: int = setting(16, "stop strings of a request")
+    max_stop_chars: int = setting(256, "characters of a stop string")
     max_stop_token_ids: int = setting(128, "stop token ids of a request")
     max_tools: int = setting(128, "tools of a request")
     max_request_id_chars: int = setting(128, "characters of a request id or cache salt")
     grpc_max_message_bytes: int = setting(8 << 20, "of a gRPC request", "BYTES")
 
     # Bounds of all requests together.
-    max_queued_requests: int | None = setting(None, "that may wait for a slot (default: 4 for each slot)")
-    max_queued_tokens: int | None = setting(None, "of the prompts that wait (default: 16 contexts, at least 65,536)")
+    max_queued_requests: int | None = setting(None, "that may wait for a slot (default: 4,096, or 4 for each slot if that is more)")
+    max_queued_tokens: int | None = setting(None, "of the prompts that wait (default: 16 contexts, at least 1,048,576)")
     max_sequences_per_client: int | None = setting(
         None, "outputs under way of one API key, or of one address where there are no keys"
     )
     max_receiving_bytes: int | None = setting(
         None, "of HTTP bodies that are not read yet, all together; one client may have half of it", "BYTES"
     )
-    max_rpcs: int = setting(1024, "calls at once, on each front end; more are refused until some have ended")
+    max_rpcs: int = setting(2048, "calls at once, on each front end; more are refused until some have ended")
     request_timeout: float = setting(600.0, "seconds after which a request fails; 0: never", "SECONDS")
     stall_timeout: float = setting(
         30.0,

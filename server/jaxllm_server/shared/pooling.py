@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.engine.async_llm import LEAST_QUEUED_TOKENS, LONG_TEXT, QUEUED_PER_SLOT, AsyncLLM
+from jaxllm.engine.async_llm import LONG_TEXT, AsyncLLM, most_queued, most_queued_tokens
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import (
     FeatureDisabledError,
@@ -190,7 +190,7 @@ async def _outputs(
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
         if serving.options.enable_log_requests:
             _log.info("request %s: %s, %d prompts of %d tokens", request_id, params.task, len(items), num_tokens)
-        most_tokens = engine.max_queued_tokens or max(LEAST_QUEUED_TOKENS, 16 * model.max_model_len)
+        most_tokens = most_queued_tokens(engine.max_queued_tokens, model.max_model_len)
         most_tokens = min(most_tokens // 2, _STEPS * model.max_num_batched_tokens)
         # Prompts of like lengths run together: a step is padded by its longest.
         order = sorted(range(len(items)), key=lambda number: -prompts[number].num_tokens)
@@ -259,8 +259,8 @@ def has_room(serving: Serving, client: str, num_running: int) -> bool:
 
 def _places(engine: AsyncLLM) -> int:
     """Return how many requests can run and wait."""
-    slots, queued = engine.get_load().max_running, engine.max_queued_requests
-    return slots + (QUEUED_PER_SLOT * slots if queued is None else queued)
+    slots = engine.get_load().max_running
+    return slots + most_queued(engine.max_queued_requests, slots)
 
 
 def _most_tokens(call: PoolCall, longest: int) -> int:

@@ -32,6 +32,7 @@ _HISTOGRAMS = {
     "request_params_max_tokens": _TOKENS,
     "request_prefill_kv_computed_tokens": _TOKENS,
     "request_params_n": "1 2 5 10 20",
+    "request_num_preemptions": "1 2 3 4 5 10 20",
     "iteration_tokens_total": "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384",
     "time_to_first_token_seconds": (".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640 2560"),
     "inter_token_latency_seconds": _BETWEEN,
@@ -48,7 +49,10 @@ _COUNTERS = (
     "request_success programs_compiled compile_seconds compilations_after_ready recoveries padded_tokens "
     "computed_tokens steps requests_handled"
 ).split()
-_GAUGES = "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info engine_state".split()
+_GAUGES = (
+    "num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc cache_config_info "
+    "engine_state"
+).split()
 
 
 @dataclass
@@ -155,10 +159,12 @@ def test_a_scripted_run_is_counted_exactly() -> None:
     observer.tokens(0.07, 1, is_first=True)
     observer.tokens(0.06, 3, is_first=False)  # three that came together, 0.02 s each
     observer.finished(_request((10.0, 10.5, 11.0, 15.0), 30, 16, 5, 3), SamplingParams(n=2, max_tokens=64))
-    observer.finished(_request((10.0, 10.25, 10.5, 10.5), 12, 0, 1), SamplingParams(max_tokens=None))
+    preempted = _request((10.0, 10.25, 10.5, 10.5), 12, 0, 1)
+    preempted.metrics.num_preemptions = 3  # pyright: ignore[reportOptionalMemberAccess]
+    observer.finished(preempted, SamplingParams(max_tokens=None))
     engine.metrics.prompt_tokens, engine.metrics.cached_tokens, engine.metrics.generated_tokens = 42, 16, 9
     engine.metrics.finished = {"stop": 2, "length": 1}
-    engine.load = Load(running=3, waiting=5, kv_blocks_used=50, kv_blocks_total=200, max_running=8)
+    engine.load = Load(running=3, waiting=5, kv_blocks_used=50, kv_blocks_total=200, max_running=8, deferred=2)
     samples = _samples(observer)
 
     def value(name: str, **labels: str) -> float:
@@ -193,6 +199,9 @@ def test_a_scripted_run_is_counted_exactly() -> None:
     assert value("batch_occupancy_sum") == 1.25 and value("batch_occupancy_bucket", le="0.25") == 1
     assert value("step_seconds_sum") == pytest.approx(0.024)
     assert value("num_requests_running") == 3 and value("num_requests_waiting") == 5
+    assert value("num_requests_waiting_by_reason", reason="capacity") == 3
+    assert value("num_requests_waiting_by_reason", reason="deferred") == 2
+    assert value("request_num_preemptions_sum") == 3 and value("request_num_preemptions_bucket", le="2.0") == 1
     assert value("kv_cache_usage_perc") == 0.25
     assert value("programs_ready") == 4 and value("programs_possible") == 9
 

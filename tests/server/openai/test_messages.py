@@ -79,11 +79,11 @@ def test_other_forms_are_refused(prompt):
 
 def test_fan_out_is_refused_before_a_call_is_made():
     with pytest.raises(UserError) as caught:
-        completion(prompt=["a"] * 129)
+        completion(prompt=["a"] * 2049)
     assert caught.value.parameter == "prompt"
-    completion(prompt=["a"] * 64, n=2)
+    completion(prompt=["a"] * 1024, n=2)
     with pytest.raises(UserError) as caught:
-        completion(prompt=["a"] * 65, n=2)
+        completion(prompt=["a"] * 1025, n=2)
     assert caught.value.parameter == "n"
 
 

@@ -79,7 +79,7 @@ class Engine:
             num_token_types=2,
         )
         self.config = SimpleNamespace(model="some/model")
-        self.max_queued_requests: int | None = None
+        self.max_queued_requests = 4 * SLOTS
         self.max_queued_tokens: int | None = None
         self.waiting = 0  # of others
         self.open = self.most = self.closed_early = self.num_off_loop = 0
