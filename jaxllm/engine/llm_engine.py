@@ -180,7 +180,7 @@ class LLMEngine:
         running: set[int] = set()
         waiting: set[int] = set()
         deferred = 0
-        if state.waiting is not self._counted:  # 0.2 ms of 4,096, and few steps change them
+        if state.waiting is not self._counted:  # few steps change it
             self._counted, self._waiting_tokens = state.waiting, sum(entry.known for entry in state.waiting)
         if self.config.enable_lora:
             deferred = num_deferred(state, self.scheduler.limits)

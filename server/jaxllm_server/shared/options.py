@@ -121,7 +121,9 @@ class ServerOptions:
     grpc_max_message_bytes: int = setting(8 << 20, "of a gRPC request", "BYTES")
 
     # Bounds of all requests together.
-    max_queued_requests: int | None = setting(None, "that may wait for a slot (default: 4,096, or 4 for each slot if that is more)")
+    max_queued_requests: int | None = setting(
+        None, "that may wait for a slot (default: 4,096, or 4 for each slot if that is more)"
+    )
     max_queued_tokens: int | None = setting(None, "of the prompts that wait (default: 16 contexts, at least 1,048,576)")
     max_sequences_per_client: int | None = setting(
         None, "outputs under way of one API key, or of one address where there are no keys"

@@ -1,0 +1,104 @@
+"""A thousand clients at once, each with a connection of its own, and calls as large as may be: none is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+
+import grpc.aio
+import httpx
+import openai
+import pytest
+
+from jaxllm.file_limit import raise_file_limit
+from jaxllm.v1 import inference_pb2, inference_pb2_grpc
+from tests.support.serving_process import QUICK, ServingProcess
+
+pytestmark = pytest.mark.ci
+CLIENTS = 1000
+SECONDS = 120.0  # on a machine that does other work; alone they take six
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServingProcess]:
+    raise_file_limit()
+    with ServingProcess(*QUICK) as server:
+        yield server
+
+
+def refusals(server: ServingProcess) -> int:
+    """Count the calls of both protocols that the server has refused for want of room."""
+    lines = [
+        line for line in httpx.get(f"{server.http}/metrics").text.splitlines() if "requests_handled_total{" in line
+    ]
+    return sum(int(float(line.split()[-1])) for line in lines if '"429"' in line or "RESOURCE_EXHAUSTED" in line)
+
+
+def messages(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"What is {number} + 3?"}]
+
+
+async def over_a_socket(port: int, number: int) -> bytes:
+    """Ask on a connection of its own; return the status."""
+    body = json.dumps({"messages": messages(number), "max_tokens": 4}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    status = (await reader.readuntil(b"\r\n\r\n"))[9:12]
+    writer.close()
+    return status
+
+
+def test_a_thousand_sockets(server: ServingProcess) -> None:
+    async def ask_all() -> list[bytes]:
+        port = int(server.http.rpartition(":")[2])
+        async with asyncio.timeout(SECONDS):
+            return await asyncio.gather(*(over_a_socket(port, number) for number in range(CLIENTS)))
+
+    assert Counter(asyncio.run(ask_all())) == {b"200": CLIENTS}
+
+
+def test_a_thousand_calls_over_grpc(server: ServingProcess) -> None:
+    async def ask_all() -> int:
+        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection for each channel
+        channels = [grpc.aio.insecure_channel(server.grpc, options=options) for _ in range(20)]
+        request = inference_pb2.GenerateRequest(text="Once upon a time", stop={"max_tokens": 4})
+        async with asyncio.timeout(SECONDS):
+            stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in channels]
+            calls = [stub.Generate(request) for stub in stubs for _ in range(CLIENTS // len(stubs))]  # type: ignore[attr-defined]
+            answers = await asyncio.gather(*calls)
+        for channel in channels:
+            await channel.close()
+        return sum(bool(answer.outputs) for answer in answers)
+
+    assert asyncio.run(ask_all()) == CLIENTS
+
+
+@pytest.mark.parametrize(
+    ("size", "choices"),
+    [({"prompt": ["Once"] * 2048}, 2048), ({"prompt": "Once", "n": 128, "stop": ["x" * 256] * 16}, 128)],
+)
+def test_the_largest_calls(server: ServingProcess, size: dict[str, object], choices: int) -> None:
+    answer = httpx.post(f"{server.http}/v1/completions", json={**size, "max_tokens": 1}, timeout=SECONDS)
+    assert len(answer.json()["choices"]) == choices
+
+
+@pytest.mark.slow
+def test_a_thousand_clients_as_they_are(server: ServingProcess) -> None:
+    """OpenAI's own, with its defaults; none of its two retries is needed."""
+    before = refusals(server)
+
+    async def one(number: int) -> bool:
+        async with openai.AsyncOpenAI(base_url=f"{server.http}/v1", api_key="none") as client:
+            answer = await client.chat.completions.create(
+                model="jaxllm-embedded", messages=messages(number), max_tokens=4
+            )  # type: ignore[arg-type]
+            return bool(answer.choices)
+
+    async def ask_all() -> list[bool]:
+        return await asyncio.gather(*map(one, range(CLIENTS)))
+
+    assert sum(asyncio.run(ask_all())) == CLIENTS
+    assert refusals(server) == before == 0
