@@ -132,6 +132,20 @@ class Tokenizer:
         """Whether conversations can be written without a template from elsewhere."""
         return bool(self._chat_templates)
 
+    def config(self) -> dict[str, Any]:
+        """Return what a tokenizer_config.json says of it: named and added tokens, chat templates."""
+        config: dict[str, Any] = dict(self._named_tokens)
+        flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        config["added_tokens_decoder"] = {
+            str(token_id): {name: getattr(token, name) for name in flags}
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+        }
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # which reads any tokenizer.json
+        if self._chat_templates:
+            listed = [{"name": name, "template": text} for name, text in self._chat_templates.items()]
+            config["chat_template"] = listed[0]["template"] if len(listed) == 1 else listed
+        return config
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, None if it has none."""
         return self._backend.token_to_id(token)
@@ -430,7 +444,7 @@ class NoTokenizer(Tokenizer):
 
     vocab_size = property(_refuse)
     encode_first = encode_last = encode_pair = _refuse
-    token = token_id = encode = check_length = end_of = decode = apply_chat_template = encode_chat = _refuse
+    config = token = token_id = encode = check_length = end_of = decode = apply_chat_template = encode_chat = _refuse
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,10 @@ ROUTES = {
     ("GET", "/version"): (401, 401, 200, 200),
     ("GET", "/load"): (401, 401, 403, 200),
     ("GET", "/metrics"): (401, 401, 403, 404),
+    **{(method, "/ping"): (200, 200, 200, 200) for method in ("GET", "POST")},
+    ("POST", "/invocations"): (401, 401, 400, 400),
+    ("GET", "/openapi.json"): (200, 200, 200, 200),
+    ("GET", "/docs"): (200, 200, 200, 200),
 }
 # Every gRPC service but health, which is open: whether its calls are an administrator's.
 SERVICES = {
@@ -124,7 +128,18 @@ PATHS = [
     *("\\v1\\models", "/v1\\models", "/\\health", "/health%5c..%5cv1/models", "/v1/models%ff", "/%e2%81%84health"),
     *("http://localhost/v1/models", "http://localhost/health/../v1/models", "http://health/v1/models", "*", "/"),
     *("http://localhost:80/v1/models?/health", "https://localhost/v1/models", "//localhost/v1/models", "/.well-known"),
-    *("/metrics", "/docs", "/openapi.json", "/debug", "/admin", "/collective_rpc", "/sleep", "/shutdown", "/profile"),
+    *(
+        "/metrics",
+        "/docs/",
+        "/%64ocs",
+        "/openapi.json/",
+        "/debug",
+        "/admin",
+        "/collective_rpc",
+        "/sleep",
+        "/shutdown",
+        "/profile",
+    ),
 ]
 HEADERS = [
     *("X-Original-URL: /health", "X-Rewrite-URL: /health", "X-Forwarded-Prefix: /health", "X-Forwarded-Path: /health"),
@@ -182,7 +197,7 @@ def test_no_other_header_is_a_key(port: int, header: str) -> None:
     "host", ["a/v1?", "localhost/health?", "localhost#", "localhost\\health", "health", "..", "a@b"]
 )
 def test_no_host_opens_a_path(port: int, host: str) -> None:
-    assert status(port, "GET", "/v1/models", host=host) in (400, 401, 403)
+    assert status(port, "GET", "/v1/models", host=host) in (400, 401, 421)
 
 
 # gRPC.

@@ -99,6 +99,7 @@ class FakeServing:
         self.askers: list[str] = []  # who asked for room
         self.is_full = False
         self.width = 2  # numbers of a result
+        self.tasks: tuple[str, ...] = ("generate",)
 
     async def _off_loop(self, function, *arguments, client=None):
         self.num_off_loop += 1
@@ -190,6 +191,9 @@ class FakeServing:
 
     async def tokenizer_of(self, name, client):
         return self.engine.model.tokenizer
+
+    async def tokenizer_info(self, client):
+        return {"tokenizer_class": "PreTrainedTokenizerFast"}
 
     async def detokenize(self, ids, client, model):
         self.check_model(model)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -26,6 +26,7 @@ from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.version import __version__
 from jaxllm_server.anthropic import models as anthropic
 from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
+from jaxllm_server.http import docs_page
 from jaxllm_server.http.answers import PoolAnswer, TextAnswer, while_connected
 from jaxllm_server.http.error_bodies import (
     ClientGone,
@@ -39,6 +40,7 @@ from jaxllm_server.http.error_bodies import (
     status_of,
 )
 from jaxllm_server.http.guard import CLIENT, Bodies, Guard, is_request_id, request_id_of
+from jaxllm_server.http.openapi import description_of
 from jaxllm_server.http.protocol import transport_of
 from jaxllm_server.http.sse import dumps
 from jaxllm_server.http.writers import ChunkWriter, EventReply, LineWriter, NamedWriter
@@ -48,6 +50,7 @@ from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, Olla
 from jaxllm_server.openai.adapters import load_request_of, unload_request_of
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
+from jaxllm_server.openai.invocations import route_of
 from jaxllm_server.openai.messages import Body, Reply, model_card, model_list
 from jaxllm_server.openai.pooling import REPLIES, PoolReply
 from jaxllm_server.openai.tokens import detokenize_request_of, tokenize_call_of, tokens_response
@@ -111,6 +114,7 @@ class Endpoints:
             "/detokenize": self.detokenize,
             "/v1/load_lora_adapter": self.load_adapter,
             "/v1/unload_lora_adapter": self.unload_adapter,
+            "/invocations": self.invocations,
             "/drain": self.drain,
             **{path: self._pooling(reply) for path, reply in REPLIES.items()},
         }
@@ -127,14 +131,23 @@ class Endpoints:
             "/load": self.load,
             "/metrics": self.metrics,
         }
-        return [Route(path, _counted(path, self._gated(run)), methods=["POST"]) for path, run in posts.items()] + [
-            Route(path, _counted(path.replace(":path", ""), run), methods=["GET"]) for path, run in gets.items()
+        if self._options.enable_tokenizer_info_endpoint:
+            gets["/tokenizer_info"] = self.tokenizer_info
+        if not self._options.disable_fastapi_docs:
+            gets |= {"/openapi.json": self.openapi, "/docs": self.docs}
+        return [
+            *(Route(path, _counted(path, self._gated(run)), methods=["POST"]) for path, run in posts.items()),
+            *(Route(path, _counted(path.replace(":path", ""), run), methods=["GET"]) for path, run in gets.items()),
+            Route("/ping", _counted("/ping", self.ping), methods=["GET", "POST"]),
         ]
 
     async def completions(self, request: Request) -> ASGIApp:
         """Continue one or more prompts."""
         self._serving.check_room(request.scope[CLIENT], pools=False)
-        reply = CompletionReply(await self._body(request), self._options, _own_request_id(request))
+        return self._completions(request, await self._body(request))
+
+    def _completions(self, request: Request, body: Body) -> ASGIApp:
+        reply = CompletionReply(body, self._options, _own_request_id(request))
         client, model = request.scope[CLIENT], reply.calls[0].model
 
         async def read_prompts() -> None:
@@ -147,8 +160,10 @@ class Endpoints:
     async def chat(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
         self._serving.check_room(request.scope[CLIENT], pools=False)
-        reply = ChatReply(await self._body(request), self._options, _own_request_id(request))
-        return self._text_answer(request, reply)
+        return self._chat(request, await self._body(request))
+
+    def _chat(self, request: Request, body: Body) -> ASGIApp:
+        return self._text_answer(request, ChatReply(body, self._options, _own_request_id(request)))
 
     def _events(
         self, make_reply: Callable[[Body, ServerOptions, str], EventReply], writer: type[NamedWriter]
@@ -190,10 +205,24 @@ class Endpoints:
 
         async def pool(request: Request) -> ASGIApp:
             self._serving.check_room(request.scope[CLIENT], pools=True)
-            reply = make_reply(await self._body(request), self._options, _own_request_id(request))
-            return PoolAnswer(**self._parts_of_answer(request, reply), head=self._head(reply))
+            return self._pool(request, await self._body(request), make_reply)
 
         return pool
+
+    def _pool(
+        self, request: Request, body: Body, make_reply: Callable[[Body, ServerOptions, str], PoolReply]
+    ) -> ASGIApp:
+        reply = make_reply(body, self._options, _own_request_id(request))
+        return PoolAnswer(**self._parts_of_answer(request, reply), head=self._head(reply))
+
+    async def invocations(self, request: Request) -> ASGIApp:
+        """Answer a body of any of these routes, which its fields tell (SageMaker)."""
+        self._serving.check_room(request.scope[CLIENT])
+        body = await self._body(request)
+        path = route_of(body, self._serving.tasks)
+        if path in REPLIES:
+            return self._pool(request, body, REPLIES[path])
+        return self._chat(request, body) if path == "/v1/chat/completions" else self._completions(request, body)
 
     async def tokenize(self, request: Request) -> ASGIApp:
         """Turn a text or a conversation into token ids."""
@@ -216,6 +245,10 @@ class Endpoints:
         model, ids = detokenize_request_of(await self._body(request), self._options.unknown_fields, ignored)
         self._warn(request, ignored)
         return _json({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT], model)})
+
+    async def tokenizer_info(self, request: Request) -> ASGIApp:
+        """Say what the tokenizer's tokenizer_config.json does."""
+        return _json(await self._serving.tokenizer_info(request.scope[CLIENT]))
 
     async def load_adapter(self, request: Request) -> ASGIApp:
         """Load an adapter under a name."""
@@ -259,6 +292,10 @@ class Endpoints:
         """Say whether there is an engine. Fails while the model is being loaded: vLLM's clients wait for this one."""
         return Response(status_code=503 if self._serving.engine.state in (*_DEAD, "loading") else 200)
 
+    async def ping(self, request: Request) -> ASGIApp:
+        """Say whether there is an engine, as /health does; SageMaker asks here."""
+        return await self.health(request)
+
     async def live(self, request: Request) -> ASGIApp:
         """Say whether the process is worth keeping."""
         return Response(status_code=503 if self._serving.engine.state in _DEAD else 200)
@@ -291,6 +328,20 @@ class Endpoints:
         await engine.drain_replica(int(number[:9]))
         return _json({"replica": int(number[:9])})
 
+    async def openapi(self, request: Request) -> ASGIApp:
+        """Describe these routes (OpenAPI 3.1)."""
+        return Response(self._description[0], media_type="application/json")
+
+    async def docs(self, request: Request) -> ASGIApp:
+        """Show that description as a page on which the routes can be tried."""
+        return Response(self._description[1], media_type="text/html", headers=docs_page.HEADERS)
+
+    @cached_property
+    def _description(self) -> tuple[bytes, bytes]:
+        """The description, and the page of it: made once, since who may ask for them is not known."""
+        description = description_of(self.routes(), self._options.root_path)
+        return dumps(description), docs_page.page_of(description)
+
     async def metrics(self, request: Request) -> ASGIApp:
         """Write all metrics for Prometheus."""
         if self._observer is None:
@@ -308,7 +359,7 @@ class Endpoints:
 
             return answer
 
-        run.__name__ = endpoint.__name__
+        run.__name__, run.__doc__ = endpoint.__name__, endpoint.__doc__
         return run
 
     async def _run(self, function: Callable[[], Result], is_long: bool, client: str) -> Result:
@@ -468,7 +519,7 @@ def _counted(path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Ca
         request.scope["jaxllm"]["route"] = path
         return await endpoint(request)
 
-    run.__name__ = endpoint.__name__
+    run.__name__, run.__doc__ = endpoint.__name__, endpoint.__doc__
     return run
 
 

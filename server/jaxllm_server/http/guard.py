@@ -16,12 +16,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxllm.errors import OverloadedError
 from jaxllm_server.http.error_bodies import Headers, Refusal, body_too_large
+from jaxllm_server.http.forwarded import Proxies
 from jaxllm_server.shared.auth import Keys, only_header
 from jaxllm_server.shared.client_quota import Bound, client_of
 from jaxllm_server.shared.options import LOOPBACK, ServerOptions
 
 CLIENT = "jaxllm.client"  # in a request's scope: the client's name
-OPEN_PATHS = frozenset({b"/health", b"/live", b"/ready"})  # for probes, which have no key
+PROBES = frozenset({b"/health", b"/live", b"/ready", b"/ping"})  # which have no key, and any host name
+OPEN_PATHS = PROBES | {b"/docs", b"/openapi.json"}  # those say the same on every server: a browser may read them
+_WRONG_HOST = (
+    "This server is not known by the name in the request's Host header. Start it with --allowed-hosts and that name, "
+    "or let the proxy in front of it send `Host: localhost`."
+)
 # And all that begins like them once it is decoded: to the router "/%6coad" and "/load\n" are "/load".
 _ADMIN_PATHS = ("/drain", "/load", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
@@ -37,6 +43,7 @@ class Guard:
         self._options = options
         self._keys = keys
         self._root = options.root_path.rstrip("/")
+        self._proxies = Proxies(options.forwarded_allow_ips)
         self._checks_host = (options.is_loopback and options.uds is None) or bool(options.allowed_hosts)
         self._hosts = {name.lower().strip("[]") for name in (*LOOPBACK, options.host, *options.allowed_hosts)}
 
@@ -45,17 +52,19 @@ class Guard:
         options = self._options
         headers = _read_headers(scope, options)
         host = _read_host(scope, headers)
-        if self._checks_host and "*" not in options.allowed_hosts and host is not None and host not in self._hosts:
-            raise Refusal(403, "This host name is not served here; see --allowed-hosts.", "HOST", "permission_denied")
-        self._check_origin(headers, host)
         scope = _without_root(scope, self._root)
+        is_known = not self._checks_host or "*" in options.allowed_hosts or host is None or host in self._hosts
+        if not is_known and scope["raw_path"] not in PROBES:
+            raise Refusal(421, _WRONG_HOST, "MISDIRECTED_REQUEST")  # a web page may have had its own name rebound to us
+        self._check_origin(headers, host)
         is_preflight = scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
         if is_preflight and b"origin" in headers and options.allowed_origins:
             await _answer_preflight(headers, send)
             return
         if scope["raw_path"] not in OPEN_PATHS:
             key = self._keys.check(_authorization(headers), admin=scope["path"].startswith(_ADMIN_PATHS))
-            scope[CLIENT] = client_of(key, (scope.get("client") or ("",))[0])
+            forwarded = [value.decode("latin-1") for value in headers.get(b"x-forwarded-for", [])]
+            scope[CLIENT] = client_of(key, self._proxies.client_of((scope.get("client") or ("",))[0], forwarded))
         # With the spaces and tabs that RFC 9110 allows behind a value: llhttp has read the same number past them.
         length = headers.get(b"content-length", [b"0"])[0].strip(b" \t")
         if not length.isdigit():

@@ -162,8 +162,8 @@ class OllamaEmbedReply(PoolReply):
     id_prefix = "embed-"
     list_name = "embeddings"
     names: Mapping[str, str] = {"inputs": "input", "prompt": "input"}
-    _fields = frozenset({"model", "input", "truncate", "options", "keep_alive", "dimensions"})
-    _unbuilt: Mapping[str, tuple[Any, ...]] = {}
+    fields = frozenset({"model", "input", "truncate", "options", "keep_alive", "dimensions"})
+    unbuilt: Mapping[str, tuple[Any, ...]] = {}
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         fields = self._given(body, options)

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from jaxllm_server.openai.messages import Body, flag, given, text
 
-_UNBUILT = {"is_3d_lora_weight": (False,)}
+UNBUILT = {"is_3d_lora_weight": (False,)}
+LOAD_FIELDS = frozenset({"lora_name", "lora_path", "load_inplace", *UNBUILT})
+UNLOAD_FIELDS = frozenset({"lora_name", "lora_int_id"})
 
 
 def load_request_of(body: Body) -> tuple[str, str, bool]:
     """Return an adapter's name and path, and whether it may replace one of that name; "" for what is missing."""
-    fields = given(body, frozenset({"lora_name", "lora_path", "load_inplace", *_UNBUILT}), _UNBUILT)
+    fields = given(body, LOAD_FIELDS, UNBUILT)
     in_place = bool(flag(fields, "load_inplace", False))
     return text(fields, "lora_name") or "", text(fields, "lora_path") or "", in_place
 
 
 def unload_request_of(body: Body) -> str:
     """Return the name of the adapter that is to go; "" where it is missing. vLLM's `lora_int_id` names none there."""
-    return text(given(body, frozenset({"lora_name", "lora_int_id"}), {}), "lora_name") or ""
+    return text(given(body, UNLOAD_FIELDS, {}), "lora_name") or ""

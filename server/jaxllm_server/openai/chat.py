@@ -73,6 +73,7 @@ class ChatReply:
     `request_id` names the request unless the body does.
     """
 
+    fields, unbuilt = _FIELDS, _UNBUILT
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"

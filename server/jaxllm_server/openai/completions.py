@@ -47,6 +47,7 @@ class CompletionReply:
     `request_id` names the request unless the body does. Choices are numbered prompt by prompt.
     """
 
+    fields, unbuilt = _FIELDS, _UNBUILT
     id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
 

@@ -64,8 +64,8 @@ class PoolReply(ABC):
     id_prefix: str
     list_name = "data"  # of the answer's list, which has an item for each result
     names: Mapping[str, str]  # parameter that an error names -> field of the request, where they differ
-    _fields: Collection[str]
-    _unbuilt: Mapping[str, tuple[Any, ...]]
+    fields: Collection[str]
+    unbuilt: Mapping[str, tuple[Any, ...]]
 
     def __init__(self, fields: Body, request_id: str, **own: Any) -> None:
         own_id = text(fields, "request_id")
@@ -85,7 +85,7 @@ class PoolReply(ABC):
 
     def _given(self, body: Body, options: ServerOptions) -> dict[str, Any]:
         self.ignored: list[str] = []  # fields of the request that it is answered without
-        return given(body, self._fields, self._unbuilt, options.unknown_fields, self.ignored)
+        return given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
 
     def items(self, results: Sequence[PoolResult], labels: Sequence[str]) -> Iterator[str]:
         """Give the JSON of each item of the list; results are in the order of the inputs."""
@@ -105,8 +105,8 @@ class EmbeddingReply(PoolReply):
 
     id_prefix = "embd-"
     names: Mapping[str, str] = {"inputs": "input", "prompt": "input"}
-    _fields = _OF_NUMBERS | {"normalize"}
-    _unbuilt = _UNBUILT_OF_NUMBERS
+    fields = _OF_NUMBERS | {"normalize"}
+    unbuilt = _UNBUILT_OF_NUMBERS
     _object, _key = "embedding", "embedding"
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
@@ -136,7 +136,7 @@ class PoolingReply(EmbeddingReply):
     """Of `/pooling`, which does what the body, or else the model, says."""
 
     id_prefix = "pool-"
-    _fields = _OF_NUMBERS | {"normalize", "use_activation", "task"}
+    fields = _OF_NUMBERS | {"normalize", "use_activation", "task"}
     _object, _key = "pooling", "data"
 
     def _task(self, fields: Body) -> PoolingTask | None:
@@ -151,8 +151,8 @@ class ClassifyReply(PoolReply):
 
     id_prefix = "classify-"
     names = EmbeddingReply.names
-    _fields = _SHARED | _UNBUILT_OF_INPUT.keys() | _OF_INPUT | {"use_activation"}
-    _unbuilt = _UNBUILT_OF_INPUT
+    fields = _SHARED | _UNBUILT_OF_INPUT.keys() | _OF_INPUT | {"use_activation"}
+    unbuilt = _UNBUILT_OF_INPUT
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         fields = self._given(body, options)
@@ -173,8 +173,8 @@ class ScoreReply(PoolReply):
     """Of `/score`: one text with each of others, or each with the one in its place."""
 
     id_prefix = "score-"
-    _fields = _SHARED | _UNBUILT_OF_PAIRS.keys() | {name for pair in _SIDES for name in pair} | {"use_activation"}
-    _unbuilt = _UNBUILT_OF_PAIRS
+    fields = _SHARED | _UNBUILT_OF_PAIRS.keys() | {name for pair in _SIDES for name in pair} | {"use_activation"}
+    unbuilt = _UNBUILT_OF_PAIRS
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         sides = {name for pair in _SIDES for name in pair}
@@ -201,14 +201,14 @@ class RerankReply(PoolReply):
     id_prefix = "rerank-"
     list_name = "results"
     names: Mapping[str, str] = {"inputs": "query", "prompt": "query", "pairs": "documents"}
-    _fields = (
+    fields = (
         _SHARED
         | _UNBUILT_OF_PAIRS.keys()
         | {
             *("query", "documents", "top_n", "return_documents", "use_activation"),
         }
     )
-    _unbuilt = _UNBUILT_OF_PAIRS
+    unbuilt = _UNBUILT_OF_PAIRS
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         fields = self._given(body, options)

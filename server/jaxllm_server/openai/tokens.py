@@ -13,8 +13,9 @@ from jaxllm_server.openai.chat import CONVERSATION, conversation_of
 from jaxllm_server.openai.messages import Body, flag, given, text
 from jaxllm_server.shared.calls import Call
 
-_TEXT_FIELDS = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
-_CHAT_FIELDS = CONVERSATION | {"model", "add_special_tokens", "return_token_strs"}
+TEXT_FIELDS = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
+CHAT_FIELDS = CONVERSATION | {"model", "add_special_tokens", "return_token_strs"}
+DETOKENIZE_FIELDS = frozenset({"model", "tokens"})
 
 
 def tokenize_call_of(body: Body, policy: str = "refuse", ignored: list[str] | None = None) -> tuple[Call, bool]:
@@ -23,7 +24,7 @@ def tokenize_call_of(body: Body, policy: str = "refuse", ignored: list[str] | No
     `policy` and `ignored` are those of `given`.
     """
     is_chat = "messages" in body
-    fields = given(body, _CHAT_FIELDS if is_chat else _TEXT_FIELDS, {}, policy, ignored)
+    fields = given(body, CHAT_FIELDS if is_chat else TEXT_FIELDS, {}, policy, ignored)
     if is_chat:
         prompt: dict[str, Any] = conversation_of(fields)
     else:
@@ -48,7 +49,7 @@ def detokenize_request_of(
 
     `policy` and `ignored` are those of `given`.
     """
-    fields = given(body, frozenset({"model", "tokens"}), {}, policy, ignored)
+    fields = given(body, DETOKENIZE_FIELDS, {}, policy, ignored)
     tokens = fields.get("tokens")
     if not isinstance(tokens, list) or set(map(type, tokens)) - {int}:
         raise UserError("tokens must be a list of token ids.", "tokens")

@@ -63,13 +63,17 @@ class ServerOptions:
     return_tokens_as_token_ids: bool = setting(False, "write token_id:N for a token's text in log-probabilities")
     enable_prompt_tokens_details: bool = setting(False, "report how many prompt tokens were cached")
     enable_force_include_usage: bool = setting(False, "end every HTTP stream with its usage")
+    enable_tokenizer_info_endpoint: bool = setting(
+        False, "serve /tokenizer_info, which shows the chat template and the special tokens"
+    )
+    disable_fastapi_docs: bool = setting(False, "serve neither /openapi.json nor /docs (the name is vLLM's)")
     enable_request_id_headers: bool = setting(True, "send x-request-id with every HTTP response")
 
     # Who may come in.
     api_key: tuple[str, ...] = setting(
         (),
-        "key that clients must send, over HTTP to every path but /health, /live and /ready, over gRPC to all but "
-        "health; may be repeated: any of them opens",
+        "key that clients must send, over HTTP to every path but /health, /live, /ready, /ping and the API's "
+        "description, over gRPC to all but health; may be repeated: any of them opens",
         "KEY",
     )
     admin_api_key: tuple[str, ...] = setting(
@@ -88,7 +92,13 @@ class ServerOptions:
     )
     allowed_origins: tuple[str, ...] = setting((), "origin of browsers that may call (CORS); may be repeated", "ORIGIN")
     allowed_hosts: tuple[str, ...] = setting(
-        (), "Host header taken on loopback beside its own names; may be repeated", "HOST"
+        (), "name that a Host header may have, on loopback beside its own names; *: any; may be repeated", "HOST"
+    )
+    forwarded_allow_ips: tuple[str, ...] = setting(
+        (),
+        "proxy whose X-Forwarded-For names the client over HTTP: an address, a network, or * for whoever connects; "
+        "may be repeated",
+        "ADDRESS",
     )
     root_path: str = setting("", "prefix that a proxy in front strips", "PREFIX")
 

@@ -346,6 +346,11 @@ class Serving:
         await self.engine.check_health()
         return (await self._model_of(name, client)).tokenizer
 
+    async def tokenizer_info(self, client: str = "") -> dict[str, Any]:
+        """Return what a tokenizer_config.json says of the model's tokenizer, with the chat template that is used."""
+        config = (await self.tokenizer_of("", client)).config()
+        return config if self._template is None else config | {"chat_template": self._template}
+
     async def detokenize(self, ids: Sequence[int], client: str = "", model: str = "") -> str:
         """Return the text of token ids that a client gave, special tokens included."""
         tokenizer = await self.tokenizer_of(model, client)

@@ -23,7 +23,7 @@ from tests.support.fake_serving import FakeServing, http_server, raw_exchange
 
 KEY = "sk-geheim-ü"
 AUTH = {"authorization": f"Bearer {KEY}".encode()}
-OPEN = ("/health", "/live", "/ready")
+OPEN = ("/health", "/live", "/ready", "/ping")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,11 @@ def test_own_names_on_loopback(bounded, host):
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "10.0.0.1", "localhost."])
 def test_other_names_on_loopback(bounded, host):
     answer = raw_exchange(bounded, get(host=host))
-    assert status(answer) == 403 and host.encode() not in answer.partition(b"\r\n\r\n")[2]
+    assert status(answer) == 421 and host.encode() not in answer.partition(b"\r\n\r\n")[2]
+    assert "--allowed-hosts" in error_of(answer)["message"] and error_of(answer)["code"] == "misdirected_request"
+    for path in OPEN:
+        assert status(raw_exchange(bounded, get(path, host=host))) == 200
+        assert status(raw_exchange(bounded, get(f"{path}/", host=host))) == 421
 
 
 @pytest.mark.parametrize("host", ["", "a b", "a/v1?", "user@localhost", "[::1", "localhost:99999999", "é"])

@@ -1,0 +1,56 @@
+"""Whose request it is that a proxy sent: the header X-Forwarded-For, of proxies that the operator trusts. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+from jaxllm.errors import UserError
+
+_MOST_PROXIES = 8  # in a row
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class Proxies:
+    """The proxies that are trusted: addresses, networks, or "*" for whoever connects.
+
+    Raises:
+        UserError: for what is none of these.
+    """
+
+    def __init__(self, trusted: Sequence[str]) -> None:
+        self._trusts_all = "*" in trusted
+        self._networks = [_network(each) for each in trusted if each != "*"]
+
+    def client_of(self, peer: str, forwarded: Sequence[str]) -> str:
+        """Return the address of a request's client: of the peer, unless that is a proxy.
+
+        Each proxy appends whom it has the request from. What is left of the last address that is no proxy's came from
+        the client, which may claim anything (RFC 7239, section 8.1).
+
+        >>> Proxies(["10.0.0.0/8"]).client_of("10.0.0.1", ["1.1.1.1, 8.8.8.8, 10.0.0.2"])
+        '8.8.8.8'
+        """
+        client = peer
+        for _, address in zip(range(_MOST_PROXIES), reversed(",".join(forwarded).split(",")), strict=False):
+            if not address.strip() or not self._trusts(client):
+                break
+            client = address.strip()
+        return client
+
+    def _trusts(self, address: str) -> bool:
+        if self._trusts_all:
+            return True
+        try:
+            found = ipaddress.ip_address(address)
+        except ValueError:  # none, as of a Unix socket
+            return False
+        return any(found in network for network in self._networks)
+
+
+def _network(text: str) -> _Network:
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError as error:
+        message = f"forwarded_allow_ips must hold addresses, networks as 10.0.0.0/8, or *; got {text!r}."
+        raise UserError(message, "forwarded_allow_ips") from error

@@ -1,0 +1,38 @@
+"""`/invocations`, SageMaker's one route for everything: which other route a body is for.
+
+Pure. As in vLLM the order of the rules decides where several would do, and the model: what it does not do is not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxllm.errors import UserError
+from jaxllm_server.openai.messages import Body
+
+
+def route_of(body: Body, tasks: Sequence[str]) -> str:
+    """Return the path of the route that answers a body, on a server whose model has these tasks.
+
+    >>> route_of({"messages": []}, ["generate"]), route_of({"input": "a"}, ["classify"])
+    ('/v1/chat/completions', '/classify')
+
+    Raises:
+        UserError: for a body that no route takes.
+    """
+    if "messages" in body:
+        return "/v1/chat/completions"
+    if "prompt" in body:
+        return "/v1/completions"
+    if "task" in body:
+        return "/pooling"
+    if "input" in body:
+        return next((path for task, path in _OF_INPUT if task in tasks), "/pooling")
+    if "query" in body:
+        return "/rerank"
+    if body.keys() & {"text_1", "queries", "data_1"}:
+        return "/score"
+    raise UserError("The body is of no route: give messages, prompt, input, query, or text_1 and text_2.", "messages")
+
+
+_OF_INPUT = (("embed", "/v1/embeddings"), ("classify", "/classify"))

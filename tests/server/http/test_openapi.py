@@ -1,0 +1,193 @@
+"""The description of the API: every route and every field is in it, and a field is what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from jaxllm.errors import UserError
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.sampling_params import SamplingParams
+from jaxllm_server.http.app import Endpoints
+from jaxllm_server.http.openapi import BODIES, description_of
+from jaxllm_server.openai import adapters, tokens
+from jaxllm_server.openai.chat import ChatReply
+from jaxllm_server.openai.completions import CompletionReply
+from jaxllm_server.openai.invocations import route_of
+from jaxllm_server.openai.messages import WITHOUT_EFFECT
+from jaxllm_server.openai.pooling import REPLIES
+from jaxllm_server.shared.chat_checks import check_tools
+from jaxllm_server.shared.options import ServerOptions
+from tests.support.fake_serving import FakeServing, http_server
+
+OPTIONS = ServerOptions(enable_tokenizer_info_endpoint=True)
+ROUTES = Endpoints(FakeServing(), OPTIONS, None, None).routes()  # type: ignore[arg-type]
+DESCRIPTION = description_of(ROUTES)
+# What OpenAPI 3.1 asks of the parts that are used here.
+OPENAPI = {
+    "type": "object",
+    "required": ["openapi", "info", "paths"],
+    "properties": {
+        "openapi": {"pattern": r"^3\.1\.\d+$"},
+        "info": {"required": ["title", "version"]},
+        "paths": {"patternProperties": {"^/": {"additionalProperties": {"$ref": "#/$defs/operation"}}}},
+        "components": {"required": ["schemas"]},
+    },
+    "$defs": {
+        "operation": {
+            "required": ["responses", "operationId"],
+            "properties": {
+                "operationId": {"pattern": "^[A-Za-z0-9_.-]+$"},
+                "parameters": {"items": {"required": ["name", "in", "schema"]}},
+                "requestBody": {"required": ["content"]},
+                "responses": {"additionalProperties": {"required": ["description"]}, "minProperties": 1},
+            },
+            "additionalProperties": {"not": {"type": "null"}},
+        }
+    },
+}
+NO_BODY = {"/drain", "/ping", "/invocations"}  # the last takes those of others
+
+
+def references(part: Any) -> Iterator[str]:
+    for value in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from references(value)
+    if isinstance(part, dict) and "$ref" in part:
+        yield part["$ref"]
+
+
+def test_the_document_is_valid_and_has_every_route() -> None:
+    jsonschema.validate(DESCRIPTION, OPENAPI)
+    schemas = DESCRIPTION["components"]["schemas"]
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    assert {each.removeprefix("#/components/schemas/") for each in references(DESCRIPTION)} == schemas.keys()
+    found = {(method.upper(), path) for path, methods in DESCRIPTION["paths"].items() for method in methods}
+    served = {(method, route.path.replace(":path", "")) for route in ROUTES for method in route.methods or ()}
+    assert found == {(method, path) for method, path in served if method != "HEAD"}
+    assert {path for method, path in found if method == "POST"} == BODIES.keys() | NO_BODY
+    names = [each["operationId"] for methods in DESCRIPTION["paths"].values() for each in methods.values()]
+    assert len(names) == len(set(names))
+    assert all(each["summary"] for methods in DESCRIPTION["paths"].values() for each in methods.values())
+
+
+def read(path: str, body: dict[str, Any]) -> None:
+    """Read a body as its route does, parameters included."""
+    if path in REPLIES:
+        for call in REPLIES[path](body, OPTIONS, "id").calls:
+            PoolingParams(
+                dimensions=call.dimensions,
+                normalize=call.normalize,
+                use_activation=call.use_activation,
+                truncate_prompt_tokens=call.truncate_prompt_tokens,
+            )
+    elif path in ("/v1/completions", "/v1/chat/completions"):
+        reply = (ChatReply if "chat" in path else CompletionReply)(body, OPTIONS, "id")
+        for call in reply.calls:
+            SamplingParams(**call.sampling)
+            if call.tools is not None:
+                check_tools(call.tools, 1)
+            if type(call.time_limit) not in (type(None), int, float):
+                raise UserError("It is the engine that refuses this.", "time_limit")
+    else:
+        {
+            "/tokenize": tokens.tokenize_call_of,
+            "/detokenize": tokens.detokenize_request_of,
+            "/v1/load_lora_adapter": adapters.load_request_of,
+            "/v1/unload_lora_adapter": adapters.unload_request_of,
+        }[path](body)
+
+
+VALUES: list[Any] = [True, 7, 0.5, "§", ["§"], [7], [{}], {"§": 7}]
+
+
+@pytest.mark.filterwarnings("ignore:a client sent guided_")
+@pytest.mark.parametrize("path", BODIES)
+def test_what_does_not_fit_a_field_is_refused_and_every_field_is_there(path: str) -> None:
+    body = BODIES[path]
+    properties = DESCRIPTION["components"]["schemas"][body.name]["properties"]
+    jsonschema.validate(body.example, DESCRIPTION["components"]["schemas"][body.name])
+    read(path, dict(body.example))
+    refused_always = set(body.fields) - properties.keys()
+    for name in refused_always:
+        for value in VALUES:
+            with pytest.raises(UserError):
+                read(path, {**body.example, name: value})
+    for name, schema in properties.items():
+        if not schema.keys() - {"description"}:
+            assert name in WITHOUT_EFFECT | {"lora_int_id"}, f"{name} needs a row in SHAPES"
+            continue
+        for value in VALUES:
+            if jsonschema.Draft202012Validator(schema).is_valid(value):
+                continue
+            with pytest.raises(UserError) as caught:
+                read(path, {**body.example, name: value})
+            assert caught.value.parameter is not None, name
+
+
+def test_the_page_is_whole_and_says_what_the_document_does() -> None:
+    with http_server(FakeServing(), ServerOptions(api_key=("k",), root_path="/llm")) as port:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+            document, page = http.get("/openapi.json"), http.get("/docs")
+    assert document.json() == json.loads(
+        json.dumps(
+            description_of(
+                Endpoints(FakeServing(), ServerOptions(), None, None).routes(),
+                "/llm",  # type: ignore[arg-type]
+            )
+        )
+    )
+    assert document.json()["servers"] == [{"url": "/llm"}]
+    text = page.text
+    assert (
+        page.headers["content-type"].startswith("text/html")
+        and "default-src 'none'" in page.headers["content-security-policy"]
+    )
+    assert "://" not in text and " src=" not in text, "nothing is fetched from elsewhere"
+    for path, methods in document.json()["paths"].items():
+        assert f"<code>{path}</code>" in text and all(f"<b>{method.upper()}</b>" in text for method in methods)
+    for name in ("max_completion_tokens", "structured_outputs", "top_n"):
+        assert f"<code>{name}</code>" in text
+    with http_server(FakeServing(), ServerOptions(disable_fastapi_docs=True)) as port:
+        for path in ("/docs", "/openapi.json"):
+            assert httpx.get(f"http://127.0.0.1:{port}{path}").status_code == 404
+
+
+INVOCATIONS = [
+    ({"messages": []}, ("generate",), "/v1/chat/completions"),
+    ({"prompt": "a"}, ("generate",), "/v1/completions"),
+    ({"input": "a"}, ("embed", "score"), "/v1/embeddings"),
+    ({"input": "a"}, ("classify",), "/classify"),
+    ({"input": "a"}, ("score",), "/pooling"),
+    ({"input": "a", "task": "embed"}, ("embed",), "/pooling"),
+    ({"query": "a", "documents": []}, ("score",), "/rerank"),
+    ({"text_1": "a", "text_2": "b"}, ("score",), "/score"),
+    ({"queries": "a", "items": "b"}, ("score",), "/score"),
+]
+
+
+def test_sagemakers_routes() -> None:
+    for body, tasks, path in INVOCATIONS:
+        assert route_of(body, tasks) == path
+    with pytest.raises(UserError):
+        route_of({"model": "fake"}, ("generate",))
+    serving = FakeServing()
+    with http_server(serving, OPTIONS) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+        assert http.get("/ping").status_code == http.post("/ping").status_code == 200
+        chat = {"messages": [{"role": "user", "content": "Hi"}]}
+        assert http.post("/invocations", json=chat).json()["object"] == "chat.completion"
+        assert http.post("/invocations", json={"prompt": "Hi"}).json()["object"] == "text_completion"
+        assert "data: [DONE]" in http.post("/invocations", json={"prompt": "Hi", "stream": True}).text
+        assert http.post("/invocations", json={}).json()["error"]["code"] == "invalid_parameter"
+        serving.tasks = ("embed", "score")
+        assert http.post("/invocations", json={"input": "Hi"}).json()["data"][0]["object"] == "embedding"
+        serving.engine.state = "dead"
+        assert http.get("/ping").status_code == 503
+        assert http.get("/tokenizer_info").json()["tokenizer_class"] == "PreTrainedTokenizerFast"
+    with http_server(serving) as port:
+        assert httpx.get(f"http://127.0.0.1:{port}/tokenizer_info").status_code == 404
