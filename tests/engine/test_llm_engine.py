@@ -124,7 +124,8 @@ def test_steps_in_flight_change_no_token_with_aborts_and_preemption() -> None:
                     if step == num_steps and (output := engine.abort_request(str(name))):
                         outputs.append(output)
                 ended |= {output.request_id: output for output in outputs if output.finished}
-            assert engine.metrics.preemptions > 0
+            counts = [output.metrics.num_preemptions for output in ended.values() if output.metrics is not None]
+            assert sum(counts) == engine.metrics.preemptions > 0
             assert (
                 engine.scheduler.state.pool.num_available == FEW_BLOCKS["num_kv_blocks"]
                 and not engine.outputs.sequences

@@ -89,6 +89,12 @@ def _same_as_transformers(folder: Path, ours: Tokenizer) -> None:
             assert ids == theirs.encode(text, add_special_tokens=special)
             for skip in (True, False):
                 assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    config, names = ours.config(), ("bos_token", "eos_token", "pad_token", "unk_token")
+    assert {name: config.get(name) for name in names} == {name: getattr(theirs, name) for name in names}
+    added = {
+        int(token): (entry["content"], entry["special"]) for token, entry in config["added_tokens_decoder"].items()
+    }
+    assert added == {token: (str(entry), entry.special) for token, entry in theirs.added_tokens_decoder.items()}
     everything = list(range(ours.vocab_size))
     assert ours.decode(everything) == theirs.decode(everything, skip_special_tokens=True)
 
