@@ -171,7 +171,7 @@ def test_help_begins_with_what_most_set_and_says_which_paths_need_the_key(run: R
         assert f"--{name} " in usual and out.count(f" --{name} ") == usual.count(f" --{name} "), name
     assert len(usual.splitlines()) < 60
     said = " ".join(out.split())
-    assert "every path but /health, /live and /ready" in said
+    assert "every path but /health, /live, /ready, /ping, /docs and /openapi.json" in said
     assert "/metrics (Prometheus has to send it), /load and the routes of adapters over HTTP, gRPC's control" in said
 
 

@@ -246,7 +246,7 @@ def _schema(body: Body) -> Schema:
 
 def _property(body: Body, name: str) -> Schema | None:
     """Return the schema of a field; None for one of which no value is accepted. Null is as good as no field."""
-    unbuilt = _UNBUILT | body.unbuilt
+    unbuilt = {**_UNBUILT, **body.unbuilt}
     if name in unbuilt:
         accepted = list(unbuilt[name])
         return (

@@ -72,8 +72,8 @@ class ServerOptions:
     # Who may come in.
     api_key: tuple[str, ...] = setting(
         (),
-        "key that clients must send, over HTTP to every path but /health, /live, /ready, /ping and the API's "
-        "description, over gRPC to all but health; may be repeated: any of them opens",
+        "key that clients must send, over HTTP to every path but /health, /live, /ready, /ping, /docs and "
+        "/openapi.json, over gRPC to all but health; may be repeated: any of them opens",
         "KEY",
     )
     admin_api_key: tuple[str, ...] = setting(

@@ -501,7 +501,7 @@ def test_other_routes(server):
     ("path", "code", "message"),
     [
         ("/", "unknown_url", "There is nothing at /."),
-        ("/docs", "unknown_url", "There is nothing at /docs."),
+        ("/redoc", "unknown_url", "There is nothing at /redoc."),
         ("/v2", "unknown_url", "There is nothing at /v2."),
         ("/%0a" + "x" * 500, "unknown_url", f"There is nothing at /\\n{'x' * 126}."),
         ("/v1/models/", "unknown_url", "There is nothing at /v1/models/. Did you mean /v1/models?"),
