@@ -29,7 +29,7 @@ _WRONG_HOST = (
     "or let the proxy in front of it send `Host: localhost`."
 )
 # And all that begins like them once it is decoded: to the router "/%6coad" and "/load\n" are "/load".
-_ADMIN_PATHS = ("/drain", "/load", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ADMIN_PATHS = ("/drain", "/load", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
 _PREFLIGHT_SECONDS = b"600"  # that a browser may remember an answer to its question
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
@@ -62,7 +62,7 @@ class Guard:
             await _answer_preflight(headers, send)
             return
         if scope["raw_path"] not in OPEN_PATHS:
-            key = self._keys.check(_authorization(headers), admin=scope["path"].startswith(_ADMIN_PATHS))
+            key = self._keys.check(_authorization(headers), admin=scope["path"].startswith(ADMIN_PATHS))
             forwarded = [value.decode("latin-1") for value in headers.get(b"x-forwarded-for", [])]
             scope[CLIENT] = client_of(key, self._proxies.client_of((scope.get("client") or ("",))[0], forwarded))
         # With the spaces and tabs that RFC 9110 allows behind a value: llhttp has read the same number past them.

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from jaxllm.pooling_params import PoolingTask
 from jaxllm.sampling_params import SamplingParams
+from jaxllm_server.http.guard import ADMIN_PATHS, OPEN_PATHS
 from jaxllm_server.openai import adapters, tokens
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
@@ -22,8 +23,6 @@ from jaxllm_server.openai.pooling import REPLIES
 
 Schema = dict[str, Any]
 API_VERSION = "1"  # of the paths; the server's own is at /version, for those who have a key
-_ADMIN = ("/drain", "/load", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_OPEN = ("/health", "/live", "/ready", "/ping", "/docs", "/openapi.json")
 
 
 class Body(NamedTuple):
@@ -218,25 +217,32 @@ def _operation(path: str, method: str, summary: str) -> dict[str, Any]:
                 "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
             },
         },
-        "security": [] if path in _OPEN else [{"key": []}, {}],
+        "security": [] if path.encode() in OPEN_PATHS else [{"key": []}, {}],
     }
-    if path in _ADMIN:
+    if path in ADMIN_PATHS:
         operation["description"] = "Needs the admin key, where there is one."
     if path.endswith("}"):
         name = path.rpartition("{")[2].rstrip("}")
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT}]
     if path == "/drain":
         operation["parameters"] = [{"name": "replica", "in": "query", "required": True, "schema": _INTEGER}]
-    taken: Schema | None = None if body is None else {"$ref": f"#/components/schemas/{body.name}"}
-    if path == "/invocations":
-        names = sorted({each.name for route, each in BODIES.items() if route not in _ADMIN and "tokenize" not in route})
-        taken = {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in names]}
-    if taken is not None:
-        shown = {} if body is None else {"example": dict(body.example)}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": taken, **shown}}}
+    if body is not None:
+        operation["requestBody"] = _taken(_reference(body), body.example)
+    elif path == "/invocations":
+        bodies = {BODIES[each].name: BODIES[each] for each in ("/v1/chat/completions", "/v1/completions", *REPLIES)}
+        taken = {"anyOf": [_reference(each) for each in bodies.values()]}
+        operation["requestBody"] = _taken(taken, BODIES["/v1/chat/completions"].example)
     if body is not None and body.streams:
         content["text/event-stream"] = {"schema": _TEXT}
     return operation
+
+
+def _taken(schema: Schema, example: Mapping[str, Any]) -> Schema:
+    return {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}
+
+
+def _reference(body: Body) -> Schema:
+    return {"$ref": f"#/components/schemas/{body.name}"}
 
 
 def _schema(body: Body) -> Schema:
