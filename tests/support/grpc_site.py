@@ -113,7 +113,7 @@ class FakeEngine:
         self.engine = FakeStore()
         self.aborted: list[str] = []
         self.paused: tuple[str, bool] | None = None
-        self.max_queued_requests = None
+        self.max_queued_requests = 32
         self.config = SimpleNamespace(tensor_parallel_size=2, enable_lora=has_adapters)
         self._model = ModelInfo(
             tokenizer=cast(Any, SimpleNamespace(has_chat_template=True)),
