@@ -49,6 +49,7 @@ _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta"
 class MessagesReply:
     """What a body of `/v1/messages` asks for, and how it is answered; raises `UserError` for a wrong shape."""
 
+    fields, unbuilt = _FIELDS, _UNBUILT
     id_prefix = "msg_"
     names: Mapping[str, str] = {
         "stop": "stop_sequences",

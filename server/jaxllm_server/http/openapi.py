@@ -14,7 +14,10 @@ from starlette.routing import Route
 
 from jaxllm.pooling_params import PoolingTask
 from jaxllm.sampling_params import SamplingParams
+from jaxllm_server.anthropic.messages import MessagesReply
 from jaxllm_server.http.guard import ADMIN_PATHS, OPEN_PATHS
+from jaxllm_server.ollama.models import SHOW_FIELDS
+from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
 from jaxllm_server.openai import adapters, tokens
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
@@ -93,6 +96,55 @@ BODIES: Mapping[str, Body] = {
     "/detokenize": Body(
         "Detokenize", "Turn token ids into text.", tokens.DETOKENIZE_FIELDS, {}, ("tokens",), {"tokens": [1, 2, 3]}
     ),
+    "/v1/messages": Body(
+        "Messages",
+        "Answer a conversation, in Anthropic's form.",
+        MessagesReply.fields,
+        MessagesReply.unbuilt,
+        ("messages", "max_tokens"),
+        {"messages": [_MESSAGE], "max_tokens": 32},
+        streams=True,
+    ),
+    "/v1/messages/count_tokens": Body(
+        "CountTokens",
+        "Count the tokens of such a conversation.",
+        MessagesReply.fields,
+        MessagesReply.unbuilt,
+        ("messages",),
+        {"messages": [_MESSAGE]},
+    ),
+    "/api/chat": Body(
+        "OllamaChat",
+        "Answer a conversation, in Ollama's form.",
+        OllamaChatReply.fields,
+        OllamaChatReply.unbuilt,
+        ("messages",),
+        {"messages": [_MESSAGE], "stream": False},
+    ),
+    "/api/generate": Body(
+        "OllamaGenerate",
+        "Answer a text, in Ollama's form.",
+        OllamaGenerateReply.fields,
+        OllamaGenerateReply.unbuilt,
+        ("prompt",),
+        {"prompt": "Once upon a time", "stream": False},
+    ),
+    "/api/embed": Body(
+        "OllamaEmbed",
+        "Return the vectors of texts, in Ollama's form.",
+        OllamaEmbedReply.fields,
+        OllamaEmbedReply.unbuilt,
+        ("input",),
+        _TEXTS,
+    ),
+    "/api/show": Body(
+        "OllamaShow",
+        "Describe a served name as Ollama does.",
+        SHOW_FIELDS,
+        {},
+        ("model",),
+        {"model": "jaxllm-embedded"},
+    ),
     "/v1/load_lora_adapter": Body(
         "LoadAdapter",
         "Load an adapter under a name.",
@@ -111,6 +163,8 @@ BODIES: Mapping[str, Body] = {
     ),
 }
 
+_OTHER_FORMS = ("/v1/messages", "/api/")  # than OpenAI's, of errors too
+_ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
 _INTEGER, _NUMBER, _FLAG, _TEXT = ({"type": kind} for kind in ("integer", "number", "boolean", "string"))
 _OBJECT: Schema = {"type": "object"}
 _IDS: Schema = {"type": "array", "items": _INTEGER}
@@ -145,9 +199,12 @@ SHAPES: Mapping[str, Schema] = {
     **dict.fromkeys(("stream_options", "vllm_xargs", "chat_template_kwargs", "structured_outputs"), _OBJECT),
     "response_format": _OBJECT,
     **dict.fromkeys(("messages", "tools"), _OBJECTS),
+    "thinking": _OBJECT,
+    "enable_thinking": _FLAG,
+    "think": {"anyOf": [_FLAG, {"type": "string", "enum": ["low", "medium", "high"]}]},
     "tool_choice": _EITHER,
     "stop": _TEXT_OR_TEXTS,
-    "tokens": _IDS,
+    **dict.fromkeys(("tokens", "prompt_token_ids"), _IDS),
     **dict.fromkeys(("prompt", "input"), _PROMPTS),
     **dict.fromkeys(("text_1", "text_2", "queries", "documents", "items", "data_1", "data_2", "query"), _DOCUMENTS),
     "encoding_format": {"type": "string", "enum": ["float", "base64"]},
@@ -163,6 +220,8 @@ _OF_ROUTES: Mapping[tuple[str, str], Schema] = {
     ("ChatCompletion", "logprobs"): _FLAG,
     ("Completion", "logprobs"): _COUNT,
     ("Tokenize", "prompt"): _TEXT,
+    ("CountTokens", "time_limit"): {},
+    **dict.fromkeys((("OllamaChat", "think"), ("OllamaGenerate", "think")), {"anyOf": [_FLAG, _TEXT]}),
 }
 _ERROR: Schema = {
     "type": "object",
@@ -214,7 +273,7 @@ def _operation(path: str, method: str, summary: str) -> dict[str, Any]:
             "200": {"description": "The answer.", "content": content},
             "default": {
                 "description": "What was wrong.",
-                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+                "content": {"application/json": {} if path.startswith(_OTHER_FORMS) else {"schema": _ERROR_REFERENCE}},
             },
         },
         "security": [] if path.encode() in OPEN_PATHS else [{"key": []}, {}],

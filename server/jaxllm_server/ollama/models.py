@@ -21,9 +21,12 @@ def model_name(fields: Body) -> str:
     return (text(fields, "model") or text(fields, "name") or "").removesuffix(":latest")
 
 
+SHOW_FIELDS = frozenset({"model", "name", "verbose", "system", "template", "options"})
+
+
 def asked_name(body: Body) -> str:
     """Return the name that a body of `/api/show` is about."""
-    name = model_name(given(body, frozenset({"model", "name", "verbose", "system", "template", "options"}), {}))
+    name = model_name(given(body, SHOW_FIELDS, {}))
     if not name:
         raise UserError("model is missing: name one of /api/tags.", "model")
     return name

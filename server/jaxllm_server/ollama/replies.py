@@ -124,10 +124,12 @@ class _Reply:
 class OllamaChatReply(_Reply):
     """Of `/api/chat`."""
 
+    fields = _SHARED | _UNBUILT.keys() | {"messages", "tools"}
+    unbuilt = _UNBUILT
+
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         self.ignored: list[str] = []
-        known = _SHARED | _UNBUILT.keys() | {"messages", "tools"}
-        fields = given(body, known, _UNBUILT, options.unknown_fields, self.ignored)
+        fields = given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
         prompt = conversation_of({"messages": fields.get("messages"), "tools": fields.get("tools") or None})
         messages = [_message_in(message, index) for index, message in enumerate(prompt["messages"])]
         super().__init__(fields, options, request_id, messages=messages, tools=prompt["tools"])
@@ -136,12 +138,13 @@ class OllamaChatReply(_Reply):
 class OllamaGenerateReply(_Reply):
     """Of `/api/generate`: a text without `raw` is a message of the user."""
 
+    fields = _SHARED | _UNBUILT_OF_GENERATE.keys() | {"prompt", "system", "raw"}
+    unbuilt = _UNBUILT_OF_GENERATE
     names: Mapping[str, str] = {**_Reply.names, "messages": "prompt"}
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         self.ignored: list[str] = []
-        known = _SHARED | _UNBUILT_OF_GENERATE.keys() | {"prompt", "system", "raw"}
-        fields = given(body, known, _UNBUILT_OF_GENERATE, options.unknown_fields, self.ignored)
+        fields = given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
         prompt, system = text(fields, "prompt"), text(fields, "system")
         if not prompt:
             raise UserError("prompt is missing: the model is loaded already, and there is nothing to answer.", "prompt")

@@ -13,8 +13,11 @@ import pytest
 from jaxllm.errors import UserError
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
+from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
 from jaxllm_server.http.app import Endpoints
 from jaxllm_server.http.openapi import BODIES, description_of
+from jaxllm_server.ollama.models import asked_name
+from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
 from jaxllm_server.openai import adapters, tokens
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
@@ -78,17 +81,16 @@ def test_the_document_is_valid_and_has_every_route() -> None:
 
 def read(path: str, body: dict[str, Any]) -> None:
     """Read a body as its route does, parameters included."""
-    if path in REPLIES:
-        for call in REPLIES[path](body, OPTIONS, "id").calls:
+    if path in POOL_REPLIES:
+        for call in POOL_REPLIES[path](body, OPTIONS, "id").calls:
             PoolingParams(
                 dimensions=call.dimensions,
                 normalize=call.normalize,
                 use_activation=call.use_activation,
                 truncate_prompt_tokens=call.truncate_prompt_tokens,
             )
-    elif path in ("/v1/completions", "/v1/chat/completions"):
-        reply = (ChatReply if "chat" in path else CompletionReply)(body, OPTIONS, "id")
-        for call in reply.calls:
+    elif path in TEXT_REPLIES:
+        for call in TEXT_REPLIES[path](body, OPTIONS, "id").calls:
             SamplingParams(**call.sampling)
             if call.tools is not None:
                 check_tools(call.tools, 1)
@@ -100,9 +102,19 @@ def read(path: str, body: dict[str, Any]) -> None:
             "/detokenize": tokens.detokenize_request_of,
             "/v1/load_lora_adapter": adapters.load_request_of,
             "/v1/unload_lora_adapter": adapters.unload_request_of,
+            "/v1/messages/count_tokens": count_call_of,
+            "/api/show": asked_name,
         }[path](body)
 
 
+TEXT_REPLIES: dict[str, Any] = {
+    "/v1/completions": CompletionReply,
+    "/v1/chat/completions": ChatReply,
+    "/v1/messages": MessagesReply,
+    "/api/chat": OllamaChatReply,
+    "/api/generate": OllamaGenerateReply,
+}
+POOL_REPLIES = {**REPLIES, "/api/embed": OllamaEmbedReply}
 VALUES: list[Any] = [True, 7, 0.5, "§", ["§"], [7], [{}], {"§": 7}]
 
 
@@ -120,7 +132,8 @@ def test_what_does_not_fit_a_field_is_refused_and_every_field_is_there(path: str
                 read(path, {**body.example, name: value})
     for name, schema in properties.items():
         if not schema.keys() - {"description"}:
-            assert name in WITHOUT_EFFECT | {"lora_int_id"}, f"{name} needs a row in SHAPES"
+            is_described = path.startswith(("/v1/messages", "/api/"))  # by those whose form it is
+            assert is_described or name in WITHOUT_EFFECT | {"lora_int_id"}, f"{name} needs a row in SHAPES"
             continue
         for value in VALUES:
             if jsonschema.Draft202012Validator(schema).is_valid(value):
