@@ -174,6 +174,7 @@ _TEXT_OR_TEXTS: Schema = {"anyOf": [_TEXT, _STRINGS]}
 _PROMPTS: Schema = {"anyOf": [_TEXT, _STRINGS, _IDS, {"type": "array", "items": _IDS}]}
 _DOCUMENTS: Schema = {"anyOf": [_TEXT, _OBJECT, {"type": "array", "items": {"anyOf": [_TEXT, _OBJECT]}}]}
 _EITHER: Schema = {"anyOf": [_TEXT, _OBJECT]}
+_FLAG_OR_TEXT: Schema = {"anyOf": [_FLAG, _TEXT]}
 _COUNT: Schema = {"anyOf": [_INTEGER, _FLAG]}  # true is 1, as in vLLM
 # A field of `SamplingParams` by its annotation, without "| None".
 _BY_ANNOTATION: Mapping[str, Schema] = {
@@ -221,7 +222,8 @@ _OF_ROUTES: Mapping[tuple[str, str], Schema] = {
     ("Completion", "logprobs"): _COUNT,
     ("Tokenize", "prompt"): _TEXT,
     ("CountTokens", "time_limit"): {},
-    **dict.fromkeys((("OllamaChat", "think"), ("OllamaGenerate", "think")), {"anyOf": [_FLAG, _TEXT]}),
+    ("OllamaChat", "think"): _FLAG_OR_TEXT,
+    ("OllamaGenerate", "think"): _FLAG_OR_TEXT,
 }
 _ERROR: Schema = {
     "type": "object",
