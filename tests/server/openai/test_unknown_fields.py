@@ -46,13 +46,15 @@ _OF_POOLING: Mapping[str, Mapping[str, Any]] = {
     "rerank": {"query": "a", "documents": ["b"]},
 }
 ROUTES: Mapping[str, Route] = {
-    "completions": Route(frozenset(completions._FIELDS), {"prompt": "a"}, replying(completions.CompletionReply)),
-    "chat": Route(frozenset(chat._FIELDS), {"messages": MESSAGES}, replying(chat.ChatReply)),
-    "tokenize": Route(tokens._TEXT_FIELDS, {"prompt": "a"}, listing(tokens.tokenize_call_of)),
-    "tokenize a chat": Route(tokens._CHAT_FIELDS, {"messages": MESSAGES}, listing(tokens.tokenize_call_of)),
+    "completions": Route(
+        frozenset(completions.CompletionReply.fields), {"prompt": "a"}, replying(completions.CompletionReply)
+    ),
+    "chat": Route(frozenset(chat.ChatReply.fields), {"messages": MESSAGES}, replying(chat.ChatReply)),
+    "tokenize": Route(tokens.TEXT_FIELDS, {"prompt": "a"}, listing(tokens.tokenize_call_of)),
+    "tokenize a chat": Route(tokens.CHAT_FIELDS, {"messages": MESSAGES}, listing(tokens.tokenize_call_of)),
     "detokenize": Route(frozenset({"model", "tokens"}), {"tokens": [1]}, listing(tokens.detokenize_request_of)),
     **{
-        path: Route(frozenset(reply._fields), _OF_POOLING.get(path.rpartition("/")[2], {"input": "a"}), replying(reply))
+        path: Route(frozenset(reply.fields), _OF_POOLING.get(path.rpartition("/")[2], {"input": "a"}), replying(reply))
         for path, reply in pooling.REPLIES.items()
     },
 }
