@@ -282,11 +282,12 @@ def _operation(path: str, method: str, summary: str) -> dict[str, Any]:
     }
     if path in ADMIN_PATHS:
         operation["description"] = "Needs the admin key, where there is one."
-    if path.endswith("}"):
-        name = path.rpartition("{")[2].rstrip("}")
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT}]
+    names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
+    parameters = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
     if path == "/drain":
-        operation["parameters"] = [{"name": "replica", "in": "query", "required": True, "schema": _INTEGER}]
+        parameters.append({"name": "replica", "in": "query", "required": True, "schema": _INTEGER})
+    if parameters:
+        operation["parameters"] = parameters
     if body is not None:
         operation["requestBody"] = _taken(_reference(body), body.example)
     elif path == "/invocations":
