@@ -40,6 +40,7 @@ from jaxllm_server.http.error_bodies import (
 )
 from jaxllm_server.http.guard import CLIENT, Bodies, Guard, is_request_id, request_id_of
 from jaxllm_server.http.protocol import transport_of
+from jaxllm_server.http.responses import ResponseEndpoints
 from jaxllm_server.http.sse import dumps
 from jaxllm_server.http.writers import ChunkWriter, EventReply, LineWriter, NamedWriter
 from jaxllm_server.observability.tracing import Tracer
@@ -95,6 +96,8 @@ class Endpoints:
         self._since = int(time.time())
         self._told: set[str] = set()  # fields of which the log has said that they are ignored
         self._fingerprint = f"jaxllm-{__version__}"
+        shared = self._body, self._parts_of_answer, self._head, self._run
+        self._responses = ResponseEndpoints(serving, options, tracer, self._places, *shared)
 
     def routes(self) -> list[Route]:
         """Return every route there is; a path is also what its requests are counted under."""
@@ -107,6 +110,8 @@ class Endpoints:
             "/api/generate": self._events(OllamaGenerateReply, LineWriter),
             "/api/embed": self._pooling(OllamaEmbedReply),
             "/api/show": self.ollama_show,
+            "/v1/responses": self._responses.create,
+            "/v1/responses/{response_id}/cancel": self._responses.cancel,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
             "/v1/load_lora_adapter": self.load_adapter,
@@ -120,6 +125,8 @@ class Endpoints:
             "/api/tags": self.ollama_models,
             "/api/ps": self.ollama_models,
             "/api/version": self.version,
+            "/v1/responses/{response_id}": self._responses.retrieve,
+            "/v1/responses/{response_id}/input_items": self._responses.input_items,
             "/health": self.health,
             "/live": self.live,
             "/ready": self.ready,
@@ -127,8 +134,11 @@ class Endpoints:
             "/load": self.load,
             "/metrics": self.metrics,
         }
-        return [Route(path, _counted(path, self._gated(run)), methods=["POST"]) for path, run in posts.items()] + [
-            Route(path, _counted(path.replace(":path", ""), run), methods=["GET"]) for path, run in gets.items()
+        deletes = {"/v1/responses/{response_id}": self._responses.delete}
+        return [
+            *(Route(path, _counted(path, self._gated(run)), methods=["POST"]) for path, run in posts.items()),
+            *(Route(path, _counted(path.replace(":path", ""), run), methods=["GET"]) for path, run in gets.items()),
+            *(Route(path, _counted(path, run), methods=["DELETE"]) for path, run in deletes.items()),
         ]
 
     async def completions(self, request: Request) -> ASGIApp:

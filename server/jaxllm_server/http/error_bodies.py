@@ -36,7 +36,6 @@ _UNSERVED: Mapping[str, str] = {
     **dict.fromkeys(("audio", "realtime"), "jaxllm has no models of speech."),
     "images": "jaxllm has no models of images.",
     "moderations": "jaxllm has no models that judge texts; /classify asks a classifier.",
-    "responses": "the Responses API is not built into jaxllm yet; use /v1/chat/completions.",
     **dict.fromkeys(
         ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
     ),
