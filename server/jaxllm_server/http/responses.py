@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jaxllm_server.shared.serving import Serving
 
 _LARGE = 256 << 10  # bytes of JSON that are read or written beside the event loop: 2 ms (measured)
+_MANY_ITEMS = 512  # of a conversation; to read them takes 4 µs each (measured)
 _MOST_LISTED, _LISTED = 100, 20  # items of one answer: OpenAI's bound and default
 
 
@@ -108,7 +109,10 @@ class ResponseEndpoints:
         is_large = sum(stored.size for stored in chain.values()) > _LARGE
         history = await self._run(partial(history_of, chain.values()), is_large, client)
         kept = await self._kept_items(references_of(body.get("input")), client)
-        reply = ResponseReply(body, self._options, request.scope["jaxllm"]["request_id"], history, kept)
+        make = partial(ResponseReply, body, self._options, request.scope["jaxllm"]["request_id"], history, kept)
+        given = body.get("input")
+        num_items = len(history) + (len(given) if isinstance(given, list) else 1)
+        reply: ResponseReply = await self._run(make, num_items > _MANY_ITEMS, client)
         parts = self._parts_of_answer(request, reply)
         head = self._head_of(reply) | self._sampling_of(reply)
         response_id: str = head["id"]

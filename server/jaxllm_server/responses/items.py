@@ -38,8 +38,10 @@ def item_id(prefix: str, request_id: str, number: str) -> str:
 
 
 def references_of(given: Any) -> set[str]:
-    """Return the ids of the kept items that an `input` refers to, whatever else is in it."""
-    return {item["id"] for item in given if _is_reference(item)} if isinstance(given, list) else set()
+    """Return the ids of the kept items that an `input` refers to, whatever else is in it; of one too long, none."""
+    if not isinstance(given, list) or len(given) > MOST_PARTS:
+        return set()
+    return {item["id"] for item in given if _is_reference(item)}
 
 
 def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProxyType({})) -> list[Item]:
@@ -53,7 +55,7 @@ def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProx
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
         raise UserError("input must be a text or a list of items.", "input")
-    if num_parts(item for item in given if isinstance(item, Mapping)) > MOST_PARTS:
+    if len(given) > MOST_PARTS or num_parts(item for item in given if isinstance(item, Mapping)) > MOST_PARTS:
         raise UserError(f"input may hold at most {MOST_PARTS} items and parts of items.", "input")
     return [_item_of(item, f"input[{index}]", request_id, str(index), kept) for index, item in enumerate(given)]
 

@@ -111,7 +111,7 @@ class ResponseReply:
         if self.is_background:
             _check_background(fields, options)
         self._takes_one_call = flag(fields, "parallel_tool_calls", True) is False
-        tools = request.tools_of(fields)
+        tools = request.tools_of(fields, options.max_tools)
         choice, shown = request.choice_of(fields, tools)
         if is_forced(choice) and "structured_outputs" not in fields:  # as in a chat, the calls' form goes first
             sampling.pop("structured_outputs", None)

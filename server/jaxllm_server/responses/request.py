@@ -83,7 +83,7 @@ def metadata_of(fields: Body) -> dict[str, str]:
     return pairs
 
 
-def tools_of(fields: Body) -> list[dict[str, Any]]:
+def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
     """Return a request's functions, in the flat form that this API has.
 
     Raises:
@@ -92,6 +92,8 @@ def tools_of(fields: Body) -> list[dict[str, Any]]:
     tools = fields.get("tools", [])
     if not isinstance(tools, list):
         raise UserError("tools must be a list.", "tools")
+    if len(tools) > max_tools:
+        raise UserError(f"tools may hold at most {max_tools} tools, got {len(tools)}.", "tools")
     functions = []
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"

@@ -10,6 +10,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import openai
@@ -45,7 +46,7 @@ class Speaker(FakeServing):
         tools = HermesParser(lambda: f"call_{random.random()}")
         ends = [0, *(self.cuts if call.stream else ()), len(self.text)]
         try:
-            for number, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+            for number, (start, end) in enumerate(pairwise(ends)):
                 is_last = number == len(ends) - 2
                 await asyncio.sleep(self.delay)
                 thought, said = reasoning.push(self.text[start:end])

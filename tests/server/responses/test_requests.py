@@ -153,6 +153,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("tools", [{**TOOL, "parameters": []}], "tools[0].parameters"),
     ("tools", [3], "tools[0] must be an object"),
     ("tools", {}, "must be a list"),
+    ("tools", [TOOL] * 129, "at most 128 tools, got 129"),
     ("tool_choice", "required", "needs tools"),
     ("tool_choice", "any", "must be none, auto"),
     ("tool_choice", {"type": "web_search"}, "must name a function"),
