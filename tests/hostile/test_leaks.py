@@ -91,9 +91,16 @@ def http_errors() -> list[tuple[str, str, Any]]:
             for value in (5, {"tools": 1})
         ),
     ]
+    responses: list[Any] = [
+        *({"input": value} for value in (None, 5, [], [5], [{}], [{"type": "x"}], [{"id": "/etc/passwd"}])),
+        *({"input": "a", "tools": value} for value in (5, [5], [{}], [{"type": "x"}], [{"type": "function"}])),
+        *({"input": "a", "text": value} for value in (5, {"x": 1}, *({"format": {"type": evil}} for evil in EVIL))),
+        *({"input": "a", "previous_response_id": value} for value in (5, *EVIL, *(f"resp_{evil}" for evil in EVIL))),
+    ]
     return [
         *(("POST", "/v1/completions", body) for body in wrong),
         *(("POST", "/v1/chat/completions", body) for body in chats),
+        *(("POST", "/v1/responses", body) for body in responses),
         *(("POST", "/tokenize", body) for body in ({}, {"prompt": 5}, {"messages": 5}, {"prompt": "a", "model": "x"})),
         *(("POST", "/detokenize", body) for body in ({}, {"tokens": "a"}, {"tokens": [10**9]}, {"tokens": [None]})),
         *(

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from jaxllm.errors import RequestIdInUseError, UnsupportedError, UserError
+from jaxllm.errors import RequestIdInUseError, UnsupportedError, UserError, printable
 from jaxllm_server.http.answers import TextAnswer
 from jaxllm_server.http.error_bodies import Refusal, log_failure
 from jaxllm_server.http.guard import CLIENT
@@ -204,7 +204,7 @@ class ResponseEndpoints:
         try:
             return self._store.chain(client, previous)
         except LostError as error:
-            message = f"Previous response with id '{error.response_id[:128]}' not found."
+            message = f"Previous response with id '{printable(error.response_id[:128])}' not found."
             reason = "PREVIOUS_RESPONSE_NOT_FOUND"
             raise Refusal(404, message, reason, parameter="previous_response_id") from error
 
@@ -281,7 +281,7 @@ def _asked(request: Request) -> tuple[str, str]:
 
 
 def _not_found(response_id: str) -> Refusal:
-    message = f"Response with id '{response_id[:128]}' not found."
+    message = f"Response with id '{printable(response_id[:128])}' not found."
     return Refusal(404, message, "RESPONSE_NOT_FOUND", parameter="response_id")
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm_server.responses.items import MOST_PARTS, items_of, messages_of, references_of, response_id_of
-from jaxllm_server.responses.reply import ResponseReply
+from jaxllm_server.responses.reply import _FIELDS, ResponseReply
 from jaxllm_server.shared.calls import Call, NamedTool
 from jaxllm_server.shared.options import ServerOptions
 
@@ -18,16 +21,16 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{
 PERSON = {"type": "json_schema", "name": "person", "schema": {"type": "object"}, "strict": True}
 
 
-def reply(given: Any = "Hi", options: ServerOptions | None = None, **body: Any) -> ResponseReply:
-    return ResponseReply({"input": given, **body}, options or ServerOptions(), "r1")
+def reply(asked: Any = "Hi", options: ServerOptions | None = None, **body: Any) -> ResponseReply:
+    return ResponseReply({"input": asked, **body}, options or ServerOptions(), "r1")
 
 
-def call(given: Any = "Hi", **body: Any) -> Call:
-    return reply(given, **body).calls[0]
+def call(asked: Any = "Hi", **body: Any) -> Call:
+    return reply(asked, **body).calls[0]
 
 
-def messages(*given: Any) -> list[dict[str, Any]]:
-    return messages_of(items_of(list(given), "r1"))
+def messages(*items: Any) -> list[dict[str, Any]]:
+    return messages_of(items_of(list(items), "r1"))
 
 
 def test_items_become_a_chat() -> None:
@@ -134,10 +137,10 @@ INPUTS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), INPUTS, ids=lambda value: str(value)[:40])
-def test_inputs_are_refused_by_what_is_wrong(given: Any, message: str) -> None:
+@pytest.mark.parametrize(("asked", "message"), INPUTS, ids=lambda value: str(value)[:40])
+def test_inputs_are_refused_by_what_is_wrong(asked: Any, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        reply(given)
+        reply(asked)
     assert caught.value.parameter == "input" and message in str(caught.value)
 
 
@@ -201,3 +204,36 @@ def test_errors_name_the_fields_of_this_api() -> None:
     assert reply(structured_outputs={"regex": "a"}).names.get("structured_outputs") is None
     assert reply(truncation="auto").names["truncate_prompt_tokens"] == "truncation"
     assert reply().names["max_tokens"] == "max_output_tokens"
+
+
+WORDS = st.sampled_from(
+    [
+        *("message", "function_call", "function_call_output", "reasoning", "item_reference", "input_text", "refusal"),
+        *("user", "assistant", "completed", "incomplete", "function", "allowed_tools", "auto", "required", "none", "add"),
+        *("text", "json_schema", "json_object", "low", "r", "message.output_text.logprobs"),
+    ]
+)
+NAMES = st.sampled_from(
+    [
+        *("type", "role", "content", "text", "refusal", "summary", "id", "call_id", "name", "arguments", "output"),
+        *("status", "encrypted_content", "parameters", "mode", "tools", "format", "schema", "effort", "verbosity"),
+    ]
+)
+LEAVES = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats(allow_nan=False) | WORDS
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=6), max_leaves=12
+)
+BODIES = st.dictionaries(st.sampled_from(sorted(_FIELDS)), VALUES, max_size=4)
+ITEMS = st.lists(st.dictionaries(NAMES, VALUES, max_size=6), max_size=4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(BODIES, ITEMS | VALUES)
+def test_whatever_comes_is_a_call_or_a_users_error(body: dict[str, Any], asked: Any) -> None:
+    try:
+        own = ResponseReply({"input": asked, **body}, ServerOptions(), "r1")
+    except UserError as error:
+        assert error.parameter in {*body, "input"} and len(str(error)) < 500
+        return
+    own.begin({"id": "resp_r1", "created": 1, "model": "m", "temperature": 1.0, "top_p": 1.0})
+    json.dumps([own.snapshot(), own.items, own.calls[0].messages])
