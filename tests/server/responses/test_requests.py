@@ -209,8 +209,8 @@ def test_errors_name_the_fields_of_this_api() -> None:
 WORDS = st.sampled_from(
     [
         *("message", "function_call", "function_call_output", "reasoning", "item_reference", "input_text", "refusal"),
-        *("user", "assistant", "completed", "incomplete", "function", "allowed_tools", "auto", "required", "none", "add"),
-        *("text", "json_schema", "json_object", "low", "r", "message.output_text.logprobs"),
+        *("user", "assistant", "completed", "incomplete", "function", "allowed_tools", "auto", "required", "none"),
+        *("add", "text", "json_schema", "json_object", "low", "r", "message.output_text.logprobs"),
     ]
 )
 NAMES = st.sampled_from(
