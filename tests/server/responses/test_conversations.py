@@ -22,8 +22,10 @@ from pydantic import TypeAdapter
 
 from jaxllm.outputs import Logprob
 from jaxllm_server.parsers.reasoning import ReasoningParser
-from jaxllm_server.parsers.tool_parsers import HermesParser
+from jaxllm_server.parsers.tool_parsers import HermesParser, ToolCallDelta
+from jaxllm_server.responses.reply import ResponseReply
 from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
+from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import FakeServing, http_server
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -139,8 +141,9 @@ def test_generated_conversations(speaker: tuple[Speaker, openai.OpenAI], seeds: 
         told = {"user": [], "message": [], "reasoning": [], "calls": []}
         for turn in range(rng.randrange(1, 4)):
             serving.text, serving.ending = drawn_text(rng), rng.choice(["stop", "stop", *ENDS])
-            cuts = sorted(rng.sample(range(len(serving.text) + 1), rng.randrange(min(12, len(serving.text) + 1))))
-            serving.cuts = tuple(cuts)
+            places = range(len(serving.text) + 1)
+            count = rng.choice([len(places), rng.randrange(min(12, len(places)))])  # every character alone, or pieces
+            serving.cuts = tuple(sorted(rng.sample(places, count)))
             asked: dict[str, Any] = {"model": "fake", "input": f"turn {turn}", "tools": TOOLS}
             if rng.random() < 0.3:
                 asked |= {"include": ["message.output_text.logprobs"]}
@@ -149,7 +152,7 @@ def test_generated_conversations(speaker: tuple[Speaker, openai.OpenAI], seeds: 
             follows = previous or omit
             whole = client.responses.create(**asked, previous_response_id=follows)
             Response.model_validate(whole.to_dict())
-            if rng.random() < 0.15 and len(cuts) > 3:
+            if rng.random() < 0.15 and count > 3:
                 serving.delay = 0.02
                 with client.responses.create(**asked, previous_response_id=follows, stream=True) as stream:
                     left = next(iter(stream)).response.id
@@ -161,6 +164,8 @@ def test_generated_conversations(speaker: tuple[Speaker, openai.OpenAI], seeds: 
                 streamed = read(list(stream))
             assert said(streamed) == said(whole) and whole.usage is not None
             assert whole.status == ENDS[serving.ending]
+            kinds = {item.type for item in whole.output}
+            assert whole.status != "completed" or kinds & {"message", "function_call"}, "there is something to show"
             assert whole.output_text == streamed.output_text == said(whole)["message"]
             assert client.responses.retrieve(streamed.id) == streamed
             # What the model was shown is what was said before, and this turn's input.
@@ -185,3 +190,32 @@ def test_generated_conversations(speaker: tuple[Speaker, openai.OpenAI], seeds: 
     while serving.num_live and time.monotonic() < until:
         time.sleep(0.01)
     assert serving.num_live == 0
+
+
+def test_log_probabilities_are_those_of_the_message() -> None:
+    """Not of reasoning and its tags, nor of calls; of pieces whose text is held back, with the text that follows."""
+    tokens = ["<think>", "hm", "</think>", "A", " fox", " ", "<tool_call>", '{"name"']
+    calls = [ToolCallDelta(0, "c", "add", "{}")]
+    pieces = [
+        (tokens[:2], "hm", "", [], 2),
+        (tokens[2:4], "", "A", [], 0),
+        (tokens[4:5], "", "", [], 0),
+        (tokens[5:6], "", " fox ", [], 0),
+        (tokens[6:7], "", "", [], 0),
+        (tokens[7:], "", "", calls, 0),
+    ]
+    for parts in (pieces, [(tokens, "hm", "A fox ", calls, 2)], pieces[:4], pieces[:3]):
+        body = {"input": "Hi", "include": ["message.output_text.logprobs"], "tools": TOOLS}
+        reply = ResponseReply(body, ServerOptions(), "r1")
+        reply.begin({"id": "resp_r1", "created": 1, "model": "m", "temperature": 1.0, "top_p": 1.0})
+        told = []
+        for number, (own, thought, text, made, num_reasoning) in enumerate(parts):
+            logprobs = [{each: Logprob(-0.5, 1, token)} for each, token in enumerate(own)]
+            finish = "stop" if number == len(parts) - 1 else None
+            part = Part(0, text, thought, made, [1], logprobs, finish, None, None, num_reasoning)
+            events = reply.events(0, Chunk("r1", [part], None, Usage(), None, finish is not None))
+            deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+            told += [entry["token"] for event in deltas for entry in event["logprobs"]]
+        (message,) = (item for item in reply.snapshot()["output"] if item["type"] == "message")
+        wanted = ["A", " fox", " "][: 2 if parts == pieces[:3] else 3]
+        assert told == [entry["token"] for entry in message["content"][0]["logprobs"]] == wanted

@@ -47,6 +47,8 @@ def test_items_become_a_chat() -> None:
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "sum"}], "encrypted_content": "x"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
         {"role": "assistant", "content": ""},
+        CALL,
+        {"role": "assistant", "content": "Done."},
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
     ) == [
         {"role": "system", "content": "Be short."},
@@ -60,7 +62,8 @@ def test_items_become_a_chat() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
         {"role": "tool", "tool_call_id": "c2", "content": "2"},
         {"role": "assistant", "content": "No.", "reasoning_content": "sum"},
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "tool_calls": [chat]},
+        {"role": "assistant", "content": "Done."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]
 
