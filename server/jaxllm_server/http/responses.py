@@ -117,11 +117,11 @@ class ResponseEndpoints:
         head = self._head_of(reply) | self._sampling_of(reply)
         response_id: str = head["id"]
         self._serving.check_text("request_id", reply.request_id)
-        if response_id in chain or (client, response_id) in self._jobs:
-            raise RequestIdInUseError(f"request id {reply.request_id!r} is in use.", "request_id")
         items = b""
         if reply.is_kept:
             items = await self._run(partial(dumps, reply.items), num_characters(reply.items) > _LARGE, client)
+        if response_id in chain or (client, response_id) in self._jobs:
+            raise RequestIdInUseError(f"request id {reply.request_id!r} is in use.", "request_id")
 
         def keep(response: bytes) -> None:
             self._store.put(client, response_id, Stored(response, items, reply.previous))

@@ -19,10 +19,12 @@ CASES = [
 
 @pytest.mark.parametrize(("pieces", "items"), CASES, ids=str)
 def test_space_is_a_message_only_with_text(pieces: list[str], items: list[str]) -> None:
-    """In place of "" comes a call; each piece has one log-probability."""
+    """In place of "" comes a call, behind a tag; each piece has one log-probability."""
     output = Output("r1")
     for number, text in enumerate(pieces):
         entry = {"token": text or "call"}
+        if not text:
+            output.add("", "", [], [{"token": "<tag>"}])
         output.add("", text, [] if text else [ToolCallDelta(number, f"c{number}", "add", "{}")], [entry])
     output.end(is_whole=True)
     made = output.items()
