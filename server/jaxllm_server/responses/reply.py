@@ -56,20 +56,15 @@ _UNBUILT = {
 # One output, and log-probabilities of it alone: this API has no place for others.
 _SAMPLING = SAMPLING - {"n", "max_tokens", "prompt_logprobs", "logprob_token_ids", "repetition_detection"}
 _REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # texts that a response repeats, without effect
+_OF_TEMPLATE = frozenset({"chat_template_kwargs", "enable_thinking", "think", "thinking"})  # as in chats
 _FIELDS = (
     _SAMPLING
+    | _OF_TEMPLATE
     | WITHOUT_EFFECT
     | _UNBUILT.keys()
     | {"model", "input", "instructions", "previous_response_id", "store", "background", "stream", "stream_options"}
     | {"tools", "tool_choice", "parallel_tool_calls", "max_tool_calls", "text", "reasoning", "include", "top_logprobs"}
-    | {
-        "max_output_tokens",
-        "truncation",
-        "metadata",
-        "structured_outputs",
-        "chat_template_kwargs",
-        "prompt_cache_options",
-    }
+    | {"max_output_tokens", "truncation", "metadata", "structured_outputs", "prompt_cache_options"}
     | {"request_id", "priority", "cache_salt", "vllm_xargs", "time_limit"}
 )
 _STATUSES: Mapping[str, Status] = MappingProxyType(
@@ -95,7 +90,8 @@ class ResponseReply:
         kept: Mapping[str, Item] = MappingProxyType({}),
     ) -> None:
         request.check_names(body)
-        fields = given(body, _FIELDS, _UNBUILT)
+        self.ignored: list[str] = []
+        fields = given(body, _FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
         own_id = text(fields, "request_id")
         self.request_id = request_id if own_id is None else own_id
         self.is_background = bool(flag(fields, "background", False))
@@ -125,6 +121,7 @@ class ResponseReply:
                 takes_one_call=self._takes_one_call,
                 sampling=sampling,
                 request_id=self.request_id,
+                may_fill_context=True,  # as in vLLM: agents ask for more than the context holds
                 **shared,
             )
         ]
@@ -282,8 +279,8 @@ def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], ef
         {
             "messages": first + messages_of(items),
             "tools": request.chat_tools(tools),
-            "chat_template_kwargs": fields.get("chat_template_kwargs"),
             "reasoning_effort": effort,
+            **{name: fields[name] for name in _OF_TEMPLATE if name in fields},
             "add_generation_prompt": not continues,
             "continue_final_message": continues,
         }

@@ -51,7 +51,7 @@ _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512  # OpenAI's bounds: pairs, 
 def check_names(body: Body) -> None:
     """Refuse what is a field of chats alone, with its name here."""
     for name, own in _CHATS_NAMES.items():
-        if name in body:
+        if body.get(name) not in (None, False):
             raise UserError(f"{name} is a field of chats: in the Responses API it is {own}.", name)
 
 

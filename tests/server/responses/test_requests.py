@@ -189,6 +189,14 @@ def test_fields_are_refused_by_name(name: str, value: Any, message: str) -> None
     assert caught.value.parameter == name and message in str(caught.value)
 
 
+def test_fields_of_other_servers_are_ignored_and_those_of_templates_reach_it() -> None:
+    own = reply(typical_p=0.5, enable_thinking=False, messages=None)
+    assert own.ignored == ["typical_p"] and own.calls[0].template_kwargs["enable_thinking"] is False
+    assert own.calls[0].may_fill_context
+    with pytest.raises(UserError):
+        reply(typical_p=0.5, options=ServerOptions(unknown_fields="refuse"))
+
+
 def test_what_cannot_go_together() -> None:
     for error, name, options, body in (
         (UserError, "background", {}, {"background": True, "store": False}),
