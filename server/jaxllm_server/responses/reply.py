@@ -186,6 +186,7 @@ class ResponseReply:
         """Return the events that end a stream which has failed."""
         row, message = row_of(error), message_of(error)
         parameter = error.parameter if isinstance(error, UserError) else None
+        parameter = parameter and self.names.get(parameter, parameter)
         events = self._output.end(is_whole=False)
         self._status = "failed"
         code = "rate_limit_exceeded" if row.http == 429 else "invalid_prompt" if row.http < 500 else "server_error"

@@ -238,7 +238,7 @@ BODIES = st.dictionaries(st.sampled_from(sorted(_FIELDS)), VALUES, max_size=4)
 ITEMS = st.lists(st.dictionaries(NAMES, VALUES, max_size=6), max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(BODIES, ITEMS | VALUES)
 def test_whatever_comes_is_a_call_or_a_users_error(body: dict[str, Any], asked: Any) -> None:
     try:
