@@ -98,6 +98,7 @@ BODIES = {
     "empty texts": ("/v1/completions", (b'{"prompt":[', b'"",', b"1]}")),
     "texts": ("/v1/completions", (b'{"prompt":[', b'"ab",', b"1]}")),
     "objects": ("/v1/chat/completions", (b'{"messages":[', b'{"role":"user"},', b"1]}")),
+    "items": ("/v1/responses", (b'{"input":[', b'{"role":"user","content":""},', b"1]}")),
     "lists in arguments": (
         "/v1/chat/completions",
         (b'{"messages":[{"role":"user","tool_calls":[{"function":{"arguments":"{\\"a\\":[', b"[],", b'1]}"}}]}]}'),

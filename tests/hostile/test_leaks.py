@@ -58,13 +58,13 @@ def http_errors() -> list[tuple[str, str, Any]]:
         *({"prompt": "a", "logit_bias": value} for value in ({"x": 1}, {"99999999": 1}, [1], {"5": "x"}, {"5": None})),
         *({"prompt": "a", "model": value} for value in (5, "other", "../../etc/passwd", "/opt/x", "a" * 10_000)),
         *(
-            {"prompt": "a", name: 1}
+            {"prompt": "a", name: 1, "temperature": -1}  # the last since most unknown fields are ignored
             for name in ("nothing", "__class__", "self", "guided_json", "prompt_embeds", "lora")
         ),
         *({"prompt": "a", "request_id": value} for value in ("", 5, "a b", "x" * 1000, *EVIL)),
         *({"prompt": "a", "cache_salt": value} for value in ("", 5, *EVIL)),
-        *({"prompt": "a", "user": value, "nothing": 1} for value in EVIL),
-        *({"prompt": "a", evil: 1} for evil in EVIL),
+        *({"prompt": "a", "user": value, "temperature": -1} for value in EVIL),
+        *({"prompt": "a", evil: 1, "temperature": -1} for evil in EVIL),
         *(
             {"prompt": "a", "response_format": value}
             for value in (1, {"type": 5}, {"type": "json_schema"}, {"type": "x"}, *({"type": evil} for evil in EVIL))
@@ -91,9 +91,16 @@ def http_errors() -> list[tuple[str, str, Any]]:
             for value in (5, {"tools": 1})
         ),
     ]
+    responses: list[Any] = [
+        *({"input": value} for value in (None, 5, [], [5], [{}], [{"type": "x"}], [{"id": "/etc/passwd"}])),
+        *({"input": "a", "tools": value} for value in (5, [5], [{}], [{"type": "x"}], [{"type": "function"}])),
+        *({"input": "a", "text": value} for value in (5, {"x": 1}, *({"format": {"type": evil}} for evil in EVIL))),
+        *({"input": "a", "previous_response_id": value} for value in (5, *EVIL, *(f"resp_{evil}" for evil in EVIL))),
+    ]
     return [
         *(("POST", "/v1/completions", body) for body in wrong),
         *(("POST", "/v1/chat/completions", body) for body in chats),
+        *(("POST", "/v1/responses", body) for body in responses),
         *(("POST", "/tokenize", body) for body in ({}, {"prompt": 5}, {"messages": 5}, {"prompt": "a", "model": "x"})),
         *(("POST", "/detokenize", body) for body in ({}, {"tokens": "a"}, {"tokens": [10**9]}, {"tokens": [None]})),
         *(

@@ -225,6 +225,27 @@ def test_messages_and_ollamas_api_say_what_a_chat_says(server: ServingProcess, o
     assert 0 < ollama["eval_duration"] < ollama["total_duration"]
 
 
+def test_a_conversation_goes_on_from_a_response_that_is_kept(openai: OpenAI) -> None:
+    first = openai.responses.create(model=MODEL, input="What is 47 + 38?", temperature=0)
+    assert "85" in first.output_text
+    own: Any = {"model": MODEL, "input": "And 3 + 5?", "temperature": 0, "previous_response_id": first.id}
+    second = openai.responses.create(**own)
+    with openai.responses.stream(**own) as stream:
+        streamed = stream.get_final_response()
+    assert streamed.output_text == second.output_text != "" and first.usage and second.usage
+    assert second.usage.input_tokens > first.usage.total_tokens
+    history = [*first.output, {"role": "user", "content": "And 3 + 5?"}]
+    sent: Any = [{"role": "user", "content": "What is 47 + 38?"}, *history]
+    again = openai.responses.create(model=MODEL, input=sent, temperature=0, store=False)
+    assert again.output_text == second.output_text, "what a client sends back is what was kept"
+    asked: Any = {"model": MODEL, "input": "Tell me a story.", "temperature": 0, "max_output_tokens": 8}
+    logprobs = openai.responses.create(**asked, top_logprobs=2, include=["message.output_text.logprobs"])
+    assert logprobs.status == "incomplete" and logprobs.output[0].type == "message"
+    (part,) = logprobs.output[0].content
+    assert part.type == "output_text" and part.logprobs is not None and len(part.logprobs) == 8
+    assert "".join(entry.token for entry in part.logprobs) == part.text
+
+
 def test_n_logprobs_seed_and_usage(openai: OpenAI, client: Client) -> None:
     own: Any = {"n": 3, "temperature": 1.0, "seed": 3, "max_tokens": 12}
     plain = openai.completions.create(model=MODEL, prompt=PROMPT, logprobs=2, **own)
@@ -553,7 +574,11 @@ def test_fifty_streams_survive_a_sigterm() -> None:
                     refused = await http.post("/v1/completions", json={"prompt": "x"})
                     assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
                     assert (await http.get("/live")).status_code == 200
+                    polled = (await http.get(f"/v1/responses/{begun['id']}")).json()
+                    assert polled["status"] == "in_progress"
 
+        long = {"input": PROMPT, "background": True, "ignore_eos": True, "max_output_tokens": 450}
+        begun = httpx.post(f"{server.http}/v1/responses", json=long).json()
         signalling = asyncio.ensure_future(asyncio.to_thread(asyncio.run, later()))
         ended = [end async for end in streams_of(server, 50, 150)]
         await signalling
@@ -564,6 +589,7 @@ def test_fifty_streams_survive_a_sigterm() -> None:
         assert len(ended) == 50
         assert {(reason, tokens) for _, reason, tokens in ended} == {("length", 150)}
         assert server.wait(40.0) == 0, "".join(server.log)
+        assert any("all requests are through" in line for line in server.log)
 
 
 @pytest.mark.ci

@@ -116,6 +116,9 @@ class FakeServing:
     def check_calls(self, calls):
         pass
 
+    def check_text(self, name, value):
+        pass
+
     def check_model(self, name, adapter=""):
         if adapter:
             return self.adapters.find(adapter).name

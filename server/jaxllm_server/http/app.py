@@ -42,6 +42,7 @@ from jaxllm_server.http.error_bodies import (
 from jaxllm_server.http.guard import CLIENT, Bodies, Guard, is_request_id, request_id_of
 from jaxllm_server.http.openapi import description_of
 from jaxllm_server.http.protocol import transport_of
+from jaxllm_server.http.responses import ResponseEndpoints
 from jaxllm_server.http.sse import dumps
 from jaxllm_server.http.writers import ChunkWriter, EventReply, LineWriter, NamedWriter
 from jaxllm_server.observability.tracing import Tracer
@@ -98,6 +99,8 @@ class Endpoints:
         self._since = int(time.time())
         self._told: set[str] = set()  # fields of which the log has said that they are ignored
         self._fingerprint = f"jaxllm-{__version__}"
+        shared = self._body, self._parts_of_answer, self._head, self._run
+        self._responses = ResponseEndpoints(serving, options, tracer, self._places, *shared)
 
     def routes(self) -> list[Route]:
         """Return every route there is; a path is also what its requests are counted under."""
@@ -110,6 +113,8 @@ class Endpoints:
             "/api/generate": self._events(OllamaGenerateReply, LineWriter),
             "/api/embed": self._pooling(OllamaEmbedReply),
             "/api/show": self.ollama_show,
+            "/v1/responses": self._responses.create,
+            "/v1/responses/{response_id}/cancel": self._responses.cancel,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
             "/v1/load_lora_adapter": self.load_adapter,
@@ -124,6 +129,8 @@ class Endpoints:
             "/api/tags": self.ollama_models,
             "/api/ps": self.ollama_models,
             "/api/version": self.version,
+            "/v1/responses/{response_id}": self._responses.retrieve,
+            "/v1/responses/{response_id}/input_items": self._responses.input_items,
             "/health": self.health,
             "/live": self.live,
             "/ready": self.ready,
@@ -135,10 +142,12 @@ class Endpoints:
             gets["/tokenizer_info"] = self.tokenizer_info
         if not self._options.disable_fastapi_docs:
             gets |= {"/openapi.json": self.openapi, "/docs": self.docs}
+        deletes = {"/v1/responses/{response_id}": self._responses.delete}
         return [
             *(Route(path, _counted(path, self._gated(run)), methods=["POST"]) for path, run in posts.items()),
             *(Route(path, _counted(path.replace(":path", ""), run), methods=["GET"]) for path, run in gets.items()),
             Route("/ping", _counted("/ping", self.ping), methods=["GET", "POST"]),
+            *(Route(path, _counted(path, run), methods=["DELETE"]) for path, run in deletes.items()),
         ]
 
     async def completions(self, request: Request) -> ASGIApp:

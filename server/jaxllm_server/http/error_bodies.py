@@ -28,7 +28,7 @@ UNAVAILABLE_RETRY_SECONDS = 1  # until another replica, or this one once it is l
 _CLOSE = (b"connection", b"close")
 _SHOWN_PATH = 128  # characters of a path that an error repeats
 _VERSION = re.compile(r"/(v[0-9]+/)?")
-_UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models")
+_UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models")
 _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients add the /v1 themselves
 # What OpenAI's, vLLM's and Anthropic's servers have beside them, by the first part of the path behind its version.
 _UNSERVED: Mapping[str, str] = {
@@ -36,7 +36,6 @@ _UNSERVED: Mapping[str, str] = {
     **dict.fromkeys(("audio", "realtime"), "jaxllm has no models of speech."),
     "images": "jaxllm has no models of images.",
     "moderations": "jaxllm has no models that judge texts; /classify asks a classifier.",
-    "responses": "the Responses API is not built into jaxllm yet; use /v1/chat/completions.",
     **dict.fromkeys(
         ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
     ),

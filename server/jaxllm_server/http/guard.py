@@ -216,7 +216,7 @@ async def _answer_preflight(headers: dict[bytes, list[bytes]], send: Send) -> No
     """Let a page of an allowed origin send what it asked about."""
     wanted = headers.get(b"access-control-request-headers", [b"authorization, content-type"])[0]
     answer: list[Any] = [
-        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
         (b"access-control-allow-headers", wanted),
         (b"access-control-max-age", _PREFLIGHT_SECONDS),
     ]

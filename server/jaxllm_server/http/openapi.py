@@ -23,6 +23,7 @@ from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.messages import SAMPLING, WITHOUT_EFFECT
 from jaxllm_server.openai.pooling import REPLIES
+from jaxllm_server.responses.reply import ResponseReply
 
 Schema = dict[str, Any]
 API_VERSION = "1"  # of the paths; the server's own is at /version, for those who have a key
@@ -95,6 +96,15 @@ BODIES: Mapping[str, Body] = {
     ),
     "/detokenize": Body(
         "Detokenize", "Turn token ids into text.", tokens.DETOKENIZE_FIELDS, {}, ("tokens",), {"tokens": [1, 2, 3]}
+    ),
+    "/v1/responses": Body(
+        "Response",
+        "Answer a conversation, in the form of OpenAI's Responses API.",
+        ResponseReply.fields,
+        ResponseReply.unbuilt,
+        ("input",),
+        {"input": "What is the capital of France?"},
+        streams=True,
     ),
     "/v1/messages": Body(
         "Messages",

@@ -64,7 +64,7 @@ _FIELDS = (
     | {"echo", "prompt_token_ids"}
 )
 _OF_WRITING = ("add_generation_prompt", "continue_final_message", "add_special_tokens")  # how messages become a prompt
-_REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ChatReply:
@@ -134,7 +134,7 @@ class ChatReply:
             choice = {
                 "index": part.index,
                 "message": self._message(part),
-                "logprobs": _logprobs(part.logprobs, self.form),
+                "logprobs": logprobs_of(part.logprobs, self.form),
                 "finish_reason": self._finish_reason(part),
                 "stop_reason": part.stop_reason,
             }
@@ -166,7 +166,7 @@ class ChatReply:
             if delta or part.finish_reason or part.logprobs or has_ids:
                 choice = _choice(part.index, delta)
                 if part.logprobs:
-                    choice["logprobs"] = _logprobs(part.logprobs, self.form)
+                    choice["logprobs"] = logprobs_of(part.logprobs, self.form)
                 if part.finish_reason:
                     choice["finish_reason"] = self._finish_reason(part)
                     choice["stop_reason"] = part.stop_reason
@@ -252,7 +252,7 @@ def conversation_of(fields: Body) -> dict[str, Any]:
         raise UserError("messages must be a list of at least one message.", "messages")
     # What they do is the template's business.
     kwargs = _thinking(fields) | dict(mapping(fields, "chat_template_kwargs") or {})
-    effort = one_of(fields, "reasoning_effort", _REASONING_EFFORTS)
+    effort = one_of(fields, "reasoning_effort", REASONING_EFFORTS)
     if effort is not None:
         kwargs["reasoning_effort"] = effort
     return ({} if written is None else {"written_ids": written}) | {
@@ -377,7 +377,7 @@ def _tool_call_delta(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def _logprobs(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> dict[str, Any] | None:
+def logprobs_of(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> dict[str, Any] | None:
     """Return log-probabilities in the form of this API: of the sampled tokens, and the likeliest ones beside them."""
     if entries is None or form.num_logprobs is None:
         return None

@@ -72,6 +72,8 @@ MEANINGFUL: Mapping[str, str] = {
     **dict.fromkeys(("input_prefix", "inputs"), "prompt"),
     **dict.fromkeys(("input_suffix", "input_extra"), "suffix"),
     **{"input_ids": "prompt_token_ids", "continue_": "continue_final_message"},
+    # Of the Responses API, to another route
+    **{"instructions": "messages", "previous_response_id": "", "conversation": "", "text": "response_format"},
     # Which model, and which numbers of it
     **dict.fromkeys(("lora", "lora_path", "adapter_id"), "model"),
     **{"output_dimension": "dimensions", "embedding_types": "encoding_format"},

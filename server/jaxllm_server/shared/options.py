@@ -15,6 +15,7 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm.setting import setting
 
+_MAY_BE_ZERO = frozenset({"max_stored_response_bytes"})  # bounds of what there need not be
 _BODIES_AT_ONCE = 16  # of the largest kind, 128 MiB
 UNKNOWN_FIELDS = ("refuse", "warn", "ignore")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -141,6 +142,9 @@ class ServerOptions:
     max_receiving_bytes: int | None = setting(
         None, "of HTTP bodies that are not read yet, all together; one client may have half of it", "BYTES"
     )
+    max_stored_response_bytes: int = setting(
+        64 << 20, "of responses that clients may ask for again; the oldest go first; 0: none are kept", "BYTES"
+    )
     max_rpcs: int = setting(2048, "calls at once, on each front end; more are refused until some have ended")
     request_timeout: float = setting(600.0, "seconds after which a request fails; 0: never", "SECONDS")
     stall_timeout: float = setting(
@@ -243,7 +247,7 @@ def _check_type(name: str, value: Any, kind: str) -> None:
             raise UserError(f"{name} must be true or false, got {value!r}.", name)
     elif isinstance(value, bool) or not isinstance(value, int if kind.startswith("int") else int | float):
         raise UserError(f"{name} must be a number, got {value!r}.", name)
-    elif not math.isfinite(value) or value < (1 if name.startswith(("max_", "grpc_max")) else 0):
+    elif not math.isfinite(value) or value < (name.startswith(("max_", "grpc_max")) and name not in _MAY_BE_ZERO):
         raise UserError(f"{name} is out of range: {value!r}.", name)
 
 

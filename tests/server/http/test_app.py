@@ -511,13 +511,13 @@ def test_other_routes(server):
             for path, near in (
                 ("/chat/completions", "/v1/chat/completions"),
                 ("/completions", "/v1/completions"),
+                ("/responses", "/v1/responses"),
                 ("/embeddings", "/v1/embeddings"),
                 ("/api/models", "/v1/models"),
                 ("/v1/v1/chat/completions", "/v1/chat/completions"),
             )
         ),
         ("/v2/embed", "feature_disabled", "/v2/embed is not served: Cohere's embed API "),
-        ("/v1/responses/r/cancel", "feature_disabled", "/v1/responses/r/cancel is not served: the Responses API "),
         ("/v1/audio/transcriptions", "feature_disabled", "/v1/audio/transcriptions is not served: "),
     ],
 )

@@ -24,6 +24,7 @@ from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.invocations import route_of
 from jaxllm_server.openai.messages import WITHOUT_EFFECT
 from jaxllm_server.openai.pooling import REPLIES
+from jaxllm_server.responses.reply import ResponseReply
 from jaxllm_server.shared.chat_checks import check_tools
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import FakeServing, http_server
@@ -54,7 +55,7 @@ OPENAPI = {
         }
     },
 }
-NO_BODY = {"/drain", "/ping", "/invocations"}  # the last takes those of others
+NO_BODY = {"/drain", "/ping", "/v1/responses/{response_id}/cancel", "/invocations"}  # the last takes those of others
 
 
 def references(part: Any) -> Iterator[str]:
@@ -110,6 +111,7 @@ def read(path: str, body: dict[str, Any]) -> None:
 TEXT_REPLIES: dict[str, Any] = {
     "/v1/completions": CompletionReply,
     "/v1/chat/completions": ChatReply,
+    "/v1/responses": ResponseReply,
     "/v1/messages": MessagesReply,
     "/api/chat": OllamaChatReply,
     "/api/generate": OllamaGenerateReply,
@@ -132,7 +134,7 @@ def test_what_does_not_fit_a_field_is_refused_and_every_field_is_there(path: str
                 read(path, {**body.example, name: value})
     for name, schema in properties.items():
         if not schema.keys() - {"description"}:
-            is_described = path.startswith(("/v1/messages", "/api/"))  # by those whose form it is
+            is_described = path.startswith(("/v1/responses", "/v1/messages", "/api/"))  # by those whose form it is
             assert is_described or name in WITHOUT_EFFECT | {"lora_int_id"}, f"{name} needs a row in SHAPES"
             continue
         for value in VALUES:

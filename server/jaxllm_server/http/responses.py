@@ -1,0 +1,289 @@
+"""The routes of the Responses API: what is asked for is answered, kept, run in the background, found again and ended.
+
+What bodies and answers mean is in `responses/`. A response is kept when it has ended; one whose client left before has
+no end, and is not. One in the background ends by itself: its client polls it, and a cancelled one is kept as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from jaxllm.errors import RequestIdInUseError, UnsupportedError, UserError, printable
+from jaxllm_server.http.answers import TextAnswer
+from jaxllm_server.http.error_bodies import Refusal, log_failure
+from jaxllm_server.http.guard import CLIENT
+from jaxllm_server.http.sse import dumps
+from jaxllm_server.http.writers import NamedWriter
+from jaxllm_server.openai.messages import Body, text
+from jaxllm_server.responses.items import RESPONSE_PREFIX, Item, num_characters, references_of, response_id_of
+from jaxllm_server.responses.reply import ResponseReply
+from jaxllm_server.responses.store import LostError, ResponseStore, Stored, find_items, history_of, page_of
+from jaxllm_server.shared.client_quota import Places
+from jaxllm_server.shared.options import ServerOptions
+
+if TYPE_CHECKING:
+    from jaxllm_server.observability.tracing import Tracer
+    from jaxllm_server.shared.calls import Chunk
+    from jaxllm_server.shared.serving import Serving
+
+_LARGE = 256 << 10  # bytes of JSON that are read or written beside the event loop: 1 ms (measured)
+_MANY_ITEMS = 512  # of a conversation; to read them takes 4 µs each (measured)
+_MOST_LISTED, _LISTED = 100, 20  # items of one answer: OpenAI's bound and default
+
+
+class KeepingWriter(NamedWriter):
+    """Writes an answer, and hands over the response as it is when it ends."""
+
+    def __init__(self, reply: ResponseReply, head: Mapping[str, Any], keep: Callable[[bytes], None]) -> None:
+        super().__init__(reply, head)
+        self._response = reply.snapshot
+        self._keep = keep
+
+    def whole(self, chunks: Sequence[Chunk]) -> bytes:
+        """Return the whole answer."""
+        content = super().whole(chunks)
+        self._keep(content)
+        return content
+
+    def end(self) -> bytes:
+        """Return the last events."""
+        self._keep(dumps(self._response()))
+        return super().end()
+
+    def failure(self, error: Exception) -> bytes:
+        """Return the events that tell of an error."""
+        events = super().failure(error)
+        self._keep(dumps(self._response()))
+        return events
+
+
+@dataclass(frozen=True)
+class Job:
+    """A response that is made in the background."""
+
+    task: asyncio.Task[None]
+    reply: ResponseReply
+
+
+class ResponseEndpoints:
+    """What the routes do. `read_body`, `parts_of_answer` and `run` are those of the server's other routes."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        options: ServerOptions,
+        tracer: Tracer,
+        places: Places,
+        read_body: Callable[[Request], Awaitable[dict[str, Any]]],
+        parts_of_answer: Callable[[Request, Any], dict[str, Any]],
+        head_of: Callable[[Any], dict[str, Any]],
+        run: Callable[[Callable[[], Any], bool, str], Awaitable[Any]],
+    ) -> None:
+        self._serving = serving
+        self._options = options
+        self._tracer = tracer
+        self._places = places
+        self._read_body = read_body
+        self._parts_of_answer = parts_of_answer
+        self._head_of = head_of
+        self._run = run
+        self._store = ResponseStore(options.max_stored_response_bytes)
+        self._jobs: dict[tuple[str, str], Job] = {}  # by client and id
+
+    async def create(self, request: Request) -> ASGIApp:
+        """Answer a conversation, at once or in the background."""
+        client = request.scope[CLIENT]
+        self._serving.check_room(client, pools=False)
+        body = await self._read_body(request)
+        chain = self._chain(body, client)
+        is_large = sum(stored.size for stored in chain.values()) > _LARGE
+        history = await self._run(partial(history_of, chain.values()), is_large, client)
+        kept = await self._kept_items(references_of(body.get("input")), client)
+        make = partial(ResponseReply, body, self._options, request.scope["jaxllm"]["request_id"], history, kept)
+        given = body.get("input")
+        num_items = len(history) + (len(given) if isinstance(given, list) else 1)
+        reply: ResponseReply = await self._run(make, num_items > _MANY_ITEMS, client)
+        parts = self._parts_of_answer(request, reply)
+        head = self._head_of(reply) | self._sampling_of(reply)
+        response_id: str = head["id"]
+        self._serving.check_text("request_id", reply.request_id)
+        items = b""
+        if reply.is_kept:
+            items = await self._run(partial(dumps, reply.items), num_characters(reply.items) > _LARGE, client)
+        if response_id in chain or (client, response_id) in self._jobs:
+            raise RequestIdInUseError(f"request id {reply.request_id!r} is in use.", "request_id")
+
+        def keep(response: bytes) -> None:
+            self._store.put(client, response_id, Stored(response, items, reply.previous))
+
+        if reply.is_background:
+            reply.begin(head)
+            return self._begin(request, reply, response_id, keep)
+        writer = KeepingWriter(reply, head, keep) if reply.is_kept else NamedWriter(reply, head)
+        return TextAnswer(**parts, writer=writer)
+
+    async def retrieve(self, request: Request) -> ASGIApp:
+        """Return a response, as far as it has come."""
+        if request.query_params.get("stream", "false") != "false":
+            raise UnsupportedError("A kept response is not streamed by jaxllm: leave stream out.", "stream")
+        client, response_id = _asked(request)
+        job = self._jobs.get((client, response_id))
+        return _json(self._find(client, response_id).response if job is None else dumps(job.reply.snapshot()))
+
+    async def delete(self, request: Request) -> ASGIApp:
+        """Forget a response; one that is being made is ended first."""
+        client, response_id = _asked(request)
+        job = await self._end_job(client, response_id)
+        if not self._store.delete(client, response_id) and job is None:
+            raise _not_found(response_id)
+        return _json(dumps({"id": response_id, "object": "response", "deleted": True}))
+
+    async def cancel(self, request: Request) -> ASGIApp:
+        """End a response that is being made in the background; one that has ended is returned as it is."""
+        client, response_id = _asked(request)
+        job = await self._end_job(client, response_id)
+        if job is not None:
+            return _json(dumps(job.reply.snapshot()))
+        response = self._find(client, response_id).response
+        if not json.loads(response)["background"]:
+            message = "Cannot cancel a synchronous response."
+            raise Refusal(400, message, "INVALID_PARAMETER", parameter="response_id")
+        return _json(response)
+
+    async def input_items(self, request: Request) -> ASGIApp:
+        """List what a response was made from: the conversation before, and its own input; the last item first."""
+        client, response_id = _asked(request)
+        limit, order = request.query_params.get("limit", str(_LISTED)), request.query_params.get("order", "desc")
+        if not (limit.isdecimal() and limit.isascii() and 1 <= int(limit[:9]) <= _MOST_LISTED):
+            raise UserError(f"limit must be from 1 to {_MOST_LISTED}.", "limit")
+        if order not in ("asc", "desc"):
+            raise UserError("order must be asc or desc.", "order")
+        try:
+            *before, (_, own) = self._store.chain(client, response_id).items()
+        except LostError as error:
+            raise _not_found(error.response_id) from error
+        after = request.query_params.get("after")
+
+        def write() -> bytes:
+            items = [*history_of(stored for _, stored in before), *json.loads(own.items)]
+            return dumps(page_of(items, int(limit), after, order == "asc"))
+
+        size = sum(stored.size for _, stored in before) + own.size
+        return _json(await self._run(write, size > _LARGE, client))
+
+    def _sampling_of(self, reply: ResponseReply) -> dict[str, Any]:
+        """Return the numbers that a response repeats, with the model's defaults; what is wrong with them is raised."""
+        try:
+            params = self._serving.params_of(reply.calls[0])
+        except UserError as error:
+            if error.parameter is not None:
+                error.parameter = reply.names.get(error.parameter, error.parameter)
+            raise
+        return {"temperature": params.temperature, "top_p": params.top_p}
+
+    def _chain(self, body: Body, client: str) -> Mapping[str, Stored]:
+        """Return the responses from which a request goes on, by their ids."""
+        previous = text(body, "previous_response_id")
+        if previous is None:
+            return {}
+        if not previous.startswith(RESPONSE_PREFIX):
+            message = f"Invalid 'previous_response_id': {previous[:64]!r}. Expected an ID that begins with 'resp'."
+            raise UserError(message, "previous_response_id")
+        if (client, previous) in self._jobs:
+            raise UserError(f"The response {previous!r} is still being made.", "previous_response_id")
+        try:
+            return self._store.chain(client, previous)
+        except LostError as error:
+            message = f"Previous response with id '{printable(error.response_id[:128])}' not found."
+            reason = "PREVIOUS_RESPONSE_NOT_FOUND"
+            raise Refusal(404, message, reason, parameter="previous_response_id") from error
+
+    async def _kept_items(self, ids: set[str], client: str) -> Mapping[str, Item]:
+        """Return the items to which a request refers; those that are not kept are missing."""
+        found = []
+        for response_id in {response_id_of(each) for each in ids}:
+            try:
+                found.append(self._store.get(client, response_id))
+            except LostError:
+                continue  # `items_of` says which item is missing
+        is_large = sum(stored.size for stored in found) > _LARGE
+        return await self._run(partial(find_items, found, ids), is_large, client) if found else {}
+
+    def _begin(
+        self, request: Request, reply: ResponseReply, response_id: str, keep: Callable[[bytes], None]
+    ) -> ASGIApp:
+        """Start to make a response, which has a place among the server's requests until it ends."""
+        client, name = request.scope[CLIENT], request.scope["jaxllm"]["name"]
+        held = ExitStack()
+        held.enter_context(self._places.place())
+        job = Job(asyncio.ensure_future(self._make(reply, client, request.headers.get("traceparent"))), reply)
+        self._jobs[client, response_id] = job
+
+        def end(task: asyncio.Task[None]) -> None:
+            held.close()
+            del self._jobs[client, response_id]
+            if task.cancelled():
+                reply.cancel()
+            elif (error := task.exception()) is not None:
+                log_failure(name, error)
+                reply.failure(error)
+            keep(dumps(reply.snapshot()))
+
+        job.task.add_done_callback(end)  # and not a `finally`: a task that is cancelled at once does not even begin
+        return _json(dumps(reply.snapshot()))
+
+    async def _make(self, reply: ResponseReply, client: str, traceparent: str | None) -> None:
+        (call,) = reply.calls
+        span = self._tracer.start(traceparent, "/v1/responses", {"http.request.method": "POST"})
+        failure: BaseException | None = None
+        try:
+            async with aclosing(self._serving.generate(replace(call, client=client))) as chunks:
+                async for chunk in chunks:
+                    reply.events(0, chunk)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            span.end(failure)
+
+    async def _end_job(self, client: str, response_id: str) -> Job | None:
+        """Cancel a response that is being made, and wait until it has ended."""
+        job = self._jobs.get((client, response_id))
+        if job is not None:
+            job.task.cancel()
+            await asyncio.wait([job.task])
+        return job
+
+    def _find(self, client: str, response_id: str) -> Stored:
+        try:
+            return self._store.get(client, response_id)
+        except LostError as error:
+            raise _not_found(response_id) from error
+
+
+def _asked(request: Request) -> tuple[str, str]:
+    """Return who asks for which response."""
+    response_id = request.path_params["response_id"]
+    if not response_id.startswith(RESPONSE_PREFIX):
+        message = f"Invalid 'response_id': {response_id[:64]!r}. Expected an ID that begins with 'resp'."
+        raise UserError(message, "response_id")
+    return request.scope[CLIENT], response_id
+
+
+def _not_found(response_id: str) -> Refusal:
+    message = f"Response with id '{printable(response_id[:128])}' not found."
+    return Refusal(404, message, "RESPONSE_NOT_FOUND", parameter="response_id")
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")

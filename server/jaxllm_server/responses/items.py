@@ -1,0 +1,241 @@
+"""Items, of which the Responses API's conversations consist: as a client gives them, as they are kept, as a chat.
+
+Kept items have one form, that of OpenAI's lists of items: each has an id, a status, and content that is a list of
+parts. Ids of a response's own items hold its id, so that a reference to an item says where it is kept. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from jaxllm.errors import UnsupportedError, UserError
+
+Item = Mapping[str, Any]
+
+RESPONSE_PREFIX = "resp_"
+MOST_PARTS = 16_384  # items of a conversation and parts of them together: a chat may have as many messages
+_ROLES = ("user", "assistant", "system", "developer")
+_STATUSES = ("in_progress", "completed", "incomplete")
+_LISTS = ("content", "output", "summary")  # fields of items that are texts or lists of parts
+_UNREADABLE = ("input_image", "input_file", "input_audio")
+_SHOWN = 64  # characters of a name that an error repeats
+
+
+def response_id_of(own_id: str) -> str:
+    """Return the id of the response to which an item belongs, if it is one that a response made.
+
+    >>> response_id_of(item_id("msg", "a_b", "2"))
+    'resp_a_b'
+    """
+    return RESPONSE_PREFIX + own_id.partition("_")[2].rpartition("_")[0]
+
+
+def item_id(prefix: str, request_id: str, number: str) -> str:
+    """Return the id of an item of a response: `number` says which one."""
+    return f"{prefix}_{request_id}_{number}"
+
+
+def references_of(given: Any) -> set[str]:
+    """Return the ids of the kept items that an `input` refers to, whatever else is in it; of one too long, none."""
+    if not isinstance(given, list) or len(given) > MOST_PARTS:
+        return set()
+    return {item["id"] for item in given if _is_reference(item)}
+
+
+def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProxyType({})) -> list[Item]:
+    """Return a request's `input` as items; `kept` has those that it refers to.
+
+    Raises:
+        UserError: naming `input` and in the text the item, for a wrong shape or a reference to what is not kept.
+        UnsupportedError: for items and parts that a model of texts cannot read.
+    """
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise UserError("input must be a text or a list of items.", "input")
+    if len(given) > MOST_PARTS or num_parts(item for item in given if isinstance(item, Mapping)) > MOST_PARTS:
+        raise UserError(f"input may hold at most {MOST_PARTS} items and parts of items.", "input")
+    return [_item_of(item, f"input[{index}]", request_id, str(index), kept) for index, item in enumerate(given)]
+
+
+def num_parts(items: Iterable[Item]) -> int:
+    """Count items and the parts of their contents."""
+    lists = ([item.get(name) for name in _LISTS] for item in items)
+    return sum(1 + sum(len(each) for each in own if isinstance(each, list)) for own in lists)
+
+
+def num_characters(items: Iterable[Item]) -> int:
+    """Count the characters of items' texts."""
+    count = 0
+    for item in items:
+        for value in (item.get("arguments", ""), *(item.get(name, ()) for name in _LISTS)):
+            count += len(value) if isinstance(value, str) else sum(len(part["text"]) for part in value)
+    return count
+
+
+def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return items as the messages of a chat: reasoning, text and calls that follow each other are one message."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        if item["type"] == "function_call_output":
+            content = _chat_content(item["output"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+        elif item["type"] == "message" and item["role"] != "assistant":
+            role = "system" if item["role"] == "developer" else item["role"]
+            messages.append({"role": role, "content": _chat_content(item["content"])})
+        else:
+            _add_to_answer(messages, item)
+    return messages
+
+
+def continues_answer(items: Sequence[Item]) -> bool:
+    """Whether the last item is an answer that was cut off, which the model is to go on with; vLLM's rule.
+
+    Followed: vLLM's entrypoints/openai/responses/utils.py, should_continue_final_message.
+    """
+    last = items[-1] if items else {}
+    return last.get("type") == "message" and last["role"] == "assistant" and last["status"] != "completed"
+
+
+def _is_reference(item: Any) -> bool:
+    if not isinstance(item, Mapping) or not isinstance(item.get("id"), str):
+        return False
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "role" not in item)
+
+
+def _item_of(item: Any, path: str, request_id: str, number: str, kept: Mapping[str, Item]) -> Item:
+    if not isinstance(item, Mapping):
+        _refuse(f"{path} must be an object.")
+    if _is_reference(item):
+        if item["id"] not in kept:
+            _refuse(f"{path}: an item with the id {item['id'][:_SHOWN]!r} is not kept here.")
+        return kept[item["id"]]
+    kind = item.get("type", "message")
+    if not isinstance(kind, str) or kind not in _READERS:
+        shown = str(kind)[:_SHOWN]
+        message = f"{path} is of type {shown!r}; jaxllm takes {', '.join(_READERS)} and item_reference."
+        raise UnsupportedError(message, "input")
+    prefix, read = _READERS[kind]
+    own = item.get("id")
+    if not isinstance(own, str | None):
+        _refuse(f"{path}.id must be a string.")
+    status = item.get("status") or "completed"
+    if status not in _STATUSES:
+        _refuse(f"{path}.status must be one of {', '.join(_STATUSES)}.")
+    head = {"id": own or item_id(prefix, request_id, f"in{number}"), "type": kind, "status": status}
+    return head | read(item, path)
+
+
+def _message(item: Item, path: str) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in _ROLES:
+        _refuse(f"{path}.role must be one of {', '.join(_ROLES)}.")
+    return {"role": role, "content": _parts_of(item.get("content"), f"{path}.content", role == "assistant")}
+
+
+def _call(item: Item, path: str) -> dict[str, Any]:
+    return {name: _text_of(item, name, path) for name in ("call_id", "name", "arguments")}
+
+
+def _call_output(item: Item, path: str) -> dict[str, Any]:
+    call_id, output = _text_of(item, "call_id", path), item.get("output")
+    return {
+        "call_id": call_id,
+        "output": output if isinstance(output, str) else _parts_of(output, f"{path}.output", False),
+    }
+
+
+def _reasoning(item: Item, path: str) -> dict[str, Any]:
+    """Read reasoning; where it is only summarized, the summary stands for it, as in vLLM."""
+    content, summary = (
+        [] if item.get(name) is None else _texts_of(item[name], f"{path}.{name}") for name in ("content", "summary")
+    )
+    if item.get("encrypted_content") and not content and not summary:
+        message = f"{path}.encrypted_content is another server's; jaxllm reads reasoning in content."
+        raise UnsupportedError(message, "input")
+    return {
+        "summary": [{"type": "summary_text", "text": text} for text in summary],
+        "content": [{"type": "reasoning_text", "text": text} for text in content],
+    }
+
+
+# Each type of item: how ids of such items begin, and what reads its fields.
+_READERS: Mapping[str, tuple[str, Callable[[Item, str], dict[str, Any]]]] = MappingProxyType(
+    {
+        "message": ("msg", _message),
+        "function_call": ("fc", _call),
+        "function_call_output": ("fco", _call_output),
+        "reasoning": ("rs", _reasoning),
+    }
+)
+
+
+def _parts_of(content: Any, path: str, is_answer: bool) -> list[dict[str, Any]]:
+    """Return a content as parts, a text as one of them."""
+    texts = [content] if isinstance(content, str) else _texts_of(content, path)
+    if is_answer:
+        return [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts]
+    return [{"type": "input_text", "text": text} for text in texts]
+
+
+def _texts_of(parts: Any, path: str) -> list[str]:
+    if not isinstance(parts, list):
+        _refuse(f"{path} must be a text or a list of parts.")
+    texts = []
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in _UNREADABLE:
+            raise UnsupportedError(f"{path}[{index}]: {kind} is not supported: the model reads text alone.", "input")
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            _refuse(f"{path}[{index}] must be a part with a text.")
+        texts.append(text)
+    return texts
+
+
+def _text_of(item: Item, name: str, path: str) -> str:
+    if not isinstance(item.get(name), str):
+        _refuse(f"{path}.{name} must be a string.")
+    return item[name]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(message, "input")
+
+
+def _chat_content(parts: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, str]]:
+    """Return parts as a chat has them; a single one as its text, which all templates take."""
+    if isinstance(parts, str):
+        return parts
+    texts = [part["text"] for part in parts]
+    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+
+
+# Of each type of item, what its message must not have yet: a model reasons, then speaks, then calls.
+_COMES_BEFORE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "reasoning": ("reasoning_content", "content", "tool_calls"),
+        "message": ("content", "tool_calls"),
+        "function_call": (),
+    }
+)
+
+
+def _add_to_answer(messages: list[dict[str, Any]], item: Item) -> None:
+    """Let an item be a part of the last message, or begin another one where it cannot be."""
+    kind = item["type"]
+    is_answer = bool(messages) and messages[-1]["role"] == "assistant"
+    if not is_answer or any(messages[-1].get(name) for name in _COMES_BEFORE[kind]):
+        messages.append({"role": "assistant", "content": ""})
+    last = messages[-1]
+    if kind == "reasoning":
+        last["reasoning_content"] = "".join(part["text"] for part in item["content"] or item["summary"])
+    elif kind == "message":
+        last["content"] = _chat_content(item["content"])
+    else:
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        last.setdefault("tool_calls", []).append(call)

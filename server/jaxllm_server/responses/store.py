@@ -1,0 +1,120 @@
+"""Responses that clients may ask for again, or go on from: so many bytes of them, in memory, each its client's alone.
+
+A response is kept as the JSON that its client gets, beside that of its own input; the input of those before it is
+found by their ids. Where there is no room, whoever holds the most loses what was used longest ago, so that nobody can
+push out what others keep by keeping more. Pure but for what it holds: no clock, no threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxllm_server.responses.items import Item
+
+_OVERHEAD = 1024  # bytes of an entry beside its texts; of a client with one alone it is 700 (measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One response, and what it was asked."""
+
+    response: bytes  # JSON
+    items: bytes  # the request's own input items, a JSON list
+    previous: str | None  # the response from which it went on
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return len(self.response) + len(self.items) + len(self.previous or "") + _OVERHEAD
+
+
+class LostError(LookupError):
+    """A response that is not kept: it never was, or was deleted, or had to go."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(response_id)
+        self.response_id = response_id
+
+
+class ResponseStore:
+    """At most `most_bytes` of responses."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._kept: dict[str, OrderedDict[str, Stored]] = {}  # by client and id, the one used longest ago first
+        self._held: dict[str, int] = {}  # bytes by client
+        self.num_bytes = 0
+
+    def put(self, client: str, response_id: str, stored: Stored) -> None:
+        """Keep a response, in place of one of the same id; one that is too large alone is not kept."""
+        self.delete(client, response_id)
+        if stored.size > self._most:
+            return
+        self._kept.setdefault(client, OrderedDict())[response_id] = stored
+        self._count(client, stored.size)
+        while self.num_bytes > self._most:
+            largest = max(self._held, key=self._held.__getitem__)
+            self.delete(largest, next(iter(self._kept[largest])))
+
+    def get(self, client: str, response_id: str) -> Stored:
+        """Return a response.
+
+        Raises:
+            LostError: if it is not kept, or another client's.
+        """
+        stored = self._kept.get(client, {}).get(response_id)
+        if stored is None:
+            raise LostError(response_id)
+        return stored
+
+    def chain(self, client: str, response_id: str) -> dict[str, Stored]:
+        """Return the responses that led to one, and itself, by their ids, the first one first; they count as used now.
+
+        One that took the id of an earlier one may lead to itself: it is there once.
+
+        Raises:
+            LostError: naming the one of them that is not kept.
+        """
+        chain: dict[str, Stored] = {}
+        following: str | None = response_id
+        while following is not None and following not in chain:
+            chain[following] = self.get(client, following)
+            self._kept[client].move_to_end(following)
+            following = chain[following].previous
+        return dict(reversed(chain.items()))
+
+    def delete(self, client: str, response_id: str) -> bool:
+        """Forget a response; return whether it was kept."""
+        stored = self._kept.get(client, {}).pop(response_id, None)
+        if stored is None:
+            return False
+        self._count(client, -stored.size)
+        return True
+
+    def _count(self, client: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._held[client] = self._held.get(client, 0) + num_bytes
+        if not self._held[client]:
+            del self._held[client], self._kept[client]
+
+
+def history_of(chain: Iterable[Stored]) -> list[Item]:
+    """Return the items of a conversation: what each response was asked, and what it answered."""
+    return [item for stored in chain for item in (*json.loads(stored.items), *json.loads(stored.response)["output"])]
+
+
+def find_items(stored: Iterable[Stored], ids: Collection[str]) -> dict[str, Item]:
+    """Return those of some responses' items that have one of some ids, by them."""
+    return {item["id"]: item for item in history_of(stored) if item["id"] in ids}
+
+
+def page_of(items: Sequence[Item], limit: int, after: str | None, is_ascending: bool) -> dict[str, object]:
+    """Return a part of a list of items as the API lists them: so many behind the one with the id `after`."""
+    ordered = items if is_ascending else items[::-1]
+    start = next((number for number, item in enumerate(ordered, 1) if item["id"] == after), 0)
+    page = ordered[start : start + limit]
+    ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
+    return {"object": "list", "data": page, **ends, "has_more": start + limit < len(ordered)}
