@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from jaxllm_server.parsers.tool_parsers import TOOL_PARSERS
+from jaxllm_server.parsers.table import TOOL_PARSERS
 
 Call = tuple[str, str, str]  # id, name, arguments
 
@@ -30,13 +31,13 @@ def split_reasoning(text: str, is_inside: bool) -> tuple[str, str]:
     return reasoning, content
 
 
-def parsed_calls(style: str, pieces: Sequence[str]) -> tuple[str, list[Call]]:
+def parsed_calls(style: str, pieces: Sequence[str], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:
     """Return all content and all calls that a parser makes of pieces: those of the whole text are the reference.
 
     Checks that ids and names come once, first, and in order.
     """
     numbers = itertools.count()
-    parser = TOOL_PARSERS[style](lambda: f"id-{next(numbers)}")
+    parser = TOOL_PARSERS[style].parser(lambda name: f"id-{next(numbers)}", tools)
     content: list[str] = []
     calls: list[Call] = []
     for text, deltas in [*(parser.push(piece) for piece in pieces), parser.finish()]:

@@ -8,46 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxllm_server.parsers.tool_call_json import CallObject, skip_space
-from jaxllm_server.parsers.tool_parsers import ToolCallDelta, ToolParser
+from jaxllm_server.parsers.json_calls import ListCalls
+from jaxllm_server.parsers.tool_parsers import MakeId, ToolCallDelta
 
 
-class RequiredCalls(ToolParser):
-    """`[{"name": …, "parameters": {…}}, …]`. Brackets, commas and space around calls are dropped."""
+class RequiredCalls(ListCalls):
+    """`[{"name": …, "parameters": {…}}, …]`; from the first text that is none on all is content."""
 
-    def __init__(self, make_id: Callable[[], str]) -> None:
+    _needs_arguments = True
+
+    def __init__(self, make_id: MakeId) -> None:
         super().__init__(make_id)
-        self._read = self._read_between
-        self._expected = "["
+        self._read = self._read_list
 
-    def _read_between(self, text: str, start: int) -> int:
-        """Read what may stand before an object, or after the last one."""
-        end = skip_space(text, start)
-        self._held.append(text[start:end])
-        if end == len(text):
-            return end
-        if text[end] == "{" == self._expected:
-            self._begin_object(needs_arguments=True)
-        elif text[end] in self._expected and text[end] != "{":
-            self._held.append(text[end])
-            self._expected = "" if text[end] == "]" else "{"
-            return end + 1
-        else:
-            self._give_up()
-            self._read = self._read_content
-        return end
+    def _after_list(self) -> Callable[[str, int], int]:
+        return self._read_list
 
-    def _read_content(self, text: str, start: int) -> int:
-        self._content.append(text[start:])
-        return len(text)
-
-    def _follow(self, call: CallObject) -> Callable[[str, int], int]:
-        self._expected = ",]"
-        return self._read_between if call.is_call and not call.is_broken else self._read_content
-
-    def _end(self) -> None:
-        if self._read != self._read_between or not self._num_calls:
-            self._give_up()
+    def _after_text(self) -> Callable[[str, int], int]:
+        return self._read_rest
 
 
 class NamedCall:
@@ -55,7 +33,7 @@ class NamedCall:
 
     markers: tuple[str, ...] = ()
 
-    def __init__(self, make_id: Callable[[], str], name: str) -> None:
+    def __init__(self, make_id: MakeId, name: str) -> None:
         self._make_id = make_id
         self._name = name
         self._has_begun = False
@@ -67,7 +45,7 @@ class NamedCall:
         if self._has_begun:
             return "", [ToolCallDelta(0, None, None, text)]
         self._has_begun = True
-        return "", [ToolCallDelta(0, self._make_id(), self._name, text)]
+        return "", [ToolCallDelta(0, self._make_id(self._name), self._name, text)]
 
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
         """Nothing is held back."""

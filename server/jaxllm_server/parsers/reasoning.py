@@ -1,19 +1,113 @@
-"""Splits a model's text into reasoning and content while it comes, at `<think>` and `</think>`.
+"""Splits a model's text into reasoning and content while it comes, at tags like `<think>` and `</think>`.
 
 The tags are dropped and everything else is kept as it is, the newlines around the tags too, as in vLLM
 (reasoning/qwen3_reasoning_parser.py, deepseek_r1_reasoning_parser.py). An output without an end tag was cut off and is
-all reasoning. Tags count once: a second `<think>`, and whatever follows the first `</think>`, is text. Knows nothing of
-requests, templates and tool calls.
+all reasoning. Tags count once: a second `<think>`, and whatever follows the first `</think>`, is text. The forms of
+models are rows of table.py. Knows nothing of requests, templates and tool calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
-from types import MappingProxyType
+from itertools import takewhile
+from typing import ClassVar, Protocol
 
-_START = "<think>"
-END = "</think>"
+from jaxllm_server.parsers.harmony import FINAL, AnalysisTokens, HarmonyReasoning
+
+TokenId = Callable[[str], int | None]
+
+
+class ReasoningParser(Protocol):
+    """Splits one output in time linear in its length; what it returns does not depend on how the text is cut."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens of most vocabularies: their text must not be skipped."""
+        ...
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next character is reasoning, as far as the text so far says."""
+        ...
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Take in more text; return the reasoning and the content that are certain now."""
+        ...
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held back, now that no text follows."""
+        ...
+
+
+class Habit(Enum):
+    """When a model reasons."""
+
+    ALWAYS = auto()  # from its first token on, whether or not its template opens the reasoning, unless that closes it
+    BY_ITSELF = auto()  # it or its template says the start tag; with thinking switched off, neither does
+    IF_OPENED = auto()  # if its template says the start tag
+    IF_ASKED = auto()  # if its prompt, in the system message as a rule, has the start tag anywhere
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedReasoning:
+    """How a model writes its reasoning between tags. All start tags, and all end tags, begin with one character."""
+
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]  # the first one is the model's own; the others end the reasoning as well
+    habit: Habit
+    kept_ends: tuple[str, ...] = ()  # those that belong to the content
+
+    @property
+    def begin_after(self) -> str:
+        """The text after which a constraint of the answer holds."""
+        return self.ends[0]
+
+    def opens(self, prompt: str) -> bool:
+        """Whether a prompt's text ends with a start tag, so that the output begins inside of the reasoning."""
+        return prompt.rstrip().endswith(self.starts)
+
+    def closes(self, prompt: str) -> bool:
+        """Whether a prompt's text ends with an end tag, so that the output begins after the reasoning."""
+        return prompt.rstrip().endswith(self.ends)
+
+    def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
+        """Whether an output may begin with reasoning, so that a constraint of the answer holds only after its end."""
+        if self.closes(prompt):
+            return False
+        if self.opens(prompt) or self.habit is Habit.ALWAYS:
+            return True
+        if self.habit is Habit.BY_ITSELF:
+            return not is_switched_off
+        return self.habit is Habit.IF_ASKED and any(start in prompt for start in self.starts)
+
+    def parser(self, prompt: str = "") -> TagParser:
+        """Return a parser of one output to a prompt."""
+        begins_inside = self.habit is Habit.ALWAYS and not self.closes(prompt)
+        return TagParser(self, self.opens(prompt) or begins_inside)
+
+    def counter(self, token_id: TokenId) -> ReasoningTokens:
+        """Return what counts the tokens of one output that are reasoning."""
+        return ReasoningTokens(token_id(self.ends[0]))
+
+
+class HarmonyChannels:
+    """gpt-oss's channels: an answer, or a call, is always opened by a header of its own."""
+
+    begin_after = FINAL
+
+    def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
+        """Return True: what is not reasoned has a header too."""
+        return True
+
+    def parser(self, prompt: str = "") -> HarmonyReasoning:
+        """Return a parser of one output."""
+        return HarmonyReasoning()
+
+    def counter(self, token_id: TokenId) -> AnalysisTokens:
+        """Return what counts the tokens of one output that are reasoning."""
+        return AnalysisTokens(token_id)
 
 
 class _State(Enum):
@@ -22,16 +116,17 @@ class _State(Enum):
     CONTENT = auto()
 
 
-class ReasoningParser:
-    """Splits one output in time linear in its length; what it returns does not depend on how the text is cut.
+class TagParser:
+    """A `ReasoningParser` of tags.
 
-    `starts_inside`: the prompt ends inside of the reasoning, so it begins with the first character; a start tag that
-    the model repeats there is dropped. Otherwise there is reasoning only if the output begins with the start tag.
+    `starts_inside`: the reasoning begins with the first character; a start tag that the model repeats there is dropped.
+    Otherwise there is reasoning only if the output begins with the start tag.
     """
 
-    markers = (_START, END)  # special tokens of most vocabularies: their text must not be skipped
-
-    def __init__(self, starts_inside: bool) -> None:
+    def __init__(self, form: TaggedReasoning, starts_inside: bool) -> None:
+        self.markers = (*form.starts, *form.ends)
+        self._form = form
+        self._ends = (*form.ends, *form.kept_ends)
         self._starts_inside = starts_inside
         self._state = _State.OPENING
         self._space: list[str] = []  # before a start tag; dropped if one comes
@@ -62,19 +157,21 @@ class ReasoningParser:
         return (held, "") if self.is_reasoning else ("", held)
 
     def _open(self, text: str) -> str:
-        """Look for the start tag; return the text that is to be read in the state this led to."""
+        """Look for a start tag; return the text that is to be read in the state this led to."""
         if not self._held:
             rest = text.lstrip()
             self._space.append(text[: len(text) - len(rest)])
             text = rest
         text = self._held + text
-        if len(text) < len(_START) and _START.startswith(text):
+        if any(len(text) < len(start) and start.startswith(text) for start in self._form.starts):
             self._held = text
             return ""
         self._held = ""
-        if text.startswith(_START):
-            self._state = _State.REASONING
-            rest = text[len(_START) :]
+        for start in self._form.starts:
+            if text.startswith(start):
+                self._state = _State.REASONING
+                rest = text[len(start) :]
+                break
         else:
             self._state = _State.REASONING if self._starts_inside else _State.CONTENT
             rest = "".join([*self._space, text])
@@ -82,48 +179,34 @@ class ReasoningParser:
         return rest
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Look for the end tag; return the reasoning before it and the text after it, "" while it has not come."""
+        """Look for an end tag; return the reasoning before it and the text after it, "" while it has not come."""
         text = self._held + text
         self._held = ""
-        before, tag, after = text.partition(END)
-        if tag:
+        found = [(at, tag) for tag in self._ends if (at := text.find(tag)) >= 0]
+        if found:
+            at, tag = min(found)
             self._state = _State.CONTENT
-            return before, after
+            return text[:at], text[at if tag in self._form.kept_ends else at + len(tag) :]
         # A tag has its first character nowhere else, so only the last one can begin an unfinished tag.
-        start = text.rfind("<")
-        if start >= 0 and END.startswith(text[start:]):
+        start = text.rfind(self._ends[0][0])
+        if start >= 0 and any(tag.startswith(text[start:]) for tag in self._ends):
             self._held = text[start:]
         return text[: len(text) - len(self._held)], ""
 
 
-def opens_reasoning(prompt: str) -> bool:
-    """Whether a prompt's text ends with a start tag, so that the output begins inside of the reasoning."""
-    return prompt.rstrip().endswith(_START)
+class ReasoningTokens:
+    """Counts the tokens of reasoning that one token ends; none where the end is no single token."""
 
+    def __init__(self, end_id: int | None) -> None:
+        self._end_id = end_id
+        self._is_counting = end_id is not None
 
-def closes_reasoning(prompt: str) -> bool:
-    """Whether a prompt's text ends with an end tag, so that the output begins after the reasoning."""
-    return prompt.rstrip().endswith(END)
-
-
-def reasons(style: str, prompt: str, is_switched_off: bool) -> bool:
-    """Whether an output may begin with reasoning, so that a constraint of the answer holds only after its end tag.
-
-    Of qwen3, a template says so by either tag, and by none where the model opens the reasoning itself or, with thinking
-    switched off, none is wanted. deepseek_r1 reasons unless its prompt has the end tag.
-    """
-    if closes_reasoning(prompt):
-        return False
-    return style == "deepseek_r1" or opens_reasoning(prompt) or not is_switched_off
-
-
-# Made of whether the prompt opens the reasoning, and whether it closes it.
-REASONING_PARSERS: Mapping[str, Callable[..., ReasoningParser]] = MappingProxyType(
-    {
-        # Says `<think>` itself, unless the template did; with thinking switched off, neither does.
-        "qwen3": lambda starts_inside, is_closed=False: ReasoningParser(starts_inside),
-        # Reasons from its first token on, whether or not its template says so (some revisions of it do not), unless the
-        # template says that the reasoning is over.
-        "deepseek_r1": lambda starts_inside, is_closed=False: ReasoningParser(starts_inside=not is_closed),
-    }
-)
+    def count(self, ids: Sequence[int], is_reasoning: bool) -> int:
+        """Count those of the next tokens that come before the end; `is_reasoning`: where none comes, whether they are."""
+        if not self._is_counting:
+            return 0
+        before = list(takewhile(lambda token: token != self._end_id, ids))
+        if len(before) < len(ids):
+            self._is_counting = False
+            return len(before)
+        return len(ids) if is_reasoning else 0

@@ -9,7 +9,7 @@ import json
 from enum import Enum, auto
 from types import MappingProxyType
 
-_SPACE = frozenset(" \t\r\n")  # JSON's
+SPACE = frozenset(" \t\r\n")  # JSON's
 _SCALAR = frozenset(
     "+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 )  # of numbers, true, false, null
@@ -63,7 +63,7 @@ class CallObject:
         self.is_broken = False  # over before its closing brace
         self._needs_arguments = needs_arguments
         self._phase = _Phase.OPENING
-        self._value: _Value | None = None  # being read
+        self._value: JsonValue | None = None  # being read
         self._role = _Role.OTHER  # of that value
         self._key: str | None = None
         self._text: list[str] = []  # of a key or a name, with its quotes
@@ -76,7 +76,7 @@ class CallObject:
             character = text[position]
             if self._value is not None:
                 position = self._read_value(self._value, text, position)
-            elif character in _SPACE:
+            elif character in SPACE:
                 position += 1
             elif self._begins_value(character):
                 self._begin_value(character)
@@ -111,9 +111,9 @@ class CallObject:
             self.is_call = self.name is not None
         else:
             self._role = _Role.OTHER
-        self._value = _Value(character)
+        self._value = JsonValue(character)
 
-    def _read_value(self, value: _Value, text: str, start: int) -> int:
+    def _read_value(self, value: JsonValue, text: str, start: int) -> int:
         end = value.read(text, start)
         if self._role is _Role.ARGUMENTS:
             assert self._arguments is not None
@@ -150,7 +150,7 @@ class CallObject:
         self.is_over = self.is_broken = True
 
 
-class _Value:
+class JsonValue:
     """Finds the end of one JSON value. Counts brackets without telling their kinds apart: depth costs no memory."""
 
     def __init__(self, first: str) -> None:
@@ -189,10 +189,10 @@ class _Value:
         return len(text)
 
 
-def skip_space(text: str, start: int) -> int:
-    """Return where JSON's space ends that begins at `start`."""
+def skip(text: str, start: int, characters: frozenset[str] = SPACE) -> int:
+    """Return where a run of characters, JSON's space if nothing else is said, ends that begins at `start`."""
     position = start
-    while position < len(text) and text[position] in _SPACE:
+    while position < len(text) and text[position] in characters:
         position += 1
     return position
 

@@ -50,10 +50,14 @@ class ServerOptions:
     default_chat_template_kwargs: str | None = setting(None, "JSON object: variables of every chat template", "JSON")
     response_role: str = setting("assistant", "role of the answers to a chat")
     tool_call_parser: str | None = setting(
-        None, "how the model writes tool calls: hermes or llama3_json; without it tools are refused"
+        None,
+        "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, mistral, qwen3_coder …, as "
+        "in docs/serving.md; without it tools are refused",
     )
     reasoning_parser: str | None = setting(
-        None, "how the model writes its reasoning: qwen3 or deepseek_r1; without it, it is content"
+        None,
+        "how the model writes its reasoning: auto (by its chat template), qwen3, deepseek_r1, mistral, granite …, as in "
+        "docs/serving.md; without it, it is content",
     )
     unknown_fields: str = setting(
         "warn",

@@ -13,8 +13,8 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
-from functools import partial
-from itertools import takewhile
+from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -30,10 +30,12 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text import fill_in_middle
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span, request_attributes
-from jaxllm_server.parsers import reasoning as thinking
+from jaxllm_server.parsers import table
 from jaxllm_server.parsers.forced_calls import NamedCall, RequiredCalls
-from jaxllm_server.parsers.reasoning import REASONING_PARSERS, ReasoningParser
-from jaxllm_server.parsers.tool_parsers import TOOL_PARSERS, ToolCallDelta, ToolParser
+from jaxllm_server.parsers.harmony import AnalysisTokens
+from jaxllm_server.parsers.reasoning import ReasoningParser, ReasoningTokens
+from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS, ReasoningForm, ToolForm
+from jaxllm_server.parsers.tool_parsers import MakeId, ToolCallDelta, ToolParser
 from jaxllm_server.shared import beam_calls, pool_stream, pooling
 from jaxllm_server.shared.adapters import Served, ServedAdapters
 from jaxllm_server.shared.calls import Call, Chunk, Finish, NamedTool, Part, PromptInfo, Timing, Usage, is_forced
@@ -79,10 +81,45 @@ class Serving:
         self._template: str | None = None
         if options.chat_template is not None:
             self._template = Path(options.chat_template).read_text(encoding="utf-8")
-        for name, known in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
-            chosen = getattr(options, name)
-            if chosen is not None and chosen not in known:
-                raise UserError(f"{name} must be one of {', '.join(sorted(known))}, got {chosen!r}.", name)
+        table.check_name("tool_call_parser", options.tool_call_parser, TOOL_PARSERS)
+        table.check_name("reasoning_parser", options.reasoning_parser, REASONING_PARSERS)
+
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """How the model writes tool calls; None where none are read. Known once the model is loaded.
+
+        Raises:
+            UserError: naming `tool_call_parser`, if it is to be chosen by a template that none is written for.
+        """
+        name = self._form_name("tool_call_parser", TOOL_PARSERS)
+        return None if name is None else TOOL_PARSERS[name]
+
+    @cached_property
+    def reasoning_form(self) -> ReasoningForm | None:
+        """How the model writes its reasoning; as `tool_form`."""
+        name = self._form_name("reasoning_parser", REASONING_PARSERS)
+        return None if name is None else REASONING_PARSERS[name]
+
+    def check_forms(self) -> None:
+        """Choose the parsers that `auto` asks for, now that the model is loaded.
+
+        Raises:
+            UserError: naming the parameter whose choice there is none for.
+        """
+        _ = self.tool_form, self.reasoning_form
+
+    def _form_name(self, parameter: str, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> str | None:
+        name = getattr(self.options, parameter)
+        if name != table.AUTO:
+            return name
+        templates = self.engine.model.tokenizer.chat_templates
+        template = self._template or templates.get("tool_use") or templates.get("default") or ""
+        chosen = table.form_of(template, forms)
+        if chosen is None:
+            message = f"{parameter}=auto: no parser is for the model's chat template; name one of {', '.join(forms)}."
+            raise UserError(message, parameter)
+        _log.info("%s: %s, by the chat template", parameter, chosen)
+        return chosen
 
     def check_model(self, name: str, adapter: str = "") -> str:
         """Return the name that answers give: the adapter's, else the model's first one as vLLM's do.
@@ -171,7 +208,7 @@ class Serving:
                 params = replace(params, skip_special_tokens=False)
                 beams = beams and replace(beams, skip_special_tokens=False)
             if reader.may_reason and params.structured_outputs is not None:
-                after = replace(params.structured_outputs, begin_after=thinking.END)
+                after = replace(params.structured_outputs, begin_after=reader.begin_after)
                 params = replace(params, structured_outputs=after)
             request_id = call.request_id or uuid.uuid4().hex
             outputs = self.engine.generate(
@@ -411,19 +448,23 @@ class Serving:
             params,
             tokenizer,
             self._tool_parser(call),
-            self.options.reasoning_parser if call.messages is not None else None,
+            self.reasoning_form if call.messages is not None else None,
             prompt,
             _is_switched_off({**self._template_kwargs, **call.template_kwargs}),
         )
 
     def _tool_parser(self, call: Call) -> Callable[[], _CallReader] | None:
         """Return what makes a reader of an output's tool calls; None where none are looked for."""
+        form = self.tool_form
+        make_id = partial(_id_maker, "" if form is None else form.ids, call.messages or ())
         if isinstance(call.tool_choice, NamedTool):
-            return partial(NamedCall, _make_call_id, call.tool_choice.name)
+            name = call.tool_choice.name
+            return lambda: NamedCall(make_id(), name)
         if call.tool_choice == "required":
-            return partial(RequiredCalls, _make_call_id)
-        style = self.options.tool_call_parser
-        return partial(TOOL_PARSERS[style], _make_call_id) if style is not None and _has_tools(call) else None
+            return lambda: RequiredCalls(make_id())
+        if form is None or not _has_tools(call):
+            return None
+        return lambda: form.parser(make_id(), call.tools or ())
 
 
 class _Reader:
@@ -435,17 +476,18 @@ class _Reader:
         params: SamplingParams,
         tokenizer: Tokenizer,
         tool_parser: Callable[[], _CallReader] | None,
-        reasoning_parser: str | None,
+        reasoning: ReasoningForm | None,
         prompt: str,
         is_switched_off: bool,
     ) -> None:
         self._call = call
         self._params = params
         self._tokenizer = tokenizer
-        self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
-        self._starts_inside = thinking.opens_reasoning(prompt)  # the output begins inside of the reasoning
-        self._is_closed = thinking.closes_reasoning(prompt)  # it begins after the reasoning
-        self.may_reason = reasoning_parser is not None and thinking.reasons(reasoning_parser, prompt, is_switched_off)
+        self._tool_parser = tool_parser
+        self._reasoning = None if reasoning is None else reasoning.form
+        self._prompt = prompt
+        self.may_reason = self._reasoning is not None and self._reasoning.may_reason(prompt, is_switched_off)
+        self.begin_after = None if self._reasoning is None else self._reasoning.begin_after
         self._usage = Usage()
         self._is_first = True
         self._splitters: dict[int, _Splitter] = {}
@@ -507,23 +549,24 @@ class _Reader:
 
     def _make_splitter(self) -> _Splitter:
         tools = None if self._tool_parser is None else self._tool_parser()
-        reasoning = None
-        if self._reasoning_parser is not None:
-            reasoning = REASONING_PARSERS[self._reasoning_parser](self._starts_inside, self._is_closed)
-        end_id = None if reasoning is None else self._tokenizer.token_id(reasoning.markers[-1])
-        return _Splitter(reasoning, tools, end_id)
+        form = self._reasoning
+        if form is None:
+            return _Splitter(None, tools, None)
+        return _Splitter(form.parser(self._prompt), tools, form.counter(self._tokenizer.token_id))
 
 
 class _Splitter:
     """Splits one output's text into content, reasoning and tool calls."""
 
     def __init__(
-        self, reasoning: ReasoningParser | None, tools: ToolParser | NamedCall | None, end_id: int | None
+        self,
+        reasoning: ReasoningParser | None,
+        tools: _CallReader | None,
+        tokens: ReasoningTokens | AnalysisTokens | None,
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        self._end_id = end_id  # of the token that ends the reasoning, where it is one token
-        self._is_counting = reasoning is not None and end_id is not None
+        self._tokens = tokens  # of the reasoning
         self.num_calls = 0
         self.markers = (*(reasoning.markers if reasoning else ()), *(tools.markers if tools else ()))
 
@@ -545,15 +588,10 @@ class _Splitter:
         return content, reasoning, calls
 
     def count_reasoning(self, ids: Sequence[int]) -> int:
-        """Count those of new tokens that come before the end of the reasoning."""
-        if not self._is_counting:
+        """Count those of new tokens that are reasoning, after their text was pushed."""
+        if self._tokens is None or self._reasoning is None:
             return 0
-        assert self._reasoning is not None
-        before = list(takewhile(lambda token: token != self._end_id, ids))
-        if len(before) < len(ids):
-            self._is_counting = False
-            return len(before)
-        return len(ids) if self._reasoning.is_reasoning else 0
+        return self._tokens.count(ids, self._reasoning.is_reasoning)
 
 
 def _encode_beginning(tokenizer: Tokenizer, text: str, most: int, add_special_tokens: bool) -> list[int]:
@@ -566,7 +604,8 @@ def _has_tools(call: Call) -> bool:
 
 def _is_switched_off(template_kwargs: Mapping[str, Any]) -> bool:
     """Whether a conversation asks for no reasoning, by the variables that templates have for it."""
-    return template_kwargs.get("enable_thinking") is False or template_kwargs.get("reasoning_effort") == "none"
+    is_named = any(template_kwargs.get(name) is False for name in ("enable_thinking", "thinking"))
+    return is_named or template_kwargs.get("reasoning_effort") == "none"
 
 
 def given_of(params: SamplingParams) -> dict[str, Any]:
@@ -590,8 +629,23 @@ def _timing(metrics: RequestMetrics) -> Timing:
     )
 
 
-def _make_call_id() -> str:
-    return f"chatcmpl-tool-{uuid.uuid4().hex}"
+def _id_maker(style: str, messages: Sequence[Any]) -> MakeId:
+    """Return what makes the ids of one output's calls, which the conversation is expected to bring back.
+
+    Mistral's templates refuse ids that are not nine letters and digits; Kimi's write an id where the model reads the
+    name of the tool, with the number of the call in the conversation.
+    """
+    if style == "kimi_k2":
+        numbers = count(sum(len(_calls_of(message)) for message in messages))
+        return lambda name: f"functions.{name}:{next(numbers)}"
+    if style == "mistral":
+        return lambda name: uuid.uuid4().hex[:9]
+    return lambda name: f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+def _calls_of(message: Any) -> Sequence[Any]:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    return calls if isinstance(calls, list) else ()
 
 
 def _model_name(model: str) -> str:

@@ -26,7 +26,7 @@ _CALLS = '[{"name": "f", "parameters": {"a": [1, "}],"]}} ,\n{"name":"g","parame
 def _read(make: Callable[..., Any], pieces: Sequence[str]) -> tuple[str, list[tuple[str, str, str]]]:
     """Return the content and the calls; checks that ids and names come once, first, and in order."""
     numbers = itertools.count()
-    parser = make(lambda: f"id-{next(numbers)}")
+    parser = make(lambda name: f"id-{next(numbers)}")
     content, calls = "", []
     for text, deltas in [*(parser.push(piece) for piece in pieces), parser.finish()]:
         content += text
@@ -40,7 +40,7 @@ def _read(make: Callable[..., Any], pieces: Sequence[str]) -> tuple[str, list[tu
     return content, calls
 
 
-def _named(make_id: Callable[[], str]) -> NamedCall:
+def _named(make_id: Callable[[str], str]) -> NamedCall:
     return NamedCall(make_id, "f")
 
 
@@ -95,14 +95,14 @@ def test_an_output_that_was_cut_off_keeps_what_it_has(
 
 
 def test_arguments_go_out_while_they_are_written() -> None:
-    parser = RequiredCalls(lambda: "x")
+    parser = RequiredCalls(lambda name: "x")
     assert parser.push('[{"name": "get_weather", "param') == ("", [])
     assert parser.push('eters": ') == ("", [])
     assert parser.push('{"ci') == ("", [ToolCallDelta(0, "x", "get_weather", '{"ci')])
     assert parser.push('ty": "Pa') == ("", [ToolCallDelta(0, None, None, 'ty": "Pa')])
     assert parser.push('ris"}}]') == ("", [ToolCallDelta(0, None, None, 'ris"}')])
     assert parser.finish() == ("", [])
-    named = NamedCall(lambda: "y", "f")
+    named = NamedCall(lambda name: "y", "f")
     assert named.push("") == named.finish() == ("", [])
     assert named.push('{"a') == ("", [ToolCallDelta(0, "y", "f", '{"a')])
     assert named.push('": 1}') == ("", [ToolCallDelta(0, None, None, '": 1}')])
@@ -115,7 +115,7 @@ def test_a_megabyte_takes_linear_time(repeated: str, piece: int) -> None:
     def prepare(size: int) -> Callable[[], object]:
         text = "[" + repeated * (size // len(repeated))
         pieces = [text[at : at + piece] for at in range(0, len(text), piece)]
-        parser = RequiredCalls(lambda: "x")
+        parser = RequiredCalls(lambda name: "x")
         return lambda: ([parser.push(one) for one in pieces], parser.finish())
 
     assert is_linear(prepare, 2**18 if piece > 1 else 2**15)

@@ -1,0 +1,269 @@
+"""gpt-oss's channels: messages of which some are reasoning, some calls, and some content.
+
+A message is `<|start|>assistant<|channel|>NAME to=RECIPIENT <|constrain|>json<|message|>…` up to `<|end|>`, `<|call|>`
+or `<|return|>` (openai/harmony, docs/format.md); the prompt ends behind `<|start|>assistant`, and a recipient may stand
+there too. What has a recipient is a call, what else is on the channel `analysis` is reasoning, and the rest is content:
+the final answer, and the preamble that `commentary` without a recipient is.
+
+Reasoning and calls are split by a parser each, as of other models: that of reasoning passes calls on for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxllm_server.parsers.marker_reader import MarkerReader
+from jaxllm_server.parsers.tool_call_json import skip
+from jaxllm_server.parsers.tool_parsers import MakeId, ToolCallDelta, ToolParser
+
+_START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
+_ANALYSIS = "analysis"
+_RECIPIENT = "to="
+_MAX_HEADER = 512  # characters of a message's header: what is longer is text
+FINAL = f"{_CHANNEL}final{_MESSAGE}"  # opens the answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    channel: str = ""
+    recipient: str = ""
+    has_header: bool = False
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self.channel == _ANALYSIS and not self.recipient
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """More of a message's text; the first one may be empty."""
+
+    message: _Message
+    text: str
+    is_first: bool = False
+    is_over: bool = False
+
+
+class _Messages(MarkerReader):
+    """Cuts an output into messages. Text outside of any, as of an output without channels, is one without a header."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read = self._read_start
+        self._header: list[str] = []
+        self._header_length = 0
+        self._message: _Message | None = None  # that is being read
+        self._pieces: list[_Piece] = []
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._message is not None and self._message.is_reasoning
+
+    def push(self, text: str) -> list[_Piece]:
+        """Take in more text; return the pieces that are certain now."""
+        self._feed(text)
+        return self._taken()
+
+    def finish(self) -> list[_Piece]:
+        """Return what was held back. A header that was cut off is none of the text."""
+        if not "".join(self._header).startswith("<"):
+            self._end_header(is_text=True)
+        self._close()
+        return self._taken()
+
+    def _taken(self) -> list[_Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _read_start(self, text: str, start: int) -> int:
+        """Read the beginning of the output, where a recipient may stand before the channel."""
+        if not self._partial:
+            end = skip(text, start)
+            self._header.append(text[start:end])
+            start = end
+        end, marker = self._match(text, start, (_RECIPIENT,))
+        if marker:
+            self._header.append(marker)
+            self._read = self._read_header
+        elif end < len(text):
+            self._end_header(is_text=True)
+        return end
+
+    def _read_header(self, text: str, start: int) -> int:
+        parts: list[str] = []
+        end, marker = self._seek(text, start, _MARKERS, parts)
+        self._header += parts
+        self._header_length += sum(map(len, parts))
+        if self._header_length > _MAX_HEADER:
+            partial, self._partial = self._partial, ""
+            self._end_header(is_text=True)
+            self._partial = partial
+            self._take_marker(marker)
+        elif marker == _MESSAGE:
+            self._message = _message_of("".join(self._header))
+            self._pieces.append(_Piece(self._message, "", is_first=True))
+            self._end_header(is_text=False)
+        elif marker in _ENDS:
+            self._end_header(is_text=True)
+            self._close()
+        elif marker:
+            self._header.append(marker)
+            self._header_length += len(marker)
+        return end
+
+    def _end_header(self, is_text: bool) -> None:
+        header, self._header = "".join([*self._header, self._partial]), []
+        self._header_length, self._partial = 0, ""
+        if is_text:
+            self._text(header)
+        self._read = self._read_text
+
+    def _read_text(self, text: str, start: int) -> int:
+        parts: list[str] = []
+        end, marker = self._seek(text, start, _MARKERS, parts)
+        self._text("".join(parts))
+        self._take_marker(marker)
+        return end
+
+    def _take_marker(self, marker: str | None) -> None:
+        """Go on at a marker in the text of a message."""
+        if marker in _ENDS:
+            self._close()
+        elif marker in (_START, _CHANNEL):
+            self._close()
+            self._header = [marker]
+            self._read = self._read_header
+        else:
+            self._text(marker or "")
+
+    def _text(self, text: str) -> None:
+        if text:
+            is_first = self._message is None
+            self._message = self._message or _Message()
+            self._pieces.append(_Piece(self._message, text, is_first))
+
+    def _close(self) -> None:
+        if self._message is not None:
+            self._pieces.append(_Piece(self._message, "", is_over=True))
+            self._message = None
+
+
+def _message_of(header: str) -> _Message:
+    spaced = header.replace("<", " <")
+    channel = spaced.rpartition(_CHANNEL)[2].split()[:1]
+    recipients = [word.removeprefix(_RECIPIENT) for word in spaced.split() if word.startswith(_RECIPIENT)]
+    return _Message("".join(channel), "".join(recipients[:1]), has_header=True)
+
+
+class _Content:
+    """Content of several messages: a line break stands between them."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+
+    def of(self, piece: _Piece) -> str:
+        break_ = "\n" if piece.is_first and piece.message.has_header and self._has_come else ""
+        self._has_come = self._has_come or bool(piece.text)
+        return break_ + piece.text
+
+
+class HarmonyReasoning:
+    """Splits one output into reasoning and content; calls go on in the content, in a form that `HarmonyParser` reads."""
+
+    markers = _MARKERS
+
+    def __init__(self) -> None:
+        self._messages = _Messages()
+        self._reasoning, self._content = _Content(), _Content()
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next character is reasoning, as far as the text so far says."""
+        return self._messages.is_reasoning
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Take in more text; return the reasoning and the content that are certain now."""
+        return self._split(self._messages.push(text))
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held back, now that no text follows."""
+        return self._split(self._messages.finish())
+
+    def _split(self, pieces: Sequence[_Piece]) -> tuple[str, str]:
+        reasoning, content = [], []
+        for piece in pieces:
+            message = piece.message
+            if message.is_reasoning:
+                reasoning.append(self._reasoning.of(piece))
+            elif message.recipient:
+                header = f"{_CHANNEL}{message.channel} {_RECIPIENT}{message.recipient}{_MESSAGE}"
+                content += [header if piece.is_first else "", piece.text, _ENDS[1] if piece.is_over else ""]
+            else:
+                content.append(self._content.of(piece))
+        return "".join(reasoning), "".join(content)
+
+
+class HarmonyParser(ToolParser):
+    """Splits one output into content and calls; reasoning that no other parser has taken out is content.
+
+    The arguments of a call are the text of its message, character for character, `{}` if there is none.
+    """
+
+    markers = _MARKERS
+
+    def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(make_id, tools)
+        self._messages = _Messages()
+        self._text = _Content()
+        self._has_begun = False  # the call that is being read has been passed on, in part
+
+    def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
+        """Take in more text; return the content and the pieces of calls that are certain now."""
+        self._take(self._messages.push(text))
+        return self._taken()
+
+    def _end(self) -> None:
+        self._take(self._messages.finish())
+
+    def _take(self, pieces: Sequence[_Piece]) -> None:
+        for piece in pieces:
+            recipient = piece.message.recipient
+            if not recipient:
+                self._content.append(self._text.of(piece))
+                continue
+            arguments = piece.text or ("{}" if piece.is_over and not self._has_begun else "")
+            if self._has_begun:
+                self._extend_call(arguments)
+            elif arguments:
+                self._begin_call(recipient.removeprefix("functions."), arguments)
+            self._has_begun = not piece.is_over and (self._has_begun or bool(arguments))
+
+
+class AnalysisTokens:
+    """Counts the tokens of reasoning by the special tokens around them."""
+
+    def __init__(self, token_id: Callable[[str], int | None]) -> None:
+        self._channel, self._message = token_id(_CHANNEL), token_id(_MESSAGE)
+        self._ends = {token_id(marker) for marker in (_START, *_ENDS)}
+        self._analysis = token_id(_ANALYSIS)
+        self._previous: int | None = None
+        self._is_analysis = self._is_text = False
+
+    def count(self, ids: Sequence[int], is_reasoning: bool) -> int:
+        """Count those of the next tokens that are text of the channel `analysis`, whatever the text says."""
+        number = 0
+        for token in ids:
+            if token == self._channel or token in self._ends:
+                self._is_analysis = self._is_text = False
+            elif self._previous is not None and self._previous == self._channel:
+                self._is_analysis = token == self._analysis
+            elif token == self._message:
+                self._is_text = True
+            elif self._is_text and self._is_analysis:
+                number += 1
+            self._previous = token
+        return number

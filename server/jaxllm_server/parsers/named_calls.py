@@ -1,0 +1,204 @@
+"""Calls that are a name and arguments between markers: DeepSeek's and Kimi's, and what sections of calls have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from jaxllm_server.parsers.tool_call_json import SPACE, skip
+from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser, is_name
+
+_FENCE = SPACE | frozenset("`json")  # of "```json"
+
+
+class SectionedCalls(ToolParser):
+    """Calls that begin with a marker, with the markers of a section around them or not, and text around that.
+
+    Space and markers between calls are dropped; what else stands there is content.
+    """
+
+    _openings: tuple[str, ...]  # of a section and of a call; the last one is a call's
+    _closings: tuple[str, ...]  # the same
+    _space: frozenset[str] = SPACE  # what may stand between calls
+
+    def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(make_id, tools)
+        self._read = self._read_content
+        self._is_opened = False  # a marker has opened a section or a call, and no call has come since
+
+    def _read_content(self, text: str, start: int) -> int:
+        end, marker = self._seek(text, start, self._openings, self._content)
+        if marker:
+            self._open(marker)
+        return end
+
+    def _read_between(self, text: str, start: int) -> int:
+        """Read what may stand before a call, and after it."""
+        end, marker = self._match_after_space(text, start, self._openings + self._closings, self._space)
+        if marker in self._openings:
+            self._open(marker)
+        elif marker and self._is_opened:
+            self._held.append(marker)
+        elif marker:
+            self._held = []
+        elif end < len(text):
+            self._refuse()
+        return end
+
+    def _open(self, marker: str) -> None:
+        self._held.append(marker)
+        self._is_opened = True
+        self._read = self._read_between
+        if marker == self._openings[-1]:
+            self._name = ""
+            self._read = self._read_name
+
+    @abstractmethod
+    def _read_name(self, text: str, start: int) -> int:
+        """Read on behind the marker of a call."""
+
+    def _begin_call(self, name: str, arguments: str, identity: str = "") -> None:
+        super()._begin_call(name, arguments, identity)
+        self._is_opened = False
+
+    def _refuse(self) -> None:
+        self._give_up()
+        self._is_opened = False
+        self._read = self._read_content
+
+    def _end(self) -> None:
+        if self._read != self._read_between or self._is_opened or self._partial:
+            self._give_up()
+
+
+class CallMarkers(NamedTuple):
+    """What stands around a section of calls, around a call, and between its name and its arguments."""
+
+    section: str
+    call: str
+    separator: str
+    call_end: str
+    section_end: str
+
+
+class MarkedCalls(SectionedCalls):
+    """`<section><call>name<separator>{…}</call><call>…</call></section>`, whatever the markers are.
+
+    Arguments go out character for character. A call without any is one with `{}`.
+    """
+
+    _marks: ClassVar[CallMarkers]
+
+    def _read_name(self, text: str, start: int) -> int:
+        end = start
+        if not self._partial:
+            end, is_short = self._extend_name(text, start, "<\n")
+            if not is_short or (end < len(text) and text[end] == "\n"):
+                self._refuse()
+                return end
+        end, marker = self._match(text, end, self.markers)
+        if marker == self._marks.separator and is_name(self._name.strip()):
+            self._held.append(marker)
+            self._read = self._read_brace
+        elif marker:
+            self._give_up_at(marker)
+        elif end < len(text):
+            self._refuse()
+        return end
+
+    def _give_up_at(self, marker: str) -> None:
+        """Begin anew at a marker that does not belong where it stands."""
+        if marker in self._openings:
+            self._refuse()
+            self._open(marker)
+        else:
+            self._held.append(marker)
+            self._refuse()
+
+    def _read_brace(self, text: str, start: int) -> int:
+        """Read what stands before the arguments."""
+        end, marker = self._match_after_space(text, start, self.markers, self._space)
+        if marker == self._marks.call_end:
+            self._begin_call(*self._identified("{}"))
+            self._read = self._read_between
+        elif marker:
+            self._give_up_at(marker)
+        elif end < len(text) and text[end] == "{" and not self._partial:
+            self._begin_call(*self._identified(""))
+            self._begin_arguments(self._read_between)
+        elif end < len(text):
+            self._refuse()
+        return end
+
+    def _identified(self, arguments: str) -> tuple[str, str, str]:
+        """Return the name, the arguments, and the id where the model gives one."""
+        return self._name.strip(), arguments, ""
+
+
+class DeepSeekParser(MarkedCalls):
+    """The form of DeepSeek-V3.1, `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`, and that of V3 and R1.
+
+    V3 has the type of the tool, always `function`, before the separator; behind it the name, and on the next line
+    the arguments in a Markdown block of JSON.
+    """
+
+    _marks = CallMarkers(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    )
+    markers = tuple(_marks)
+    _openings = (_marks.section, _marks.call)
+    _closings = (_marks.section_end, _marks.call_end)
+    _space = SPACE | {"`"}
+
+    def _read_brace(self, text: str, start: int) -> int:
+        if self._name.strip() != "function" or text[start] == "{":
+            self._read = super()._read_brace
+        else:
+            self._name = ""
+            self._read = self._read_typed_name
+        return start
+
+    def _read_typed_name(self, text: str, start: int) -> int:
+        end, is_short = self._extend_name(text, start, "\n{<")
+        if not is_short or (end < len(text) and (text[end] == "<" or not is_name(self._name.strip()))):
+            self._refuse()
+        elif end < len(text):
+            self._read = self._read_fence
+        return end
+
+    def _read_fence(self, text: str, start: int) -> int:
+        end = skip(text, start, _FENCE)
+        self._held.append(text[start:end])
+        if end < len(text):
+            self._read = super()._read_brace
+        return end
+
+
+class KimiParser(MarkedCalls):
+    """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`, in a section of calls.
+
+    What stands before the arguments is the call's id, which the model expects back in the conversation.
+    """
+
+    _marks = CallMarkers(
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    )
+    markers = tuple(_marks)
+    _openings = (_marks.section, _marks.call)
+    _closings = (_marks.section_end, _marks.call_end)
+
+    def _identified(self, arguments: str) -> tuple[str, str, str]:
+        identity = self._name.strip()
+        name, colon, number = identity.removeprefix("functions.").rpartition(":")
+        if colon and name and number.isascii() and number.isdigit():
+            return name, arguments, identity
+        return identity.removeprefix("functions.") or identity, arguments, ""

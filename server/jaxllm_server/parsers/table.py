@@ -1,0 +1,108 @@
+"""The forms of tool calls and of reasoning that are known, one row each, and which one a chat template is written for.
+
+Names are vLLM's. To add a form is to add its parser and its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias, TypeVar
+
+from jaxllm.errors import UserError
+from jaxllm_server.parsers.harmony import HarmonyParser
+from jaxllm_server.parsers.json_calls import GraniteParser, HermesParser, LlamaParser, MistralParser
+from jaxllm_server.parsers.named_calls import DeepSeekParser, KimiParser
+from jaxllm_server.parsers.python_calls import PythonicParser
+from jaxllm_server.parsers.reasoning import Habit, HarmonyChannels, TaggedReasoning
+from jaxllm_server.parsers.tagged_calls import GlmParser, MiniMaxParser, Qwen3CoderParser, SeedOssParser
+from jaxllm_server.parsers.tool_parsers import ToolParser
+
+AUTO = "auto"
+Signs: TypeAlias = tuple[tuple[str, ...], ...]  # a template is for a form if it has all texts of one of these
+
+
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """How a family of models writes its tool calls."""
+
+    parser: type[ToolParser]
+    signs: Signs = ()
+    ids: Literal["", "mistral", "kimi_k2"] = ""  # as the template wants those of earlier calls; "": any
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningForm:
+    """How a family of models writes its reasoning."""
+
+    form: TaggedReasoning | HarmonyChannels
+    signs: Signs = ()
+
+
+_THINK = ("<think>",), ("</think>",)
+_GRANITE = tuple(
+    tuple(f"{here} my {part}:" for here in ("Here is", "Here's")) for part in ("thought process", "response")
+)
+
+# A template is for the first row whose signs it has: those that others share come last.
+TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
+    {
+        "openai": ToolForm(HarmonyParser, (("<|channel|>", "<|message|>"),)),
+        "kimi_k2": ToolForm(KimiParser, (("<|tool_call_begin|>",),), ids="kimi_k2"),
+        "deepseek_v3": ToolForm(DeepSeekParser, (("<｜tool▁call▁begin｜>", "```json"),)),
+        "deepseek_v31": ToolForm(DeepSeekParser, (("<｜tool▁call▁begin｜>",),)),
+        "mistral": ToolForm(MistralParser, (("[TOOL_CALLS]",),), ids="mistral"),
+        "llama4_pythonic": ToolForm(PythonicParser, (("<|python_start|>",),)),
+        "pythonic": ToolForm(PythonicParser, (("[func_name1(",),)),
+        "llama3_json": ToolForm(LlamaParser, (("<|python_tag|>",), ('"parameters": dictionary of argument name',))),
+        "granite": ToolForm(GraniteParser, (("<|tool_call|>",), ("<tool_call>", "JSON list"))),
+        "minimax_m2": ToolForm(MiniMaxParser, (("<minimax:tool_call>",), ("minimax:tool_call", "<invoke name="))),
+        "seed_oss": ToolForm(SeedOssParser, (("<seed:tool_call>",),)),
+        "qwen3_coder": ToolForm(Qwen3CoderParser, (("<tool_call>", "<function="),)),
+        "glm45": ToolForm(GlmParser, (("<tool_call>", "<arg_key>"),)),
+        "hermes": ToolForm(HermesParser, (("<tool_call>",),)),
+    }
+)
+REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
+    {
+        "openai_gptoss": ReasoningForm(HarmonyChannels(), (("<|channel|>", "analysis"),)),
+        "mistral": ReasoningForm(TaggedReasoning(("[THINK]",), ("[/THINK]",), Habit.IF_ASKED), (("[THINK]",),)),
+        "granite": ReasoningForm(TaggedReasoning(*_GRANITE, Habit.IF_ASKED), (("Here is my thought process:",),)),
+        "seed_oss": ReasoningForm(
+            TaggedReasoning(("<seed:think>",), ("</seed:think>",), Habit.BY_ITSELF), (("<seed:think>",),)
+        ),
+        # May begin its calls without an end tag (vllm/reasoning/kimi_k2_reasoning_parser.py).
+        "kimi_k2": ReasoningForm(
+            TaggedReasoning(*_THINK, Habit.ALWAYS, kept_ends=("<|tool_calls_section_begin|>",)),
+            (("<think>", "<|tool_calls_section_begin|>"),),
+        ),
+        "deepseek_v3": ReasoningForm(
+            TaggedReasoning(*_THINK, Habit.IF_OPENED), (("<｜Assistant｜>", "</think>", "thinking"),)
+        ),
+        # Some revisions of its template do not open the reasoning.
+        "deepseek_r1": ReasoningForm(TaggedReasoning(*_THINK, Habit.ALWAYS), (("<｜Assistant｜>", "</think>"),)),
+        "glm45": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF), (("[gMASK]", "</think>"),)),
+        "qwen3": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF), (("</think>",),)),
+    }
+)
+
+Form = TypeVar("Form", ToolForm, ReasoningForm)
+
+
+def check_name(parameter: str, name: str | None, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> None:
+    """Refuse a name that no row has.
+
+    Raises:
+        UserError: naming `parameter`.
+    """
+    if name is not None and name not in (AUTO, *forms):
+        raise UserError(f"{parameter} must be one of {', '.join(sorted((AUTO, *forms)))}, got {name!r}.", parameter)
+
+
+def form_of(template: str, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> str | None:
+    """Return the name of the form that a chat template is written for; None if it has the signs of none."""
+    for name, form in forms.items():
+        if any(all(text in template for text in signs) for signs in form.signs):
+            return name
+    return None

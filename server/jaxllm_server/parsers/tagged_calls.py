@@ -1,0 +1,262 @@
+"""Calls whose parameters stand in tags of their own: Qwen3-Coder's, Seed-OSS's, MiniMax-M2's and GLM-4.5's.
+
+Arguments are written as JSON: a string as it comes, another value when it is there as a whole, by the tool's schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from jaxllm_server.parsers.named_calls import SectionedCalls
+from jaxllm_server.parsers.parameter_types import converted, is_text, types_of
+from jaxllm_server.parsers.tool_parsers import MakeId, is_name
+
+
+class Tags(NamedTuple):
+    """What stands around the parts of a call; "" where a form has nothing there."""
+
+    section: str
+    call: str
+    name_end: str  # "": a name ends with its line, or at the next tag
+    key: str
+    key_end: str
+    value: str
+    value_end: str
+    call_end: str
+    section_end: str
+
+
+class TaggedCalls(SectionedCalls):
+    """`<section><call>name<key>…<value>…</value></call></section>`, whatever the tags are.
+
+    It is a call from its first parameter, or its end, on. A value ends at the first end tag that another parameter or
+    the end of the call follows, so that it may hold such tags itself; where none comes, it is all that does.
+    """
+
+    _tags: ClassVar[Tags]
+    _has_lines: ClassVar[bool] = True  # a value stands on lines of its own, whose breaks do not belong to it
+
+    def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(make_id, tools)
+        tags = self._tags
+        self.markers = (tags.section, tags.section_end) if tags.section else (tags.call, tags.call_end)
+        self._openings = (*filter(None, (tags.section, tags.call)),)
+        self._closings = (*filter(None, (tags.call_end, tags.section_end)),)
+        self._after_value = (tags.key, *self._closings)  # or after a name
+        self._called = ""  # the name of the call that is being read
+        self._has_begun = False  # and has been passed on, in part
+        self._value: _Value | None = None
+
+    def _read_name(self, text: str, start: int) -> int:
+        ending = self._tags.name_end
+        end = start
+        if not self._partial:
+            end, is_short = self._extend_name(text, start, "<\n" + ending[:1])
+            if not is_short or (end < len(text) and not self._may_end_name(text[end])):
+                self._refuse()
+                return end
+        if end < len(text) and ending:
+            return self._read_tag(text, end, ending, self._begin_members)
+        if end < len(text) and self._name.strip():
+            self._begin_members()
+        elif end < len(text):
+            self._held.append(text[end])
+            end += 1
+        return end
+
+    def _may_end_name(self, character: str) -> bool:
+        is_early = character == "\n" and not self._name.strip() and not self._tags.name_end
+        return is_early or is_name(self._name.strip())
+
+    def _read_tag(self, text: str, start: int, tag: str, then: Callable[[], None]) -> int:
+        """Read the one tag that may come."""
+        end, marker = self._match(text, start, (tag,))
+        if marker:
+            self._held.append(marker)
+            then()
+        elif end < len(text):
+            self._refuse()
+        return end
+
+    def _begin_members(self) -> None:
+        self._called, self._has_begun = self._name.strip(), False
+        self._read = self._read_members
+
+    def _read_members(self, text: str, start: int) -> int:
+        """Read what stands before a parameter, or ends the call."""
+        end, marker = self._match_after_space(text, start, self._after_value)
+        if marker:
+            self._take_tag(marker)
+        elif end < len(text):
+            self._refuse()
+        return end
+
+    def _take_tag(self, tag: str) -> None:
+        """Go on at a parameter's tag, or at one that ends the call."""
+        self._held.append(tag)
+        if tag == self._tags.key:
+            self._name = ""
+            self._read = self._read_key
+        else:
+            self._pass_on("}" if self._has_begun else "{}")
+            self._has_begun = False
+            self._read = self._read_between
+
+    def _read_key(self, text: str, start: int) -> int:
+        end = start
+        if not self._partial:
+            end, is_short = self._extend_name(text, start, "<>\n" + self._tags.key_end[:1])
+            if not is_short or (end < len(text) and not self._name.strip()):
+                self._refuse()
+                return end
+        if end < len(text):
+            end = self._read_tag(text, end, self._tags.key_end, self._end_key)
+        return end
+
+    def _end_key(self) -> None:
+        if self._tags.value:
+            self._read = self._read_value_tag
+        else:
+            self._begin_value()
+
+    def _read_value_tag(self, text: str, start: int) -> int:
+        end, marker = self._match_after_space(text, start, (self._tags.value,))
+        if marker:
+            self._begin_value()
+        elif end < len(text):
+            self._refuse()
+        return end
+
+    def _begin_value(self) -> None:
+        key = self._name.strip()
+        before = ", " if self._has_begun else "{"
+        opening = f"{before}{json.dumps(key, ensure_ascii=False)}: "
+        self._value = _Value(opening, types_of(self._tools, self._called, key), self._has_lines)
+        self._held = []
+        self._read = self._read_value
+
+    def _read_value(self, text: str, start: int) -> int:
+        parts: list[str] = []
+        end, marker = self._seek(text, start, (self._tags.value_end,), parts)
+        self._extend_value("".join(parts))
+        if marker:
+            self._held = [marker]
+            self._read = self._read_value_end
+        return end
+
+    def _read_value_end(self, text: str, start: int) -> int:
+        """Read what follows an end tag: only if that may follow a value, it was one."""
+        again = self._tags.value_end
+        end, marker = self._match_after_space(text, start, (*self._after_value, again))
+        if marker == again:
+            self._extend_value("".join(self._held))
+            self._held = [again]
+        elif marker:
+            self._end_value()
+            self._take_tag(marker)
+        elif end < len(text):
+            self._extend_value("".join([*self._held, self._partial]))
+            self._held, self._partial = [], ""
+            self._read = self._read_value
+        return end
+
+    def _extend_value(self, text: str) -> None:
+        if self._value is not None:
+            self._pass_on(self._value.push(text))
+
+    def _end_value(self) -> None:
+        if self._value is not None:
+            self._pass_on(self._value.finish())
+            self._value = None
+
+    def _pass_on(self, arguments: str) -> None:
+        if arguments and not self._has_begun:
+            held = self._held
+            self._begin_call(self._called, arguments)
+            self._held = held if self._value is not None else []
+            self._has_begun = True
+        else:
+            self._extend_call(arguments)
+
+    def _refuse(self) -> None:
+        self._has_begun = False
+        super()._refuse()
+
+    def _end(self) -> None:
+        if self._value is None:
+            if not self._has_begun:
+                super()._end()
+            return
+        if self._read == self._read_value:
+            self._extend_value(self._partial)
+        self._end_value()
+
+
+class _Value:
+    """Writes one parameter as JSON while its text comes: a string at once, any other value at its end."""
+
+    def __init__(self, opening: str, types: Sequence[str], has_lines: bool) -> None:
+        self._opening = opening  # the key and what stands around it; "" once it has been returned
+        self._types = types
+        self._is_text = is_text(types)
+        self._has_lines = has_lines
+        self._is_first = True
+        self._newline = ""  # perhaps the value's last character
+        self._text: list[str] = []
+
+    def push(self, text: str) -> str:
+        """Return what is certain of the JSON text with more of the value's text."""
+        if self._has_lines and text:
+            text = self._newline + (text.removeprefix("\n") if self._is_first else text)
+            self._is_first = False
+            self._newline = "\n" if text.endswith("\n") else ""
+            text = text.removesuffix("\n")
+        if not self._is_text:
+            self._text.append(text)
+            return ""
+        return self._begin() + json.dumps(text, ensure_ascii=False)[1:-1] if text else ""
+
+    def finish(self) -> str:
+        """Return the rest."""
+        if self._is_text:
+            return self._begin() + '"'
+        return self._opening + converted("".join(self._text), self._types)
+
+    def _begin(self) -> str:
+        opening, self._opening = self._opening, ""
+        return opening + '"' if opening else ""
+
+
+class Qwen3CoderParser(TaggedCalls):
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, on lines of their own.
+
+    The model sometimes leaves the first tag out, which does no harm.
+    """
+
+    _tags = Tags("<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>")
+
+
+class SeedOssParser(TaggedCalls):
+    """Qwen3-Coder's form in `<seed:tool_call>`."""
+
+    _tags = Qwen3CoderParser._tags._replace(section="<seed:tool_call>", section_end="</seed:tool_call>")
+
+
+class MiniMaxParser(TaggedCalls):
+    """`<minimax:tool_call><invoke name="…"><parameter name="…">value</parameter></invoke></minimax:tool_call>`."""
+
+    _tags = Tags(
+        *("<minimax:tool_call>", '<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>"),
+        "</minimax:tool_call>",
+    )
+
+
+class GlmParser(TaggedCalls):
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, on lines of their own or not."""
+
+    _tags = Tags(
+        *("", "<tool_call>", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", "")
+    )
+    _has_lines = False
