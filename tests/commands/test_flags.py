@@ -107,7 +107,7 @@ def test_integers_with_units(text: str, value: int) -> None:
         (["serve", "/no/such/model"], "there is no folder /no/such/model"),
         (["serve", "-tp", "512"], "4, or set XLA_FLAGS=--xla_force_host_platform_device_count=512 to split the CPU."),
         (["serve", "--record", "f", "--record-max-bytes", "5"], "--record-max-bytes must be at least 1048576."),
-        (["serve", "--tool-call-parser", "x"], "--tool-call-parser must be one of hermes, llama3_json, got 'x'."),
+        (["serve", "--tool-call-parser", "x"], "--tool-call-parser must be one of auto, deepseek_v3, "),
         (["serve", "--reasoning-parser", "x"], "--reasoning-parser must be one of"),
         (["serve", "--otlp-traces-endpoint", "x"], "--otlp-traces-endpoint must be a URL such as"),
         (["serve", "--max-model-len", "1m"], "--max-model-len (1000000) is greater than what the model was made for"),

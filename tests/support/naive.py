@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxllm_server.parsers.reasoning import TaggedReasoning
 from jaxllm_server.parsers.table import TOOL_PARSERS
 
 Call = tuple[str, str, str]  # id, name, arguments
@@ -21,14 +22,17 @@ def stop_at(text: str, stops: Iterable[str]) -> tuple[str, str | None]:
     return text, None
 
 
-def split_reasoning(text: str, is_inside: bool) -> tuple[str, str]:
+def split_reasoning(text: str, is_inside: bool, form: TaggedReasoning) -> tuple[str, str]:
     """Return the reasoning and the content."""
-    if text.lstrip().startswith("<think>"):
-        text, is_inside = text.lstrip().removeprefix("<think>"), True
+    for start in form.starts:
+        if text.lstrip().startswith(start):
+            text, is_inside = text.lstrip().removeprefix(start), True
+            break
     if not is_inside:
         return "", text
-    reasoning, _, content = text.partition("</think>")
-    return reasoning, content
+    ends = [(text.find(end), end) for end in (*form.ends, *form.kept_ends) if end in text]
+    at, end = min(ends, default=(len(text), ""))
+    return text[:at], text[at:] if end in form.kept_ends else text[at + len(end) :]
 
 
 def parsed_calls(style: str, pieces: Sequence[str], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, list[Call]]:

@@ -172,7 +172,7 @@ class _Content:
 
 
 class HarmonyReasoning:
-    """Splits one output into reasoning and content; calls go on in the content, in a form that `HarmonyParser` reads."""
+    """Splits one output into reasoning and content; calls go on in the content, as `HarmonyParser` reads them."""
 
     markers = _MARKERS
 

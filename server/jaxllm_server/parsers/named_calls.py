@@ -1,4 +1,4 @@
-"""Calls that are a name and arguments between markers: DeepSeek's and Kimi's, and what sections of calls have in common."""
+"""Calls that are a name and arguments between markers: DeepSeek's and Kimi's; what sections of calls have in common."""
 
 from __future__ import annotations
 
@@ -36,12 +36,10 @@ class SectionedCalls(ToolParser):
     def _read_between(self, text: str, start: int) -> int:
         """Read what may stand before a call, and after it."""
         end, marker = self._match_after_space(text, start, self._openings + self._closings, self._space)
-        if marker in self._openings:
+        if marker and marker in self._openings:
             self._open(marker)
-        elif marker and self._is_opened:
-            self._held.append(marker)
         elif marker:
-            self._held = []
+            self._held = [*self._held, marker] if self._is_opened else []
         elif end < len(text):
             self._refuse()
         return end
@@ -98,7 +96,7 @@ class MarkedCalls(SectionedCalls):
                 self._refuse()
                 return end
         end, marker = self._match(text, end, self.markers)
-        if marker == self._marks.separator and is_name(self._name.strip()):
+        if marker and marker == self._marks.separator and is_name(self._name.strip()):
             self._held.append(marker)
             self._read = self._read_brace
         elif marker:
@@ -137,7 +135,7 @@ class MarkedCalls(SectionedCalls):
 
 
 class DeepSeekParser(MarkedCalls):
-    """The form of DeepSeek-V3.1, `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`, and that of V3 and R1.
+    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`, of DeepSeek-V3.1, and the form of V3 and R1.
 
     V3 has the type of the tool, always `function`, before the separator; behind it the name, and on the next line
     the arguments in a Markdown block of JSON.

@@ -162,7 +162,7 @@ class PythonicParser(ToolParser):
     def _read_after(self, text: str, start: int) -> int:
         """Read what follows a list: space and markers."""
         end, marker = self._match_after_space(text, start, self.markers)
-        if marker == self.markers[0]:
+        if marker and marker == self.markers[0]:
             self._held = [marker]
             self._read = self._read_opening
         elif marker:

@@ -1,4 +1,4 @@
-"""Converts one Python literal to JSON while it comes, in linear time: strings, numbers, True, False, None, lists, dicts.
+"""Converts one Python literal to JSON while it comes, in linear time: a string, a number, a constant, a list or a dict.
 
 JSON is taken as well, as models mix the two: `true`, `false` and `null`. Anything else, a tuple for one, is an error as
 in vLLM (tool_parsers/utils.py, get_parameter_value). Knows nothing of calls.

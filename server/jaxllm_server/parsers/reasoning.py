@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import takewhile
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from jaxllm_server.parsers.harmony import FINAL, AnalysisTokens, HarmonyReasoning
 
@@ -202,7 +202,7 @@ class ReasoningTokens:
         self._is_counting = end_id is not None
 
     def count(self, ids: Sequence[int], is_reasoning: bool) -> int:
-        """Count those of the next tokens that come before the end; `is_reasoning`: where none comes, whether they are."""
+        """Count those of the next tokens before the end; all or none by `is_reasoning` if it is not there."""
         if not self._is_counting:
             return 0
         before = list(takewhile(lambda token: token != self._end_id, ids))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 from jaxllm.errors import UserError
 from jaxllm_server.parsers.harmony import HarmonyParser
@@ -41,8 +41,9 @@ class ReasoningForm:
 
 
 _THINK = ("<think>",), ("</think>",)
-_GRANITE = tuple(
-    tuple(f"{here} my {part}:" for here in ("Here is", "Here's")) for part in ("thought process", "response")
+_GRANITE = (
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
 )
 
 # A template is for the first row whose signs it has: those that others share come last.
@@ -53,7 +54,7 @@ TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
         "deepseek_v3": ToolForm(DeepSeekParser, (("<｜tool▁call▁begin｜>", "```json"),)),
         "deepseek_v31": ToolForm(DeepSeekParser, (("<｜tool▁call▁begin｜>",),)),
         "mistral": ToolForm(MistralParser, (("[TOOL_CALLS]",),), ids="mistral"),
-        "llama4_pythonic": ToolForm(PythonicParser, (("<|python_start|>",),)),
+        "llama4_pythonic": ToolForm(PythonicParser, (("<|python_start|>",), ("<|header_start|>", "[func_name1("))),
         "pythonic": ToolForm(PythonicParser, (("[func_name1(",),)),
         "llama3_json": ToolForm(LlamaParser, (("<|python_tag|>",), ('"parameters": dictionary of argument name',))),
         "granite": ToolForm(GraniteParser, (("<|tool_call|>",), ("<tool_call>", "JSON list"))),
@@ -86,8 +87,6 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
         "qwen3": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF), (("</think>",),)),
     }
 )
-
-Form = TypeVar("Form", ToolForm, ReasoningForm)
 
 
 def check_name(parameter: str, name: str | None, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> None:

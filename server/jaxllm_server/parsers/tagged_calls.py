@@ -173,12 +173,11 @@ class TaggedCalls(SectionedCalls):
 
     def _pass_on(self, arguments: str) -> None:
         if arguments and not self._has_begun:
-            held = self._held
             self._begin_call(self._called, arguments)
-            self._held = held if self._value is not None else []
             self._has_begun = True
         else:
             self._extend_call(arguments)
+        self._held = []
 
     def _refuse(self) -> None:
         self._has_begun = False
@@ -235,7 +234,9 @@ class Qwen3CoderParser(TaggedCalls):
     The model sometimes leaves the first tag out, which does no harm.
     """
 
-    _tags = Tags("<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>")
+    _tags = Tags(
+        "<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>"
+    )
 
 
 class SeedOssParser(TaggedCalls):
@@ -256,7 +257,5 @@ class MiniMaxParser(TaggedCalls):
 class GlmParser(TaggedCalls):
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, on lines of their own or not."""
 
-    _tags = Tags(
-        *("", "<tool_call>", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", "")
-    )
+    _tags = Tags(*("", "<tool_call>", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", ""))
     _has_lines = False

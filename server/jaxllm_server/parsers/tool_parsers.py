@@ -87,7 +87,7 @@ class ToolParser(MarkerReader, ABC):
 
     def _begin_call(self, name: str, arguments: str, identity: str = "") -> None:
         """Pass on a call's name and the first of its arguments; what was held was syntax."""
-        self._held, self._partial = [], ""
+        self._held = []
         self._calls.append(ToolCallDelta(self._num_calls, identity or self._make_id(name), name, arguments))
         self._num_calls += 1
 

@@ -56,8 +56,8 @@ class ServerOptions:
     )
     reasoning_parser: str | None = setting(
         None,
-        "how the model writes its reasoning: auto (by its chat template), qwen3, deepseek_r1, mistral, granite …, as in "
-        "docs/serving.md; without it, it is content",
+        "how the model writes its reasoning: auto (by its chat template), qwen3, deepseek_r1, mistral, granite …, as "
+        "in docs/serving.md; without it, it is content",
     )
     unknown_fields: str = setting(
         "warn",

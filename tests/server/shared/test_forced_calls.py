@@ -13,7 +13,7 @@ import pytest
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
-from jaxllm_server.parsers.reasoning import REASONING_PARSERS, reasons
+from jaxllm_server.parsers.table import REASONING_PARSERS
 from jaxllm_server.shared.calls import Call, NamedTool, Part
 from jaxllm_server.shared.forced_calls import blaming_tools, list_of_calls, parameters_of, with_forced_calls
 from jaxllm_server.shared.options import ServerOptions
@@ -211,12 +211,17 @@ def test_constraints_are_merged_with_what_else_was_given() -> None:
         ("deepseek_r1", "<｜Assistant｜>", True, True),  # all is reasoning up to the tag, whoever asked for none
         ("deepseek_r1", "<｜Assistant｜><think>\n", False, True),
         ("deepseek_r1", "<｜Assistant｜></think>", False, False),
+        ("deepseek_v3", "<｜Assistant｜><think>", False, True),
+        ("deepseek_v3", "<｜Assistant｜>", False, False),
+        ("mistral", "Think in [THINK] and [/THINK].[INST]a[/INST]", False, True),
+        ("mistral", "[INST]a[/INST]", False, False),
+        ("granite", "Begin with 'Here is my thought process:'", False, True),
     ],
 )
 def test_where_the_form_of_an_answer_begins_is_where_its_content_does(
     style: str, prompt: str, is_switched_off: bool, may_reason: bool
 ) -> None:
-    assert reasons(style, prompt, is_switched_off) is may_reason
+    assert REASONING_PARSERS[style].form.may_reason(prompt, is_switched_off) is may_reason
     engine = FakeEngine(prompt)
     own = serving(engine, reasoning_parser=style)
     call = Call(
@@ -227,7 +232,7 @@ def test_where_the_form_of_an_answer_begins_is_where_its_content_does(
     part = answer(own, call)
     answer(own, Call(prompt="a", sampling=call.sampling))
     assert [params.structured_outputs.begin_after for params in engine.asked if params.structured_outputs] == [
-        "</think>" if may_reason else None,
+        REASONING_PARSERS[style].form.begin_after if may_reason else None,
         None,  # a text has no reasoning
     ]
     if not may_reason:  # what comes is content from its first character on
@@ -235,5 +240,6 @@ def test_where_the_form_of_an_answer_begins_is_where_its_content_does(
 
 
 def test_a_prompt_that_closes_the_reasoning_leaves_none_to_deepseek() -> None:
-    assert REASONING_PARSERS["deepseek_r1"](False, True).push("a") == ("", "a")
-    assert REASONING_PARSERS["deepseek_r1"](False).push("a") == ("a", "")
+    form = REASONING_PARSERS["deepseek_r1"].form
+    assert form.parser("</think>").push("a") == ("", "a")
+    assert form.parser("").push("a") == ("a", "")
