@@ -195,6 +195,9 @@ def _model_texts() -> list[bytes]:
         b'\0a <tool_call>{"name": "f", "arguments": {"a": "}\\"</tool_call>"}}</tool_call> b',
         b'\1{"name": "f", "parameters": {"a": [1, 2]}};{"name": "g", "parameters": {}}',
         b"\2\n<think>\nso </thin\n</think>\n\nyes <think></think>",
+        b"\3<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        b'\4[f(a="b", c=[1, True]), g()]',
+        b'\5[TOOL_CALLS]f[ARGS]{"a": 1}<|channel|>analysis<|message|>a<|end|><|channel|>x to=f<|message|>{}<|call|>',
     ]
 
 

@@ -12,6 +12,11 @@ from jaxllm_server.parsers.table import TOOL_PARSERS
 Call = tuple[str, str, str]  # id, name, arguments
 
 
+def distinct(forms: Mapping[str, Any]) -> list[str]:
+    """Return the names of forms but those that are other names of one."""
+    return [name for name, form in forms.items() if form.signs]
+
+
 def stop_at(text: str, stops: Iterable[str]) -> tuple[str, str | None]:
     """Return the text before the stop string that is complete first, the longest of those; and that stop string."""
     for end in range(len(text) + 1):

@@ -217,12 +217,8 @@ class GraniteParser(ListCalls):
 
     def _open(self, marker: str) -> None:
         self._held = [marker]
-        self._name, self._expected = "", "["
-        self._read = self._read_opening
-
-    def _read_opening(self, text: str, start: int) -> int:
+        self._expected = "["
         self._read = self._read_list
-        return start
 
     def _after_list(self) -> Callable[[str, int], int]:
         self._held = []
@@ -261,12 +257,16 @@ class MistralParser(GraniteParser):
     _openings = markers[:1]
     _identity = ""
 
+    def _open(self, marker: str) -> None:
+        super()._open(marker)
+        self._name = self._identity = ""
+        self._read = self._read_opening
+
     def _read_opening(self, text: str, start: int) -> int:
         """Read the space between the marker and what tells the forms apart."""
         end = skip(text, start)
         self._held.append(text[start:end])
         if end < len(text):
-            self._identity = ""
             self._read = self._read_list if text[end] == "[" else self._read_name
             if text[end] == "{":  # an object without the list's brackets
                 self._begin_object(self._needs_arguments)

@@ -63,6 +63,11 @@ TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
         "qwen3_coder": ToolForm(Qwen3CoderParser, (("<tool_call>", "<function="),)),
         "glm45": ToolForm(GlmParser, (("<tool_call>", "<arg_key>"),)),
         "hermes": ToolForm(HermesParser, (("<tool_call>",),)),
+        # vLLM's names of the same forms for later models.
+        "glm47": ToolForm(GlmParser),
+        "granite4": ToolForm(HermesParser),
+        "llama4_json": ToolForm(LlamaParser),
+        "qwen3_xml": ToolForm(Qwen3CoderParser),
     }
 )
 REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
@@ -85,6 +90,7 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
         "deepseek_r1": ReasoningForm(TaggedReasoning(*_THINK, Habit.ALWAYS), (("<｜Assistant｜>", "</think>"),)),
         "glm45": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF), (("[gMASK]", "</think>"),)),
         "qwen3": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF), (("</think>",),)),
+        "glm47": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF)),
     }
 )
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm_server.parsers.table import TOOL_PARSERS
-from tests.support.naive import parsed_calls
+from tests.support.naive import distinct, parsed_calls
 
 Arguments = Mapping[str, Any]
 Calls = Sequence[tuple[str, Arguments]]
@@ -164,7 +164,7 @@ def test_a_transcript_gives_its_calls_at_every_cut(style: str, text: str, conten
 
 
 def test_every_form_has_a_transcript() -> None:
-    assert {style for style, *_ in TRANSCRIPTS} == set(TOOL_PARSERS)
+    assert {style for style, *_ in TRANSCRIPTS} == set(WRITERS) == set(distinct(TOOL_PARSERS))
 
 
 def test_ids_are_those_that_the_model_gives() -> None:
@@ -287,7 +287,7 @@ def _pieces(text: str, cuts: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("style", WRITERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(calls=_CALLS, before=st.sampled_from(["", "Let me see.\n", "a < b [c] "]), data=st.data())
 def test_calls_are_those_written(style: str, calls: Calls, before: str, data: st.DataObject) -> None:
     write = data.draw(st.sampled_from(WRITERS[style]))
@@ -301,7 +301,7 @@ def test_calls_are_those_written(style: str, calls: Calls, before: str, data: st
 
 
 @pytest.mark.parametrize("style", WRITERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(calls=_CALLS, data=st.data())
 def test_damaged_calls_lose_nothing(style: str, calls: Calls, data: st.DataObject) -> None:
     """A text of which a part is missing, with marks put into it: each is in the content, or in a call."""

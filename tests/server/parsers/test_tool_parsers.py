@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxllm_server.parsers.table import TOOL_PARSERS
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from tests.support.linear import is_linear
-from tests.support.naive import parsed_calls
+from tests.support.naive import distinct, parsed_calls
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -86,8 +86,8 @@ def test_llama_calls_are_those_written(calls: list[Any], separator: str, start: 
     assert [(name, json.loads(arguments)) for _, name, arguments in parsed] == calls
 
 
-@pytest.mark.parametrize("style", TOOL_PARSERS)
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("style", distinct(TOOL_PARSERS))
+@settings(max_examples=100, deadline=None)
 @given(text=_SOUP, start=st.sampled_from([*_WORDS, ""]), cuts=st.lists(st.integers(0, 200), max_size=8))
 def test_any_text_gives_the_same_however_it_is_cut(style: str, text: str, start: str, cuts: list[int]) -> None:
     text = start + text

@@ -68,7 +68,7 @@ def test_a_parser_knows_the_types_of_the_offered_tools() -> None:
     assert "".join(call.arguments for call in part.tool_calls) == '{"a": 1, "b": "1"}'
 
 
-@pytest.mark.parametrize("style", TOOL_PARSERS)
+@pytest.mark.parametrize("style", ["hermes", "kimi_k2", "mistral", "openai"])
 def test_forced_calls_have_a_form_of_their_own_and_the_ids_of_the_model(style: str) -> None:
     messages = [*MESSAGES, EARLIER]
     for said, choice in (
