@@ -19,7 +19,8 @@ from jaxllm_server.parsers.tool_call_json import skip
 from jaxllm_server.parsers.tool_parsers import MakeId, ToolCallDelta, ToolParser
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+END, _CALL = "<|end|>", "<|call|>"
+_ENDS = (END, _CALL, "<|return|>")
 _MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
 _ANALYSIS = "analysis"
 _RECIPIENT = "to="
@@ -201,7 +202,7 @@ class HarmonyReasoning:
                 reasoning.append(self._reasoning.of(piece))
             elif message.recipient:
                 header = f"{_CHANNEL}{message.channel} {_RECIPIENT}{message.recipient}{_MESSAGE}"
-                content += [header if piece.is_first else "", piece.text, _ENDS[1] if piece.is_over else ""]
+                content += [header if piece.is_first else "", piece.text, _CALL if piece.is_over else ""]
             else:
                 content.append(self._content.of(piece))
         return "".join(reasoning), "".join(content)

@@ -38,8 +38,10 @@ class SectionedCalls(ToolParser):
         end, marker = self._match_after_space(text, start, self._openings + self._closings, self._space)
         if marker and marker in self._openings:
             self._open(marker)
+        elif marker and self._is_opened:
+            self._held.append(marker)
         elif marker:
-            self._held = [*self._held, marker] if self._is_opened else []
+            self._held = []
         elif end < len(text):
             self._refuse()
         return end

@@ -17,38 +17,47 @@ from jaxllm_server.parsers.python_literal import as_json
 _OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 )
-_MOST_REFERENCES = 8  # that are followed from one schema to another
+_COMBINED = ("anyOf", "oneOf", "allOf")
+_MOST_SCHEMAS = 16  # that are looked at for one parameter: they may refer to each other
+_MOST_STEPS = 8  # of a reference
 
 
-def types_of(tools: Sequence[Mapping[str, Any]], name: str, parameter: str) -> tuple[str, ...]:
-    """Return the types that a parameter of the tool `name` may have, in their order; a string if that is not known."""
-    functions = (tool["function"] for tool in tools)
-    schema = next((function.get("parameters") for function in functions if function["name"] == name), None)
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    own = properties.get(parameter) if isinstance(properties, Mapping) else None
-    return tuple(dict.fromkeys(_types(own, schema, _MOST_REFERENCES))) or ("string",)
+def schema_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """Return the schema of a tool's parameters, {} if there is none."""
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, Mapping) and function.get("name") == name:
+            schema = function.get("parameters")
+            return schema if isinstance(schema, Mapping) else {}
+    return {}
 
 
-def _types(schema: Any, root: Any, most: int) -> list[str]:
-    if not isinstance(schema, Mapping) or not most:
-        return []
-    given = schema.get("type")
-    if given is not None:
-        named = given if isinstance(given, list) else [given]
-        return [_OTHER_NAMES.get(each, each) for each in named if isinstance(each, str)]
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        return _types(_referred(reference, root), root, most - 1)
-    for name in ("anyOf", "oneOf", "allOf"):
-        kinds = schema.get(name)
-        if isinstance(kinds, list):
-            return [each for kind in kinds for each in _types(kind, root, most - 1)]
-    return []
+def types_of(schema: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
+    """Return the types that a parameter may have by its tool's schema, in their order; string if none is known."""
+    properties = schema.get("properties")
+    waiting = [properties.get(parameter)] if isinstance(properties, Mapping) else []
+    types: list[str] = []
+    for _ in range(_MOST_SCHEMAS):
+        if not waiting:
+            break
+        own = waiting.pop(0)
+        if not isinstance(own, Mapping):
+            continue
+        given, reference = own.get("type"), own.get("$ref")
+        if given is not None:
+            named = given[:_MOST_SCHEMAS] if isinstance(given, list) else [given]
+            types += [_OTHER_NAMES.get(each, each) for each in named if isinstance(each, str)]
+        elif isinstance(reference, str):
+            waiting.insert(0, _referred(reference, schema))
+        else:
+            kinds = next((own[name] for name in _COMBINED if isinstance(own.get(name), list)), [])
+            waiting = [*kinds[:_MOST_SCHEMAS], *waiting[:_MOST_SCHEMAS]]
+    return tuple(dict.fromkeys(types)) or ("string",)
 
 
 def _referred(reference: str, root: Any) -> Any:
     """Return the schema at `#/$defs/…` of another."""
-    for part in reference.removeprefix("#/").split("/")[:_MOST_REFERENCES]:
+    for part in reference.removeprefix("#/").split("/", _MOST_STEPS):
         root = root.get(part) if isinstance(root, Mapping) else None
     return root
 
@@ -63,29 +72,24 @@ def converted(text: str, types: Sequence[str]) -> str:
     word = text.strip()
     if word in ("null", "None") and ("null" in types or "string" not in types):
         return "null"
+    value = None if is_text(types) else _json(word) or as_json(word)
     for kind in types:
         if kind == "string":
             break
-        value = _value(word, kind)
-        if value is not None:
+        if kind == "boolean" and word.lower() in ("true", "false"):
+            return word.lower()
+        if value is not None and _is_of(value, kind):
             return value
     return json.dumps(text, ensure_ascii=False)
 
 
-def _value(word: str, kind: str) -> str | None:
-    if kind == "boolean":
-        return word.lower() if word.lower() in ("true", "false") else None
-    value = _json(word) or as_json(word)
-    if value is None:
-        return None
+def _is_of(value: str, kind: str) -> bool:
+    """Whether JSON is of a type; of one that JSON Schema does not know, anything is."""
     if kind == "integer":
         digits = value.removeprefix("-")
-        return value if digits.isascii() and digits.isdigit() else None
-    if kind == "number":
-        return value if value[0] in "-0123456789" else None
-    if kind in ("object", "array"):
-        return value if value[0] == ("{" if kind == "object" else "[") else None
-    return value if kind != "null" else None
+        return digits.isascii() and digits.isdigit()
+    first = {"number": "-0123456789", "object": "{", "array": "[", "boolean": "", "null": ""}.get(kind)
+    return first is None or value[0] in first
 
 
 def _json(word: str) -> str | None:

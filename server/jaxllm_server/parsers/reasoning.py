@@ -14,7 +14,7 @@ from enum import Enum, auto
 from itertools import takewhile
 from typing import Protocol
 
-from jaxllm_server.parsers.harmony import FINAL, AnalysisTokens, HarmonyReasoning
+from jaxllm_server.parsers.harmony import END, FINAL, AnalysisTokens, HarmonyReasoning
 
 TokenId = Callable[[str], int | None]
 
@@ -59,9 +59,8 @@ class TaggedReasoning:
     habit: Habit
     kept_ends: tuple[str, ...] = ()  # those that belong to the content
 
-    @property
-    def begin_after(self) -> str:
-        """The text after which a constraint of the answer holds."""
+    def begin_after(self, is_forced: bool) -> str:
+        """Return the text after which a constraint of the answer holds."""
         return self.ends[0]
 
     def opens(self, prompt: str) -> bool:
@@ -95,7 +94,12 @@ class TaggedReasoning:
 class HarmonyChannels:
     """gpt-oss's channels: an answer, or a call, is always opened by a header of its own."""
 
-    begin_after = FINAL
+    def begin_after(self, is_forced: bool) -> str:
+        """Return the text after which a constraint of the answer, or of calls that are forced, holds.
+
+        With tools the model would call them by a header of its own, and never come to a final answer.
+        """
+        return END if is_forced else FINAL
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
         """Return True: what is not reasoned has a header too."""

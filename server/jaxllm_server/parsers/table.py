@@ -91,6 +91,7 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
         "glm45": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF), (("[gMASK]", "</think>"),)),
         "qwen3": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF), (("</think>",),)),
         "glm47": ReasoningForm(TaggedReasoning(*_THINK, Habit.BY_ITSELF)),
+        "minimax_m2": ReasoningForm(TaggedReasoning(*_THINK, Habit.ALWAYS)),
     }
 )
 

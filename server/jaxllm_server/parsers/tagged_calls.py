@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from jaxllm_server.parsers.named_calls import SectionedCalls
-from jaxllm_server.parsers.parameter_types import converted, is_text, types_of
+from jaxllm_server.parsers.parameter_types import converted, is_text, schema_of, types_of
 from jaxllm_server.parsers.tool_parsers import MakeId, is_name
 
 
@@ -46,6 +46,7 @@ class TaggedCalls(SectionedCalls):
         self._closings = (*filter(None, (tags.call_end, tags.section_end)),)
         self._after_value = (tags.key, *self._closings)  # or after a name
         self._called = ""  # the name of the call that is being read
+        self._schema: Mapping[str, Any] = {}  # of its arguments
         self._has_begun = False  # and has been passed on, in part
         self._value: _Value | None = None
 
@@ -82,6 +83,7 @@ class TaggedCalls(SectionedCalls):
 
     def _begin_members(self) -> None:
         self._called, self._has_begun = self._name.strip(), False
+        self._schema = schema_of(self._tools, self._called)
         self._read = self._read_members
 
     def _read_members(self, text: str, start: int) -> int:
@@ -133,7 +135,7 @@ class TaggedCalls(SectionedCalls):
         key = self._name.strip()
         before = ", " if self._has_begun else "{"
         opening = f"{before}{json.dumps(key, ensure_ascii=False)}: "
-        self._value = _Value(opening, types_of(self._tools, self._called, key), self._has_lines)
+        self._value = _Value(opening, types_of(self._schema, key), self._has_lines)
         self._held = []
         self._read = self._read_value
 

@@ -487,7 +487,7 @@ class _Reader:
         self._reasoning = None if reasoning is None else reasoning.form
         self._prompt = prompt
         self.may_reason = self._reasoning is not None and self._reasoning.may_reason(prompt, is_switched_off)
-        self.begin_after = None if self._reasoning is None else self._reasoning.begin_after
+        self.begin_after = None if self._reasoning is None else self._reasoning.begin_after(is_forced(call.tool_choice))
         self._usage = Usage()
         self._is_first = True
         self._splitters: dict[int, _Splitter] = {}

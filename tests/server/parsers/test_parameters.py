@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm_server.parsers.parameter_types import converted, types_of
+from jaxllm_server.parsers.parameter_types import converted, schema_of, types_of
 from jaxllm_server.parsers.python_literal import PythonLiteral, as_json
 
 _LITERAL = st.recursive(
@@ -90,6 +90,7 @@ SCHEMA = {
         "list": {"type": "array"},
         "place": {"$ref": "#/$defs/Place"},
         "loop": {"$ref": "#/$defs/Loop"},
+        "bomb": {"anyOf": [{"$ref": "#/properties/bomb"}] * 100},
         "wrong": {"type": 5},
         "none": [],
     },
@@ -122,6 +123,7 @@ SCHEMA = {
         ("list", "[" * 100_000, json.dumps("[" * 100_000)),
         ("place", "{'a': True}", '{"a": true}'),
         ("loop", "5", '"5"'),
+        ("bomb", "5", '"5"'),
         ("wrong", "5", '"5"'),
         ("none", "5", '"5"'),
         ("unknown", "5", '"5"'),
@@ -129,5 +131,5 @@ SCHEMA = {
 )
 def test_a_parameter_has_the_type_of_its_schema(parameter: str, text: str, written: str) -> None:
     tools = [{"function": {"name": "now"}}, {"function": {"name": "f", "parameters": SCHEMA}}]
-    assert converted(text, types_of(tools, "f", parameter)) == written
-    assert converted(text, types_of(tools, "now", parameter)) == json.dumps(text)
+    assert converted(text, types_of(schema_of(tools, "f"), parameter)) == written
+    assert converted(text, types_of(schema_of(tools, "now"), parameter)) == json.dumps(text)

@@ -215,6 +215,7 @@ def test_constraints_are_merged_with_what_else_was_given() -> None:
         ("deepseek_v3", "<｜Assistant｜>", False, False),
         ("mistral", "Think in [THINK] and [/THINK].[INST]a[/INST]", False, True),
         ("mistral", "[INST]a[/INST]", False, False),
+        ("openai_gptoss", "<|start|>assistant", True, True),  # an answer without reasoning has a header too
         ("granite", "Begin with 'Here is my thought process:'", False, True),
     ],
 )
@@ -232,7 +233,7 @@ def test_where_the_form_of_an_answer_begins_is_where_its_content_does(
     part = answer(own, call)
     answer(own, Call(prompt="a", sampling=call.sampling))
     assert [params.structured_outputs.begin_after for params in engine.asked if params.structured_outputs] == [
-        REASONING_PARSERS[style].form.begin_after if may_reason else None,
+        REASONING_PARSERS[style].form.begin_after(is_forced=False) if may_reason else None,
         None,  # a text has no reasoning
     ]
     if not may_reason:  # what comes is content from its first character on

@@ -88,7 +88,7 @@ def test_forced_calls_have_a_form_of_their_own_and_the_ids_of_the_model(style: s
             assert call.id.startswith("chatcmpl-tool-")
 
 
-def test_channels_are_split_into_all_three_and_forced_calls_are_in_the_last_one() -> None:
+def test_channels_are_split_into_all_three_and_forced_calls_follow_the_first_one() -> None:
     said = (
         "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
         '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
@@ -97,9 +97,9 @@ def test_channels_are_split_into_all_three_and_forced_calls_are_in_the_last_one(
     part = answer(serving(_engine(said), **options), Call(messages=MESSAGES, tools=TOOLS))
     assert (part.reasoning, part.text) == ("So.", "Wait.")
     assert "".join(call.arguments for call in part.tool_calls) == '{"a": 1}'
-    engine = _engine('<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>{"a": 1}')
+    engine = _engine('<|channel|>analysis<|message|>So.<|end|>{"a": 1}')
     part = answer(serving(engine, **options), Call(messages=MESSAGES, tools=TOOLS, tool_choice=NamedTool("add")))
     assert (part.reasoning, part.text, _calls(part)) == ("So.", "", [("add", '{"a": 1}')])
     (params,) = engine.asked
     assert params.structured_outputs is not None
-    assert params.structured_outputs.begin_after == "<|channel|>final<|message|>"
+    assert params.structured_outputs.begin_after == "<|end|>"
