@@ -122,6 +122,12 @@ TRANSCRIPTS: list[tuple[str, str, str, Calls]] = [
         "Let me see.\n",
         [PARIS, NOW],
     ),
+    (  # a value that holds tags itself
+        "qwen3_coder",
+        "<function=get_weather>\n<parameter=city>\n<parameter=a>\n1\n</parameter>\n</b>\n</parameter>\n</function>",
+        "",
+        [("get_weather", {"city": "<parameter=a>\n1\n</parameter>\n</b>"})],
+    ),
     (
         "seed_oss",
         "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>2</parameter>\n"
@@ -165,6 +171,34 @@ def test_a_transcript_gives_its_calls_at_every_cut(style: str, text: str, conten
 
 def test_every_form_has_a_transcript() -> None:
     assert {style for style, *_ in TRANSCRIPTS} == set(WRITERS) == set(distinct(TOOL_PARSERS))
+
+
+@pytest.mark.parametrize(
+    ("style", "pieces", "arguments"),
+    [
+        ("mistral", ["[TOOL_CALLS]get_weather[ARGS]", '{"ci', 'ty": "P', 'aris"}'], ["", '{"ci', 'ty": "P', 'aris"}']),
+        ("openai", ["<|channel|>x to=f<|message|>", '{"ci', 'ty"'], ["", '{"ci', 'ty"']),
+        (
+            "pythonic",
+            ["[get_weather(ci", "ty='P", "ar\\", "'is', days=1", "2)]"],
+            ["", '{"city": "P', "ar", "'is\"", ', "days": 12}'],
+        ),
+        (
+            "qwen3_coder",
+            [
+                "<function=get_weather>\n<parameter=city>\nP",
+                "aris\n",
+                "</parameter>\n<par",
+                "ameter=days>\n1",
+                "2\n</parameter>\n</function>",
+            ],
+            ['{"city": "P', "aris", "", '"', ', "days": 12}'],
+        ),
+    ],
+)
+def test_arguments_go_out_while_they_are_written(style: str, pieces: list[str], arguments: list[str]) -> None:
+    parser = TOOL_PARSERS[style].parser(lambda name: "x", TOOLS)
+    assert ["".join(call.arguments for call in parser.push(piece)[1]) for piece in pieces] == arguments
 
 
 def test_ids_are_those_that_the_model_gives() -> None:
