@@ -338,7 +338,10 @@ def test_calls_are_those_written(style: str, calls: Calls, before: str, data: st
 @settings(max_examples=30, deadline=None)
 @given(calls=_CALLS, data=st.data())
 def test_damaged_calls_lose_nothing(style: str, calls: Calls, data: st.DataObject) -> None:
-    """A text of which a part is missing, with marks put into it: each is in the content, or in a call."""
+    """A text of which a part is missing, with marks put into it: each is in the content, or in a call.
+
+    Unless the text ends in a call: what would have been the next part of that is dropped.
+    """
     text = "a " + data.draw(st.sampled_from(WRITERS[style]))(calls) + " b"
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=5)))
     text = text[: places[0]] + "Z".join(_pieces(text[places[1] :], [place - places[1] for place in places[2:]]))
@@ -346,6 +349,7 @@ def test_damaged_calls_lose_nothing(style: str, calls: Calls, data: st.DataObjec
     whole = parsed_calls(style, [text], tools)
     assert parsed_calls(style, list(text), tools) == whole
     assert parsed_calls(style, _pieces(text, data.draw(st.lists(st.integers(0, 400), max_size=4))), tools) == whole
+    whole = parsed_calls(style, [text + "\n!"], tools)
     if style not in HAS_OBJECTS | {"openai"}:  # nor is a header's text content
         kept = whole[0] + "".join(name + arguments for _, name, arguments in whole[1])
         assert kept.count("Z") + sum(identity.count("Z") for identity, *_ in whole[1]) >= text.count("Z")
