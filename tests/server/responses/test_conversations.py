@@ -21,8 +21,8 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from jaxllm.outputs import Logprob
-from jaxllm_server.parsers.reasoning import ReasoningParser
-from jaxllm_server.parsers.tool_parsers import HermesParser, ToolCallDelta
+from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
+from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.responses.reply import ResponseReply
 from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
 from jaxllm_server.shared.options import ServerOptions
@@ -44,8 +44,8 @@ class Speaker(FakeServing):
     async def generate(self, call):
         self.calls.append(call)
         self.num_live += 1
-        reasoning = ReasoningParser(starts_inside=False)
-        tools = HermesParser(lambda: f"call_{random.random()}")
+        reasoning = REASONING_PARSERS["qwen3"].form.parser()
+        tools = TOOL_PARSERS["hermes"].parser(lambda name: f"call_{random.random()}")
         ends = [0, *(self.cuts if call.stream else ()), len(self.text)]
         try:
             for number, (start, end) in enumerate(pairwise(ends)):
