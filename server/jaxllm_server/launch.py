@@ -113,7 +113,7 @@ class Server:
             if not loading.done():
                 return 0  # no request has been accepted yet
             loading.result()  # what is wrong with the model
-            self.serving.check_forms()
+            self.serving.forms.choose()
             _log.info("ready after %.1f s", time.monotonic() - began)
             if self.options.profile is not None:
                 await self.engine.start_profile(self.options.profile, self.options.profile_steps)

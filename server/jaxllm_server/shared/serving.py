@@ -1,6 +1,6 @@
 """What both protocols share: a `Call` is checked, completed with the defaults, generated, and answered in `Chunk`s.
 
-Owns the bounds of a request, the served names, and the split of a model's text into reasoning, content and tool calls.
+Owns the bounds of a request and the served names; `prompts` makes the prompt, `output_reader` splits what comes.
 Knows nothing of messages, status codes or connections.
 """
 
@@ -13,54 +13,34 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
-from functools import cached_property, partial
-from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from jaxllm.embedded import SHIPPED
 from jaxllm.engine.adapters import Adapter
-from jaxllm.engine.async_llm import LONG_TEXT, AsyncLLM
-from jaxllm.engine.input_processor import num_kept, text_to_encode
+from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.engine.model_info import ModelInfo
-from jaxllm.engine.prompts import checked_ids
-from jaxllm.errors import FeatureDisabledError, NotFoundError, RequestFailedError, UserError, late, too_long
-from jaxllm.outputs import RequestMetrics, RequestOutput
+from jaxllm.errors import NotFoundError, RequestFailedError, UserError, late, too_long
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text import fill_in_middle
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span, request_attributes
-from jaxllm_server.parsers import table
-from jaxllm_server.parsers.forced_calls import NamedCall, RequiredCalls
-from jaxllm_server.parsers.harmony import AnalysisTokens
-from jaxllm_server.parsers.reasoning import ReasoningParser, ReasoningTokens
-from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS, ReasoningForm, ToolForm
-from jaxllm_server.parsers.tool_parsers import MakeId, ToolCallDelta, ToolParser
 from jaxllm_server.shared import beam_calls, pool_stream, pooling
 from jaxllm_server.shared.adapters import Served, ServedAdapters
-from jaxllm_server.shared.calls import Call, Chunk, Finish, NamedTool, Part, PromptInfo, Timing, Usage, is_forced
+from jaxllm_server.shared.calls import Call, Chunk, is_forced
 from jaxllm_server.shared.chat_checks import (
-    check_messages,
-    check_template_kwargs,
     check_tools,
-    texts_of,
-    with_parsed_arguments,
 )
 from jaxllm_server.shared.client_quota import FairShares, Shares
 from jaxllm_server.shared.forced_calls import blaming_tools, with_forced_calls
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
+from jaxllm_server.shared.output_forms import OutputForms
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
-from jaxllm_server.shared.truncation import cut_ids
+from jaxllm_server.shared.prompts import Prompts
 
 Item = TypeVar("Item")
-_CallReader: TypeAlias = ToolParser | NamedCall
 _log = logging.getLogger("jaxllm.server")
-_NO_TEMPLATE = (
-    "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start "
-    "the server with --chat-template."
-)
 _ENDING = 64  # tokens of a prompt that came as ids, by whose text it is seen whether the prompt opens the reasoning
-LEFT_OUT = 4  # times the context that a conversation may be, because templates may leave parts of it out
 
 
 class Serving:
@@ -73,7 +53,6 @@ class Serving:
         self.root = shipped.get(Path(engine.config.model), engine.config.model)
         self.names = options.served_model_name or (_model_name(self.root),)
         self.adapters = ServedAdapters(engine, options, self.names)
-        self._template_kwargs = template_kwargs(options)
         self.shares = Shares(options.max_sequences_per_client)
         self.pool_shares = FairShares()
         num_keys = len(options.api_key) + len(options.admin_api_key)
@@ -81,45 +60,9 @@ class Serving:
         self._template: str | None = None
         if options.chat_template is not None:
             self._template = Path(options.chat_template).read_text(encoding="utf-8")
-        table.check_name("tool_call_parser", options.tool_call_parser, TOOL_PARSERS)
-        table.check_name("reasoning_parser", options.reasoning_parser, REASONING_PARSERS)
-
-    @cached_property
-    def tool_form(self) -> ToolForm | None:
-        """How the model writes tool calls; None where none are read. Known once the model is loaded.
-
-        Raises:
-            UserError: naming `tool_call_parser`, if it is to be chosen by a template that none is written for.
-        """
-        name = self._form_name("tool_call_parser", TOOL_PARSERS)
-        return None if name is None else TOOL_PARSERS[name]
-
-    @cached_property
-    def reasoning_form(self) -> ReasoningForm | None:
-        """How the model writes its reasoning; as `tool_form`."""
-        name = self._form_name("reasoning_parser", REASONING_PARSERS)
-        return None if name is None else REASONING_PARSERS[name]
-
-    def check_forms(self) -> None:
-        """Choose the parsers that `auto` asks for, now that the model is loaded.
-
-        Raises:
-            UserError: naming the parameter whose choice there is none for.
-        """
-        _ = self.tool_form, self.reasoning_form
-
-    def _form_name(self, parameter: str, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> str | None:
-        name = getattr(self.options, parameter)
-        if name != table.AUTO:
-            return name
-        templates = self.engine.model.tokenizer.chat_templates
-        template = self._template or templates.get("tool_use") or templates.get("default") or ""
-        chosen = table.form_of(template, forms)
-        if chosen is None:
-            message = f"{parameter}=auto: no parser is for the model's chat template; name one of {', '.join(forms)}."
-            raise UserError(message, parameter)
-        _log.info("%s: %s, by the chat template", parameter, chosen)
-        return chosen
+        written = self._template, template_kwargs(options)
+        self.forms = OutputForms(engine, options, *written)
+        self._prompts = Prompts(engine, options, *written, self.off_loop)
 
     def check_model(self, name: str, adapter: str = "") -> str:
         """Return the name that answers give: the adapter's, else the model's first one as vLLM's do.
@@ -188,7 +131,7 @@ class Serving:
         await self.engine.check_health()
         pooling.check_kind(self.engine.model, self.names[0], pools=False)
         params = self.params_of(call)
-        self._check_splitting(call, params)
+        self.forms.check(call, params)
         beams = beam_calls.beams_of(call, params, self.engine.model.max_model_len)
         num_outputs = params.n if beams is None else beams.beam_width
         with self.adapters.using(served), self.shares.place(call.client, num_outputs):
@@ -203,7 +146,7 @@ class Serving:
             said = prompt.get("prompt")
             if said is None and call.messages is not None:
                 said = model.tokenizer.decode(prompt["prompt_token_ids"][-_ENDING:], skip_special_tokens=False)
-            reader = self._reader(call, params, said or "", model.tokenizer)
+            reader = self.forms.reader(call, params, said or "", model.tokenizer)
             if reader.shows_markers:
                 params = replace(params, skip_special_tokens=False)
                 beams = beams and replace(beams, skip_special_tokens=False)
@@ -263,74 +206,10 @@ class Serving:
     ) -> dict[str, Any]:
         """Return a call's prompt for the engine: its token ids, its text where there is one, and its salt.
 
-        What cannot fit into the context is refused before it is tokenized, or cut where `params` say so. `model` is
-        the model as the call's adapter has it.
+        What cannot fit into the context is refused, or cut where `params` say so. `model` is the model as the call's
+        adapter has it.
         """
-        model = self.engine.model if model is None else model
-        tokenizer, salt = model.tokenizer, self.salt_of(call)
-        if (call.prompt is None) == (call.messages is None):
-            raise UserError("A request has either a prompt or messages.", "prompt")
-        longest = self.engine.model.max_model_len
-        kept = None if params is None else num_kept(params, longest)
-        if call.messages is not None and call.written_ids is not None:
-            if call.tools is not None:
-                check_tools(call.tools, self.options.max_tools)
-            ids = cut_ids(call.written_ids, kept, call.truncation_side)
-            if len(ids) >= longest:
-                raise too_long(longest, len(ids), None)
-            return {"prompt_token_ids": checked_ids(ids, model.vocab_size), **salt}
-        if call.messages is not None:
-            if self._template is None and not tokenizer.has_chat_template:
-                raise UserError(_NO_TEMPLATE, "messages")
-            if call.tools is not None:
-                check_tools(call.tools, self.options.max_tools)
-            check_template_kwargs(call.template_kwargs)
-            # Templates may leave words out, old reasoning for one: what is far too long is no conversation.
-            most = LEFT_OUT * longest + 4096
-            check_messages(call.messages, longest, most)
-            text, ids = await self.off_loop(call.client, self._encode_chat, call, most, tokenizer)
-            if call.truncation_side == "right" and kept is not None and len(ids) > kept:
-                return {"prompt_token_ids": ids[:kept], **salt}  # the text is another one now
-            return {"prompt": text, "prompt_token_ids": ids, **salt}
-        if not isinstance(call.prompt, str) and call.suffix is None:
-            return {"prompt_token_ids": cut_ids(call.prompt or (), kept, call.truncation_side), **salt}
-        text, ids = await self._encode_text(call, params or SamplingParams(), tokenizer)
-        return {"prompt": text, "prompt_token_ids": ids, **salt}
-
-    async def _encode_text(self, call: Call, params: SamplingParams, tokenizer: Tokenizer) -> tuple[str, Sequence[int]]:
-        """Return what of a prompt's text is needed, and its token ids."""
-        add, longest = call.add_special_tokens is not False, self.engine.model.max_model_len
-        kept, before = num_kept(params, longest), call.prompt if isinstance(call.prompt, str) else ""
-        if call.suffix is not None:
-            text = before + call.suffix
-            tokenizer.check_length(text, longest)
-            encode = partial(fill_in_middle.encode, tokenizer, call.prompt or "", call.suffix, add)
-        elif kept is not None and call.truncation_side == "right":
-            text = before
-            encode = partial(_encode_beginning, tokenizer, text, kept, add)
-        else:
-            text = text_to_encode(before, params, tokenizer, longest)
-            encode = partial(tokenizer.encode, text, add)
-        return text, await self.off_loop(call.client, encode) if len(text) > LONG_TEXT else encode()
-
-    def _encode_chat(self, call: Call, most: int, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-        """Write out a conversation of `most` tokens, and return its token ids as well; slow.
-
-        A template may show any of its texts, and what none shows is copied and searched for special tokens all the
-        same: an ignored key of 1,300,000 empty lists took 16 s.
-        """
-        tools = call.tools if call.tool_choice != "none" else None
-        messages = with_parsed_arguments(call.messages or (), self.options.max_json_depth)
-        tokenizer.check_length("".join(texts_of([messages, tools])), self.engine.model.max_model_len, most)
-        return tokenizer.encode_chat(
-            messages,
-            add_generation_prompt=call.add_generation_prompt,
-            continue_final_message=call.continue_final_message,
-            tools=tools,
-            chat_template=self._template,
-            chat_template_kwargs={**self._template_kwargs, **call.template_kwargs},
-            add_special_tokens=bool(call.add_special_tokens),
-        )
+        return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
         """Return a request's adapter, which is read again if it is not in the host's memory any more."""
@@ -432,181 +311,6 @@ class Serving:
         if asked is not None and not is_cut and isinstance(ids, Sequence) and len(ids) + asked > longest:
             raise too_long(longest, len(ids), asked)
 
-    def _check_splitting(self, call: Call, params: SamplingParams) -> None:
-        """Refuse tools if there is no parser for the model's calls; those that are forced have a form of ours."""
-        has_tools = _has_tools(call)
-        if has_tools and self.options.tool_call_parser is None and not is_forced(call.tool_choice):
-            raise FeatureDisabledError(
-                "This server was started without --tool-call-parser, so it cannot answer with tool calls.", "tools"
-            )
-        if has_tools and not params.detokenize:
-            raise UserError("Tool calls are read from the text: leave detokenize on.", "detokenize")
-
-    def _reader(self, call: Call, params: SamplingParams, prompt: str, tokenizer: Tokenizer) -> _Reader:
-        return _Reader(
-            call,
-            params,
-            tokenizer,
-            self._tool_parser(call),
-            self.reasoning_form if call.messages is not None else None,
-            prompt,
-            _is_switched_off({**self._template_kwargs, **call.template_kwargs}),
-        )
-
-    def _tool_parser(self, call: Call) -> Callable[[], _CallReader] | None:
-        """Return what makes a reader of an output's tool calls; None where none are looked for."""
-        form = self.tool_form
-        make_id = partial(_id_maker, "" if form is None else form.ids, call.messages or ())
-        if isinstance(call.tool_choice, NamedTool):
-            name = call.tool_choice.name
-            return lambda: NamedCall(make_id(), name)
-        if call.tool_choice == "required":
-            return lambda: RequiredCalls(make_id())
-        if form is None or not _has_tools(call):
-            return None
-        return lambda: form.parser(make_id(), call.tools or ())
-
-
-class _Reader:
-    """Turns one request's outputs into chunks."""
-
-    def __init__(
-        self,
-        call: Call,
-        params: SamplingParams,
-        tokenizer: Tokenizer,
-        tool_parser: Callable[[], _CallReader] | None,
-        reasoning: ReasoningForm | None,
-        prompt: str,
-        is_switched_off: bool,
-    ) -> None:
-        self._call = call
-        self._params = params
-        self._tokenizer = tokenizer
-        self._tool_parser = tool_parser
-        self._reasoning = None if reasoning is None else reasoning.form
-        self._prompt = prompt
-        self.may_reason = self._reasoning is not None and self._reasoning.may_reason(prompt, is_switched_off)
-        self.begin_after = None if self._reasoning is None else self._reasoning.begin_after(is_forced(call.tool_choice))
-        self._usage = Usage()
-        self._is_first = True
-        self._splitters: dict[int, _Splitter] = {}
-        self._num_tokens: dict[int, int] = {}
-        self.shows_markers = any(tokenizer.is_special(marker) for marker in self._make_splitter().markers)
-
-    def read(self, output: RequestOutput) -> Chunk:
-        """Return what is new in an output."""
-        usage = self._usage
-        usage.prompt_tokens = len(output.prompt_token_ids)
-        usage.cached_prompt_tokens = output.num_cached_tokens or 0
-        parts = []
-        for completion in output.outputs:
-            index = completion.index
-            usage.completion_tokens += len(completion.token_ids)
-            self._num_tokens[index] = self._num_tokens.get(index, 0) + len(completion.token_ids)
-            if index not in self._splitters:
-                self._splitters[index] = self._make_splitter()
-            splitter = self._splitters[index]
-            text, reasoning, calls = splitter.push(completion.text, completion.finish_reason is not None)
-            num_reasoning = splitter.count_reasoning(completion.token_ids)
-            usage.reasoning_tokens += num_reasoning
-            parts.append(
-                Part(
-                    index=index,
-                    text=text,
-                    reasoning=reasoning if self._call.include_reasoning else "",
-                    tool_calls=calls,
-                    token_ids=completion.token_ids,
-                    logprobs=completion.logprobs,
-                    finish_reason=self._finish_reason(completion.finish_reason, index, splitter.num_calls),
-                    stop_reason=completion.stop_reason,
-                    seed=completion.seed,
-                    num_reasoning=num_reasoning,
-                )
-            )
-        prompt = None
-        if self._is_first:
-            ids, logprobs = output.prompt_token_ids, output.prompt_logprobs
-            first_text = "" if logprobs is None else self._tokenizer.token_text(ids[0])
-            prompt = PromptInfo(ids, usage.cached_prompt_tokens, logprobs, first_text)
-        self._is_first = False
-        return Chunk(
-            request_id=output.request_id,
-            outputs=parts,
-            prompt=prompt,
-            usage=replace(usage),
-            timing=_timing(output.metrics) if output.finished and output.metrics else None,
-            is_last=output.finished,
-        )
-
-    def _finish_reason(self, reason: str | None, index: int, num_calls: int) -> Finish | None:
-        if reason == "length":
-            most = self._params.max_tokens
-            return "length" if most is not None and self._num_tokens[index] >= most else "context"
-        if reason == "stop" and num_calls:
-            return "tool_calls"
-        return reason  # pyright: ignore[reportReturnType] - "error" never comes here: the engine raises it
-
-    def _make_splitter(self) -> _Splitter:
-        tools = None if self._tool_parser is None else self._tool_parser()
-        form = self._reasoning
-        if form is None:
-            return _Splitter(None, tools, None)
-        return _Splitter(form.parser(self._prompt), tools, form.counter(self._tokenizer.token_id))
-
-
-class _Splitter:
-    """Splits one output's text into content, reasoning and tool calls."""
-
-    def __init__(
-        self,
-        reasoning: ReasoningParser | None,
-        tools: _CallReader | None,
-        tokens: ReasoningTokens | AnalysisTokens | None,
-    ) -> None:
-        self._reasoning = reasoning
-        self._tools = tools
-        self._tokens = tokens  # of the reasoning
-        self.num_calls = 0
-        self.markers = (*(reasoning.markers if reasoning else ()), *(tools.markers if tools else ()))
-
-    def push(self, text: str, is_last: bool) -> tuple[str, str, list[ToolCallDelta]]:
-        """Take in more text; return the content, the reasoning and the calls that are certain now."""
-        content, reasoning = text, ""
-        if self._reasoning is not None:
-            reasoning, content = self._reasoning.push(text)
-            if is_last:
-                last = self._reasoning.finish()
-                reasoning, content = reasoning + last[0], content + last[1]
-        calls: list[ToolCallDelta] = []
-        if self._tools is not None:
-            content, calls = self._tools.push(content)
-            if is_last:
-                rest, last_calls = self._tools.finish()
-                content, calls = content + rest, calls + last_calls
-            self.num_calls += sum(call.name is not None for call in calls)
-        return content, reasoning, calls
-
-    def count_reasoning(self, ids: Sequence[int]) -> int:
-        """Count those of new tokens that are reasoning, after their text was pushed."""
-        if self._tokens is None or self._reasoning is None:
-            return 0
-        return self._tokens.count(ids, self._reasoning.is_reasoning)
-
-
-def _encode_beginning(tokenizer: Tokenizer, text: str, most: int, add_special_tokens: bool) -> list[int]:
-    return tokenizer.encode(tokenizer.beginning_of(text, most), add_special_tokens)[:most]
-
-
-def _has_tools(call: Call) -> bool:
-    return bool(call.tools) and call.tool_choice != "none"
-
-
-def _is_switched_off(template_kwargs: Mapping[str, Any]) -> bool:
-    """Whether a conversation asks for no reasoning, by the variables that templates have for it."""
-    is_named = any(template_kwargs.get(name) is False for name in ("enable_thinking", "thinking"))
-    return is_named or template_kwargs.get("reasoning_effort") == "none"
-
 
 def given_of(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that are not at their defaults."""
@@ -615,37 +319,6 @@ def given_of(params: SamplingParams) -> dict[str, Any]:
     if params.structured_outputs is not None:
         given["structured_outputs"] = params.structured_outputs.kind  # a schema can be long
     return given
-
-
-def _timing(metrics: RequestMetrics) -> Timing:
-    end = metrics.finished_time or metrics.arrival_time
-    scheduled = metrics.first_scheduled_time or end
-    first = metrics.first_token_time or end
-    return Timing(
-        queue=max(0.0, scheduled - metrics.arrival_time),
-        prefill=max(0.0, first - scheduled),
-        first_token=first - metrics.arrival_time,
-        total=end - metrics.arrival_time,
-    )
-
-
-def _id_maker(style: str, messages: Sequence[Any]) -> MakeId:
-    """Return what makes the ids of one output's calls, which the conversation is expected to bring back.
-
-    Mistral's templates refuse ids that are not nine letters and digits; Kimi's write an id where the model reads the
-    name of the tool, with the number of the call in the conversation.
-    """
-    if style == "kimi_k2":
-        numbers = count(sum(len(_calls_of(message)) for message in messages))
-        return lambda name: f"functions.{name}:{next(numbers)}"
-    if style == "mistral":
-        return lambda name: uuid.uuid4().hex[:9]
-    return lambda name: f"chatcmpl-tool-{uuid.uuid4().hex}"
-
-
-def _calls_of(message: Any) -> Sequence[Any]:
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    return calls if isinstance(calls, list) else ()
 
 
 def _model_name(model: str) -> str:

@@ -38,7 +38,7 @@ def test_auto_goes_by_the_template_and_says_so(caplog: pytest.LogCaptureFixture)
         reasoning_parser="auto",
     )
     with caplog.at_level(logging.INFO):
-        own.check_forms()
+        own.forms.choose()
     assert [record.getMessage() for record in caplog.records] == [
         "tool_call_parser: hermes, by the chat template",
         "reasoning_parser: qwen3, by the chat template",
@@ -51,7 +51,7 @@ def test_auto_goes_by_the_template_and_says_so(caplog: pytest.LogCaptureFixture)
 def test_auto_without_a_form_for_the_template_is_an_error_that_names_it(parameter: str) -> None:
     for templates in ({}, {"default": "<|im_start|>"}):
         with pytest.raises(UserError, match=f"{parameter}=auto: ") as caught:
-            serving(_engine("", templates), **{parameter: "auto"}).check_forms()
+            serving(_engine("", templates), **{parameter: "auto"}).forms.choose()
         assert caught.value.parameter == parameter
 
 
@@ -59,7 +59,7 @@ def test_a_template_of_the_servers_own_goes_first(tmp_path: Any) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("[TOOL_CALLS]")
     own = serving(_engine("", {"default": "<tool_call>"}), tool_call_parser="auto", chat_template=str(template))
-    assert own.tool_form is TOOL_PARSERS["mistral"]
+    assert own.forms.tool_form is TOOL_PARSERS["mistral"]
 
 
 def test_a_parser_knows_the_types_of_the_offered_tools() -> None:

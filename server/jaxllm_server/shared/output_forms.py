@@ -1,0 +1,146 @@
+"""How the served model writes tool calls and reasoning: what the server was told, or what its chat template says.
+
+Makes the reader of each request's outputs. Knows no protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import count
+from typing import Any
+
+from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.errors import FeatureDisabledError, UserError
+from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm_server.parsers import table
+from jaxllm_server.parsers.forced_calls import NamedCall, RequiredCalls
+from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS, ReasoningForm, ToolForm
+from jaxllm_server.parsers.tool_parsers import MakeId
+from jaxllm_server.shared.calls import Call, NamedTool, is_forced
+from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.output_reader import CallReader, OutputReader
+
+_log = logging.getLogger("jaxllm.server")
+
+
+class OutputForms:
+    """The forms of one served model. Can be made while the engine is still loading.
+
+    `template` is the operator's chat template, None for the model's own; `template_kwargs` are what it is given, unless
+    a request says otherwise.
+    """
+
+    def __init__(
+        self, engine: AsyncLLM, options: ServerOptions, template: str | None, template_kwargs: Mapping[str, Any]
+    ) -> None:
+        self._engine = engine
+        self._options = options
+        self._template = template
+        self._template_kwargs = template_kwargs
+        table.check_name("tool_call_parser", options.tool_call_parser, TOOL_PARSERS)
+        table.check_name("reasoning_parser", options.reasoning_parser, REASONING_PARSERS)
+
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """How the model writes tool calls; None where none are read. Known once the model is loaded.
+
+        Raises:
+            UserError: naming `tool_call_parser`, if it is to be chosen by a template that none is written for.
+        """
+        name = self._form_name("tool_call_parser", TOOL_PARSERS)
+        return None if name is None else TOOL_PARSERS[name]
+
+    @cached_property
+    def reasoning_form(self) -> ReasoningForm | None:
+        """How the model writes its reasoning; as `tool_form`."""
+        name = self._form_name("reasoning_parser", REASONING_PARSERS)
+        return None if name is None else REASONING_PARSERS[name]
+
+    def choose(self) -> None:
+        """Choose the parsers that `auto` asks for, now that the model is loaded.
+
+        Raises:
+            UserError: naming the parameter whose choice there is none for.
+        """
+        _ = self.tool_form, self.reasoning_form
+
+    def _form_name(self, parameter: str, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> str | None:
+        name = getattr(self._options, parameter)
+        if name != table.AUTO:
+            return name
+        templates = self._engine.model.tokenizer.chat_templates
+        template = self._template or templates.get("tool_use") or templates.get("default") or ""
+        chosen = table.form_of(template, forms)
+        if chosen is None:
+            message = f"{parameter}=auto: no parser is for the model's chat template; name one of {', '.join(forms)}."
+            raise UserError(message, parameter)
+        _log.info("%s: %s, by the chat template", parameter, chosen)
+        return chosen
+
+    def check(self, call: Call, params: SamplingParams) -> None:
+        """Refuse tools if there is no parser for the model's calls; those that are forced have a form of ours."""
+        has_tools = _has_tools(call)
+        if has_tools and self._options.tool_call_parser is None and not is_forced(call.tool_choice):
+            raise FeatureDisabledError(
+                "This server was started without --tool-call-parser, so it cannot answer with tool calls.", "tools"
+            )
+        if has_tools and not params.detokenize:
+            raise UserError("Tool calls are read from the text: leave detokenize on.", "detokenize")
+
+    def reader(self, call: Call, params: SamplingParams, prompt: str, tokenizer: Tokenizer) -> OutputReader:
+        """Return what reads the outputs of a call whose prompt has this text, or ends with it."""
+        return OutputReader(
+            call,
+            params,
+            tokenizer,
+            self._tool_parser(call),
+            self.reasoning_form if call.messages is not None else None,
+            prompt,
+            _is_switched_off({**self._template_kwargs, **call.template_kwargs}),
+        )
+
+    def _tool_parser(self, call: Call) -> Callable[[], CallReader] | None:
+        """Return what makes a reader of an output's tool calls; None where none are looked for."""
+        form = self.tool_form
+        make_id = partial(_id_maker, "" if form is None else form.ids, call.messages or ())
+        if isinstance(call.tool_choice, NamedTool):
+            name = call.tool_choice.name
+            return lambda: NamedCall(make_id(), name)
+        if call.tool_choice == "required":
+            return lambda: RequiredCalls(make_id())
+        if form is None or not _has_tools(call):
+            return None
+        return lambda: form.parser(make_id(), call.tools or ())
+
+
+def _has_tools(call: Call) -> bool:
+    return bool(call.tools) and call.tool_choice != "none"
+
+
+def _is_switched_off(template_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a conversation asks for no reasoning, by the variables that templates have for it."""
+    is_named = any(template_kwargs.get(name) is False for name in ("enable_thinking", "thinking"))
+    return is_named or template_kwargs.get("reasoning_effort") == "none"
+
+
+def _id_maker(style: str, messages: Sequence[Any]) -> MakeId:
+    """Return what makes the ids of one output's calls, which the conversation is expected to bring back.
+
+    Mistral's templates refuse ids that are not nine letters and digits; Kimi's write an id where the model reads the
+    name of the tool, with the number of the call in the conversation.
+    """
+    if style == "kimi_k2":
+        numbers = count(sum(len(_calls_of(message)) for message in messages))
+        return lambda name: f"functions.{name}:{next(numbers)}"
+    if style == "mistral":
+        return lambda name: uuid.uuid4().hex[:9]
+    return lambda name: f"chatcmpl-tool-{uuid.uuid4().hex}"
+
+
+def _calls_of(message: Any) -> Sequence[Any]:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    return calls if isinstance(calls, list) else ()
