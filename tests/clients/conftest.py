@@ -1,0 +1,74 @@
+"""The servers that all clients share, and the table that their tests make.
+
+`make clients` installs what requirements.txt and node/package.json name; in an environment without them only what
+checks the committed table is collected.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.clients import table
+from tests.clients.common import EMBEDDER, MODEL, NODE, Site, post
+from tests.support import tool_loop
+from tests.support.paths import ROOT
+from tests.support.serving_process import ServingProcess
+from tests.support.sizes import SLOTS, flags
+
+if find_spec("litellm") is None or not (NODE / "node_modules").is_dir():
+    collect_ignore_glob = [f"{name}.py" for name in table.MODULES]
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[Site]:
+    """A server with the embedded model, whose answers are right, and its adapter that calls tools."""
+    with ServingProcess(*flags(SLOTS), *tool_loop.SERVER_FLAGS) as server:
+        yield Site(server.http, server.grpc, MODEL)
+
+
+@pytest.fixture(scope="session")
+def tools_site(site: Site) -> Site:
+    """The same server; its model is the adapter that calls tools."""
+    return site._replace(model=tool_loop.MODEL)
+
+
+@pytest.fixture(scope="session")
+def long_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A server whose context holds agents' prompts; its weights are drawn, so that it says anything."""
+    folder = long_model(tmp_path_factory.mktemp("model"))
+    names = ("--load-format", "dummy", "--served-model-name", "small", "--tool-call-parser", "hermes")
+    with ServingProcess(str(folder), *names, *flags(SLOTS)) as server:
+        yield Site(server.http, server.grpc, "small")
+
+
+def long_model(folder: Path) -> Path:
+    """Write the embedded model's shape and tokenizer with a context of 16,384 tokens."""
+    source = ROOT / "jaxllm" / "embedded" / "model"
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.copy(source / name, folder / name)
+    for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        settings = json.loads((source / name).read_text())
+        (folder / name).write_text(json.dumps({**settings, key: 16384}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def closing(long_site: Site) -> dict[str, int]:
+    """The logit_bias with which a model that draws its tokens soon ends texts and objects."""
+    ids: set[int] = set()
+    for text in ('"', "}"):
+        ids |= set(post(f"{long_site.http}/tokenize", prompt=text)["tokens"])
+    return {str(token): 100 for token in ids}
+
+
+@pytest.fixture(scope="session")
+def embedder() -> Iterator[Site]:
+    """A server with the shipped embedder."""
+    with ServingProcess(EMBEDDER) as server:
+        yield Site(server.http, server.grpc, EMBEDDER)

@@ -1,0 +1,117 @@
+"""docs/clients.md: which client does what against this server, from the outcomes of the tests of this folder.
+
+A file of tests is a row, `test_openai.py` the first. A test's name begins with its column: `test_stream` and
+`test_stream_of_an_object` both are the cell "stream". Pure, but for `versions`, which looks into the environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.clients.common import NODE, aiperf_version
+from tests.support.paths import ROOT
+
+DOCUMENT = ROOT / "docs" / "clients.md"
+
+
+class Client(NamedTuple):
+    """A row: its name for people, and the packages that it consists of, the first of which it is."""
+
+    name: str
+    packages: tuple[str, ...]
+
+
+# By the file of their tests. Packages of npm begin with "npm:".
+CLIENTS: dict[str, Client] = {
+    "test_openai": Client("OpenAI, Python", ("openai",)),
+    "test_openai_node": Client("OpenAI, JavaScript", ("npm:openai",)),
+    "test_openai_agents": Client("OpenAI Agents SDK", ("openai-agents",)),
+    "test_anthropic": Client("Anthropic, Python", ("anthropic",)),
+    "test_anthropic_node": Client("Anthropic, JavaScript", ("npm:@anthropic-ai/sdk",)),
+    "test_langchain": Client("LangChain", ("langchain", "langchain-openai", "langchain-anthropic")),
+    "test_llama_index": Client(
+        "LlamaIndex", ("llama-index-core", "llama-index-llms-openai-like", "llama-index-embeddings-openai")
+    ),
+    "test_pydantic_ai": Client("Pydantic AI", ("pydantic-ai-slim",)),
+    "test_instructor": Client("Instructor", ("instructor",)),
+    "test_litellm": Client("LiteLLM", ("litellm",)),
+    "test_dspy": Client("DSPy", ("dspy",)),
+    "test_smolagents": Client("smolagents", ("smolagents",)),
+    "test_vercel": Client(
+        "Vercel AI SDK", ("npm:ai", "npm:@ai-sdk/openai-compatible", "npm:@ai-sdk/openai", "npm:@ai-sdk/anthropic")
+    ),
+    "test_lm_eval": Client("lm-evaluation-harness", ("lm-eval",)),
+    "test_aiperf": Client("AIPerf", ("aiperf",)),
+    "test_cohere": Client("Cohere", ("cohere",)),
+    "test_grpc_js": Client("gRPC, JavaScript", ("npm:@grpc/grpc-js",)),
+}
+MODULES = tuple(CLIENTS)
+# Columns, by how the names of their tests begin.
+FEATURES: dict[str, str] = {
+    "test_chat": "chat",
+    "test_stream": "stream",
+    "test_tools": "tools",
+    "test_structured": "structured output",
+    "test_logprobs": "log-probabilities",
+    "test_embeddings": "embeddings, ranks",
+    "test_responses": "Responses",
+    "test_messages": "Messages",
+}
+# In files of requirements, but helpers of the tests.
+HELPERS = frozenset({"faiss-cpu", "pytest", "@grpc/proto-loader", "zod"})
+
+
+def feature_of(test: str) -> str:
+    """Return the column of a test by the name of its function.
+
+    >>> feature_of("test_stream_of_an_object")
+    'stream'
+    """
+    (found,) = (feature for start, feature in FEATURES.items() if f"{test}_".startswith(f"{start}_"))
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return the version of every package that is in `CLIENTS`."""
+    return {package: _version(package) for client in CLIENTS.values() for package in client.packages}
+
+
+def _version(package: str) -> str:
+    if package.startswith("npm:"):
+        file = NODE / "node_modules" / package.removeprefix("npm:") / "package.json"
+        return json.loads(file.read_text())["version"]
+    return aiperf_version() if package == "aiperf" else version(package)
+
+
+def render(outcomes: Mapping[tuple[str, str], Iterable[bool]], versions: Mapping[str, str]) -> str:
+    """Return the document: `outcomes` has of each file's stem and column which of its tests passed."""
+    rows = [("client", *FEATURES.values())]
+    for module, client in CLIENTS.items():
+        cells = [outcomes.get((module, feature)) for feature in FEATURES.values()]
+        rows.append((client.name, *("" if cell is None else "✓" if all(cell) else "**fails**" for cell in cells)))
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, f"|{' --- |' * len(rows[0])}")
+    tried = [
+        f"- {client.name}: " + ", ".join(f"{each.removeprefix('npm:')} {versions[each]}" for each in client.packages)
+        for client in CLIENTS.values()
+    ]
+    return "\n".join([*HEADER, *lines, "", "Versions of this table:", "", *tried, ""])
+
+
+HEADER = """\
+# Clients
+
+<!-- Made by `make clients`. Do not edit: tests/clients/table.py writes it. -->
+
+Published clients, unmodified, against `jaxllm serve`. Each cell is made by the tests of its row's file in
+`tests/clients` whose names begin with its column, `test_openai.py::test_stream…`; an empty one is what the client does
+not do. `make clients` installs the clients into an environment of their own, runs all tests and writes this table.
+
+- Tools: a call, its result, and the answer; agents ask the embedded model's adapter `tools` held-out questions.
+- Responses, Messages: `/v1/responses` and `/v1/messages`: text, streams and calls of each.
+- The harness's log-likelihoods are in the column log-probabilities; a stream of gRPC is `StreamGenerate`.
+""".splitlines()
