@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -10,10 +11,16 @@ from urllib.request import Request, urlopen
 
 import pydantic
 
+from tests.support import tool_loop
+from tests.support.paths import ROOT
+from training.tool_calls import ToolTurn
+
 NODE = Path(__file__).parent / "node"
 KEY = "none"
 MODEL = "jaxllm-embedded"
 EMBEDDER = "jaxllm-embedder"
+# A model that clients know by its name: of others some believe that they can write no JSON.
+KNOWN_NAME = "gpt-4o-mini"
 
 # The embedded model knows sums.
 SUM, ANSWER = "What is 47 + 38?", "85"
@@ -61,8 +68,30 @@ def post(url: str, **body: Any) -> dict[str, Any]:
         return json.load(answer)
 
 
-def node(script: str, *arguments: str) -> Any:
-    """Run a script of node/; return what it printed as JSON."""
-    ran = subprocess.run(["node", str(NODE / script), *arguments], capture_output=True, text=True, timeout=240)
+def node(script: str, *arguments: str, turn: ToolTurn | None = None) -> Any:
+    """Run a script of node/ and return what it printed as JSON; with tools, where `turn` says what they are to give."""
+    tools = {} if turn is None else {"schemas": tool_loop.TOOLS, "result": turn.result}
+    ran = subprocess.run(
+        ["node", str(NODE / script), *arguments],
+        env={**os.environ, "TOOLS": json.dumps(tools)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
+
+
+def check_node_tools(script: str, feature: str, url: str, model: str) -> None:
+    """Let a script go through a tool loop: the right call, and the answer with its result."""
+    for turn in tool_loop.held_out(2):
+        told = node(script, feature, url, model, turn.question, turn=turn)
+        assert tool_loop.is_right(turn, [(name, given) for name, given in told["calls"]], told["answer"]), (turn, told)
+
+
+def aiperf(*arguments: str) -> str:
+    """Run AIPerf, which has an environment of its own: its pins would hold other clients back. Return what it says."""
+    command = ROOT / os.environ.get("AIPERF_VENV", ".venv-aiperf") / "bin" / "aiperf"
+    ran = subprocess.run([str(command), *arguments], capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout

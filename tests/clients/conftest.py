@@ -7,19 +7,25 @@ checks the committed table is collected.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.clients import table
-from tests.clients.common import EMBEDDER, MODEL, NODE, Site, post
+from tests.clients.common import EMBEDDER, KNOWN_NAME, MODEL, NODE, TEXTS, Site, post
 from tests.support import tool_loop
 from tests.support.paths import ROOT
 from tests.support.serving_process import ServingProcess
 from tests.support.sizes import SLOTS, flags
+
+# Else it asks another host for prices when it is imported.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 if find_spec("litellm") is None or not (NODE / "node_modules").is_dir():
     collect_ignore_glob = [f"{name}.py" for name in table.MODULES]
@@ -28,7 +34,7 @@ if find_spec("litellm") is None or not (NODE / "node_modules").is_dir():
 @pytest.fixture(scope="session")
 def site() -> Iterator[Site]:
     """A server with the embedded model, whose answers are right, and its adapter that calls tools."""
-    with ServingProcess(*flags(SLOTS), *tool_loop.SERVER_FLAGS) as server:
+    with ServingProcess(*flags(SLOTS), *tool_loop.SERVER_FLAGS, "--enable-tokenizer-info-endpoint") as server:
         yield Site(server.http, server.grpc, MODEL)
 
 
@@ -42,7 +48,8 @@ def tools_site(site: Site) -> Site:
 def long_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A server whose context holds agents' prompts; its weights are drawn, so that it says anything."""
     folder = long_model(tmp_path_factory.mktemp("model"))
-    names = ("--load-format", "dummy", "--served-model-name", "small", "--tool-call-parser", "hermes")
+    names = ("--load-format", "dummy", "--tool-call-parser", "hermes")
+    names += ("--served-model-name", "small", "--served-model-name", KNOWN_NAME)
     with ServingProcess(str(folder), *names, *flags(SLOTS)) as server:
         yield Site(server.http, server.grpc, "small")
 
@@ -72,3 +79,9 @@ def embedder() -> Iterator[Site]:
     """A server with the shipped embedder."""
     with ServingProcess(EMBEDDER) as server:
         yield Site(server.http, server.grpc, EMBEDDER)
+
+
+@pytest.fixture(scope="session")
+def embeddings(embedder: Site) -> Any:
+    """The embeddings of `TEXTS`, asked for without any client."""
+    return np.array([item["embedding"] for item in post(f"{embedder.api}/embeddings", input=TEXTS)["data"]])

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.clients.common import NODE, aiperf_version
+from tests.clients.common import NODE, aiperf
 from tests.support.paths import ROOT
 
 DOCUMENT = ROOT / "docs" / "clients.md"
@@ -84,7 +84,7 @@ def _version(package: str) -> str:
     if package.startswith("npm:"):
         file = NODE / "node_modules" / package.removeprefix("npm:") / "package.json"
         return json.loads(file.read_text())["version"]
-    return aiperf_version() if package == "aiperf" else version(package)
+    return aiperf("--version").split()[-1] if package == "aiperf" else version(package)
 
 
 def render(outcomes: Mapping[tuple[str, str], Iterable[bool]], versions: Mapping[str, str]) -> str:

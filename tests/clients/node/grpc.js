@@ -4,7 +4,7 @@ const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");
 
 const [target, prompt] = process.argv.slice(2);
-const proto = path.join(__dirname, "..", "..", "proto");
+const proto = path.join(__dirname, "..", "..", "..", "proto");
 const definition = loader.loadSync("jaxllm/v1/inference.proto", { includeDirs: [proto], longs: Number, enums: String });
 const { jaxllm } = grpc.loadPackageDefinition(definition);
 // Pings of an idle channel, which servers with a wrong keepalive key answer with "too many pings".

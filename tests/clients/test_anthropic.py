@@ -1,0 +1,104 @@
+"""`anthropic`, of Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.clients.common import ANSWER, KEY, MESSAGES, SUM_MESSAGES, Person, Site, is_person
+from tests.support import tool_loop
+
+TOOLS: Any = [
+    {"name": tool["function"]["name"], "description": "", "input_schema": tool["function"]["parameters"]}
+    for tool in tool_loop.TOOLS
+]
+# The current client has no argument for it.
+GREEDY = {"temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(site: Site) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=site.http, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def ask(site: Site) -> dict[str, Any]:
+    return {"model": site.model, "messages": SUM_MESSAGES, "max_tokens": 100, "extra_body": GREEDY}
+
+
+def text_of(message: Any) -> str:
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+def test_messages(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
+    answer = client.messages.create(**ask, system="You are a helpful assistant.")
+    assert ANSWER in text_of(answer) and (answer.type, answer.role, answer.stop_reason) == ("message", "assistant", "end_turn")
+    assert answer.usage.input_tokens > 0 and answer.usage.output_tokens > 0
+    cut = client.messages.create(**ask | {"max_tokens": 2})
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
+    stopped = client.messages.create(**ask, stop_sequences=[ANSWER])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", ANSWER) and ANSWER not in text_of(stopped)
+
+
+def test_messages_stream(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
+    with client.messages.stream(**ask) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    whole = client.messages.create(**ask)
+    assert text == text_of(final) == text_of(whole) and final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    kinds = [event.type for event in client.messages.create(**ask, stream=True)]
+    assert [kinds[0], *kinds[-3:]] == ["message_start", "content_block_stop", "message_delta", "message_stop"]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "Person"}], ids=str)
+def test_messages_with_a_forced_tool(client: anthropic.Anthropic, ask: dict[str, Any], choice: Any) -> None:
+    tools = [{"name": "Person", "description": "Somebody", "input_schema": Person.model_json_schema()}]
+    asked = ask | {"messages": MESSAGES, "tools": tools, "tool_choice": choice}
+    with client.messages.stream(**asked) as stream:
+        for message in (client.messages.create(**asked), stream.get_final_message()):
+            (call,) = (block for block in message.content if block.type == "tool_use")
+            assert message.stop_reason == "tool_use" and call.name == "Person" and is_person(Person(**call.input))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_messages_with_tools_and_their_results(client: anthropic.Anthropic, tools_site: Site, streams: bool) -> None:
+    asked: Any = {"model": tools_site.model, "max_tokens": 100, "extra_body": GREEDY, "tools": TOOLS}
+
+    def say(messages: list[Any]) -> Any:
+        if not streams:
+            return client.messages.create(**asked, messages=messages)
+        with client.messages.stream(**asked, messages=messages) as stream:
+            return stream.get_final_message()
+
+    (turn,) = tool_loop.held_out(1)
+    messages: list[Any] = [{"role": "user", "content": turn.question}]
+    called = say(messages)
+    calls = [block for block in called.content if block.type == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": call.id, "content": str(tool_loop.FUNCTIONS[call.name](**call.input))}
+        for call in calls
+    ]
+    messages += [{"role": "assistant", "content": called.content}, {"role": "user", "content": results}]
+    answer = text_of(say(messages))
+    assert tool_loop.is_right(turn, [(call.name, call.input) for call in calls], answer)
+
+
+def test_structured_output(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
+    assert is_person(client.messages.parse(**ask | {"messages": MESSAGES}, output_format=Person).parsed_output)
+
+
+def test_messages_are_counted(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
+    counted = client.messages.count_tokens(model=ask["model"], messages=SUM_MESSAGES)
+    assert counted.input_tokens == client.messages.create(**ask).usage.input_tokens
+
+
+def test_messages_that_are_wrong(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="top_p"):
+        client.messages.create(**ask | {"extra_body": {"top_p": 7}})
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**ask | {"model": "nobody"})
