@@ -4,8 +4,10 @@ VENV ?= .venv
 PARITY_VENV ?= .venv-parity
 GPU_VENV ?= .venv-gpu
 FUZZ_VENV ?= .venv-fuzz
-INTEROP_VENV ?= .venv-interop
+CLIENTS_VENV ?= .venv-clients
+export AIPERF_VENV ?= .venv-aiperf
 RAY_VENV ?= .venv-ray
+NODE_MODULES = tests/clients/node/node_modules
 # The versions that GPU programs are compiled with need Python 3.12.
 GPU_PYTHON ?= $(shell for each in $(PYTHON) python3.13 python3.12 $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python; do \
 	"$$each" -c "import sys; assert sys.version_info >= (3, 12)" 2> /dev/null && echo "$$each" && break; done)
@@ -22,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE =
 # A file's fixtures are made once. In xdist's own order, by number of tests, the simulation would keep one worker to the end.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto interop ray bench notebooks train-embedded train-adapter train-embedder train-eagle clean
+.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-embedder train-eagle clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -86,9 +88,8 @@ proto: $(VENV)/.dev  ## check the gRPC API's files and make its stubs, jaxllm/v1
 	cd proto && ../$(VENV)/bin/buf lint
 	$(VENV)/bin/python proto/generate.py
 
-interop: $(VENV)/.dev $(INTEROP_VENV)/.interop tests/interop/node_modules  ## published clients, and one in another language (needs node and npm)
-	$(VENV)/bin/python -m pytest tests/server/test_serve.py -k node
-	$(INTEROP_VENV)/bin/python -m pytest tests/interop -m slow
+clients: $(CLIENTS_VENV)/.clients $(AIPERF_VENV)/.aiperf $(NODE_MODULES)  ## published clients, unmodified, and docs/clients.md from what they do (needs node and npm); ONLY="openai or vercel"
+	$(CLIENTS_VENV)/bin/python -m pytest tests/clients -m slow $(if $(ONLY),-k "$(ONLY)") --durations=10
 
 ray: $(RAY_VENV)/.ray  ## the examples of Ray Serve and Ray Data on a Ray that is started here; ONLY="kill or batch"
 	$(RAY_VENV)/bin/python -m pytest tests/ray -m "" $(if $(ONLY),-k "$(ONLY)")
@@ -121,10 +122,10 @@ train-eagle: $(VENV)/.dev  ## train the embedded model's EAGLE-3 head again: ten
 	$(VENV)/bin/python -m training.evaluate_eagle
 
 clean:
-	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) $(FUZZ_VENV) $(INTEROP_VENV) $(RAY_VENV) .cache build *.egg-info
+	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) $(RAY_VENV) .cache build *.egg-info
 
-tests/interop/node_modules: tests/interop/package-lock.json
-	cd tests/interop && npm ci --no-audit --no-fund --ignore-scripts --silent
+$(NODE_MODULES): tests/clients/node/package-lock.json
+	cd $(@D) && npm ci --no-audit --no-fund --ignore-scripts --silent
 	touch $@
 
 $(VENV)/bin/python:
@@ -147,9 +148,14 @@ $(FUZZ_VENV)/.fuzz: pyproject.toml
 	$(FUZZ_VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@
 
-$(INTEROP_VENV)/.interop: pyproject.toml tests/interop/requirements.txt
-	$(PYTHON) -m venv --upgrade-deps $(INTEROP_VENV)
-	$(PIP_QUIET) $(INTEROP_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[server]" -r tests/interop/requirements.txt
+$(CLIENTS_VENV)/.clients: pyproject.toml tests/clients/requirements.txt
+	$(PYTHON) -m venv --upgrade-deps $(CLIENTS_VENV)
+	$(PIP_QUIET) $(CLIENTS_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[server]" -r tests/clients/requirements.txt
+	touch $@
+
+$(AIPERF_VENV)/.aiperf: tests/clients/requirements-aiperf.txt
+	$(PYTHON) -m venv --upgrade-deps $(AIPERF_VENV)
+	$(PIP_QUIET) $(AIPERF_VENV)/bin/python $(PIP_INSTALL) -r $<
 	touch $@
 
 $(RAY_VENV)/.ray: pyproject.toml tests/ray/requirements.txt

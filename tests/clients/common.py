@@ -92,6 +92,8 @@ def check_node_tools(script: str, feature: str, url: str, model: str) -> None:
 def aiperf(*arguments: str) -> str:
     """Run AIPerf, which has an environment of its own: its pins would hold other clients back. Return what it says."""
     command = ROOT / os.environ.get("AIPERF_VENV", ".venv-aiperf") / "bin" / "aiperf"
-    ran = subprocess.run([str(command), *arguments], capture_output=True, text=True, timeout=240)
+    # Offline, it looks for a tokenizer's folder in the hub's cache; otherwise it takes it as it is.
+    env = {**os.environ, "HF_HUB_OFFLINE": ""}
+    ran = subprocess.run([str(command), *arguments], env=env, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout

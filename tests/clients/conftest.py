@@ -30,6 +30,37 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 if find_spec("litellm") is None or not (NODE / "node_modules").is_dir():
     collect_ignore_glob = [f"{name}.py" for name in table.MODULES]
 
+HERE = Path(__file__).parent
+_outcomes: dict[tuple[str, str], list[bool]] = {}
+_left_out: list[str] = []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of clients `slow`: they need an environment of their own."""
+    for item in items:
+        if item.path.parent == HERE and item.path.stem in table.CLIENTS:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Note that this is no whole run."""
+    _left_out.extend(item.name for item in items if item.path.stem in table.CLIENTS)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note the outcome of each test of a client."""
+    file, _, name = report.nodeid.partition("::")
+    if Path(file).stem not in table.CLIENTS or (report.when != "call" and report.passed):
+        return
+    cell = Path(file).stem, table.feature_of(name.partition("[")[0])
+    _outcomes.setdefault(cell, []).append(report.passed)
+
+
+def pytest_sessionfinish() -> None:
+    """Write the table, where all tests of all clients ran."""
+    if {module for module, _ in _outcomes} == table.CLIENTS.keys() and not _left_out:
+        table.DOCUMENT.write_text(table.render(_outcomes, table.versions()))
+
 
 @pytest.fixture(scope="session")
 def site() -> Iterator[Site]:

@@ -18,6 +18,22 @@ from tests.support.paths import ROOT
 DOCUMENT = ROOT / "docs" / "clients.md"
 
 
+HEADER = """\
+# Clients
+
+<!-- Made by `make clients`. Do not edit: tests/clients/table.py writes it. -->
+
+Published clients, unmodified, against `jaxllm serve`. Each cell is made by the tests of its row's file in
+`tests/clients` whose names begin with its column, `test_openai.py::test_stream…`; an empty one is what the client does
+not do. `make clients` installs the clients into an environment of their own, runs all tests and writes this table.
+
+- Tools: a call, its result, and the answer; agents ask the embedded model's adapter `tools` held-out questions.
+- Responses, Messages: `/v1/responses` and `/v1/messages`: text, streams and calls of each.
+- The harness's log-likelihoods are in the column log-probabilities; a stream of gRPC is `StreamGenerate`.
+
+""".splitlines()
+
+
 class Client(NamedTuple):
     """A row: its name for people, and the packages that it consists of, the first of which it is."""
 
@@ -62,7 +78,7 @@ FEATURES: dict[str, str] = {
     "test_messages": "Messages",
 }
 # In files of requirements, but helpers of the tests.
-HELPERS = frozenset({"faiss-cpu", "pytest", "@grpc/proto-loader", "zod"})
+HELPERS = frozenset({"faiss-cpu", "pytest", "npm:@grpc/proto-loader", "npm:zod"})
 
 
 def feature_of(test: str) -> str:
@@ -75,9 +91,14 @@ def feature_of(test: str) -> str:
     return found
 
 
+def packages() -> list[str]:
+    """Return every package that is in `CLIENTS`."""
+    return [package for client in CLIENTS.values() for package in client.packages]
+
+
 def versions() -> dict[str, str]:
-    """Return the version of every package that is in `CLIENTS`."""
-    return {package: _version(package) for client in CLIENTS.values() for package in client.packages}
+    """Return the version of every package that is installed."""
+    return {package: _version(package) for package in packages()}
 
 
 def _version(package: str) -> str:
@@ -100,18 +121,3 @@ def render(outcomes: Mapping[tuple[str, str], Iterable[bool]], versions: Mapping
         for client in CLIENTS.values()
     ]
     return "\n".join([*HEADER, *lines, "", "Versions of this table:", "", *tried, ""])
-
-
-HEADER = """\
-# Clients
-
-<!-- Made by `make clients`. Do not edit: tests/clients/table.py writes it. -->
-
-Published clients, unmodified, against `jaxllm serve`. Each cell is made by the tests of its row's file in
-`tests/clients` whose names begin with its column, `test_openai.py::test_stream…`; an empty one is what the client does
-not do. `make clients` installs the clients into an environment of their own, runs all tests and writes this table.
-
-- Tools: a call, its result, and the answer; agents ask the embedded model's adapter `tools` held-out questions.
-- Responses, Messages: `/v1/responses` and `/v1/messages`: text, streams and calls of each.
-- The harness's log-likelihoods are in the column log-probabilities; a stream of gRPC is `StreamGenerate`.
-""".splitlines()

@@ -60,14 +60,22 @@ def test_stream(known_site: Site) -> None:
     assert len(parts) > 2 and last.name in ("Ada", "Grace")
 
 
-def test_tools_of_an_agent(known_site: Site) -> None:
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        return a + b
+def test_tools(known_site: Site, closing: dict[str, int]) -> None:
+    def age_of(name: Literal["Ada", "Grace"]) -> int:
+        """Say how old somebody is."""
+        return {"Ada": 36, "Grace": 85}[name]
 
-    with dspy.context(lm=model(known_site), adapter=dspy.JSONAdapter()):
-        answer = dspy.ReAct(Named, tools=[add], max_iters=1)(text=ASKED)
-    assert answer.trajectory["tool_name_0"] in ("add", "finish") and answer.name in ("Ada", "Grace")
+    class Ask(dspy.Signature):
+        """Find out what is needed."""
+
+        text: str = dspy.InputField()
+        tools: list[dspy.Tool] = dspy.InputField()
+        calls: dspy.ToolCalls = dspy.OutputField()
+
+    own = model(known_site, tool_choice="required", parallel_tool_calls=False, logit_bias=closing)
+    with dspy.context(lm=own, adapter=dspy.ChatAdapter(use_native_function_calling=True)):
+        (call,) = dspy.Predict(Ask)(text=ASKED, tools=[dspy.Tool(age_of)]).calls.tool_calls
+    assert call.name == "age_of" and age_of(**call.args) in (36, 85)
 
 
 def test_logprobs(site: Site) -> None:

@@ -177,10 +177,10 @@ def buf_curl(server: ServingProcess, method: str) -> list[dict[str, Any]]:
 
 
 def test_the_node_client_gets_the_same(server: ServingProcess, client: Client) -> None:
-    node, modules = shutil.which("node"), paths.ROOT / "tests" / "interop" / "node_modules" / "@grpc"
+    node, modules = shutil.which("node"), paths.ROOT / "tests" / "clients" / "node" / "node_modules" / "@grpc"
     if node is None or not modules.exists():
-        pytest.skip("make interop installs @grpc/grpc-js")
-    script = paths.ROOT / "tests" / "interop" / "client.js"
+        pytest.skip("make clients installs @grpc/grpc-js")
+    script = paths.ROOT / "tests" / "clients" / "node" / "grpc.js"
     ran = subprocess.run([node, str(script), server.grpc, PROMPT], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout)
