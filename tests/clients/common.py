@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 from urllib.request import Request, urlopen
 
 import pydantic
+from training.tool_calls import ToolTurn
 
 from tests.support import tool_loop
 from tests.support.paths import ROOT
-from training.tool_calls import ToolTurn
 
 NODE = Path(__file__).parent / "node"
 KEY = "none"

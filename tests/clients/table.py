@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import NamedTuple
 
 from tests.clients.common import NODE, aiperf
@@ -30,6 +29,17 @@ not do. `make clients` installs the clients into an environment of their own, ru
 - Tools: a call, its result, and the answer; agents ask the embedded model's adapter `tools` held-out questions.
 - Responses, Messages: `/v1/responses` and `/v1/messages`: text, streams and calls of each.
 - The harness's log-likelihoods are in the column log-probabilities; a stream of gRPC is `StreamGenerate`.
+
+What some of them must be told, besides where the server is:
+
+- The base URL ends with `/v1` for OpenAI's clients and Vercel's `@ai-sdk/anthropic`; for Anthropic's own, and for
+  LangChain's and LiteLLM's ways to it, it does not.
+- LangChain's `OpenAIEmbeddings`: `check_embedding_ctx_length=False`, or it sends token ids of OpenAI's vocabulary.
+- LlamaIndex: `OpenAILike` with `is_function_calling_model=True`, or its agents write calls into the prompt.
+- DSPy asks for JSON of a schema where it knows the model by its name; `--served-model-name` may give a second one.
+- The harness's `local-completions` takes the server's tokenizer with `--enable-tokenizer-info-endpoint`, and otherwise
+  looks for one on the model hub.
+- Pydantic AI's model for Messages is not in the table: release 2.31 fails of itself with release 2 of `anthropic`.
 
 """.splitlines()
 

@@ -30,7 +30,9 @@ def test_chat(site: Site, tmp_path: Path) -> None:
 
 
 def test_stream(site: Site, tmp_path: Path) -> None:
-    check("chat", site, tmp_path, "--streaming", "--prompt-output-tokens-mean", "16", "--extra-inputs", "ignore_eos:true")
+    check(
+        "chat", site, tmp_path, "--streaming", "--prompt-output-tokens-mean", "16", "--extra-inputs", "ignore_eos:true"
+    )
 
 
 def test_embeddings(embedder: Site, tmp_path: Path) -> None:

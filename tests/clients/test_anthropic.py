@@ -36,7 +36,11 @@ def text_of(message: Any) -> str:
 
 def test_messages(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:
     answer = client.messages.create(**ask, system="You are a helpful assistant.")
-    assert ANSWER in text_of(answer) and (answer.type, answer.role, answer.stop_reason) == ("message", "assistant", "end_turn")
+    assert ANSWER in text_of(answer) and (answer.type, answer.role, answer.stop_reason) == (
+        "message",
+        "assistant",
+        "end_turn",
+    )
     assert answer.usage.input_tokens > 0 and answer.usage.output_tokens > 0
     cut = client.messages.create(**ask | {"max_tokens": 2})
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 2)
@@ -55,7 +59,9 @@ def test_messages_stream(client: anthropic.Anthropic, ask: dict[str, Any]) -> No
     assert [kinds[0], *kinds[-3:]] == ["message_start", "content_block_stop", "message_delta", "message_stop"]
 
 
-@pytest.mark.parametrize("choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "Person"}], ids=str)
+@pytest.mark.parametrize(
+    "choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "Person"}], ids=str
+)
 def test_messages_with_a_forced_tool(client: anthropic.Anthropic, ask: dict[str, Any], choice: Any) -> None:
     tools = [{"name": "Person", "description": "Somebody", "input_schema": Person.model_json_schema()}]
     asked = ask | {"messages": MESSAGES, "tools": tools, "tool_choice": choice}

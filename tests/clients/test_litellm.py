@@ -10,7 +10,19 @@ import litellm
 import numpy as np
 import pytest
 
-from tests.clients.common import ANSWER, ASKED, EMBEDDER, KEY, MESSAGES, SUM, SUM_MESSAGES, TEXTS, Person, Site, is_person
+from tests.clients.common import (
+    ANSWER,
+    ASKED,
+    EMBEDDER,
+    KEY,
+    MESSAGES,
+    SUM,
+    SUM_MESSAGES,
+    TEXTS,
+    Person,
+    Site,
+    is_person,
+)
 from tests.support import tool_loop
 
 CHAT, MESSAGES_API = "hosted_vllm", "anthropic"
@@ -97,6 +109,7 @@ def test_messages_call_tools(tools_site: Site) -> None:
 
 
 def test_messages_as_they_are(site: Site) -> None:
-    asked: Any = {"messages": SUM_MESSAGES, "max_tokens": 100, "api_base": site.http, "api_key": KEY}
-    answer = asyncio.run(litellm.anthropic.messages.acreate(model=f"anthropic/{site.model}", **asked))
+    asked: Any = {"messages": SUM_MESSAGES, "max_tokens": 100, "temperature": 0}
+    own: Any = {"model": f"anthropic/{site.model}", "api_base": site.http, "api_key": KEY}
+    answer = asyncio.run(litellm.anthropic.messages.acreate(**own, **asked))
     assert ANSWER in answer["content"][0]["text"] and answer["stop_reason"] == "end_turn"

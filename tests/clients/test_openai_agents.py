@@ -37,7 +37,9 @@ def responses(site: Site) -> Model:
 
 def agent(model: Model, **settings: Any) -> agents.Agent:
     own = agents.ModelSettings(temperature=0)
-    return agents.Agent(name="Ada", instructions="You are a helpful assistant.", model=model, model_settings=own, **settings)
+    return agents.Agent(
+        name="Ada", instructions="You are a helpful assistant.", model=model, model_settings=own, **settings
+    )
 
 
 def check_text(model: Model) -> None:

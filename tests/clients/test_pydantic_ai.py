@@ -116,4 +116,3 @@ def test_responses_with_an_object(site: Site, output: str) -> None:
 
 def test_responses_call_tools(tools_site: Site) -> None:
     check_tools(responses(tools_site))
-

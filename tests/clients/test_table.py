@@ -17,14 +17,22 @@ FILES = sorted(path.stem for path in HERE.glob("test_*.py") if path.stem != "tes
 
 def cells_of(module: str) -> set[str]:
     """Return the columns that a file's tests make."""
-    functions = [node for node in ast.parse((HERE / f"{module}.py").read_text()).body if isinstance(node, ast.FunctionDef)]
-    return {table.feature_of(node.name) for node in functions if node.name.startswith("test_")}
+    tree = ast.parse((HERE / f"{module}.py").read_text())
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {table.feature_of(name) for name in names if name.startswith("test_")}
+
+
+def row_of(module: str, outcomes: dict[tuple[str, str], list[bool]]) -> str:
+    """Return the row that a file has in a table of these outcomes."""
+    lines = table.render(outcomes, dict.fromkeys(table.packages(), "1")).splitlines()
+    (row,) = (line for line in lines if line.startswith(f"| {table.CLIENTS[module].name} |"))
+    return row
 
 
 def test_every_client_has_a_file_and_every_file_a_client() -> None:
     assert FILES == sorted(table.CLIENTS)
-    named = [line for file in ("requirements.txt", "requirements-aiperf.txt") for line in (HERE / file).read_text().splitlines()]
-    packages = {re.split(r"[\[>=]", line)[0] for line in named if not line.startswith("#")}
+    text = "".join((HERE / file).read_text() for file in ("requirements.txt", "requirements-aiperf.txt"))
+    packages = set(re.findall(r"^[\w-]+", text, re.MULTILINE))
     packages |= {f"npm:{name}" for name in json.loads((NODE / "package.json").read_text())["dependencies"]}
     rows = {package for client in table.CLIENTS.values() for package in client.packages}
     assert packages - table.HELPERS == rows
@@ -33,14 +41,11 @@ def test_every_client_has_a_file_and_every_file_a_client() -> None:
 @pytest.mark.parametrize("module", FILES)
 def test_the_committed_table_has_its_row(module: str) -> None:
     text = table.DOCUMENT.read_text()
-    cells = cells_of(module)
-    row = table.render({(module, cell): [True] for cell in cells}, dict.fromkeys(table.packages(), "1"))
-    (expected,) = (line for line in row.splitlines() if line.startswith(f"| {table.CLIENTS[module].name} |"))
+    expected = row_of(module, {(module, cell): [True] for cell in cells_of(module)})
     assert expected in text.splitlines(), "run `make clients`"
     assert all(f"{package.removeprefix('npm:')} " in text for package in table.CLIENTS[module].packages)
 
 
 def test_a_cell_fails_with_any_of_its_tests() -> None:
     outcomes = {("test_openai", "chat"): [True, True], ("test_openai", "stream"): [True, False]}
-    (row,) = (line for line in table.render(outcomes, dict.fromkeys(table.packages(), "1")).splitlines() if "| OpenAI, Python |" in line)
-    assert row.startswith("| OpenAI, Python | ✓ | **fails** |  |")
+    assert row_of("test_openai", outcomes).startswith("| OpenAI, Python | ✓ | **fails** |  |")

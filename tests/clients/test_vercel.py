@@ -1,4 +1,4 @@
-"""Vercel's AI SDK, with its providers for servers like OpenAI's, for OpenAI (Responses) and for Anthropic (Messages)."""
+"""Vercel's AI SDK, with its providers for servers like OpenAI's, for OpenAI (Responses), for Anthropic (Messages)."""
 
 from __future__ import annotations
 
