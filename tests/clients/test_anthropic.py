@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -92,6 +93,27 @@ def test_messages_with_tools_and_their_results(client: anthropic.Anthropic, tool
     messages += [{"role": "assistant", "content": called.content}, {"role": "user", "content": results}]
     answer = text_of(say(messages))
     assert tool_loop.is_right(turn, [(call.name, call.input) for call in calls], answer)
+
+
+def test_messages_of_its_agent(client: anthropic.Anthropic, tools_site: Site) -> None:
+    """Its loop asks for a thread that the server is to keep, and goes on without when it is told that there is none."""
+    tools = [anthropic.beta_tool(function) for function in map(returning_text, tool_loop.FUNCTIONS.values())]
+    asked: Any = {"model": tools_site.model, "max_tokens": 100, "extra_body": GREEDY, "tools": tools}
+    for turn in tool_loop.held_out(4):
+        runner = client.beta.messages.tool_runner(**asked, messages=[{"role": "user", "content": turn.question}])
+        said = list(runner)
+        made = [(block.name, block.input) for message in said for block in message.content if block.type == "tool_use"]
+        assert tool_loop.is_right(turn, made, text_of(said[-1])), (turn, made, said[-1])
+
+
+def returning_text(function: Callable[..., Any]) -> Callable[..., str]:
+    """Make a tool whose results are text, which is all that this client takes."""
+
+    @functools.wraps(function)
+    def run(*values: Any, **named: Any) -> str:
+        return str(function(*values, **named))
+
+    return run
 
 
 def test_structured_output(client: anthropic.Anthropic, ask: dict[str, Any]) -> None:

@@ -89,6 +89,15 @@ def test_embeddings(provider: str, embedder: Site, embeddings: Any) -> None:
     assert np.allclose([item["embedding"] for item in answer.data], embeddings, atol=1e-6)
 
 
+@pytest.mark.parametrize("provider", ["ollama", "ollama_chat"])
+def test_chat_as_ollama(provider: str, site: Site) -> None:
+    own: Any = {"messages": SUM_MESSAGES, "temperature": 0, "num_retries": 0, "api_base": site.http}
+    answer = litellm.completion(f"{provider}/{site.model}", **own).choices[0].message.content
+    chunks = litellm.completion(f"{provider}/{site.model}", **own, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer
+    assert provider == "ollama" or ANSWER in answer, "the older of the two writes a prompt of its own"
+
+
 def test_responses(site: Site) -> None:
     own: Any = {"api_base": site.api, "api_key": KEY, "temperature": 0}
     answer = litellm.responses(model=f"openai/{site.model}", input=SUM, **own)

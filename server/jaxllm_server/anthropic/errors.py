@@ -20,12 +20,20 @@ _KINDS = {
 }
 
 
+# By parameter, what tells a client that it can ask without. The agents' loop of Anthropic's packages begins with a
+# `thread` and goes on without one if these words refuse it: `lib/threads/_thread_state.py` of `anthropic` 2.14.
+_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
+
+
 def error_body(status: int, message: str, parameter: str | None, request_id: str) -> dict[str, Any]:
     """Return the form, which has no place of its own for a parameter: the message names it."""
     if parameter is not None and parameter not in message:
         message = f"{parameter}: {message}"
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if parameter in _DETAILS:
+        error["details"] = _DETAILS[parameter]
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def error_body_of(error: BaseException, request_id: str) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from jaxllm_server.http.sse import dumps
 from jaxllm_server.http.writers import ChunkWriter, EventReply, LineWriter, NamedWriter
 from jaxllm_server.observability.tracing import Tracer
 from jaxllm_server.ollama.models import asked_name, ollama_details, ollama_model
+from jaxllm_server.ollama.replies import PATHS as OLLAMA_PATHS
 from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
 from jaxllm_server.openai.adapters import load_request_of, unload_request_of
 from jaxllm_server.openai.chat import ChatReply
@@ -422,7 +423,10 @@ class Endpoints:
         """Read a request's JSON and make something of it; of a large one where the event loop does not wait for it."""
         media, _, parameters = request.headers.get("content-type", "").partition(";")
         charset = parameters.replace(" ", "").lower()
-        if media.strip().lower() != "application/json" or charset not in ("", 'charset="utf-8"', "charset=utf-8"):
+        is_json = media.strip().lower() == "application/json" and charset in ("", 'charset="utf-8"', "charset=utf-8")
+        # Ollama does not look at the type, and its users' `curl -d` says that it is a form, LiteLLM nothing. Pages of
+        # other origins, which the type would keep out as well, have been refused by their Origin.
+        if not is_json and not request.url.path.endswith(OLLAMA_PATHS):
             raise Refusal(415, "The body must be application/json in UTF-8.", "CONTENT_TYPE", closes=True)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal(415, "Compressed bodies are not accepted.", "CONTENT_ENCODING", closes=True)

@@ -320,6 +320,8 @@ def test_no_tokens_at_all_fill_the_cache_and_show_nothing() -> None:
 def test_errors_in_anthropics_form() -> None:
     error = error_body_of(UserError("must be at least 1.", "top_k"), "r")
     assert error["error"] == {"type": "invalid_request_error", "message": "top_k: must be at least 1."}
+    threads = error_body_of(UnsupportedError("thread is not supported by jaxllm yet.", "thread"), "r")
+    assert threads["error"]["details"]["error_code"] == "thread_unsupported_request"
     assert error_body_of(OverloadedError("full", 2.0), "r")["error"]["type"] == "rate_limit_error"
     assert error_body_of(RequestFailedError("NaN"), "r")["error"]["type"] == "api_error"
     (event,) = reply().failure(RuntimeError("/home/me"))

@@ -556,6 +556,14 @@ def test_other_content_is_415(server, headers):
     assert answer.status_code == 415 and answer.json()["error"]["code"].startswith("content_")
 
 
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+def test_ollamas_clients_need_not_say_that_a_body_is_json(server, headers):
+    body = b'{"model": "fake", "prompt": "a", "stream": false}'
+    assert server.http.post("/api/generate", content=body, headers=headers).json()["done"] is True
+    refused = server.http.post("/api/generate", content=body, headers={**headers, "origin": "https://example.org"})
+    assert refused.status_code == 403
+
+
 def test_content_type_may_name_utf8(server):
     headers = {"content-type": "Application/JSON; charset=UTF-8"}
     assert server.http.post("/v1/completions", content=b'{"prompt":"a"}', headers=headers).status_code == 200
