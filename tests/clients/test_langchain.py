@@ -11,6 +11,7 @@ import langchain_anthropic
 import langchain_openai
 import numpy as np
 import pytest
+from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 
 from tests.clients.common import ANSWER, ASKED, EMBEDDER, KEY, SUM, TEXTS, Anything, Person, Site, is_person
 from tests.support import tool_loop
@@ -83,10 +84,9 @@ def test_structured_output_of_any_form(long_site: Site, streams: bool, closing: 
 
 
 def test_structured_output_of_an_agent(site: Site) -> None:
-    from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
-
-    for strategy in (ProviderStrategy, ToolStrategy):
-        agent = langchain.agents.create_agent(chat(site), response_format=strategy(Person))
+    one_call = chat(site, model_kwargs={"parallel_tool_calls": False})  # the model would go on calling
+    for model, strategy in ((chat(site), ProviderStrategy(Person)), (one_call, ToolStrategy(Person))):
+        agent = langchain.agents.create_agent(model, response_format=strategy)
         answer = agent.invoke({"messages": [{"role": "user", "content": ASKED}]})
         assert is_person(answer["structured_response"])
 

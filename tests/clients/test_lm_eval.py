@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,20 @@ import pytest
 import yaml
 from lm_eval.tasks import TaskManager
 
-from tests.clients.common import Site
+from tests.clients.common import Site, post
 from training import facts
 
+STORIES = [f"Once upon a time there was a {animal}. It was happy." for animal in ("dog", "cat", "bird")]
 SUMS = [(a, b) for a in (12, 47, 63) for b in (15, 38)]
 
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> TaskManager:
-    """Sums to be written, and capitals to be chosen among three by their log-likelihoods."""
+    """Sums to be written, capitals to be chosen among three by their log-likelihoods, texts to be found likely."""
     capitals = [country[1] for country in facts.COUNTRIES[:8]]
     rows: dict[str, list[dict[str, Any]]] = {
         "sums": [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in SUMS],
+        "stories": [{"text": text} for text in STORIES],
         "capitals": [
             {
                 "question": f"The capital of {facts.COUNTRIES[number][0]} is",
@@ -37,6 +40,12 @@ def tasks(tmp_path: Path) -> TaskManager:
             "doc_to_target": "{{answer}}",
             "generation_kwargs": {"until": ["\n"], "max_gen_toks": 30},
             "metric_list": [{"metric": "exact_match", "regexes_to_ignore": [r"^.*= ", r"\."]}],
+        },
+        "stories": {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "word_perplexity"}],
         },
         "capitals": {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": 0},
     }
@@ -65,3 +74,13 @@ def test_chat(tasks: TaskManager, site: Site) -> None:
 def test_logprobs(tasks: TaskManager, site: Site, batch: int) -> None:
     found = evaluate(tasks, "capitals", "local-completions", f"{site.api}/completions", site, batch_size=batch)
     assert found["acc,none"] > 0.5
+
+
+def test_logprobs_of_whole_texts(tasks: TaskManager, site: Site) -> None:
+    begin = {"custom_prefix_token_id": 0}  # <|endoftext|>; by itself it takes 0 for no token, and begins with another
+    found = evaluate(tasks, "stories", "local-completions", f"{site.api}/completions", site, **begin)
+    asked: Any = {"model": site.model, "echo": True, "max_tokens": 0, "logprobs": 0}
+    told = [post(f"{site.api}/completions", **asked, prompt=f"<|endoftext|>{text}") for text in STORIES]
+    total = sum(sum(answer["choices"][0]["logprobs"]["token_logprobs"][1:]) for answer in told)
+    words = sum(len(text.split()) for text in STORIES)
+    assert found["word_perplexity,none"] == pytest.approx(math.exp(-total / words), rel=1e-3)
