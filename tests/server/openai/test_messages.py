@@ -544,7 +544,7 @@ def test_chat_refuses(body, parameter, kind):
     [
         *({"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tool_choice": "auto"}, {"tool_choice": "none"}),
         *({"functions": [], "function_call": "none"}, {"parallel_tool_calls": False}, {"echo": False}),
-        *({"top_logprobs": 0}, {"modalities": ["text"]}, {"verbosity": "medium"}),
+        *({"top_logprobs": 0}, {"modalities": ["text"]}, {"verbosity": "low"}, {"prediction": {"type": "content"}}),
     ],
 )
 def test_what_asks_for_nothing_of_a_chat_is_accepted(body):
