@@ -61,6 +61,7 @@ _FIELDS = (
     | {"max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls", "include_reasoning"}
     | {"echo", "prompt_token_ids", "verbosity", "prediction"}
 )
+_SHOWN_NAME = 64  # characters of a tool's name that an error repeats
 _VERBOSITIES = ("low", "medium", "high")
 _OF_WRITING = ("add_generation_prompt", "continue_final_message", "add_special_tokens")  # how messages become a prompt
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -109,7 +110,10 @@ class ChatReply:
         self._echo = _echo(conversation, self._role) if flag(fields, "echo", False) else ""
         if conversation.get("written_ids") is not None:
             self.names = {**names, "prompt": "prompt_token_ids"}
-        choice = _tool_choice(fields.get("tool_choice"), conversation["tools"] is not None)
+        asked = fields.get("tool_choice")
+        if isinstance(asked, dict) and asked.get("type") == "allowed_tools":
+            asked, conversation["tools"] = _allowed(asked.get("allowed_tools"), conversation["tools"] or [])
+        choice = _tool_choice(asked, conversation["tools"] is not None)
         self._is_named = isinstance(choice, NamedTool)
         if is_forced(choice) and fields.get("structured_outputs") is None and "response_format" in fields:
             # As in vLLM (tool_parsers/abstract_tool_parser.py, adjust_request) the calls' form goes first: the other
@@ -336,18 +340,37 @@ def _tools(tools: Any) -> list[Any] | None:
     return tools or None  # an empty list is what some clients send without tools
 
 
+def _allowed(allowed: Any, tools: list[Any]) -> tuple[str, list[Any]]:
+    """Return how the model chooses among the tools that `tool_choice` allows, and these: it is shown no others."""
+    given = allowed.get("tools") if isinstance(allowed, dict) else None
+    names = {_name_of(tool) for tool in given} if isinstance(given, list) else set()
+    if not names or None in names or allowed.get("mode") not in ("auto", "required"):
+        form = '{"mode": "auto" or "required", "tools": [{"type": "function", "function": {"name": …}}]}'
+        raise UserError(f"allowed_tools of tool_choice must be {form}.", "tool_choice")
+    unknown = names - {_name_of(tool) for tool in tools}
+    if unknown:
+        shown = min(map(str, unknown))[:_SHOWN_NAME]
+        raise UserError(f"tool_choice allows {shown!r}, which is none of the tools.", "tool_choice")
+    return allowed["mode"], [tool for tool in tools if _name_of(tool) in names]
+
+
+def _name_of(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) and name else None
+
+
 def _tool_choice(choice: Any, has_tools: bool) -> ToolChoice:
     if choice is None or choice == "none":
         return choice
     if isinstance(choice, dict):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if choice.get("type") != "function" or not isinstance(name, str) or not name:
+        name = _name_of(choice)
+        if choice.get("type") != "function" or name is None:
             message = 'tool_choice must name a tool as {"type": "function", "function": {"name": …}}.'
             raise UserError(message, "tool_choice")
         choice = NamedTool(name)
     elif choice not in ("auto", "required"):
-        raise UserError("tool_choice must be none, auto, required or a named tool.", "tool_choice")
+        raise UserError("tool_choice must be none, auto, required, allowed tools or a named tool.", "tool_choice")
     if not has_tools and choice == "auto":
         return None
     if not has_tools:

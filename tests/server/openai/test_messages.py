@@ -32,6 +32,14 @@ from jaxllm_server.shared.options import ServerOptions
 OPTIONS = ServerOptions()
 MESSAGES = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def allowing(mode, *names):
+    """Return a `tool_choice` of OpenAI's kind `allowed_tools`."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
@@ -503,6 +511,11 @@ def test_reasoning_of_earlier_messages_goes_by_either_name():
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice", UserError),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "function": {"name": "add"}}}, "tool_choice", UserError),
         ({"tools": TOOLS, "tool_choice": 3}, "tool_choice", UserError),
+        ({"tools": TOOLS, "tool_choice": allowing("auto")}, "tool_choice", UserError),
+        ({"tools": TOOLS, "tool_choice": allowing("none", "add")}, "tool_choice", UserError),
+        ({"tools": TOOLS, "tool_choice": allowing("auto", "add", "sub")}, "tool_choice", UserError),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", UserError),
+        ({"tool_choice": allowing("required", "add")}, "tool_choice", UserError),
         ({"chat_template": "{{ x }}"}, "chat_template", UserError),
         ({"chat_template": ""}, "chat_template", UserError),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", UserError),
@@ -537,6 +550,13 @@ def test_chat_refuses(body, parameter, kind):
     with pytest.raises(kind) as caught:
         chat(**body)
     assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_model_is_shown_the_tools_that_are_allowed(mode):
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "sub", "mul")]
+    call = chat(tools=tools, tool_choice=allowing(mode, "mul", "add")).calls[0]
+    assert (call.tools, call.tool_choice) == ([tools[0], tools[2]], mode)
 
 
 @pytest.mark.parametrize(
