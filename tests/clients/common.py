@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 from urllib.request import Request, urlopen
 
 import pydantic
-from training.tool_calls import ToolTurn
 
 from tests.support import tool_loop
 from tests.support.paths import ROOT
@@ -68,7 +67,7 @@ def post(url: str, **body: Any) -> dict[str, Any]:
         return json.load(answer)
 
 
-def node(script: str, *arguments: str, turn: ToolTurn | None = None) -> Any:
+def node(script: str, *arguments: str, turn: tool_loop.ToolTurn | None = None) -> Any:
     """Run a script of node/ and return what it printed as JSON; with tools, where `turn` says what they are to give."""
     tools = {} if turn is None else {"schemas": tool_loop.TOOLS, "result": turn.result}
     ran = subprocess.run(
