@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.request import Request, urlopen
@@ -26,6 +27,7 @@ SUM, ANSWER = "What is 47 + 38?", "85"
 SUM_MESSAGES: Any = [{"role": "user", "content": SUM}]
 ASKED = "Ada is 36 years old."
 MESSAGES: Any = [{"role": "user", "content": ASKED}]
+Call = tuple[str, dict[str, Any]]  # of a tool: its name and arguments
 TEXTS = ["Who keeps bees?", "Paris is the capital of France", "a dog barks"]
 
 
@@ -81,11 +83,24 @@ def node(script: str, *arguments: str, turn: tool_loop.ToolTurn | None = None) -
     return json.loads(ran.stdout)
 
 
+def check_tools(ask: Callable[[tool_loop.ToolTurn], tuple[list[Call], str]], count: int = 4) -> None:
+    """Ask held-out questions; `ask` tells which calls a client made and what the answer was with their results.
+
+    95 % are promised to be right: of 20 one may be wrong, and so of a few.
+    """
+    told = [(turn, *ask(turn)) for turn in tool_loop.held_out(count)]
+    wrong = [each for each in told if not tool_loop.is_right(*each)]
+    assert len(wrong) <= 1, wrong
+
+
 def check_node_tools(script: str, feature: str, url: str, model: str) -> None:
-    """Let a script go through a tool loop: the right call, and the answer with its result."""
-    for turn in tool_loop.held_out(2):
+    """Let a script go through loops of calls and results."""
+
+    def ask(turn: tool_loop.ToolTurn) -> tuple[list[Call], str]:
         told = node(script, feature, url, model, turn.question, turn=turn)
-        assert tool_loop.is_right(turn, [(name, given) for name, given in told["calls"]], told["answer"]), (turn, told)
+        return [(name, given) for name, given in told["calls"]], told["answer"]
+
+    check_tools(ask)
 
 
 def aiperf(*arguments: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.clients.common import ANSWER, KEY, MESSAGES, SUM_MESSAGES, Person, Site, is_person
+from tests.clients.common import ANSWER, KEY, MESSAGES, SUM_MESSAGES, Call, Person, Site, check_tools, is_person
 from tests.support import tool_loop
 
 TOOLS: Any = [
@@ -82,28 +82,32 @@ def test_messages_with_tools_and_their_results(client: anthropic.Anthropic, tool
         with client.messages.stream(**asked, messages=messages) as stream:
             return stream.get_final_message()
 
-    (turn,) = tool_loop.held_out(1)
-    messages: list[Any] = [{"role": "user", "content": turn.question}]
-    called = say(messages)
-    calls = [block for block in called.content if block.type == "tool_use"]
-    results = [
-        {"type": "tool_result", "tool_use_id": call.id, "content": str(tool_loop.FUNCTIONS[call.name](**call.input))}
-        for call in calls
-    ]
-    messages += [{"role": "assistant", "content": called.content}, {"role": "user", "content": results}]
-    answer = text_of(say(messages))
-    assert tool_loop.is_right(turn, [(call.name, call.input) for call in calls], answer)
+    def ask(turn: tool_loop.ToolTurn) -> tuple[list[Call], str]:
+        messages: list[Any] = [{"role": "user", "content": turn.question}]
+        called = say(messages)
+        calls = [block for block in called.content if block.type == "tool_use"]
+        results = [str(tool_loop.FUNCTIONS[call.name](**call.input)) for call in calls]
+        blocks = [
+            {"type": "tool_result", "tool_use_id": call.id, "content": result}
+            for call, result in zip(calls, results, strict=True)
+        ]
+        messages += [{"role": "assistant", "content": called.content}, {"role": "user", "content": blocks}]
+        return [(call.name, call.input) for call in calls], text_of(say(messages))
+
+    check_tools(ask)
 
 
 def test_messages_of_its_agent(client: anthropic.Anthropic, tools_site: Site) -> None:
     """Its loop asks for a thread that the server is to keep, and goes on without when it is told that there is none."""
     tools = [anthropic.beta_tool(function) for function in map(returning_text, tool_loop.FUNCTIONS.values())]
     asked: Any = {"model": tools_site.model, "max_tokens": 100, "extra_body": GREEDY, "tools": tools}
-    for turn in tool_loop.held_out(4):
-        runner = client.beta.messages.tool_runner(**asked, messages=[{"role": "user", "content": turn.question}])
-        said = list(runner)
-        made = [(block.name, block.input) for message in said for block in message.content if block.type == "tool_use"]
-        assert tool_loop.is_right(turn, made, text_of(said[-1])), (turn, made, said[-1])
+
+    def ask(turn: tool_loop.ToolTurn) -> tuple[list[Call], str]:
+        said = list(client.beta.messages.tool_runner(**asked, messages=[{"role": "user", "content": turn.question}]))
+        blocks = [block for message in said for block in message.content]
+        return [(block.name, block.input) for block in blocks if block.type == "tool_use"], text_of(said[-1])
+
+    check_tools(ask)
 
 
 def returning_text(function: Callable[..., Any]) -> Callable[..., str]:

@@ -13,11 +13,22 @@ import numpy as np
 import pytest
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 
-from tests.clients.common import ANSWER, ASKED, EMBEDDER, KEY, SUM, TEXTS, Anything, Person, Site, is_person
+from tests.clients.common import (
+    ANSWER,
+    ASKED,
+    EMBEDDER,
+    KEY,
+    SUM,
+    TEXTS,
+    Anything,
+    Call,
+    Person,
+    Site,
+    check_tools,
+    is_person,
+)
 from tests.support import tool_loop
 from training import meanings
-
-QUESTIONS = tool_loop.held_out(20)
 
 
 def chat(site: Site, **settings: Any) -> Any:
@@ -42,13 +53,13 @@ def check_text_and_stream(model: Any) -> None:
 
 def check_agent(model: Any) -> None:
     agent = langchain.agents.create_agent(model, tools=list(tool_loop.FUNCTIONS.values()))
-    wrong = []
-    for turn in QUESTIONS:
+
+    def ask(turn: tool_loop.ToolTurn) -> tuple[list[Call], str]:
         said = agent.invoke({"messages": [{"role": "user", "content": turn.question}]})["messages"]
-        made = [(call["name"], call["args"]) for message in said for call in getattr(message, "tool_calls", ())]
-        if not tool_loop.is_right(turn, made, said[-1].text):
-            wrong.append((turn, made, said[-1].text))
-    assert len(wrong) <= len(QUESTIONS) * (1 - tool_loop.LEAST_RIGHT), wrong
+        calls = [call for message in said for call in getattr(message, "tool_calls", ())]
+        return [(call["name"], call["args"]) for call in calls], said[-1].text
+
+    check_tools(ask, 20)
 
 
 def test_chat(site: Site) -> None:

@@ -19,8 +19,10 @@ from tests.clients.common import (
     SUM,
     SUM_MESSAGES,
     TEXTS,
+    Call,
     Person,
     Site,
+    check_tools,
     is_person,
 )
 from tests.support import tool_loop
@@ -42,17 +44,21 @@ def check_text_and_stream(provider: str, site: Site) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in ask(provider, site, stream=True)) == text
 
 
-def check_tools(provider: str, site: Site) -> None:
-    (turn,) = tool_loop.held_out(1)
-    messages: list[Any] = [{"role": "user", "content": turn.question}]
-    message = ask(provider, site, messages=messages, tools=tool_loop.TOOLS).choices[0].message
-    made = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
-    messages.append(message.model_dump())
-    for call, (name, arguments) in zip(message.tool_calls or (), made, strict=True):
-        result = str(tool_loop.FUNCTIONS[name](**arguments))
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    answer = ask(provider, site, messages=messages, tools=tool_loop.TOOLS).choices[0].message.content
-    assert tool_loop.is_right(turn, made, answer or "")
+def check_loop(provider: str, site: Site) -> None:
+    def say(messages: list[Any]) -> Any:
+        return ask(provider, site, messages=messages, tools=tool_loop.TOOLS).choices[0].message
+
+    def loop(turn: tool_loop.ToolTurn) -> tuple[list[Call], str]:
+        messages: list[Any] = [{"role": "user", "content": turn.question}]
+        message = say(messages)
+        made = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+        messages.append(message.model_dump())
+        for call, (name, arguments) in zip(message.tool_calls or (), made, strict=True):
+            result = str(tool_loop.FUNCTIONS[name](**arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        return made, say(messages).content or ""
+
+    check_tools(loop)
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -67,7 +73,7 @@ def test_stream(provider: str, site: Site) -> None:
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_tools(provider: str, tools_site: Site) -> None:
-    check_tools(provider, tools_site)
+    check_loop(provider, tools_site)
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -114,7 +120,7 @@ def test_messages(site: Site) -> None:
 
 
 def test_messages_call_tools(tools_site: Site) -> None:
-    check_tools(MESSAGES_API, tools_site)
+    check_loop(MESSAGES_API, tools_site)
 
 
 def test_messages_as_they_are(site: Site) -> None:

@@ -12,10 +12,8 @@ from llama_index.core.llms import ChatMessage
 from llama_index.embeddings.openai import OpenAIEmbedding
 from llama_index.llms.openai_like import OpenAILike, OpenAILikeResponses
 
-from tests.clients.common import ANSWER, ASKED, EMBEDDER, KEY, SUM, TEXTS, Person, Site, is_person
+from tests.clients.common import ANSWER, ASKED, EMBEDDER, KEY, SUM, TEXTS, Call, Person, Site, check_tools, is_person
 from tests.support import tool_loop
-
-QUESTIONS = tool_loop.held_out(4)
 
 
 def chat(site: Site, **settings: Any) -> OpenAILike:
@@ -35,14 +33,12 @@ def check_text_and_stream(model: Any) -> None:
 
 
 def check_agent(model: Any) -> None:
-    async def ask(question: str) -> tuple[list[Any], str]:
+    async def ask(turn: tool_loop.ToolTurn) -> tuple[list[Call], str]:
         agent = FunctionAgent(tools=list(tool_loop.FUNCTIONS.values()), llm=model)
-        answer = await agent.run(question)
+        answer = await agent.run(turn.question)
         return [(call.tool_name, call.tool_kwargs) for call in answer.tool_calls], str(answer)
 
-    for turn in QUESTIONS:
-        made, answer = asyncio.run(ask(turn.question))
-        assert tool_loop.is_right(turn, made, answer), (turn, made, answer)
+    check_tools(lambda turn: asyncio.run(ask(turn)))
 
 
 def test_chat(site: Site) -> None:

@@ -11,7 +11,20 @@ import numpy as np
 import openai
 import pytest
 
-from tests.clients.common import ANSWER, EMBEDDER, KEY, MESSAGES, SUM, SUM_MESSAGES, TEXTS, Person, Site, is_person
+from tests.clients.common import (
+    ANSWER,
+    EMBEDDER,
+    KEY,
+    MESSAGES,
+    SUM,
+    SUM_MESSAGES,
+    TEXTS,
+    Call,
+    Person,
+    Site,
+    check_tools,
+    is_person,
+)
 from tests.support import tool_loop
 
 
@@ -55,16 +68,18 @@ def test_tools_that_are_forced(client: openai.OpenAI, site: Site, choice: Any) -
 
 def test_tools_and_their_results(client: openai.OpenAI, tools_site: Site) -> None:
     asked: Any = {"model": tools_site.model, "tools": tool_loop.TOOLS, "temperature": 0}
-    (turn,) = tool_loop.held_out(1)
-    messages: list[Any] = [{"role": "user", "content": turn.question}]
-    message = client.chat.completions.create(**asked, messages=messages).choices[0].message
-    made = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
-    messages.append(message)
-    for call, (name, arguments) in zip(message.tool_calls or (), made, strict=True):
-        result = str(tool_loop.FUNCTIONS[name](**arguments))
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-    answer = client.chat.completions.create(**asked, messages=messages).choices[0].message.content
-    assert tool_loop.is_right(turn, made, answer or "")
+
+    def ask(turn: tool_loop.ToolTurn) -> tuple[list[Call], str]:
+        messages: list[Any] = [{"role": "user", "content": turn.question}]
+        message = client.chat.completions.create(**asked, messages=messages).choices[0].message
+        made = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+        messages.append(message)
+        for call, (name, arguments) in zip(message.tool_calls or (), made, strict=True):
+            result = str(tool_loop.FUNCTIONS[name](**arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        return made, client.chat.completions.create(**asked, messages=messages).choices[0].message.content or ""
+
+    check_tools(ask)
 
 
 def test_structured_output(client: openai.OpenAI, site: Site) -> None:
@@ -139,20 +154,23 @@ def test_responses_call_tools(client: openai.OpenAI, tools_site: Site, streams: 
             return stream.get_final_response()
 
     say = say_in_a_stream if streams else say
-    (turn,) = tool_loop.held_out(1)
     asked: Any = {"model": tools_site.model, "tools": tools, "temperature": 0}
-    called = say(**asked, input=turn.question)
-    calls = [item for item in called.output if item.type == "function_call"]
-    made = [(call.name, json.loads(call.arguments)) for call in calls]
-    results: Any = [
-        {
-            "type": "function_call_output",
-            "call_id": call.call_id,
-            "output": str(tool_loop.FUNCTIONS[call.name](**json.loads(call.arguments))),
-        }
-        for call in calls
-    ]
-    answer = say(**asked, previous_response_id=called.id, input=results)
-    assert tool_loop.is_right(turn, made, answer.output_text)
-    whole: Any = [{"role": "user", "content": turn.question}, *called.output, *results]
-    assert say(**asked, input=whole, store=False).output_text == answer.output_text
+
+    def ask(turn: tool_loop.ToolTurn) -> tuple[list[Call], str]:
+        called = say(**asked, input=turn.question)
+        calls = [item for item in called.output if item.type == "function_call"]
+        made = [(call.name, json.loads(call.arguments)) for call in calls]
+        results: Any = [
+            {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": str(tool_loop.FUNCTIONS[name](**arguments)),
+            }
+            for call, (name, arguments) in zip(calls, made, strict=True)
+        ]
+        answer = say(**asked, previous_response_id=called.id, input=results)
+        whole: Any = [{"role": "user", "content": turn.question}, *called.output, *results]
+        assert say(**asked, input=whole, store=False).output_text == answer.output_text
+        return made, answer.output_text
+
+    check_tools(ask)

@@ -12,11 +12,10 @@ import openai
 import pytest
 from agents.models.interface import Model
 
-from tests.clients.common import ANSWER, ASKED, KEY, SUM, Person, Site, is_person
+from tests.clients.common import ANSWER, ASKED, KEY, SUM, Call, Person, Site, check_tools, is_person
 from tests.support import tool_loop
 
 MakeModel = Callable[[Site], Model]
-QUESTIONS = tool_loop.held_out(20)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,16 +57,15 @@ def check_stream(model: Model) -> None:
     assert ANSWER in text and text == final
 
 
-def check_tools(model: Model) -> None:
+def check_agent(model: Model) -> None:
     tools = [agents.function_tool(function) for function in tool_loop.FUNCTIONS.values()]
-    wrong = []
-    for turn in QUESTIONS:
+
+    def ask(turn: tool_loop.ToolTurn) -> tuple[list[Call], str]:
         run = agents.Runner.run_sync(agent(model, tools=tools), turn.question, max_turns=3)
         calls = [item.raw_item for item in run.new_items if item.type == "tool_call_item"]
-        made = [(call.name, json.loads(call.arguments)) for call in calls]
-        if not tool_loop.is_right(turn, made, run.final_output):
-            wrong.append((turn, made, run.final_output))
-    assert len(wrong) <= len(QUESTIONS) * (1 - tool_loop.LEAST_RIGHT), wrong
+        return [(call.name, json.loads(call.arguments)) for call in calls], run.final_output
+
+    check_tools(ask, 20)
 
 
 def check_object(model: Model) -> None:
@@ -83,7 +81,7 @@ def test_stream(site: Site) -> None:
 
 
 def test_tools(tools_site: Site) -> None:
-    check_tools(chat(tools_site))
+    check_agent(chat(tools_site))
 
 
 def test_structured_output(site: Site) -> None:
@@ -100,7 +98,7 @@ def test_responses_stream(site: Site) -> None:
 
 
 def test_responses_call_tools(tools_site: Site) -> None:
-    check_tools(responses(tools_site))
+    check_agent(responses(tools_site))
 
 
 def test_responses_keep_a_conversation(site: Site) -> None:
