@@ -89,7 +89,7 @@ proto: $(VENV)/.dev  ## check the gRPC API's files and make its stubs, jaxllm/v1
 	$(VENV)/bin/python proto/generate.py
 
 clients: $(CLIENTS_VENV)/.clients $(AIPERF_VENV)/.aiperf $(NODE_MODULES)  ## published clients, unmodified, and docs/clients.md from what they do (needs node and npm); ONLY="openai or vercel"
-	$(CLIENTS_VENV)/bin/python -m pytest tests/clients -m slow $(if $(ONLY),-k "$(ONLY)") --durations=10
+	$(CLIENTS_VENV)/bin/python -m pytest tests/clients -m slow -W ignore $(if $(ONLY),-k "$(ONLY)") --durations=10
 
 ray: $(RAY_VENV)/.ray  ## the examples of Ray Serve and Ray Data on a Ray that is started here; ONLY="kill or batch"
 	$(RAY_VENV)/bin/python -m pytest tests/ray -m "" $(if $(ONLY),-k "$(ONLY)")
