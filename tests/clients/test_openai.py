@@ -118,6 +118,10 @@ def test_responses(client: openai.OpenAI, site: Site) -> None:
     asked: Any = {"model": site.model, "input": SUM, "temperature": 0}
     answer = client.responses.create(**asked, instructions="You are a helpful assistant.")
     assert ANSWER in answer.output_text and answer.status == "completed" and answer.usage.output_tokens > 0
+    counted = client.responses.input_tokens.count(model=site.model, input=SUM, instructions=answer.instructions)
+    assert counted.input_tokens == answer.usage.input_tokens
+    more = client.responses.input_tokens.count(model=site.model, input=SUM, previous_response_id=answer.id)
+    assert more.input_tokens > counted.input_tokens
     assert client.responses.retrieve(answer.id).output_text == answer.output_text
     client.responses.create(model=site.model, input="And 1 + 1?", previous_response_id=answer.id, store=False)
     client.responses.delete(answer.id)

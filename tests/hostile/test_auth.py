@@ -35,7 +35,7 @@ ROUTES = {
     **{("POST", f"/v1/messages{path}"): (401, 401, 400, 400) for path in ("", "/count_tokens")},
     **{("POST", f"/api/{name}"): (401, 401, 400, 400) for name in ("chat", "generate", "embed", "show")},
     **{("GET", f"/api/{name}"): (401, 401, 200, 200) for name in ("tags", "ps", "version")},
-    ("POST", "/v1/responses"): (401, 401, 400, 400),
+    **{("POST", f"/v1/responses{path}"): (401, 401, 400, 400) for path in ("", "/input_tokens")},
     ("POST", "/v1/responses/{response_id}/cancel"): (401, 401, 400, 400),
     ("DELETE", "/v1/responses/{response_id}"): (401, 401, 400, 400),
     ("GET", "/v1/responses/{response_id}"): (401, 401, 400, 400),

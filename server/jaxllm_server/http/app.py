@@ -115,6 +115,7 @@ class Endpoints:
             "/api/embed": self._pooling(OllamaEmbedReply),
             "/api/show": self.ollama_show,
             "/v1/responses": self._responses.create,
+            "/v1/responses/input_tokens": self._responses.count,
             "/v1/responses/{response_id}/cancel": self._responses.cancel,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,

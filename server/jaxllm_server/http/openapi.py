@@ -106,6 +106,14 @@ BODIES: Mapping[str, Body] = {
         {"input": "What is the capital of France?"},
         streams=True,
     ),
+    "/v1/responses/input_tokens": Body(
+        "InputTokens",
+        "Count the tokens of such a conversation.",
+        ResponseReply.fields,
+        ResponseReply.unbuilt,
+        ("input",),
+        {"input": "What is the capital of France?"},
+    ),
     "/v1/messages": Body(
         "Messages",
         "Answer a conversation, in Anthropic's form.",

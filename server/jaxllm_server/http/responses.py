@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxllm.errors import RequestIdInUseError, UnsupportedError, UserError, printable
-from jaxllm_server.http.answers import TextAnswer
+from jaxllm_server.http.answers import TextAnswer, while_connected
 from jaxllm_server.http.error_bodies import Refusal, log_failure
 from jaxllm_server.http.guard import CLIENT
 from jaxllm_server.http.sse import dumps
@@ -104,15 +104,7 @@ class ResponseEndpoints:
         """Answer a conversation, at once or in the background."""
         client = request.scope[CLIENT]
         self._serving.check_room(client, pools=False)
-        body = await self._read_body(request)
-        chain = self._chain(body, client)
-        is_large = sum(stored.size for stored in chain.values()) > _LARGE
-        history = await self._run(partial(history_of, chain.values()), is_large, client)
-        kept = await self._kept_items(references_of(body.get("input")), client)
-        make = partial(ResponseReply, body, self._options, request.scope["jaxllm"]["request_id"], history, kept)
-        given = body.get("input")
-        num_items = len(history) + (len(given) if isinstance(given, list) else 1)
-        reply: ResponseReply = await self._run(make, num_items > _MANY_ITEMS, client)
+        reply, chain = await self._reply_of(request)
         parts = self._parts_of_answer(request, reply)
         head = self._head_of(reply) | self._sampling_of(reply)
         response_id: str = head["id"]
@@ -131,6 +123,26 @@ class ResponseEndpoints:
             return self._begin(request, reply, response_id, keep)
         writer = KeepingWriter(reply, head, keep) if reply.is_kept else NamedWriter(reply, head)
         return TextAnswer(**parts, writer=writer)
+
+    async def count(self, request: Request) -> ASGIApp:
+        """Count the tokens of the conversation that a body would have answered."""
+        reply, _ = await self._reply_of(request)
+        call = replace(reply.calls[0], client=request.scope[CLIENT])
+        ids = await while_connected(request.receive, self._serving.tokenize(call))
+        return _json(dumps({"object": "response.input_tokens", "input_tokens": len(ids)}))
+
+    async def _reply_of(self, request: Request) -> tuple[ResponseReply, Mapping[str, Stored]]:
+        """Read a body; return what it asks for, and the responses by their ids that it goes on from."""
+        client = request.scope[CLIENT]
+        body = await self._read_body(request)
+        chain = self._chain(body, client)
+        is_large = sum(stored.size for stored in chain.values()) > _LARGE
+        history = await self._run(partial(history_of, chain.values()), is_large, client)
+        kept = await self._kept_items(references_of(body.get("input")), client)
+        make = partial(ResponseReply, body, self._options, request.scope["jaxllm"]["request_id"], history, kept)
+        given = body.get("input")
+        num_items = len(history) + (len(given) if isinstance(given, list) else 1)
+        return await self._run(make, num_items > _MANY_ITEMS, client), chain
 
     async def retrieve(self, request: Request) -> ASGIApp:
         """Return a response, as far as it has come."""

@@ -111,7 +111,7 @@ def read(path: str, body: dict[str, Any]) -> None:
 TEXT_REPLIES: dict[str, Any] = {
     "/v1/completions": CompletionReply,
     "/v1/chat/completions": ChatReply,
-    "/v1/responses": ResponseReply,
+    **dict.fromkeys(("/v1/responses", "/v1/responses/input_tokens"), ResponseReply),
     "/v1/messages": MessagesReply,
     "/api/chat": OllamaChatReply,
     "/api/generate": OllamaGenerateReply,

@@ -198,6 +198,8 @@ def test_items_are_listed_in_pages_and_referred_to(server: tuple[FakeServing, ht
         if not page["has_more"]:
             break
     assert (texts, pages) == (["more", TEXT, "4", "3", "2", "1", "0"], 3)
+    counted = client.post("/responses/input_tokens", json=body | {"previous_response_id": second["id"]})
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": 3}
     refers = [{"type": "item_reference", "id": first["output"][0]["id"]}, {"role": "user", "content": "And?"}]
     client.post("/responses", json={"input": refers})
     assert [message["content"] for message in fake.calls[-1].messages] == [TEXT, "And?"]
