@@ -1,0 +1,55 @@
+"""Two tools, held-out questions for them, and what the embedded model's adapter "tools" must do with each.
+
+A server for it: `jaxllm serve --enable-lora --lora-modules tools=tools --tool-call-parser hermes`, model "tools".
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from training import tool_calls
+from training.holdout import bucket
+from training.tool_calls import TASKS, USUAL, USUAL_OFFERS, ToolTurn
+
+MODEL = "tools"
+SERVER_FLAGS = ("--enable-lora", "--lora-modules", f"{MODEL}=tools", "--tool-call-parser", "hermes")
+LEAST_RIGHT = 0.95  # of the questions, what is promised
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def get_weather(city: str) -> str:
+    """Get the current weather in a city."""
+    conditions = ("sunny", "cloudy", "rainy", "windy", "foggy")
+    return f"{conditions[bucket(f'condition:{city}', 5)]} and {bucket(f'degrees:{city}', 30)} degrees"
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"add": add, "get_weather": get_weather}
+TOOLS: list[dict[str, Any]] = [offer.schema(FUNCTIONS[offer.name].__doc__ or "") for offer in USUAL_OFFERS]
+
+
+def held_out(count: int, seed: int = 0) -> list[ToolTurn]:
+    """Draw questions that the training cannot have held, for the two tools by turns, with what must come of them.
+
+    No two are alike. A turn's `name` and `arguments` are those of the one right call, `result` is what `FUNCTIONS`
+    returns for it as text, `answer` the sentence that the model is to end with.
+    """
+    rng = random.Random(f"loop {seed}")
+    turns: dict[str, ToolTurn] = {}
+    while len(turns) < count:
+        number = len(turns) % len(USUAL)
+        turn = tool_calls.draw_turn(rng, USUAL_OFFERS[number], held_out=True)
+        result = str(FUNCTIONS[turn.name](**turn.arguments))
+        answer = tool_calls.answer_to(TASKS[USUAL[number]], tuple(turn.arguments.values()), result)
+        turns[turn.question] = turn._replace(result=result, answer=answer)
+    return list(turns.values())
+
+
+def is_right(turn: ToolTurn, calls: list[tuple[str, dict[str, Any]]], answer: str) -> bool:
+    """Tell whether just the right call was made, with the right arguments, and the right answer given."""
+    return calls == [(turn.name, turn.arguments)] and answer.strip() == turn.answer
