@@ -17,15 +17,16 @@ from jaxllm.embedded import ADAPTERS
 from training import facts, tool_calls
 from training.export import write_json
 from training.questions import Score, add_arguments, broken_promises, chosen_questions, score
-from training.tool_calls import USUAL, USUAL_OFFERS, Offer, ToolTurn
+from training.tool_calls import ADD, TOOLS, UNSEEN_CITIES, WEATHER, Tool, ToolTurn
 
 # What the project promises of the adapter; a lower rate makes the command fail.
 PROMISED: dict[str, float] = {
-    **{f"{task}: {what}": 0.95 for task in USUAL for what in ("calls", "answers", "both")},
-    **{"second question: both": 0.9, "renamed: both": 0.8, "no tool: answers": 0.9},
+    **{f"{tool.name}: {what}": 0.95 for tool in TOOLS for what in ("calls", "answers", "both")},
+    **{"second question: both": 0.95, "no tool: answers": 0.95},
     **{"sums": 0.95, "facts": 0.95, "json": 0.95, "ends": 0.99},
 }
 MOST_NEW_TOKENS = 200
+Chat = tuple[list[Any], list[Tool]]
 
 
 class Case(NamedTuple):
@@ -33,30 +34,34 @@ class Case(NamedTuple):
 
     kind: str
     before: list[dict[str, Any]]
-    offers: list[Offer]
+    tools: list[Tool]
     turn: ToolTurn
 
 
 def cases(seed: int) -> list[Case]:
-    """Draw the questions that need a tool: 300 for each of the two usual ones, 100 each of those that are harder."""
+    """Draw the questions that need a tool: 300 for each, 100 that come second, and 100 with cities never seen."""
     rng = random.Random(f"tools {seed}")
 
-    def drawn(kind: str, offers: list[Offer], offer: Offer, turns_before: int = 0) -> Case:
-        rng.shuffle(offers)
-        before = [{"role": "system", "content": tool_calls.draw_system(rng)}] if rng.random() < 0.5 else []
-        for _ in range(turns_before):
-            before += tool_calls.draw_turn(rng, rng.choice(offers), held_out=True).messages()
-        return Case(kind, before, offers, tool_calls.draw_turn(rng, offer, held_out=True))
+    def turn_of(tool: Tool) -> ToolTurn:
+        phrasing, arguments = tool_calls.draw_held_out(rng, tool)
+        return tool_calls.make_turn(tool, phrasing, arguments, _result(rng, tool, arguments))
 
-    own = [drawn(offer.task, [*USUAL_OFFERS], offer) for offer in USUAL_OFFERS for _ in range(300)]
-    own += [drawn("second question", [*USUAL_OFFERS], rng.choice(USUAL_OFFERS), 1) for _ in range(100)]
-    while len(own) < 900:
-        offers = tool_calls.draw_offers(rng)
-        offer = rng.choice(offers)
-        kind = "other tools" if offer.task not in USUAL else "renamed"
-        if (kind == "renamed") == (len(own) < 800) and offer not in USUAL_OFFERS:
-            own.append(drawn(kind, offers, offer))
+    def drawn(kind: str, turn: ToolTurn, before: list[dict[str, Any]]) -> Case:
+        system = [{"role": "system", "content": tool_calls.draw_system(rng)}] if rng.random() < 0.5 else []
+        return Case(kind, [*system, *before], rng.sample(TOOLS, len(TOOLS)), turn)
+
+    own = [drawn(tool.name, turn_of(tool), []) for tool in TOOLS for _ in range(300)]
+    for _ in range(100):
+        own.append(drawn("second question", turn_of(rng.choice(TOOLS)), turn_of(rng.choice(TOOLS)).messages()))
+    for _ in range(100):
+        phrasing, city = rng.choice(WEATHER.phrasings), rng.choice(UNSEEN_CITIES)
+        turn = tool_calls.make_turn(WEATHER, phrasing, (city,), _result(rng, WEATHER, (city,)))
+        own.append(drawn("city never seen", turn, []))
     return own
+
+
+def _result(rng: random.Random, tool: Tool, arguments: tuple[Any, ...]) -> str:
+    return str(sum(arguments)) if tool is ADD else tool_calls.draw_report(rng)
 
 
 class Asker:
@@ -66,11 +71,11 @@ class Asker:
         self._own = LoRARequest("tools", 1, str(adapter))
         self._llm = LLM("jaxllm-embedded", enable_lora=True)
 
-    def ask(self, chats: list[tuple[list[Any], list[Offer]]]) -> tuple[list[str], list[str]]:
+    def ask(self, chats: list[Chat]) -> tuple[list[str], list[str]]:
         """Return what is said next in each chat, greedily, and why it ended."""
         prompts = [
-            self._llm.chat_prompt(chat, tools=[offer.schema() for offer in offers] or None, lora_request=self._own)
-            for chat, offers in chats
+            self._llm.chat_prompt(chat, tools=[tool.schema() for tool in tools] or None, lora_request=self._own)
+            for chat, tools in chats
         ]
         greedy = SamplingParams(temperature=0, max_tokens=MOST_NEW_TOKENS)
         outputs = [each.outputs[0] for each in self._llm.generate(prompts, greedy, lora_request=self._own)]
@@ -81,8 +86,8 @@ def tool_score(asker: Asker, seed: int, limit: int | None) -> Score:
     """Ask the questions for tools; return for every kind how many calls, answers, and both of a question are right."""
     asked = cases(seed)
     asked = asked[:: max(1, len(asked) // limit)] if limit else asked
-    said, _ = asker.ask([(case.before + case.turn.messages()[:1], case.offers) for case in asked])
-    answers, _ = asker.ask([(case.before + case.turn.messages()[:3], case.offers) for case in asked])
+    said, _ = asker.ask([(case.before + case.turn.messages()[:1], case.tools) for case in asked])
+    answers, _ = asker.ask([(case.before + case.turn.messages()[:3], case.tools) for case in asked])
     tally: dict[str, list[bool]] = {}
     for case, call, answer in zip(asked, said, answers, strict=True):
         is_called = call == tool_calls.call_text(case.turn.name, case.turn.arguments)
@@ -90,10 +95,10 @@ def tool_score(asker: Asker, seed: int, limit: int | None) -> Score:
         for what, hit in {"calls": is_called, "answers": is_answered, "both": is_called and is_answered}.items():
             tally.setdefault(f"{case.kind}: {what}", []).append(hit)
         if not (is_called and is_answered):
-            print(f"{case.kind}: {case.turn.question!r} {call!r} {case.turn.answer!r} {answer!r}")
+            print(f"{case.kind}: {case.turn.question!r} gave {call!r}; {case.turn.result!r} gave {answer!r}")
     needless = facts.FACTS[:: 4 if not limit else 40]
     questions = [facts.capitalised(facts.held_out_phrasing(fact)) for fact in needless]
-    texts, _ = asker.ask([([{"role": "user", "content": each}], [*USUAL_OFFERS]) for each in questions])
+    texts, _ = asker.ask([([{"role": "user", "content": each}], [*TOOLS]) for each in questions])
     tally["no tool: answers"] = [text == fact.answer for text, fact in zip(texts, needless, strict=True)]
     return {
         kind: {"rate": round(sum(hits) / len(hits), 4), "right": sum(hits), "asked": len(hits)}

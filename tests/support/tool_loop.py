@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from training import tool_calls
 from training.holdout import bucket
-from training.tool_calls import TASKS, USUAL, USUAL_OFFERS, ToolTurn
+from training.tool_calls import TOOLS as TRAINED
+from training.tool_calls import ToolTurn, draw_held_out, make_turn
 
 MODEL = "tools"
 SERVER_FLAGS = ("--enable-lora", "--lora-modules", f"{MODEL}=tools", "--tool-call-parser", "hermes")
@@ -30,7 +30,7 @@ def get_weather(city: str) -> str:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"add": add, "get_weather": get_weather}
-TOOLS: list[dict[str, Any]] = [offer.schema(FUNCTIONS[offer.name].__doc__ or "") for offer in USUAL_OFFERS]
+TOOLS: list[dict[str, Any]] = [tool.schema(FUNCTIONS[tool.name].__doc__ or "") for tool in TRAINED]
 
 
 def held_out(count: int, seed: int = 0) -> list[ToolTurn]:
@@ -42,11 +42,10 @@ def held_out(count: int, seed: int = 0) -> list[ToolTurn]:
     rng = random.Random(f"loop {seed}")
     turns: dict[str, ToolTurn] = {}
     while len(turns) < count:
-        number = len(turns) % len(USUAL)
-        turn = tool_calls.draw_turn(rng, USUAL_OFFERS[number], held_out=True)
-        result = str(FUNCTIONS[turn.name](**turn.arguments))
-        answer = tool_calls.answer_to(TASKS[USUAL[number]], tuple(turn.arguments.values()), result)
-        turns[turn.question] = turn._replace(result=result, answer=answer)
+        tool = TRAINED[len(turns) % len(TRAINED)]
+        phrasing, arguments = draw_held_out(rng, tool)
+        turn = make_turn(tool, phrasing, arguments, str(FUNCTIONS[tool.name](*arguments)))
+        turns[turn.question] = turn
     return list(turns.values())
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from jaxllm.text.chat_template import compile_template, render
 from training import corpus, tool_calls
-from training.holdout import city_held_out, summands_held_out
+from training.tool_calls import draw_turn
 
 TEMPLATE = compile_template(tool_calls.CHAT_TEMPLATE)
 CALL = re.compile(r'<tool_call>\{"name": "(\w+)", "arguments": (\{.*?\})\}</tool_call>')
@@ -25,19 +25,19 @@ def rendered(messages: list[Any], tools: list[Any] | None = None, template: Any 
 
 
 def test_what_is_held_out_is_never_asked_in_training_and_always_in_the_evaluation() -> None:
-    rng, asked = random.Random(0), {True: 0, False: 0}
-    for _ in range(3000):
-        for offer in tool_calls.draw_offers(rng):
-            held_out = rng.random() < 0.5
-            turn = tool_calls.draw_turn(rng, offer, held_out)
-            values = tuple(turn.arguments.values())
-            if offer.task != "age":
-                is_out = city_held_out(*values) if len(values) == 1 else summands_held_out(*values)
-                assert is_out == held_out, turn
-                asked[held_out] += 1
-            assert all(str(value) in turn.question for value in values), "an argument is copied"
-            assert turn.result in turn.answer
-    assert min(asked.values()) > 1000
+    rng = random.Random(0)
+    for tool in tool_calls.TOOLS:
+        held_out = {tool_calls.draw_held_out(rng, tool) for _ in range(1000)}
+        questions = {phrasing.format(*arguments) for phrasing, arguments in held_out}
+        asked = {(turn.question, *turn.arguments.values()) for turn in (draw_turn(rng, tool) for _ in range(3000))}
+        assert len(asked) > 1000 and not questions & {question for question, *_ in asked}
+        assert all(str(value) in question for question, *values in asked for value in values), "they are copied"
+        if tool is tool_calls.ADD:
+            assert not {frozenset(arguments) for _, arguments in held_out} & {frozenset(own[1:]) for own in asked}
+        else:
+            cities = {city for _, city in asked}
+            assert {city for _, (city,) in held_out} <= cities, "each was seen in another phrasing"
+            assert len(tool_calls.UNSEEN_CITIES) > 5 and not cities & {*tool_calls.UNSEEN_CITIES}
 
 
 def test_documents_hold_their_calls_as_the_model_is_to_write_them() -> None:
@@ -69,7 +69,7 @@ def test_without_tools_the_template_is_the_models_own() -> None:
 )
 def test_a_tool_is_one_line_whatever_its_schema_says(parameters: Any, line: str) -> None:
     function = {"name": "f", "description": "long " * 500} | ({} if parameters is None else {"parameters": parameters})
-    tools = [{"type": "function", "function": function}, tool_calls.USUAL_OFFERS[0].schema("long " * 500)]
+    tools = [{"type": "function", "function": function}, tool_calls.ADD.schema("long " * 500)]
     text = rendered([{"role": "user", "content": "Hi"}], tools, ends=False)
     lines = f"<|im_start|>system\nTools:\n{line}\nadd(a: integer, b: integer)<|im_end|>\n"
     assert text == f"{lines}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -85,10 +85,8 @@ def test_calls_that_clients_send_back_are_written_alike() -> None:
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "3"}]},
         {"role": "assistant", "content": "So.", "tool_calls": [call]},
     ]
-    whole, cut = (
-        tool_calls.call_text("add", {"a": 1, "b": 2}),
-        '<tool_call>{"name": "add", "arguments": {1}</tool_call>',
-    )
+    whole = tool_calls.call_text("add", {"a": 1, "b": 2})
+    cut = '<tool_call>{"name": "add", "arguments": {1}</tool_call>'
     assert rendered(messages) == (
         f"<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n{whole}{cut}<|im_end|>\n"
         f"<|im_start|>tool\n<tool_response>3</tool_response><|im_end|>\n<|im_start|>assistant\nSo.{whole}<|im_end|>\n"
