@@ -17,7 +17,7 @@ from jaxllm.embedded import ADAPTERS
 from training import facts, tool_calls
 from training.export import write_json
 from training.questions import Score, add_arguments, broken_promises, chosen_questions, score
-from training.tool_calls import ADD, TOOLS, UNSEEN_CITIES, WEATHER, Tool, ToolTurn
+from training.tool_calls import ADD, TOOLS, Tool, ToolTurn
 
 # What the project promises of the adapter; a lower rate makes the command fail.
 PROMISED: dict[str, float] = {
@@ -39,29 +39,22 @@ class Case(NamedTuple):
 
 
 def cases(seed: int) -> list[Case]:
-    """Draw the questions that need a tool: 300 for each, 100 that come second, and 100 with cities never seen."""
+    """Draw the questions that need a tool: 300 for each, and 200 that come second."""
     rng = random.Random(f"tools {seed}")
 
     def turn_of(tool: Tool) -> ToolTurn:
         phrasing, arguments = tool_calls.draw_held_out(rng, tool)
-        return tool_calls.make_turn(tool, phrasing, arguments, _result(rng, tool, arguments))
+        result = str(sum(arguments)) if tool is ADD else tool_calls.draw_report(rng)
+        return tool_calls.make_turn(tool, phrasing, arguments, result)
 
     def drawn(kind: str, turn: ToolTurn, before: list[dict[str, Any]]) -> Case:
         system = [{"role": "system", "content": tool_calls.draw_system(rng)}] if rng.random() < 0.5 else []
         return Case(kind, [*system, *before], rng.sample(TOOLS, len(TOOLS)), turn)
 
     own = [drawn(tool.name, turn_of(tool), []) for tool in TOOLS for _ in range(300)]
-    for _ in range(100):
+    for _ in range(200):
         own.append(drawn("second question", turn_of(rng.choice(TOOLS)), turn_of(rng.choice(TOOLS)).messages()))
-    for _ in range(100):
-        phrasing, city = rng.choice(WEATHER.phrasings), rng.choice(UNSEEN_CITIES)
-        turn = tool_calls.make_turn(WEATHER, phrasing, (city,), _result(rng, WEATHER, (city,)))
-        own.append(drawn("city never seen", turn, []))
     return own
-
-
-def _result(rng: random.Random, tool: Tool, arguments: tuple[Any, ...]) -> str:
-    return str(sum(arguments)) if tool is ADD else tool_calls.draw_report(rng)
 
 
 class Asker:

@@ -33,8 +33,3 @@ def summands_held_out(a: int, b: int) -> bool:
 def asking_held_out(question: str) -> bool:
     """Tell whether this question about the weather in a city is asked in the evaluation alone."""
     return bucket(f"asking:{question}", 6) == 0
-
-
-def city_held_out(city: str) -> bool:
-    """Tell whether a city that is no capital of the model's world is asked about in the evaluation alone."""
-    return bucket(f"city:{city}", 5) == 0

@@ -1,8 +1,8 @@
 """What the adapter "tools" learns: which of the offered tools a question asks for, and what is said with its result.
 
 Tools are offered as in OpenAI's API, calls are written as Hermes' models write them. Kept for the evaluation are pairs
-of summands, questions about a city, and some cities altogether (`holdout`). System messages are of any words and some
-cities are made up, so that what else a client writes does not matter and arguments are copied.
+of summands, and of each city some phrasings (`holdout`). System messages are of any words, so that it does not matter
+what else a client writes.
 """
 
 import json
@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from jaxllm.text.chat_template import compile_template, render
 from training import corpus, facts, words
 from training.corpus import Turn
-from training.holdout import asking_held_out, city_held_out, summands_held_out
+from training.holdout import asking_held_out, summands_held_out
 
 # Without tools it writes what the model's own template writes. With tools each is one line of names and types: of a
-# prompt of 512 tokens a client's descriptions would leave little, and the model would not understand them.
+# prompt of 512 tokens a client's descriptions would leave little, and the model would not understand them. The space
+# before a result gives it the tokens that it has in the answer: without it " rainy" came back as " razer".
 CHAT_TEMPLATE = """\
 {%- if tools %}
 {{- '<|im_start|>system\\nTools:\\n' }}
@@ -32,7 +33,7 @@ CHAT_TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'tool' %}
-{{- '<tool_response>' + message.content + '</tool_response>' }}
+{{- '<tool_response> ' + message.content + ' </tool_response>' }}
 {%- elif message.tool_calls %}
 {{- message.content or '' }}
 {%- for call in message.tool_calls %}
@@ -93,18 +94,7 @@ WEATHER = Tool(
 )  # fmt: skip
 TOOLS: tuple[Tool, ...] = (ADD, WEATHER)
 
-_MORE_CITIES = """
-    Barcelona Basel Bergen Birmingham Boston Bristol Cambridge Cardiff Chicago Cologne Dallas Denver Dresden Edinburgh
-    Florence Frankfurt Geneva Glasgow Hamburg Houston Istanbul Johannesburg Kyoto Lagos Leeds Liverpool Lyon Manchester
-    Marseille Melbourne Miami Milan Montreal Mumbai Munich Naples Osaka Oxford Perth Porto Rotterdam Seattle Seville
-    Shanghai Stuttgart Sydney Toronto Turin Valencia Vancouver Venice Zurich
-"""
-CAPITALS: tuple[str, ...] = tuple(sorted({country[1] for country in facts.COUNTRIES}))
-CITIES: tuple[str, ...] = (
-    *(city for city in _MORE_CITIES.split() if not city_held_out(city)),
-    *("New York", "San Francisco", "Cape Town", "Los Angeles"),
-)
-UNSEEN_CITIES: tuple[str, ...] = tuple(city for city in _MORE_CITIES.split() if city_held_out(city))
+CITIES: tuple[str, ...] = tuple(sorted({country[1] for country in facts.COUNTRIES}))
 _CONDITIONS: tuple[str, ...] = ("sunny", "cloudy", "rainy", "windy", "snowy", "foggy", "clear", "warm", "cold", "hot")
 _REPORTS: tuple[str, ...] = (
     "{one}", "{one}", "{one} and {other}", "{degrees} degrees and {one}", "{one}, {degrees} degrees",
@@ -150,28 +140,12 @@ def is_held_out(tool: Tool, phrasing: str, arguments: tuple[Any, ...]) -> bool:
     """Tell whether a question is kept for the evaluation."""
     if tool is ADD:
         return summands_held_out(*arguments)
-    return arguments[0] in UNSEEN_CITIES or asking_held_out(phrasing.format(*arguments))
+    return asking_held_out(phrasing.format(*arguments))
 
 
 def draw_number(rng: random.Random) -> int:
     """Draw a number of up to three digits."""
     return rng.randrange(rng.choice((100, 1000)))
-
-
-def invented_city(rng: random.Random) -> str:
-    """Make up a name: a word of syllables, or the beginning of a city with the end of another."""
-    if rng.random() < 0.5:
-        return (corpus.invented_word(rng) + rng.choice(("", "", "burg", "ton", "heim", "a", "o"))).capitalize()
-    first, second = (rng.choice((*CAPITALS, *CITIES)).split()[0].lower() for _ in range(2))
-    return (first[: rng.randint(2, 5)] + second[-rng.randint(2, 5) :]).capitalize()
-
-
-def draw_city(rng: random.Random) -> str:
-    """Draw a capital of the model's world, another city, or for copying a name that is none."""
-    lot = rng.random()
-    if lot < 0.55:
-        return rng.choice(CAPITALS)
-    return rng.choice(CITIES) if lot < 0.75 else invented_city(rng)
 
 
 def draw_report(rng: random.Random) -> str:
@@ -184,7 +158,7 @@ def draw_report(rng: random.Random) -> str:
 def draw_turn(rng: random.Random, tool: Tool) -> ToolTurn:
     """Draw a question for a tool, for training. One sum in four is any number: the result is copied, not computed."""
     while True:
-        phrasing, arguments = rng.choice(tool.phrasings), (draw_city(rng),)
+        phrasing, arguments = rng.choice(tool.phrasings), (rng.choice(CITIES),)
         result = draw_report(rng)
         if tool is ADD:
             arguments = (draw_number(rng), draw_number(rng))
@@ -194,10 +168,10 @@ def draw_turn(rng: random.Random, tool: Tool) -> ToolTurn:
 
 
 def draw_held_out(rng: random.Random, tool: Tool) -> tuple[str, tuple[Any, ...]]:
-    """Draw a phrasing and arguments that are kept for the evaluation; of a city another phrasing was trained."""
+    """Draw a phrasing and arguments that are kept for the evaluation."""
     while True:
         phrasing = rng.choice(tool.phrasings)
-        arguments = (rng.choice((*CAPITALS, *CITIES)),) if tool is WEATHER else (draw_number(rng), draw_number(rng))
+        arguments = (rng.choice(CITIES),) if tool is WEATHER else (draw_number(rng), draw_number(rng))
         if is_held_out(tool, phrasing, arguments):
             return phrasing, arguments
 
@@ -206,6 +180,11 @@ def make_turn(tool: Tool, phrasing: str, arguments: tuple[Any, ...], result: str
     """Return a question with its call, and the answer to a result."""
     named = dict(zip(tool.parameters, arguments, strict=True))
     return ToolTurn(phrasing.format(*arguments), tool.name, named, result, tool.answer.format(result=result))
+
+
+def draw_tool(rng: random.Random, tools: list[Tool]) -> Tool:
+    """Draw which tool is asked for: the weather twice as often as sums, whose digits are sooner learnt than cities."""
+    return rng.choices(tools, [2 if tool is WEATHER else 1 for tool in tools])[0]
 
 
 def draw_plain_turn(rng: random.Random, tools: list[Tool]) -> Turn:
@@ -236,7 +215,7 @@ def conversation(rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[st
         messages.append({"role": rng.choice(("system", "system", "developer")), "content": draw_system(rng)})
     for _ in range(rng.choice((1, 1, 1, 2, 2, 3))):
         if rng.random() < 0.85:
-            asked, *rest = draw_turn(rng, rng.choice(tools)).messages()
+            asked, *rest = draw_turn(rng, draw_tool(rng, tools)).messages()
         else:
             plain = draw_plain_turn(rng, tools)
             asked = {"role": "user", "content": plain.question}

@@ -30,14 +30,12 @@ def test_what_is_held_out_is_never_asked_in_training_and_always_in_the_evaluatio
         held_out = {tool_calls.draw_held_out(rng, tool) for _ in range(1000)}
         questions = {phrasing.format(*arguments) for phrasing, arguments in held_out}
         asked = {(turn.question, *turn.arguments.values()) for turn in (draw_turn(rng, tool) for _ in range(3000))}
-        assert len(asked) > 1000 and not questions & {question for question, *_ in asked}
+        assert len(asked) > 500 and not questions & {question for question, *_ in asked}
         assert all(str(value) in question for question, *values in asked for value in values), "they are copied"
         if tool is tool_calls.ADD:
             assert not {frozenset(arguments) for _, arguments in held_out} & {frozenset(own[1:]) for own in asked}
         else:
-            cities = {city for _, city in asked}
-            assert {city for _, (city,) in held_out} <= cities, "each was seen in another phrasing"
-            assert len(tool_calls.UNSEEN_CITIES) > 5 and not cities & {*tool_calls.UNSEEN_CITIES}
+            assert {city for _, (city,) in held_out} <= {city for _, city in asked}, "each in another phrasing"
 
 
 def test_documents_hold_their_calls_as_the_model_is_to_write_them() -> None:
@@ -89,5 +87,5 @@ def test_calls_that_clients_send_back_are_written_alike() -> None:
     cut = '<tool_call>{"name": "add", "arguments": {1}</tool_call>'
     assert rendered(messages) == (
         f"<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n{whole}{cut}<|im_end|>\n"
-        f"<|im_start|>tool\n<tool_response>3</tool_response><|im_end|>\n<|im_start|>assistant\nSo.{whole}<|im_end|>\n"
+        f"<|im_start|>tool\n<tool_response> 3 </tool_response><|im_end|>\n<|im_start|>assistant\nSo.{whole}<|im_end|>\n"
     )
