@@ -17,7 +17,7 @@ from training.holdout import asking_held_out, summands_held_out
 
 # Without tools it writes what the model's own template writes. With tools each is one line of names and types: of a
 # prompt of 512 tokens a client's descriptions would leave little, and the model would not understand them. The space
-# before a result gives it the tokens that it has in the answer: without it " rainy" came back as " razer".
+# before a result gives it the tokens that it has in the answer.
 CHAT_TEMPLATE = """\
 {%- if tools %}
 {{- '<|im_start|>system\\nTools:\\n' }}
@@ -96,6 +96,9 @@ TOOLS: tuple[Tool, ...] = (ADD, WEATHER)
 
 CITIES: tuple[str, ...] = tuple(sorted({country[1] for country in facts.COUNTRIES}))
 _CONDITIONS: tuple[str, ...] = ("sunny", "cloudy", "rainy", "windy", "snowy", "foggy", "clear", "warm", "cold", "hot")
+# Those that the model can write. The others are spelled with tokens that no answer of its own training holds; in its
+# embedding, which an adapter leaves as it is, such tokens have 30 others at a cosine of 1.00: " rainy" is " razer".
+WRITTEN_CONDITIONS: tuple[str, ...] = tuple(own for own in _CONDITIONS if own not in ("rainy", "foggy", "clear"))
 _REPORTS: tuple[str, ...] = (
     "{one}", "{one}", "{one} and {other}", "{degrees} degrees and {one}", "{one}, {degrees} degrees",
     "{one} and {degrees} degrees", "{words}",
@@ -148,11 +151,12 @@ def draw_number(rng: random.Random) -> int:
     return rng.randrange(rng.choice((100, 1000)))
 
 
-def draw_report(rng: random.Random) -> str:
-    """Draw what a weather service says."""
-    one, other = rng.sample(_CONDITIONS, 2)
+def draw_report(rng: random.Random, only_written: bool = False) -> str:
+    """Draw what a weather service says, any of it or only what the model can write."""
+    one, other = rng.sample(WRITTEN_CONDITIONS if only_written else _CONDITIONS, 2)
     drawn = " ".join(rng.choices(words.WORDS, k=rng.randint(1, 3)))
-    return rng.choice(_REPORTS).format(one=one, other=other, degrees=rng.randrange(40), words=drawn)
+    report = rng.choice(_REPORTS[:-1] if only_written else _REPORTS)
+    return report.format(one=one, other=other, degrees=rng.randrange(40), words=drawn)
 
 
 def draw_turn(rng: random.Random, tool: Tool) -> ToolTurn:

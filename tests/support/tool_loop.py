@@ -11,7 +11,7 @@ from typing import Any
 
 from training.holdout import bucket
 from training.tool_calls import TOOLS as TRAINED
-from training.tool_calls import ToolTurn, draw_held_out, make_turn
+from training.tool_calls import WRITTEN_CONDITIONS, ToolTurn, draw_held_out, make_turn
 
 MODEL = "tools"
 SERVER_FLAGS = ("--enable-lora", "--lora-modules", f"{MODEL}=tools", "--tool-call-parser", "hermes")
@@ -25,8 +25,8 @@ def add(a: int, b: int) -> int:
 
 def get_weather(city: str) -> str:
     """Get the current weather in a city."""
-    conditions = ("sunny", "cloudy", "rainy", "windy", "foggy")
-    return f"{conditions[bucket(f'condition:{city}', 5)]} and {bucket(f'degrees:{city}', 30)} degrees"
+    condition = WRITTEN_CONDITIONS[bucket(f"condition:{city}", len(WRITTEN_CONDITIONS))]
+    return f"{condition} and {bucket(f'degrees:{city}', 30)} degrees"
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"add": add, "get_weather": get_weather}
