@@ -1,4 +1,4 @@
-"""What ships in the package: a tiny Llama, its adapters and EAGLE-3 head, a sentence embedder; `training/` made them."""
+"""What ships in the package: a tiny Llama, its adapters and EAGLE-3 head, an embedder; `training/` made them."""
 
 from pathlib import Path
 
