@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE =
 # A file's fixtures are made once. In xdist's own order, by number of tests, the simulation would keep one worker to the end.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-embedder train-eagle clean
+.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -112,6 +112,10 @@ train-embedded: $(VENV)/.dev  ## train the embedded model again: about half an h
 train-adapter: $(VENV)/.dev  ## train the embedded model's adapter again: eight minutes of one core
 	$(VENV)/bin/python -m training.train_adapter --out jaxllm/embedded/pirate --seed 0
 	$(VENV)/bin/python -m training.evaluate_adapter
+
+train-tools: $(VENV)/.dev  ## train the adapter that calls tools again: nine minutes of two cores
+	$(VENV)/bin/python -m training.train_tools --out jaxllm/embedded/tools --seed 0
+	$(VENV)/bin/python -m training.evaluate_tools
 
 train-embedder: $(VENV)/.dev  ## train the embedder again: under half an hour on two cores
 	$(VENV)/bin/python -m training.train_embedder --out jaxllm/embedded/embedder --seed 0

@@ -12,7 +12,7 @@ class LoRARequest:
     """A LoRA adapter in PEFT's format, by vLLM's names.
 
     `lora_name` is what people call it, `lora_int_id` a number above 0 of the caller's, one for each adapter, and
-    `lora_path` a folder, a hub id, or the name of an adapter that ships with jaxllm ("pirate").
+    `lora_path` a folder, a hub id, or the name of an adapter that ships with jaxllm ("pirate", "tools").
     """
 
     lora_name: str

@@ -23,3 +23,13 @@ def pair_held_out(name: str, age: int) -> bool:
 def word_held_out(word: str) -> bool:
     """Tell whether spelling this word backwards is kept for the evaluation (spelling it forwards is trained)."""
     return bucket(f"word:{word}", 5) == 0
+
+
+def summands_held_out(a: int, b: int) -> bool:
+    """Tell whether a tool is asked for a + b, or b + a, in the evaluation alone."""
+    return bucket(f"summands:{min(a, b)},{max(a, b)}", 10) == 0
+
+
+def asking_held_out(question: str) -> bool:
+    """Tell whether this question about the weather in a city is asked in the evaluation alone."""
+    return bucket(f"asking:{question}", 6) == 0

@@ -1,13 +1,15 @@
 """Trains the adapter "pirate" of the embedded model on the CPU: `python -m training.train_adapter --out DIR --seed 0`.
 
 The forward pass is the engine's own: its decoder, over weights that stay as they are, with the product of
-`lora_linear` for the adapter. The text is that of the model's own training, with the answers rewritten.
+`lora_linear` for the adapter. The text is that of the model's own training, with the answers rewritten. What the text
+and the sizes are is a `Recipe`; train_tools.py has another one.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +33,30 @@ from pallas_kernels import rotate
 from training import command, packing, pirate
 from training.export import write_json
 
-RANK = 8
-STEPS, ROWS, LENGTH, TURNS = 900, 12, 192, 4
 PEAK_RATE, WARM_UP = 3e-3, 30
+TURNS = 4
 
 
-def begin(spec: Spec, seed: int) -> Adapter[Array]:
+class Recipe(NamedTuple):
+    """How an adapter is trained: its text, rank, steps, rows of a step, tokens of a row; its own chat template."""
+
+    documents: Callable[[random.Random, int], Iterator[str]]
+    rank: int
+    steps: int
+    rows: int
+    length: int
+    chat_template: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the whole training."""
+        return self.steps * self.rows * self.length
+
+
+PIRATE = Recipe(pirate.documents, 8, 900, 12, 192)
+
+
+def begin(spec: Spec, rank: int, seed: int) -> Adapter[Array]:
     """Draw the A of every product; with B of zeros the adapter changes nothing."""
     draws = np.random.default_rng(seed)
     return tuple(
@@ -47,7 +67,7 @@ def begin(spec: Spec, seed: int) -> Adapter[Array]:
             )
             for name, pair in layer.items()
         }
-        for layer in lora.declare(spec, 1, RANK)
+        for layer in lora.declare(spec, 1, rank)
     )
 
 
@@ -73,15 +93,15 @@ def loss_of(spec: Spec, adapter: Adapter[Array], params: Params[Array], batch: A
     return jnp.sum(losses * token_weights.reshape(-1)) / jnp.maximum(jnp.sum(token_weights), 1)
 
 
-def batches(tokenizer: Tokenizer, seed: int) -> Iterator[np.ndarray]:
+def batches(tokenizer: Tokenizer, recipe: Recipe, seed: int) -> Iterator[np.ndarray]:
     """Yield the batches [rows, 2, length + 1] of the training."""
-    texts = pirate.documents(random.Random(f"adapter {seed}"), TURNS)
-    source = packing.rows(tokenizer, texts, STEPS * ROWS, LENGTH + 1)
-    for _ in range(STEPS):
-        yield np.stack([next(source) for _ in range(ROWS)])
+    texts = recipe.documents(random.Random(f"adapter {seed}"), TURNS)
+    source = packing.rows(tokenizer, texts, recipe.steps * recipe.rows, recipe.length + 1)
+    for _ in range(recipe.steps):
+        yield np.stack([next(source) for _ in range(recipe.rows)])
 
 
-def train(seed: int) -> tuple[Spec, Adapter[Array]]:
+def train(recipe: Recipe, seed: int) -> tuple[Spec, Adapter[Array]]:
     """Train an adapter of the embedded model."""
     spec, family = read_spec(weights.read_config(MODEL_DIR))
     mesh = sharding.make_mesh(jax.devices("cpu"), 1)
@@ -90,7 +110,7 @@ def train(seed: int) -> tuple[Spec, Adapter[Array]]:
     on_device = jax.shard_map(
         partial(loss_of, spec), mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
-    rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_RATE, WARM_UP, STEPS)
+    rate = optax.warmup_cosine_decay_schedule(0.0, PEAK_RATE, WARM_UP, recipe.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.98))
 
     @jax.jit
@@ -101,10 +121,10 @@ def train(seed: int) -> tuple[Spec, Adapter[Array]]:
         updates, state = optimizer.update(gradients, state)
         return optax.apply_updates(adapter, updates), state, loss  # pyright: ignore[reportReturnType]
 
-    adapter = jax.device_put(begin(spec, seed), sharding.replicated(mesh))
+    adapter = jax.device_put(begin(spec, recipe.rank, seed), sharding.replicated(mesh))
     state = optimizer.init(adapter)  # pyright: ignore[reportArgumentType]
-    with tqdm(total=STEPS, unit="step", mininterval=5) as bar:
-        for batch in batches(tokenizer, seed):
+    with tqdm(total=recipe.steps, unit="step", mininterval=5) as bar:
+        for batch in batches(tokenizer, recipe, seed):
             adapter, state, loss = step(adapter, state, jnp.asarray(batch))
             bar.update()
             if bar.n % 20 == 0:
@@ -112,8 +132,9 @@ def train(seed: int) -> tuple[Spec, Adapter[Array]]:
     return spec, jax.block_until_ready(adapter)
 
 
-def write(spec: Spec, adapter: Adapter[Array], folder: Path) -> None:
+def write(recipe: Recipe, spec: Spec, adapter: Adapter[Array], folder: Path) -> None:
     """Write an adapter as PEFT would, in bfloat16. The scale is in B, so alpha is the rank."""
+    rank = recipe.rank
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for layer, (pairs, declared) in enumerate(zip(adapter, decoder.declare(spec, 1).layers, strict=True)):
@@ -121,7 +142,7 @@ def write(spec: Spec, adapter: Adapter[Array], folder: Path) -> None:
             for number, (part, b) in enumerate(zip(declared[name].parts, pair.b, strict=True)):
                 module = LLAMA_TENSORS[part.name].format(layer).removesuffix(".weight")
                 stem = f"base_model.model.model.{module}.lora_"
-                tensors[f"{stem}A.weight"] = pair.a[number * RANK : (number + 1) * RANK]
+                tensors[f"{stem}A.weight"] = pair.a[number * rank : (number + 1) * rank]
                 tensors[f"{stem}B.weight"] = b
     stored = {name: np.ascontiguousarray(value.astype(jnp.bfloat16)) for name, value in tensors.items()}
     save_file(stored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -131,18 +152,25 @@ def write(spec: Spec, adapter: Adapter[Array], folder: Path) -> None:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": "jaxllm-embedded",
         "inference_mode": True,
-        "r": RANK,
-        "lora_alpha": RANK,
+        "r": rank,
+        "lora_alpha": rank,
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
     }
     write_json(folder / "adapter_config.json", config)
+    if recipe.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(recipe.chat_template, encoding="utf-8")
+
+
+def run(module: str, recipe: Recipe) -> None:
+    """Train and write an adapter as the command line of a module says."""
+    command.run(module, "adapter", partial(train, recipe), partial(write, recipe), recipe.tokens)
 
 
 def main() -> None:
-    """Train and write the adapter."""
-    command.run("training.train_adapter", "adapter", train, write, STEPS * ROWS * LENGTH)
+    """Train and write the adapter "pirate"."""
+    run("training.train_adapter", PIRATE)
 
 
 if __name__ == "__main__":

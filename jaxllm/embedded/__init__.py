@@ -1,4 +1,4 @@
-"""What ships in the package: a tiny Llama, its adapter and EAGLE-3 head, a sentence embedder; `training/` made them."""
+"""What ships in the package: a tiny Llama, its adapters and EAGLE-3 head, an embedder; `training/` made them."""
 
 from pathlib import Path
 
@@ -7,6 +7,6 @@ EMBEDDER_DIR: Path = Path(__file__).resolve().parent / "embedder"
 # By the names under which the server reports them.
 SHIPPED: dict[str, Path] = {"jaxllm-embedded": MODEL_DIR, "jaxllm-embedder": EMBEDDER_DIR}
 # LoRA adapters of the model, by the names under which they can be asked for.
-ADAPTERS: dict[str, Path] = {"pirate": Path(__file__).resolve().parent / "pirate"}
+ADAPTERS: dict[str, Path] = {name: Path(__file__).resolve().parent / name for name in ("pirate", "tools")}
 # EAGLE-3 heads of the model, which draft for it, by the names under which they can be asked for.
 HEADS: dict[str, Path] = {"jaxllm-eagle": Path(__file__).resolve().parent / "eagle"}

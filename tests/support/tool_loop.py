@@ -1,0 +1,54 @@
+"""Two tools, held-out questions for them, and what the embedded model's adapter "tools" must do with each.
+
+A server for it: `jaxllm serve --enable-lora --lora-modules tools=tools --tool-call-parser hermes`, model "tools".
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from training.holdout import bucket
+from training.tool_calls import TOOLS as TRAINED
+from training.tool_calls import WRITTEN_CONDITIONS, ToolTurn, draw_held_out, make_turn
+
+MODEL = "tools"
+SERVER_FLAGS = ("--enable-lora", "--lora-modules", f"{MODEL}=tools", "--tool-call-parser", "hermes")
+LEAST_RIGHT = 0.95  # of the questions, what is promised
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def get_weather(city: str) -> str:
+    """Get the current weather in a city."""
+    condition = WRITTEN_CONDITIONS[bucket(f"condition:{city}", len(WRITTEN_CONDITIONS))]
+    return f"{condition} and {bucket(f'degrees:{city}', 30)} degrees"
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"add": add, "get_weather": get_weather}
+TOOLS: list[dict[str, Any]] = [tool.schema(FUNCTIONS[tool.name].__doc__ or "") for tool in TRAINED]
+
+
+def held_out(count: int, seed: int = 0) -> list[ToolTurn]:
+    """Draw questions that the training cannot have held, for the two tools by turns, with what must come of them.
+
+    No two are alike. A turn's `name` and `arguments` are those of the one right call, `result` is what `FUNCTIONS`
+    returns for it as text, `answer` the sentence that the model is to end with.
+    """
+    rng = random.Random(f"loop {seed}")
+    turns: dict[str, ToolTurn] = {}
+    while len(turns) < count:
+        tool = TRAINED[len(turns) % len(TRAINED)]
+        phrasing, arguments = draw_held_out(rng, tool)
+        turn = make_turn(tool, phrasing, arguments, str(FUNCTIONS[tool.name](*arguments)))
+        turns[turn.question] = turn
+    return list(turns.values())
+
+
+def is_right(turn: ToolTurn, calls: list[tuple[str, dict[str, Any]]], answer: str) -> bool:
+    """Tell whether just the right call was made, with the right arguments, and the right answer given."""
+    return calls == [(turn.name, turn.arguments)] and answer.strip() == turn.answer
