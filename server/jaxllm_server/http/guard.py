@@ -7,18 +7,15 @@ decides on the raw path, on which no decoding, host name or case can play tricks
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxllm.errors import OverloadedError
 from jaxllm_server.http.error_bodies import Headers, Refusal, body_too_large
 from jaxllm_server.http.forwarded import Proxies
 from jaxllm_server.shared.auth import Keys, only_header
-from jaxllm_server.shared.client_quota import Bound, client_of
+from jaxllm_server.shared.client_quota import client_of
 from jaxllm_server.shared.options import LOOPBACK, ServerOptions
 
 CLIENT = "jaxllm.client"  # in a request's scope: the client's name
@@ -102,44 +99,6 @@ class Guard:
     def _is_allowed(self, origin: bytes) -> bool:
         allowed = self._options.allowed_origins
         return "*" in allowed or origin.decode("latin-1") in allowed
-
-
-_FREE_BYTES = 64 << 10  # of a body that are not counted: as many bodies as there may be requests hold 128 MiB of them
-
-
-class Bodies:
-    """Bounds the bytes of bodies that are being received, all together, and of one client to half of them.
-
-    A small body has room whatever others hold.
-    """
-
-    def __init__(self, most: int, max_body_bytes: int) -> None:
-        self._bound = Bound(most, max(most // 2, max_body_bytes))
-
-    @contextmanager
-    def place(self, client: str) -> Iterator[Callable[[int], None]]:
-        """Count one body while the block runs; call what it yields with the length of each piece.
-
-        Raises:
-            OverloadedError: by that call, if there is no room for the piece.
-        """
-        received = held = 0
-
-        def grow(num_bytes: int) -> None:
-            nonlocal received, held
-            received += num_bytes
-            num_bytes = max(0, received - _FREE_BYTES) - held
-            if num_bytes == 0:
-                return
-            if not self._bound.has_room(client, num_bytes):
-                raise OverloadedError("The server is receiving too many large bodies.", retry_after=1.0)
-            self._bound.add(client, num_bytes)
-            held += num_bytes
-
-        try:
-            yield grow
-        finally:
-            self._bound.add(client, -held)
 
 
 def request_id_of(scope: Scope, options: ServerOptions) -> str | None:

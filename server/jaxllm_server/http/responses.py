@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from jaxllm.errors import RequestIdInUseError, UnsupportedError, UserError, printable
 from jaxllm_server.http.answers import TextAnswer, while_connected
+from jaxllm_server.http.bodies import BodyReader
 from jaxllm_server.http.error_bodies import Refusal, log_failure
 from jaxllm_server.http.guard import CLIENT
 from jaxllm_server.http.sse import dumps
@@ -76,7 +77,7 @@ class Job:
 
 
 class ResponseEndpoints:
-    """What the routes do. `read_body`, `parts_of_answer` and `run` are those of the server's other routes."""
+    """What the routes do. `parts_of_answer` and `head_of` are those of the server's other routes."""
 
     def __init__(
         self,
@@ -84,19 +85,17 @@ class ResponseEndpoints:
         options: ServerOptions,
         tracer: Tracer,
         places: Places,
-        read_body: Callable[[Request], Awaitable[dict[str, Any]]],
+        bodies: BodyReader,
         parts_of_answer: Callable[[Request, Any], dict[str, Any]],
         head_of: Callable[[Any], dict[str, Any]],
-        run: Callable[[Callable[[], Any], bool, str], Awaitable[Any]],
     ) -> None:
         self._serving = serving
         self._options = options
         self._tracer = tracer
         self._places = places
-        self._read_body = read_body
+        self._bodies = bodies
         self._parts_of_answer = parts_of_answer
         self._head_of = head_of
-        self._run = run
         self._store = ResponseStore(options.max_stored_response_bytes)
         self._jobs: dict[tuple[str, str], Job] = {}  # by client and id
 
@@ -111,7 +110,7 @@ class ResponseEndpoints:
         self._serving.check_text("request_id", reply.request_id)
         items = b""
         if reply.is_kept:
-            items = await self._run(partial(dumps, reply.items), num_characters(reply.items) > _LARGE, client)
+            items = await self._bodies.run(partial(dumps, reply.items), num_characters(reply.items) > _LARGE, client)
         if response_id in chain or (client, response_id) in self._jobs:
             raise RequestIdInUseError(f"request id {reply.request_id!r} is in use.", "request_id")
 
@@ -134,15 +133,15 @@ class ResponseEndpoints:
     async def _reply_of(self, request: Request) -> tuple[ResponseReply, Mapping[str, Stored]]:
         """Read a body; return what it asks for, and the responses by their ids that it goes on from."""
         client = request.scope[CLIENT]
-        body = await self._read_body(request)
+        body = await self._bodies.json(request)
         chain = self._chain(body, client)
         is_large = sum(stored.size for stored in chain.values()) > _LARGE
-        history = await self._run(partial(history_of, chain.values()), is_large, client)
+        history = await self._bodies.run(partial(history_of, chain.values()), is_large, client)
         kept = await self._kept_items(references_of(body.get("input")), client)
         make = partial(ResponseReply, body, self._options, request.scope["jaxllm"]["request_id"], history, kept)
         given = body.get("input")
         num_items = len(history) + (len(given) if isinstance(given, list) else 1)
-        return await self._run(make, num_items > _MANY_ITEMS, client), chain
+        return await self._bodies.run(make, num_items > _MANY_ITEMS, client), chain
 
     async def retrieve(self, request: Request) -> ASGIApp:
         """Return a response, as far as it has come."""
@@ -191,7 +190,7 @@ class ResponseEndpoints:
             return dumps(page_of(items, int(limit), after, order == "asc"))
 
         size = sum(stored.size for _, stored in before) + own.size
-        return _json(await self._run(write, size > _LARGE, client))
+        return _json(await self._bodies.run(write, size > _LARGE, client))
 
     def _sampling_of(self, reply: ResponseReply) -> dict[str, Any]:
         """Return the numbers that a response repeats, with the model's defaults; what is wrong with them is raised."""
@@ -229,7 +228,7 @@ class ResponseEndpoints:
             except LostError:
                 continue  # `items_of` says which item is missing
         is_large = sum(stored.size for stored in found) > _LARGE
-        return await self._run(partial(find_items, found, ids), is_large, client) if found else {}
+        return await self._bodies.run(partial(find_items, found, ids), is_large, client) if found else {}
 
     def _begin(
         self, request: Request, reply: ResponseReply, response_id: str, keep: Callable[[bytes], None]

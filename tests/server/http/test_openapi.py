@@ -14,7 +14,7 @@ from jaxllm.errors import UserError
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
-from jaxllm_server.http.app import Endpoints
+from jaxllm_server.http.endpoints import Endpoints
 from jaxllm_server.http.openapi import BODIES, description_of
 from jaxllm_server.ollama.models import asked_name
 from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
