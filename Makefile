@@ -113,7 +113,7 @@ train-adapter: $(VENV)/.dev  ## train the embedded model's adapter again: eight 
 	$(VENV)/bin/python -m training.train_adapter --out jaxllm/embedded/pirate --seed 0
 	$(VENV)/bin/python -m training.evaluate_adapter
 
-train-tools: $(VENV)/.dev  ## train the adapter that calls tools again: nine minutes of two cores
+train-tools: $(VENV)/.dev  ## train the adapter that calls tools again: ten minutes beside other work
 	$(VENV)/bin/python -m training.train_tools --out jaxllm/embedded/tools --seed 0
 	$(VENV)/bin/python -m training.evaluate_tools
 

@@ -37,8 +37,11 @@ def held_out(count: int, seed: int = 0) -> list[ToolTurn]:
     """Draw questions that the training cannot have held, for the two tools by turns, with what must come of them.
 
     No two are alike. A turn's `name` and `arguments` are those of the one right call, `result` is what `FUNCTIONS`
-    returns for it as text, `answer` the sentence that the model is to end with.
+    returns for it as text, `answer` the sentence that the model is to end with. There are 200 at most: the questions
+    about cities that are held out come to an end.
     """
+    if count > 200:
+        raise ValueError(f"there are no {count} questions for each seed")
     rng = random.Random(f"loop {seed}")
     turns: dict[str, ToolTurn] = {}
     while len(turns) < count:
