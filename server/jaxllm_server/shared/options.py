@@ -34,7 +34,7 @@ class ServerOptions:
 
     # What it is called and how it speaks.
     served_model_name: tuple[str, ...] = setting(
-        (), "name that clients may use; may be repeated; answers give the first (default: the model's)"
+        (), "names that clients may use; answers give the first (default: the model's)", takes_several=True
     )
     lora_modules: tuple[str, ...] = setting(
         (),
