@@ -106,12 +106,23 @@ def test_blocks_that_are_not_run(document: str, reason: str) -> None:
     pytest.skip(f"a block of {document} {reason}")
 
 
+def anchors(path: Path) -> set[str]:
+    """Return what the headings of a document are called in links."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^a-z0-9_ -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("document", ALL)
 def test_what_a_document_names_exists(document: str) -> None:
-    """Links, paths in backquotes, modules behind `python -m`, targets behind `make`."""
+    """Links, and what of a document they lead to; paths in backquotes, modules of `python -m`, targets of `make`."""
     text, folder = (ROOT / document).read_text(), (ROOT / document).parent
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     missing = [link for link in links if not (folder / link).exists()]
+    missing += [
+        f"{link}#{anchor}"
+        for link, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", text)
+        if anchor not in anchors(folder / link if link else ROOT / document)
+    ]
     roots = (*ROOMS, folder)
     for name in re.findall(r"`([\w.*-]+(?:/[\w.*-]*)+)`", text):
         known = [root for root in roots if (root / name.partition("/")[0]).is_dir()]

@@ -52,12 +52,12 @@ class ServerOptions:
     tool_call_parser: str | None = setting(
         None,
         "how the model writes tool calls: auto (by its chat template), hermes, llama3_json, mistral, qwen3_coder …, as "
-        "in docs/serving.md; without it tools are refused",
+        "in docs/apis.md; without it tools are refused",
     )
     reasoning_parser: str | None = setting(
         None,
         "how the model writes its reasoning: auto (by its chat template), qwen3, deepseek_r1, mistral, granite …, as "
-        "in docs/serving.md; without it, it is content",
+        "in docs/apis.md; without it, it is content",
     )
     unknown_fields: str = setting(
         "warn",
