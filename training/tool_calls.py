@@ -23,7 +23,7 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>system\\nTools:\\n' }}
 {%- for tool in tools %}
 {{- tool.function.name + '(' }}
-{%- for name, schema in (tool.function.parameters or {}).properties | items %}
+{%- for name, schema in ((tool.function.parameters or {}).properties or {}) | items %}
 {{- name + ': ' + (schema.type if schema.type is string else 'any') + ('' if loop.last else ', ') }}
 {%- endfor %}
 {{- ')' + ('' if loop.last else '\\n') }}

@@ -55,6 +55,7 @@ NOT_OF_A_REQUEST = {
     "around everything that is caught: gRPC and the HTTP server answer": {
         "jaxllm_server.grpc.gate": "Gate.intercept_service",
         "jaxllm_server.http.app": "Front.__call__",
+        "jaxllm_server.http.error_bodies": "is_anthropics",
     },
     "the last act of cleaning up": {
         "jaxllm.engine.async_llm": "AsyncLLM._close",

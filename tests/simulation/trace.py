@@ -82,7 +82,8 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
         "policy": "priority" if "priority_inversion" in faults or chance.random() < 0.3 else "fcfs",
         "block_events": chance.random() < 0.2,
         "compiled": chance.choice((0.0, 0.5, 1.0)),  # share of the smaller programs that are there from the start
-        "most_queued": chance.choice((None, None, 3, 50)),
+        # Not the engine's own bound, which no trace would reach.
+        "most_queued": chance.choice((4 * num_slots, 4 * num_slots, 3, 50)),
         "most_queued_tokens": chance.choice((None, None, None, 2 * longest)),
         "broken_text": "detokenizer_error" in faults,
         "beams": chance.choice((0.05, 0.2, 0.5)),  # share of the parameters that are those of a beam search

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.errors import UserError
@@ -169,6 +170,11 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
     return working.result()
+
+
+def json_response(body: Mapping[str, Any], status: int = 200) -> Response:
+    """Return a small answer."""
+    return Response(dumps(body), status, media_type="application/json")
 
 
 async def send_json(send: Send, content: bytes) -> None:

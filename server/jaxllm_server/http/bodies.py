@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxllm_server.shared.serving import Serving
 
 Result = TypeVar("Result")
-_DEAD = ("dead", "stopped")
+DEAD = ("dead", "stopped")  # states of an engine that answers nothing any more
 _LARGE_BODY = 256 << 10  # bytes; token ids of this size take 6 ms to parse (measured)
 _FREE_BYTES = 64 << 10  # of a body that are not counted: as many bodies as there may be requests hold 128 MiB of them
 
@@ -121,6 +121,6 @@ class BodyReader:
 
     async def run(self, function: Callable[[], Result], is_long: bool, client: str) -> Result:
         """Call a function; in one of the engine's threads if it takes long and there still are any."""
-        if is_long and self._serving.engine.state not in _DEAD:
+        if is_long and self._serving.engine.state not in DEAD:
             return await self._serving.engine.off_loop(function, client=client)
         return function()

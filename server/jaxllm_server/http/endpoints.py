@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.version import __version__
 from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
 from jaxllm_server.http import docs_page
-from jaxllm_server.http.answers import PoolAnswer, TextAnswer, while_connected
+from jaxllm_server.http.answers import PoolAnswer, TextAnswer, json_response, while_connected
 from jaxllm_server.http.bodies import BodyReader
 from jaxllm_server.http.guard import CLIENT, is_request_id
 from jaxllm_server.http.openapi import description_of
@@ -98,8 +98,8 @@ class Endpoints:
             "/api/tags": self._status.ollama_models,
             "/api/ps": self._status.ollama_models,
             "/api/version": self._status.version,
-            "/v1/responses/{response_id}": self._responses.retrieve,
-            "/v1/responses/{response_id}/input_items": self._responses.input_items,
+            "/v1/responses/{response_id}": self._gated(self._responses.retrieve),
+            "/v1/responses/{response_id}/input_items": self._gated(self._responses.input_items),
             "/health": self._status.health,
             "/live": self._status.live,
             "/ready": self._status.ready,
@@ -163,7 +163,7 @@ class Endpoints:
         call = replace(await self._bodies.read(request, read), client=request.scope[CLIENT])
         self._warn(request, ignored)
         ids = await while_connected(request.receive, self._serving.tokenize(call))
-        return _json({"input_tokens": len(ids)})
+        return json_response({"input_tokens": len(ids)})
 
     def _pooling(
         self, make_reply: Callable[[Body, ServerOptions, str], PoolReply]
@@ -202,7 +202,7 @@ class Endpoints:
 
         def write() -> Response:
             pieces = None if tokenizer is None else [tokenizer.token(token_id) for token_id in ids]
-            return _json(tokens_response(ids, self._serving.engine.model.max_model_len, pieces))
+            return json_response(tokens_response(ids, self._serving.engine.model.max_model_len, pieces))
 
         return await self._bodies.run(write, len(ids) > _MANY_TOKENS, client)
 
@@ -211,11 +211,11 @@ class Endpoints:
         ignored: list[str] = []
         model, ids = detokenize_request_of(await self._bodies.json(request), self._options.unknown_fields, ignored)
         self._warn(request, ignored)
-        return _json({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT], model)})
+        return json_response({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT], model)})
 
     async def tokenizer_info(self, request: Request) -> ASGIApp:
         """Say what the tokenizer's tokenizer_config.json does."""
-        return _json(await self._serving.tokenizer_info(request.scope[CLIENT]))
+        return json_response(await self._serving.tokenizer_info(request.scope[CLIENT]))
 
     async def load_adapter(self, request: Request) -> ASGIApp:
         """Load an adapter under a name."""
@@ -237,7 +237,7 @@ class Endpoints:
         if not number.isdecimal():
             raise UserError(f"replica must be the number of a replica, got {number!r}.", "replica")
         await engine.drain_replica(int(number[:9]))
-        return _json({"replica": int(number[:9])})
+        return json_response({"replica": int(number[:9])})
 
     async def openapi(self, request: Request) -> ASGIApp:
         """Describe these routes (OpenAPI 3.1)."""
@@ -318,7 +318,3 @@ def _counted(path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Ca
 
 def _own_request_id(request: Request) -> str:
     return request.scope["jaxllm"]["request_id"]
-
-
-def _json(body: Mapping[str, Any], status: int = 200) -> Response:
-    return Response(dumps(body), status, media_type="application/json")

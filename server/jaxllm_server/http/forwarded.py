@@ -31,21 +31,33 @@ class Proxies:
         >>> Proxies(["10.0.0.0/8"]).client_of("10.0.0.1", ["1.1.1.1, 8.8.8.8, 10.0.0.2"])
         '8.8.8.8'
         """
-        client = peer
-        for _, address in zip(range(_MOST_PROXIES), reversed(",".join(forwarded).split(",")), strict=False):
-            if not address.strip() or not self._trusts(client):
+        client, trusted = peer, self._trusts_all or self._trusts(peer)
+        for _, written in zip(range(_MOST_PROXIES), reversed(",".join(forwarded).split(",")), strict=False):
+            address = _address(written.strip())
+            if not trusted or address is None:
                 break
-            client = address.strip()
+            client, trusted = str(address), self._trusts(written.strip())
         return client
 
-    def _trusts(self, address: str) -> bool:
-        if self._trusts_all:
-            return True
-        try:
-            found = ipaddress.ip_address(address)
-        except ValueError:  # none, as of a Unix socket
-            return False
-        return any(found in network for network in self._networks)
+    def _trusts(self, written: str) -> bool:
+        address = _address(written)
+        return address is not None and any(address in network for network in self._networks)
+
+
+def _address(written: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return an address that may have a port behind it; None for what is none, as of a Unix socket.
+
+    An IPv4 address may come in the form in which a socket for both kinds has it.
+    """
+    if written.startswith("["):
+        written = written[1:].partition("]")[0]
+    elif written.count(":") == 1:
+        written = written.partition(":")[0]
+    try:
+        found = ipaddress.ip_address(written)
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def _network(text: str) -> _Network:

@@ -241,6 +241,16 @@ _OF_ROUTES: Mapping[tuple[str, str], Schema] = {
     ("Completion", "logprobs"): _COUNT,
     ("Tokenize", "prompt"): _TEXT,
     ("CountTokens", "time_limit"): {},
+    **{
+        (body, name): shape
+        for body in ("Response", "InputTokens")
+        for name, shape in {
+            **{"input": {"anyOf": [_TEXT, _OBJECTS]}, "max_output_tokens": _INTEGER, "include": _STRINGS},
+            **dict.fromkeys(("metadata", "text", "reasoning"), _OBJECT),
+            **dict.fromkeys(("instructions", "previous_response_id"), _TEXT),
+            **{"background": _FLAG, "truncation": {"type": "string", "enum": ["auto", "disabled"]}},
+        }.items()
+    },
     ("OllamaChat", "think"): _FLAG_OR_TEXT,
     ("OllamaGenerate", "think"): _FLAG_OR_TEXT,
 }
@@ -339,7 +349,7 @@ def _property(body: Body, name: str) -> Schema | None:
         return (
             {"enum": [*accepted, None], "description": "Not built: these values ask for nothing."} if accepted else None
         )
-    if name in WITHOUT_EFFECT or name == "lora_int_id":
+    if (name in WITHOUT_EFFECT and (body.name, name) not in _OF_ROUTES) or name == "lora_int_id":
         return {"description": "Accepted; it changes nothing."}
     if name == "chat_template":  # refused by name: `--chat-template` is the operator's
         return None

@@ -126,6 +126,8 @@ class ResponseEndpoints:
     async def count(self, request: Request) -> ASGIApp:
         """Count the tokens of the conversation that a body would have answered."""
         reply, _ = await self._reply_of(request)
+        self._parts_of_answer(request, reply)  # says which fields are ignored
+        self._serving.check_text("request_id", reply.request_id)
         call = replace(reply.calls[0], client=request.scope[CLIENT])
         ids = await while_connected(request.receive, self._serving.tokenize(call))
         return _json(dumps({"object": "response.input_tokens", "input_tokens": len(ids)}))
@@ -175,21 +177,23 @@ class ResponseEndpoints:
         """List what a response was made from: the conversation before, and its own input; the last item first."""
         client, response_id = _asked(request)
         limit, order = request.query_params.get("limit", str(_LISTED)), request.query_params.get("order", "desc")
-        if not (limit.isdecimal() and limit.isascii() and 1 <= int(limit[:9]) <= _MOST_LISTED):
+        if not (limit.isdecimal() and limit.isascii() and len(limit) <= 3 and 1 <= int(limit) <= _MOST_LISTED):
             raise UserError(f"limit must be from 1 to {_MOST_LISTED}.", "limit")
         if order not in ("asc", "desc"):
             raise UserError("order must be asc or desc.", "order")
+        job, after = self._jobs.get((client, response_id)), request.query_params.get("after")
+        last = response_id if job is None else job.reply.previous
         try:
-            *before, (_, own) = self._store.chain(client, response_id).items()
+            chain = [] if last is None else list(self._store.chain(client, last).values())
         except LostError as error:
             raise _not_found(error.response_id) from error
-        after = request.query_params.get("after")
 
         def write() -> bytes:
-            items = [*history_of(stored for _, stored in before), *json.loads(own.items)]
+            own = json.loads(chain[-1].items) if job is None else job.reply.items
+            items = [*history_of(chain[:-1] if job is None else chain), *own]
             return dumps(page_of(items, int(limit), after, order == "asc"))
 
-        size = sum(stored.size for _, stored in before) + own.size
+        size = sum(stored.size for stored in chain)
         return _json(await self._bodies.run(write, size > _LARGE, client))
 
     def _sampling_of(self, reply: ResponseReply) -> dict[str, Any]:

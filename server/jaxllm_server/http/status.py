@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -16,8 +16,9 @@ from starlette.types import ASGIApp
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.version import __version__
 from jaxllm_server.anthropic import models as anthropic
+from jaxllm_server.http.answers import json_response
+from jaxllm_server.http.bodies import DEAD
 from jaxllm_server.http.error_bodies import nothing_at
-from jaxllm_server.http.sse import dumps
 from jaxllm_server.ollama.models import asked_name, ollama_details, ollama_model
 from jaxllm_server.openai.messages import model_card, model_list
 from jaxllm_server.shared.options import ServerOptions
@@ -25,8 +26,6 @@ from jaxllm_server.shared.options import ServerOptions
 if TYPE_CHECKING:
     from jaxllm_server.observability.prometheus import PrometheusObserver
     from jaxllm_server.shared.serving import Serving
-
-_DEAD = ("dead", "stopped")
 
 
 class StatusEndpoints:
@@ -48,7 +47,7 @@ class StatusEndpoints:
     async def models(self, request: Request) -> ASGIApp:
         """List the names that the model goes by, and its adapters."""
         write = anthropic.model_list if _is_anthropics_client(request) else model_list
-        return _json(write(self._cards()))
+        return json_response(write(self._cards()))
 
     async def model(self, request: Request) -> ASGIApp:
         """Describe one name."""
@@ -57,7 +56,7 @@ class StatusEndpoints:
             raise nothing_at(request.scope["path"])
         self._serving.check_model(asked)
         card = self._card(asked)
-        return _json(anthropic.model_info(card) if _is_anthropics_client(request) else card)
+        return json_response(anthropic.model_info(card) if _is_anthropics_client(request) else card)
 
     def _cards(self) -> list[dict[str, Any]]:
         """Describe all served names."""
@@ -73,18 +72,18 @@ class StatusEndpoints:
 
     async def ollama_models(self, request: Request) -> ASGIApp:
         """List the served names as Ollama does."""
-        return _json({"models": [ollama_model(card) for card in self._cards()]})
+        return json_response({"models": [ollama_model(card) for card in self._cards()]})
 
     async def ollama_show(self, request: Request) -> ASGIApp:
         """Describe one name as Ollama does."""
-        asked = asked_name(await self._read(request))
+        asked = asked_name(await self._read(request), self._options.unknown_fields)
         self._serving.check_model(asked)
         pools = self._serving.engine.model.pooler is not None
-        return _json(ollama_details(self._card(asked), self._options, pools))
+        return json_response(ollama_details(self._card(asked), self._options, pools))
 
     async def health(self, request: Request) -> ASGIApp:
         """Say whether there is an engine. Fails while the model is being loaded: vLLM's clients wait for this one."""
-        return Response(status_code=503 if self._serving.engine.state in (*_DEAD, "loading") else 200)
+        return Response(status_code=503 if self._serving.engine.state in (*DEAD, "loading") else 200)
 
     async def ping(self, request: Request) -> ASGIApp:
         """Say whether there is an engine, as /health does; SageMaker asks here."""
@@ -92,16 +91,16 @@ class StatusEndpoints:
 
     async def live(self, request: Request) -> ASGIApp:
         """Say whether the process is worth keeping."""
-        return Response(status_code=503 if self._serving.engine.state in _DEAD else 200)
+        return Response(status_code=503 if self._serving.engine.state in DEAD else 200)
 
     async def ready(self, request: Request) -> ASGIApp:
         """Say whether new requests are accepted."""
         state = self._serving.engine.state
-        return _json({"state": state}, 200 if state == "serving" else 503)
+        return json_response({"state": state}, 200 if state == "serving" else 503)
 
     async def version(self, request: Request) -> ASGIApp:
         """Say what serves."""
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def load(self, request: Request) -> ASGIApp:
         """Say how busy the engine is; `server_load` is vLLM's number, of requests that are not answered yet."""
@@ -110,17 +109,13 @@ class StatusEndpoints:
         answer = {"server_load": load.running + load.waiting, **load._asdict()}
         if isinstance(engine, FleetLLM):
             answer["replicas"] = [{"state": each.state, **each.get_load()._asdict()} for each in engine.replicas]
-        return _json(answer)
+        return json_response(answer)
 
     async def metrics(self, request: Request) -> ASGIApp:
         """Write all metrics for Prometheus."""
         if self._observer is None:
             raise nothing_at("/metrics")
         return Response(self._observer.render(), media_type=self._observer.content_type)
-
-
-def _json(body: Mapping[str, Any], status: int = 200) -> Response:
-    return Response(dumps(body), status, media_type="application/json")
 
 
 def _is_anthropics_client(request: Request) -> bool:

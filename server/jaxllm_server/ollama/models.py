@@ -24,9 +24,9 @@ def model_name(fields: Body) -> str:
 SHOW_FIELDS = frozenset({"model", "name", "verbose", "system", "template", "options"})
 
 
-def asked_name(body: Body) -> str:
-    """Return the name that a body of `/api/show` is about."""
-    name = model_name(given(body, SHOW_FIELDS, {}))
+def asked_name(body: Body, policy: str = "refuse") -> str:
+    """Return the name that a body of `/api/show` is about; `policy` is `--unknown-fields`."""
+    name = model_name(given(body, SHOW_FIELDS, {}, policy))
     if not name:
         raise UserError("model is missing: name one of /api/tags.", "model")
     return name

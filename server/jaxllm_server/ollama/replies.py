@@ -29,7 +29,8 @@ _SAMPLING = {
 _IDLE_OPTIONS = frozenset(
     (
         *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
-        *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "penalize_newline", "repeat_last_n"),
+        *("num_gqa", "rope_frequency_base", "rope_frequency_scale", "use_mmap", "use_mlock", "embedding_only"),
+        *("logits_all", "vocab_only", "penalize_newline", "repeat_last_n"),
         *("tfs_z", "typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "draft_num_predict"),
     )
 )
@@ -42,6 +43,7 @@ class _Reply:
     """What a body asks for, and how it is answered; raises `UserError` for a wrong shape."""
 
     id_prefix = ""
+    ignored: list[str]
     names: Mapping[str, str] = {parameter: name for name, parameter in _SAMPLING.items()} | {
         "structured_outputs": "format",
         "chat_template_kwargs": "think",
@@ -54,7 +56,7 @@ class _Reply:
         self.calls: Sequence[Call] = [
             Call(
                 model=model_name(fields),
-                sampling=_sampling_of(fields),
+                sampling=_sampling_of(fields, options.unknown_fields, self.ignored),
                 template_kwargs=_thinking_of(fields.get("think")),
                 stream=self.is_stream,
                 request_id=request_id,
@@ -101,8 +103,10 @@ class _Reply:
             self._tools.setdefault(call.index, (call.name or "", []))[1].append(call.arguments)
 
     def _tool_calls(self) -> list[dict[str, Any]]:
-        read = [(name, strict_json.object_of("".join(texts), self._max_depth)) for name, texts in self._tools.values()]
-        return [{"function": {"name": name, "arguments": arguments or {}}} for name, arguments in read]
+        """Return the calls whose arguments are an object: those of one that was cut off would be a call without any."""
+        given = [(name, "".join(texts).strip() or "{}") for name, texts in self._tools.values()]
+        read = [(name, strict_json.object_of(arguments, self._max_depth)) for name, arguments in given]
+        return [{"function": {"name": name, "arguments": each}} for name, each in read if each is not None]
 
     def _line(self, content: str, thinking: str, calls: Sequence[Any] = ()) -> dict[str, Any]:
         shown: dict[str, Any] = ({"thinking": thinking} if thinking else {}) | ({"tool_calls": calls} if calls else {})
@@ -128,7 +132,7 @@ class OllamaChatReply(_Reply):
     unbuilt = _UNBUILT
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
-        self.ignored: list[str] = []
+        self.ignored = []
         fields = given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
         prompt = conversation_of({"messages": fields.get("messages"), "tools": fields.get("tools") or None})
         messages = [_message_in(message, index) for index, message in enumerate(prompt["messages"])]
@@ -143,7 +147,7 @@ class OllamaGenerateReply(_Reply):
     names: Mapping[str, str] = {**_Reply.names, "messages": "prompt"}
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
-        self.ignored: list[str] = []
+        self.ignored = []
         fields = given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
         prompt, system = text(fields, "prompt"), text(fields, "system")
         if not prompt:
@@ -200,9 +204,9 @@ def _thinking_of(think: Any) -> dict[str, Any]:
     return kwargs | ({"reasoning_effort": think} if isinstance(think, str) else {})
 
 
-def _sampling_of(fields: Body) -> dict[str, Any]:
+def _sampling_of(fields: Body, policy: str, ignored: list[str]) -> dict[str, Any]:
     """Return what a body says about sampling; `SamplingParams` checks it."""
-    asked = given(mapping(fields, "options") or {}, _SAMPLING.keys() | _IDLE_OPTIONS, {})
+    asked = given(mapping(fields, "options") or {}, _SAMPLING.keys() | _IDLE_OPTIONS, {}, policy, ignored)
     sampling = {_SAMPLING[name]: value for name, value in asked.items() if name in _SAMPLING}
     most = sampling.get("max_tokens")
     if isinstance(most, int) and most < 0:  # as many as the context holds

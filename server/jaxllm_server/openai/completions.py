@@ -181,7 +181,7 @@ def _numbered(request_id: str, number: int, most: int) -> str:
 def _num_outputs(fields: Body) -> int:
     """Return n; what is no number is left to `SamplingParams`."""
     n = fields.get("n", 1)
-    return n if isinstance(n, int) else 1
+    return n if type(n) is int else 1
 
 
 def _num_candidates(fields: Body) -> int | None:
@@ -192,12 +192,14 @@ def _num_candidates(fields: Body) -> int | None:
     if "best_of" not in fields:
         return None
     best_of, n = integer(fields, "best_of", 1), fields.get("n", 1)
-    if best_of == n or not isinstance(n, int) or fields.get("temperature") == 0:
+    if best_of == n or type(n) is not int:
         return None
     if best_of < n:
         raise UserError(
             f"best_of must be greater than or equal to n, got n={n} and best_of={best_of}.", "best_of", best_of
         )
+    if fields.get("temperature") == 0:
+        return None
     for name, value in (("stream", fields.get("stream")), ("use_beam_search", fields.get("use_beam_search"))):
         if value is True:
             raise UserError(f"best_of chooses at the end, among samples: leave {name} off.", "best_of", best_of)

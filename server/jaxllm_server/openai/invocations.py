@@ -20,6 +20,7 @@ def route_of(body: Body, tasks: Sequence[str]) -> str:
     Raises:
         UserError: for a body that no route takes.
     """
+    body = {name: value for name, value in body.items() if value is not None}
     if "messages" in body:
         return "/v1/chat/completions"
     if "prompt" in body:

@@ -14,6 +14,7 @@ from jaxllm.errors import UserError
 
 _SHOWN = 64  # characters of a name that an error, a log line or a header repeats
 _MOST_STRANGE = 16  # fields of a body that nobody is known to define: to look for a near name takes up to 1 ms
+_MISSPELT = 0.74  # how near a name is that counts as misspelt: "sotp" and "user_id" have 0.75 and 0.73
 _MOST_HEADER = 1024  # characters of a header's value; clients bound theirs at some KiB
 
 # What other servers define and what an answer is as good without. Read: llama.cpp tools/server/README.md, SGLang
@@ -48,8 +49,10 @@ FOREIGN = frozenset(
         # Of gateways between a client and its models
         *("provider", "providerOptions", "route", "models", "fallbacks", "transforms", "trace", "tags", "guardrails"),
         *("num_retries", "timeout", "caching", "cache", "cache_control", "drop_params", "additional_drop_params"),
-        *("allowed_openai_params", "litellm_metadata", "litellm_call_id", "custom_llm_provider"),
-        *("safe_prompt", "safety_settings", "extra_headers", "extra_body"),
+        *("allowed_openai_params", "litellm_metadata", "client_metadata", "litellm_call_id", "custom_llm_provider"),
+        *("safe_prompt", "safety_settings", "prompt_mode", "prompt_truncate_len", "request_timeout", "user_id"),
+        *("tool_stream", "clear_thinking", "min_tokens_to_keep", "repetition_penalty_sustain"),
+        *("return_logprob", "logprob_start_len", "top_logprobs_num", "extra_headers", "extra_body"),
         # Of embeddings and ranks
         *("input_type", "prompt_name", "late_chunking", "truncation", "truncation_direction", "embedding_type"),
     )
@@ -60,6 +63,7 @@ MEANINGFUL: Mapping[str, str] = {
     **dict.fromkeys(("grammar", "grammar_string", "ebnf", "regex"), "structured_outputs"),
     **dict.fromkeys(("json_schema", "format", "schema", "response_schema"), "response_format"),
     "custom_token_bans": "bad_words",
+    "echo_last": "echo",
     # Where it ends, and how many there are
     **dict.fromkeys(("max_new_tokens", "max_length", "max_output_tokens", "n_predict", "num_predict"), "max_tokens"),
     **dict.fromkeys(("stop_sequences", "stop_words", "stop_regex"), "stop"),
@@ -112,7 +116,7 @@ def check(body: Mapping[str, Any], known: Collection[str], ours: Collection[str]
         if policy == "refuse" or (is_meant and asks):
             raise _refusal(name, _nearest(name, known))
         if name not in FOREIGN and not is_meant:
-            nearest = _nearest(name, known)
+            nearest = _nearest(name, known, _MISSPELT)
             if nearest:
                 raise _refusal(name, nearest)
             num_strange += 1
@@ -130,11 +134,11 @@ def warnings_of(names: Iterable[str]) -> bytes:
     return (told if len(told) <= _MOST_HEADER else f"{told[: _MOST_HEADER - 4]} ...").encode("ascii")
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
-    """Return the field that a client may have meant, "" if none is near."""
+def _nearest(name: str, known: Collection[str], least: float = 0.6) -> str:
+    """Return the field that a client may have meant, "" if none is as near as `least`, from 0 to 1."""
     if name in MEANINGFUL:
         return MEANINGFUL[name] if MEANINGFUL[name] in known else ""
-    near = difflib.get_close_matches(name, known, n=1) if len(name) <= _SHOWN else []
+    near = difflib.get_close_matches(name, known, n=1, cutoff=least) if len(name) <= _SHOWN else []
     return near[0] if near else ""
 
 

@@ -111,6 +111,9 @@ class _Messages(MarkerReader):
         elif marker in _ENDS:
             self._end_header(is_text=True)
             self._close()
+        elif marker == _START and not "".join(self._header).startswith("<"):
+            self._end_header(is_text=True)  # a text that begins as a recipient does
+            self._take_marker(marker)
         elif marker:
             self._header.append(marker)
             self._header_length += len(marker)
@@ -201,7 +204,7 @@ class HarmonyReasoning:
             if message.is_reasoning:
                 reasoning.append(self._reasoning.of(piece))
             elif message.recipient:
-                header = f"{_CHANNEL}{message.channel} {_RECIPIENT}{message.recipient}{_MESSAGE}"
+                header = f"{_START}assistant{_CHANNEL}{message.channel} {_RECIPIENT}{message.recipient}{_MESSAGE}"
                 content += [header if piece.is_first else "", piece.text, _CALL if piece.is_over else ""]
             else:
                 content.append(self._content.of(piece))

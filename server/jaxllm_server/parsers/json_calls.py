@@ -9,8 +9,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxllm_server.parsers.tool_call_json import CallObject, skip
-from jaxllm_server.parsers.tool_parsers import MAX_NAME, MakeId, ToolParser, is_name
+from jaxllm_server.parsers.tool_call_json import MAX_NAME, CallObject, skip
+from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser, is_name
 
 
 class ObjectCalls(ToolParser):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm_server.parsers.python_literal import PythonLiteral
-from jaxllm_server.parsers.tool_call_json import skip
-from jaxllm_server.parsers.tool_parsers import MAX_NAME, MakeId, ToolParser
+from jaxllm_server.parsers.tool_call_json import MAX_NAME, skip
+from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser
 
 # Of names of tools as OpenAI's API allows them, and of packages.
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")

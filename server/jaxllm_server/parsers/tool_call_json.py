@@ -15,6 +15,8 @@ _SCALAR = frozenset(
 )  # of numbers, true, false, null
 _ARGUMENTS = ("arguments", "parameters")  # Hermes' name for them and Llama's
 
+MAX_NAME = 256  # characters of a tool's or a parameter's name: what is longer is text
+
 
 class _Phase(Enum):
     """What a reader of an object expects next."""
@@ -136,6 +138,8 @@ class CallObject:
         self._phase = _Phase.NEXT
         if self._role is _Role.NAME:
             self.name = _string(text)
+            if self.name is not None and len(self.name) > MAX_NAME:
+                self.name = None
             if self.name is None:
                 self._break()
             self.is_call = self.name is not None and self._arguments is not None

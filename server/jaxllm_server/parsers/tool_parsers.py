@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jaxllm_server.parsers.marker_reader import MarkerReader
-from jaxllm_server.parsers.tool_call_json import SPACE, JsonValue, skip
+from jaxllm_server.parsers.tool_call_json import MAX_NAME, SPACE, JsonValue, skip
 
-MAX_NAME = 256  # characters of a tool's or a parameter's name: what is longer is text
 _NAME = re.compile(r"[\w.:/-]+")  # OpenAI's API takes fewer: letters, digits, `_` and `-`
 MakeId: TypeAlias = Callable[[str], str]  # of a tool's name
 

@@ -57,7 +57,8 @@ def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProx
         raise UserError("input must be a text or a list of items.", "input")
     if len(given) > MOST_PARTS or num_parts(item for item in given if isinstance(item, Mapping)) > MOST_PARTS:
         raise UserError(f"input may hold at most {MOST_PARTS} items and parts of items.", "input")
-    return [_item_of(item, f"input[{index}]", request_id, str(index), kept) for index, item in enumerate(given)]
+    left = dict(kept)  # each once: an item is much larger than what refers to it
+    return [_item_of(item, f"input[{index}]", request_id, str(index), left) for index, item in enumerate(given)]
 
 
 def num_parts(items: Iterable[Item]) -> int:
@@ -106,13 +107,13 @@ def _is_reference(item: Any) -> bool:
     return kind == "item_reference" or (kind is None and "role" not in item)
 
 
-def _item_of(item: Any, path: str, request_id: str, number: str, kept: Mapping[str, Item]) -> Item:
+def _item_of(item: Any, path: str, request_id: str, number: str, kept: dict[str, Item]) -> Item:
     if not isinstance(item, Mapping):
         _refuse(f"{path} must be an object.")
     if _is_reference(item):
         if item["id"] not in kept:
-            _refuse(f"{path}: an item with the id {item['id'][:_SHOWN]!r} is not kept here.")
-        return kept[item["id"]]
+            _refuse(f"{path}: an item with the id {item['id'][:_SHOWN]!r} is not kept here, or was given before.")
+        return kept.pop(item["id"])
     kind = item.get("type", "message")
     if not isinstance(kind, str) or kind not in _READERS:
         shown = str(kind)[:_SHOWN]

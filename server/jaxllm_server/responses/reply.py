@@ -5,11 +5,14 @@ Pure functions of their arguments. Knows no HTTP, no engine and nothing of what 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Literal
 
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
+from jaxllm.outputs import Logprob
 from jaxllm_server.openai.chat import conversation_of, logprobs_of
 from jaxllm_server.openai.messages import (
     SAMPLING,
@@ -94,6 +97,9 @@ class ResponseReply:
         self.ignored: list[str] = []
         fields = given(body, _FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
         own_id = text(fields, "request_id")
+        if own_id is not None and len(own_id) > options.max_request_id_chars:  # each item has it in its id
+            most = options.max_request_id_chars
+            raise UserError(f"request_id may have at most {most} characters.", "request_id")
         self.request_id = request_id if own_id is None else own_id
         self.is_background = bool(flag(fields, "background", False))
         self.is_kept = bool(flag(fields, "store", True)) and options.max_stored_response_bytes > 0
@@ -138,7 +144,7 @@ class ResponseReply:
             "service_tier": "default",
             "store": self.is_kept,
             "text": request.format_of(fields)[0],
-            "tool_choice": fields.get("tool_choice", "auto"),
+            "tool_choice": request.shown_choice(fields),
             "tools": tools,
             "top_logprobs": sampling["logprobs"] if wants_logprobs else 0,
             "truncation": fields.get("truncation", "disabled"),
@@ -150,7 +156,7 @@ class ResponseReply:
         self._error: dict[str, Any] | None = None
         self._usage: Usage | None = None
         self._num_events = 0
-        self._is_thinking = False  # so that the next token that is none of its reasoning is the end tag
+        self._is_before_content = self._form.shows_reasoning
 
     def begin(self, head: Mapping[str, Any]) -> None:
         """Take in `id`, `created` (seconds since 1970), `model`, `temperature` and `top_p`."""
@@ -239,12 +245,11 @@ class ResponseReply:
         return sampling, names
 
     def _logprobs(self, part: Part) -> Sequence[dict[str, Any]]:
-        """Return the log-probabilities of a part's tokens behind the reasoning and the tag that ends it."""
-        entries = part.logprobs[part.num_reasoning :] if part.logprobs else []
-        self._is_thinking = self._is_thinking or part.num_reasoning > 0
-        if self._is_thinking and entries:
-            self._is_thinking = False
-            entries = entries[1:]
+        """Return the log-probabilities of a part's tokens behind the reasoning and what ends it."""
+        entries = part.logprobs or []
+        if self._is_before_content:
+            self._is_before_content = not (part.text or part.tool_calls)
+            entries = [] if self._is_before_content else _from_content(entries, part.text)
         written = logprobs_of(entries, self._form)
         return [] if written is None else written["content"]
 
@@ -253,6 +258,17 @@ class ResponseReply:
             event["sequence_number"] = self._num_events
             self._num_events += 1
         return events
+
+
+def _from_content(entries: Sequence[dict[int, Logprob]], text: str) -> Sequence[dict[int, Logprob]]:
+    """Return the entries from the first token of a text on, which stands behind reasoning and perhaps before calls.
+
+    How many tokens end the reasoning depends on the model's form, so the text is looked for among those of the tokens.
+    """
+    ends = list(accumulate(len(next(iter(entry.values())).decoded_token or "") for entry in entries))
+    written = "".join(next(iter(entry.values())).decoded_token or "" for entry in entries)
+    start = max(written.rfind(text), 0) if text else len(written)
+    return entries[bisect_right(ends, start) :]
 
 
 def _check_background(fields: Body, options: ServerOptions) -> None:

@@ -146,6 +146,17 @@ def choice_of(fields: Body, tools: Sequence[Body]) -> tuple[ToolChoice, Sequence
     return choice if tools else None, tools
 
 
+def shown_choice(fields: Body) -> Any:
+    """Return a `tool_choice` that was read as a response repeats it: what else stands in it is left out."""
+    choice = fields.get("tool_choice", "auto")
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice["type"] == "function":
+        return {"type": "function", "name": choice["name"]}
+    tools = [{"type": "function", "name": name} for name in sorted(_allowed_names(choice))]
+    return {"type": "allowed_tools", "mode": choice["mode"], "tools": tools}
+
+
 def _allowed_names(choice: Mapping[str, Any]) -> set[str]:
     tools = choice.get("tools")
     given = tools if isinstance(tools, list) else []
@@ -204,5 +215,9 @@ def reasoning_of(fields: Body) -> dict[str, Any]:
 
 
 def texts_of(fields: Body, names: Sequence[str]) -> dict[str, str | None]:
-    """Return fields that must be strings, which a response repeats."""
-    return {name: text(fields, name) for name in names}
+    """Return fields that must be strings, which a response repeats; no prompt bounds them."""
+    texts = {name: text(fields, name) for name in names}
+    for name, value in texts.items():
+        if value is not None and len(value) > _MOST_VALUE:
+            raise UserError(f"{name} may have at most {_MOST_VALUE} characters.", name)
+    return texts

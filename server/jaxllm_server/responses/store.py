@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from jaxllm.errors import UserError
 from jaxllm_server.responses.items import Item
 
 _OVERHEAD = 1024  # bytes of an entry beside its texts; of a client with one alone it is 700 (measured)
@@ -112,9 +113,15 @@ def find_items(stored: Iterable[Stored], ids: Collection[str]) -> dict[str, Item
 
 
 def page_of(items: Sequence[Item], limit: int, after: str | None, is_ascending: bool) -> dict[str, object]:
-    """Return a part of a list of items as the API lists them: so many behind the one with the id `after`."""
+    """Return a part of a list of items as the API lists them: so many behind the one with the id `after`.
+
+    Raises:
+        UserError: naming `after`, if no item has that id.
+    """
     ordered = items if is_ascending else items[::-1]
-    start = next((number for number, item in enumerate(ordered, 1) if item["id"] == after), 0)
+    start = 0 if after is None else next((number for number, each in enumerate(ordered, 1) if each["id"] == after), -1)
+    if start < 0:
+        raise UserError("after must be the id of one of the items.", "after")
     page = ordered[start : start + limit]
     ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
     return {"object": "list", "data": page, **ends, "has_more": start + limit < len(ordered)}

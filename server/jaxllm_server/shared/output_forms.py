@@ -106,7 +106,9 @@ class OutputForms:
     def _tool_parser(self, call: Call) -> Callable[[], CallReader] | None:
         """Return what makes a reader of an output's tool calls; None where none are looked for."""
         form = self.tool_form
-        make_id = partial(_id_maker, "" if form is None else form.ids, call.messages or ())
+        style = "" if form is None else form.ids
+        num_before = sum(len(_calls_of(message)) for message in call.messages or ()) if style == "kimi_k2" else 0
+        make_id = partial(_id_maker, style, num_before)
         if isinstance(call.tool_choice, NamedTool):
             name = call.tool_choice.name
             return lambda: NamedCall(make_id(), name)
@@ -127,14 +129,16 @@ def _is_switched_off(template_kwargs: Mapping[str, Any]) -> bool:
     return is_named or template_kwargs.get("reasoning_effort") == "none"
 
 
-def _id_maker(style: str, messages: Sequence[Any]) -> MakeId:
+def _id_maker(style: str, num_before: int) -> MakeId:
     """Return what makes the ids of one output's calls, which the conversation is expected to bring back.
+
+    `num_before` is the number of calls in the conversation so far.
 
     Mistral's templates refuse ids that are not nine letters and digits; Kimi's write an id where the model reads the
     name of the tool, with the number of the call in the conversation.
     """
     if style == "kimi_k2":
-        numbers = count(sum(len(_calls_of(message)) for message in messages))
+        numbers = count(num_before)
         return lambda name: f"functions.{name}:{next(numbers)}"
     if style == "mistral":
         return lambda name: uuid.uuid4().hex[:9]

@@ -68,7 +68,7 @@ TRANSCRIPTS = [
         "assistant<|channel|>commentary<|message|>Now.<|end|><|start|>assistant to=functions.f<|channel|>commentary "
         "<|constrain|>json<|message|>{}",
         "So.\nOr.",
-        "Now.<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+        "Now.<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>",
     ),
     ("openai_gptoss", "", "no < channels", "", "no < channels"),
     ("openai_gptoss", "", "<|channel|>final<|message|>Yes.<|start|>assis", "", "Yes."),  # cut off

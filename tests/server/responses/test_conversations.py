@@ -206,7 +206,7 @@ def test_log_probabilities_are_those_of_the_message() -> None:
     ]
     for parts in (pieces, [(tokens, "hm", "A fox ", calls, 2)], pieces[:4], pieces[:3]):
         body = {"input": "Hi", "include": ["message.output_text.logprobs"], "tools": TOOLS}
-        reply = ResponseReply(body, ServerOptions(), "r1")
+        reply = ResponseReply(body, ServerOptions(reasoning_parser="qwen3"), "r1")
         reply.begin({"id": "resp_r1", "created": 1, "model": "m", "temperature": 1.0, "top_p": 1.0})
         told = []
         for number, (own, thought, text, made, num_reasoning) in enumerate(parts):
