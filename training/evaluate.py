@@ -7,11 +7,9 @@ import argparse
 import json
 from pathlib import Path
 
-import jax
-
 from jaxllm import LLM, SamplingParams
 from jaxllm.embedded import MODEL_DIR
-from training.questions import Question, add_arguments, broken_promises, chosen_questions, score
+from training.questions import Question, add_arguments, chosen_questions, report, score
 
 # What the project promises of the embedded model; a lower rate makes the command fail.
 PROMISED: dict[str, float] = {"sums": 0.95, "facts": 0.98, "ends": 0.99}
@@ -35,16 +33,9 @@ def main() -> None:
     questions = chosen_questions(options)
     answers, reasons = answers_of_engine(options.model, questions)
     scores = score(questions, answers, reasons)
-    for kind, value in scores.items():
-        print(f"{kind:10} {value['rate']:8.4f}  ({value['right']} of {value['asked']})")
-    if not options.limit:
-        path = options.model / "score.json"
-        noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        noted |= {"answered_by": "engine", "jax": jax.__version__, "questions_seed": options.seed, "scores": scores}
-        path.write_text(json.dumps(noted, indent=2) + "\n", encoding="utf-8")
-    broken = broken_promises(scores, PROMISED)
-    if broken:
-        raise SystemExit("\n".join(broken))
+    path = options.model / "score.json"
+    noted = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    report(scores, options, options.model, PROMISED, **noted | {"answered_by": "engine"})
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ adapter. The same questions without the adapter, in the same steps, must be answ
 import argparse
 from pathlib import Path
 
-import jax
-
 from jaxllm import LLM, LoRARequest, SamplingParams
 from jaxllm.embedded import ADAPTERS
 from training import pirate
-from training.export import write_json
-from training.questions import add_arguments, broken_promises, chosen_questions, score
+from training.questions import add_arguments, chosen_questions, report, score
 
 # What the project promises of the adapter; a lower rate makes the command fail.
 PROMISED: dict[str, float] = {
@@ -47,14 +44,7 @@ def main() -> None:
         "plain without it": [not pirate.has_manner(text) for text in texts[len(chats) :]],
     }.items():
         scores[name] = {"rate": round(sum(hits) / len(hits), 4), "right": sum(hits), "asked": len(hits)}
-    for kind, value in scores.items():
-        print(f"{kind:16} {value['rate']:8.4f}  ({value['right']} of {value['asked']})")
-    if not options.limit:
-        report = {"jax": jax.__version__, "questions_seed": options.seed, "scores": scores}
-        write_json(options.adapter / "score.json", report)
-    broken = broken_promises(scores, PROMISED)
-    if broken:
-        raise SystemExit("\n".join(broken))
+    report(scores, options, options.adapter, PROMISED)
 
 
 if __name__ == "__main__":

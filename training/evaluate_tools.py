@@ -10,13 +10,10 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxllm import LLM, LoRARequest, SamplingParams
 from jaxllm.embedded import ADAPTERS
 from training import facts, tool_calls
-from training.export import write_json
-from training.questions import Score, add_arguments, broken_promises, chosen_questions, score
+from training.questions import Score, add_arguments, chosen_questions, report, score
 from training.tool_calls import ADD, TOOLS, WEATHER, Tool, ToolTurn
 
 # What the project promises of the adapter; a lower rate makes the command fail.
@@ -110,14 +107,7 @@ def main() -> None:
     scores = tool_score(asker, options.seed, options.limit)
     questions = chosen_questions(options)
     scores |= score(questions, *asker.ask([(question.messages, []) for question in questions]))
-    for kind, value in scores.items():
-        print(f"{kind:24} {value['rate']:8.4f}  ({value['right']} of {value['asked']})")
-    if not options.limit:
-        report = {"jax": jax.__version__, "questions_seed": options.seed, "scores": scores}
-        write_json(options.adapter / "score.json", report)
-    broken = broken_promises(scores, PROMISED)
-    if broken:
-        raise SystemExit("\n".join(broken))
+    report(scores, options, options.adapter, PROMISED)
 
 
 if __name__ == "__main__":

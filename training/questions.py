@@ -1,9 +1,13 @@
 """The held-out questions of the embedded model, and the score of a set of answers to them."""
 
 import argparse
+import json
 import random
 from collections.abc import Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
 
 from training import corpus, facts, words
 from training.corpus import Message
@@ -61,12 +65,25 @@ def chosen_questions(options: argparse.Namespace) -> list[Question]:
     return questions[:: max(1, len(questions) // options.limit)] if options.limit else questions
 
 
-def broken_promises(scores: Score, promised: Mapping[str, float]) -> list[str]:
-    """Return a line for every rate below what is promised."""
-    return [
+def report(
+    scores: Score, options: argparse.Namespace, folder: Path, promised: Mapping[str, float], **noted: Any
+) -> None:
+    """Print the scores; of all questions write them to the folder's score.json as well, behind what is `noted`.
+
+    Raises:
+        SystemExit: with a line for every rate below what is promised.
+    """
+    for kind, value in scores.items():
+        print(f"{kind:24} {value['rate']:8.4f}  ({value['right']} of {value['asked']})")
+    if not options.limit:
+        own = {"jax": jax.__version__, "questions_seed": options.seed, "scores": scores}
+        (folder / "score.json").write_text(json.dumps(noted | own, indent=2) + "\n", encoding="utf-8")
+    broken = [
         f"{kind}: {scores[kind]['rate']:.4f} is below {least}" for kind, least in promised.items()
         if kind in scores and scores[kind]["rate"] < least
     ]  # fmt: skip
+    if broken:
+        raise SystemExit("\n".join(broken))
 
 
 def score(questions: list[Question], answers: list[str], finish_reasons: list[str]) -> Score:

@@ -73,6 +73,7 @@ CLIENTS: dict[str, Client] = {
     "test_lm_eval": Client("lm-evaluation-harness", ("lm-eval",)),
     "test_aiperf": Client("AIPerf", ("aiperf",)),
     "test_cohere": Client("Cohere", ("cohere",)),
+    "test_ollama": Client("Ollama, Python", ("ollama",)),
     "test_grpc_js": Client("gRPC, JavaScript", ("npm:@grpc/grpc-js",)),
 }
 MODULES = tuple(CLIENTS)

@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
+import pydantic
 import pytest
 
 from tests.clients.common import ANSWER, KEY, MESSAGES, SUM_MESSAGES, Call, Person, Site, check_tools, is_person
 from tests.support import tool_loop
+from tests.support.failures import eventually
+from tests.support.fake_serving import http_server
+from tests.support.written_answers import WritingServing, written
 
 TOOLS: Any = [
     {"name": tool["function"]["name"], "description": "", "input_schema": tool["function"]["parameters"]}
@@ -133,4 +137,41 @@ def test_messages_that_are_wrong(client: anthropic.Anthropic, ask: dict[str, Any
     with pytest.raises(anthropic.BadRequestError, match="top_p"):
         client.messages.create(**ask | {"extra_body": {"top_p": 7}})
     with pytest.raises(anthropic.NotFoundError):
-        client.messages.create(**ask | {"model": "nobody"})
+        client.messages.create(**ask | {"model": "unknown"})
+
+
+def test_messages_of_200_conversations() -> None:
+    """Each whole, as a stream, and as a stream that is left: all that comes is what the client's types allow."""
+    of_event = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)
+    serving = WritingServing()
+    with (
+        http_server(serving) as port,
+        anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="x", max_retries=0) as client,
+    ):
+        for seed in range(200):
+            answer = written(seed)
+            asked: Any = {"model": "fake", "max_tokens": 64, "messages": MESSAGES}
+            asked["extra_body"] = {"cache_salt": str(seed)}
+            whole = client.messages.create(**asked)
+            type(whole).model_validate_json(whole.model_dump_json(warnings="error"))
+            deltas = {"text": "", "thinking": "", "partial_json": ""}
+            with client.messages.create(**asked, stream=True) as stream:
+                for event in stream:
+                    of_event.validate_python(event.to_dict())
+                    if event.type == "content_block_delta":
+                        for name in deltas.keys() & event.delta.to_dict().keys():
+                            deltas[name] += getattr(event.delta, name)
+            assert deltas["text"] == "".join(block.text for block in whole.content if block.type == "text")
+            assert deltas["thinking"] == "".join(b.thinking for b in whole.content if b.type == "thinking")
+            assert deltas["partial_json"] == "".join(arguments for _, _, arguments in answer.calls)
+            inputs = [block.input for block in whole.content if block.type == "tool_use"]
+            if not any("INVALID_JSON" in each for each in inputs):  # the client's own parser refuses some of those
+                with client.messages.stream(**asked) as stream:
+                    final = stream.get_final_message()
+                assert final.stop_reason == whole.stop_reason and final.stop_sequence == whole.stop_sequence
+                assert final.usage.output_tokens >= whole.usage.output_tokens
+                assert [block.input for block in final.content if block.type == "tool_use"] == inputs
+            with client.messages.create(**asked, stream=True) as stream:
+                next(iter(stream))  # and the client goes
+        eventually(lambda: serving.num_live == 0, seconds=3.0)
+        assert len(serving.calls) >= 3 * 200

@@ -67,7 +67,7 @@ def test_a_thousand_calls_over_grpc(server: ServingProcess) -> None:
         request = inference_pb2.GenerateRequest(text="Once upon a time", stop={"max_tokens": 4})
         async with asyncio.timeout(SECONDS):
             stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in channels]
-            calls = [stub.Generate(request) for stub in stubs for _ in range(CLIENTS // len(stubs))]  # type: ignore[attr-defined]
+            calls = [stub.Generate(request) for stub in stubs for _ in range(CLIENTS // len(stubs))]
             answers = await asyncio.gather(*calls)
         for channel in channels:
             await channel.close()
@@ -94,7 +94,7 @@ def test_a_thousand_clients_as_they_are(server: ServingProcess) -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.http}/v1", api_key="none") as client:
             answer = await client.chat.completions.create(
                 model="jaxllm-embedded", messages=messages(number), max_tokens=4
-            )  # type: ignore[arg-type]
+            )
             return bool(answer.choices)
 
     async def ask_all() -> list[bool]:

@@ -90,17 +90,17 @@ def test_fields_that_vllm_has_beside_openais(openai: OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "Tell me a story."}]
     told: dict[str, Any] = {"model": MODEL, **SAMPLED, "extra_body": {"return_token_ids": True}}
     whole = openai.chat.completions.create(messages=messages, **told)
-    ids = whole.prompt_token_ids  # type: ignore[attr-defined]
+    ids = whole.prompt_token_ids
     told["extra_body"] = {"return_token_ids": True, "prompt_token_ids": ids}
     written = openai.chat.completions.create(messages=[], **told)
     assert written.choices[0].message.content == whole.choices[0].message.content
-    assert written.prompt_token_ids == ids  # type: ignore[attr-defined]
+    assert written.prompt_token_ids == ids
     text = PROMPT * 3
     cut = {"return_token_ids": True, "truncate_prompt_tokens": 5, "truncation_side": "right"}
     answer = openai.completions.create(model=MODEL, prompt=text, max_tokens=1, extra_body=cut)
-    assert answer.choices[0].prompt_token_ids == ids_of(text, openai)[:5]  # type: ignore[attr-defined]
+    assert answer.choices[0].prompt_token_ids == ids_of(text, openai)[:5]
     several = openai.completions.create(model=MODEL, prompt=PROMPT, n=4, logprobs=0, **SAMPLED)
-    means = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens) for choice in several.choices]  # type: ignore
+    means = [sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens) for choice in several.choices]
     best = openai.completions.create(model=MODEL, prompt=PROMPT, n=2, best_of=4, **SAMPLED)
     ranked = sorted(zip(means, several.choices, strict=True), key=lambda pair: -pair[0])
     assert [choice.text for choice in best.choices] == [choice.text for _, choice in ranked[:2]]

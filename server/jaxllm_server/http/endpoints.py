@@ -294,7 +294,7 @@ class Endpoints:
         }
 
     def _warn(self, request: Request, ignored: Sequence[str]) -> None:
-        """Tell a client which fields its request is answered without, and whoever reads the log of each once."""
+        """Tell a client which fields its request is answered without; the log has each of them once."""
         if self._options.unknown_fields != "warn":
             return
         request.scope["jaxllm"]["ignored"] = ignored

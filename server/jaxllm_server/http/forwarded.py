@@ -12,7 +12,7 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class Proxies:
-    """The proxies that are trusted: addresses, networks, or "*" for whoever connects.
+    """The proxies that are trusted: addresses and networks; "*" stands for every peer that connects.
 
     Raises:
         UserError: for what is none of these.

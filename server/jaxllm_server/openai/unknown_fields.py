@@ -13,7 +13,7 @@ from typing import Any
 from jaxllm.errors import UserError
 
 _SHOWN = 64  # characters of a name that an error, a log line or a header repeats
-_MOST_STRANGE = 16  # fields of a body that nobody is known to define: to look for a near name takes up to 1 ms
+_MOST_STRANGE = 16  # fields of a body that are in none of these lists: to look for a near name takes up to 1 ms
 _MISSPELT = 0.74  # how near a name is that counts as misspelt: "sotp" and "user_id" have 0.75 and 0.73
 _MOST_HEADER = 1024  # characters of a header's value; clients bound theirs at some KiB
 

@@ -90,6 +90,12 @@ class MarkedCalls(SectionedCalls):
 
     _marks: ClassVar[CallMarkers]
 
+    def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(make_id, tools)
+        marks = self._marks
+        self.markers, self._openings = tuple(marks), (marks.section, marks.call)
+        self._closings = (marks.section_end, marks.call_end)
+
     def _read_name(self, text: str, start: int) -> int:
         end = start
         if not self._partial:
@@ -150,9 +156,6 @@ class DeepSeekParser(MarkedCalls):
         "<｜tool▁call▁end｜>",
         "<｜tool▁calls▁end｜>",
     )
-    markers = tuple(_marks)
-    _openings = (_marks.section, _marks.call)
-    _closings = (_marks.section_end, _marks.call_end)
     _space = SPACE | {"`"}
 
     def _read_brace(self, text: str, start: int) -> int:
@@ -192,9 +195,6 @@ class KimiParser(MarkedCalls):
         "<|tool_call_end|>",
         "<|tool_calls_section_end|>",
     )
-    markers = tuple(_marks)
-    _openings = (_marks.section, _marks.call)
-    _closings = (_marks.section_end, _marks.call_end)
 
     def _identified(self, arguments: str) -> tuple[str, str, str]:
         identity = self._name.strip()

@@ -1,8 +1,8 @@
 """Responses that clients may ask for again, or go on from: so many bytes of them, in memory, each its client's alone.
 
 A response is kept as the JSON that its client gets, beside that of its own input; the input of those before it is
-found by their ids. Where there is no room, whoever holds the most loses what was used longest ago, so that nobody can
-push out what others keep by keeping more. Pure but for what it holds: no clock, no threads.
+found by their ids. Where there is no room, the client that holds the most loses what it used longest ago: to keep more
+does not push out what others keep. Pure but for what it holds: no clock, no threads.
 """
 
 from __future__ import annotations

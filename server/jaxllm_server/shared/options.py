@@ -101,7 +101,7 @@ class ServerOptions:
     )
     forwarded_allow_ips: tuple[str, ...] = setting(
         (),
-        "proxy whose X-Forwarded-For names the client over HTTP: an address, a network, or * for whoever connects; "
+        "proxy whose X-Forwarded-For names the client over HTTP: an address, a network, or * for every peer; "
         "may be repeated",
         "ADDRESS",
     )

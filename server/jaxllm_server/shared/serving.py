@@ -40,7 +40,6 @@ from jaxllm_server.shared.prompts import Prompts
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
-_ENDING = 64  # tokens of a prompt that came as ids, by whose text it is seen whether the prompt opens the reasoning
 
 
 class Serving:
@@ -144,8 +143,9 @@ class Serving:
                 stop_ids = (*params.stop_token_ids, *fill_in_middle.stop_ids(model.tokenizer))
                 params = replace(params, stop_token_ids=stop_ids)
             said = prompt.get("prompt")
-            if said is None and call.messages is not None:
-                said = model.tokenizer.decode(prompt["prompt_token_ids"][-_ENDING:], skip_special_tokens=False)
+            if said is None and call.messages is not None and self.forms.reasoning_form is not None:
+                ids = prompt["prompt_token_ids"]  # by their text it is seen whether the prompt opens the reasoning
+                said = await self.off_loop(call.client, model.tokenizer.decode, ids, False)
             reader = self.forms.reader(call, params, said or "", model.tokenizer)
             if reader.shows_markers:
                 params = replace(params, skip_special_tokens=False)

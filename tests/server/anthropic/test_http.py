@@ -1,6 +1,6 @@
-"""Anthropic's API over HTTP, in front of a scripted `Serving`: paths, keys and errors, under httpx and its own client.
+"""Anthropic's API over HTTP, in front of a scripted `Serving`: paths, keys and errors.
 
-The client is no dependency of the tests: `make clients` installs it, and runs what needs it here as well.
+Its own client asks in tests/clients/test_anthropic.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import pytest
 from jaxllm.errors import OverloadedError, RequestFailedError
 from jaxllm_server.shared.options import ServerOptions
 from tests.server.anthropic.test_messages import MESSAGES, TOOLS
-from tests.support.failures import eventually
 from tests.support.fake_serving import SCRIPT, FakeServing, http_server
-from tests.support.written_answers import WritingServing, written
 
 BODY = {"model": "fake", "max_tokens": 64, "messages": MESSAGES}
 
@@ -121,44 +119,3 @@ def test_models_are_listed_as_the_client_knows_them(server: Any) -> None:
     assert (page["has_more"], page["first_id"], page["last_id"]) == (False, "fake", "org/alias")
     assert server.http.get("/v1/models/fake", headers=headers).json() == page["data"][0]
     assert server.http.get("/v1/models").json()["object"] == "list"
-
-
-# Its own client.
-
-
-@pytest.mark.parametrize("seeds", [range(100), range(100, 200)])
-def test_200_conversations_of_the_unmodified_client(seeds: range) -> None:
-    anthropic = pytest.importorskip("anthropic")
-    pydantic = pytest.importorskip("pydantic")
-    of_event = pydantic.TypeAdapter(anthropic.types.RawMessageStreamEvent)
-    serving = WritingServing()
-    with (
-        http_server(serving) as port,
-        anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="x", max_retries=0) as client,
-    ):
-        for seed in seeds:
-            answer = written(seed)
-            asked = {**BODY, "extra_body": {"cache_salt": str(seed)}}
-            whole = client.messages.create(**asked)
-            type(whole).model_validate_json(whole.model_dump_json(warnings="error"))
-            deltas = {"text": "", "thinking": "", "partial_json": ""}
-            with client.messages.create(**asked, stream=True) as stream:
-                for event in stream:
-                    of_event.validate_python(event.to_dict())
-                    if event.type == "content_block_delta":
-                        for name in deltas.keys() & event.delta.to_dict().keys():
-                            deltas[name] += getattr(event.delta, name)
-            assert deltas["text"] == "".join(block.text for block in whole.content if block.type == "text")
-            assert deltas["thinking"] == "".join(b.thinking for b in whole.content if b.type == "thinking")
-            assert deltas["partial_json"] == "".join(arguments for _, _, arguments in answer.calls)
-            inputs = [block.input for block in whole.content if block.type == "tool_use"]
-            if not any("INVALID_JSON" in each for each in inputs):  # the client's own parser refuses some of those
-                with client.messages.stream(**asked) as stream:
-                    final = stream.get_final_message()
-                assert final.stop_reason == whole.stop_reason and final.stop_sequence == whole.stop_sequence
-                assert final.usage.output_tokens >= whole.usage.output_tokens
-                assert [block.input for block in final.content if block.type == "tool_use"] == inputs
-            with client.messages.create(**asked, stream=True) as stream:
-                next(iter(stream))  # and the client goes
-        eventually(lambda: serving.num_live == 0, seconds=3.0)
-        assert len(serving.calls) >= 3 * len(seeds)

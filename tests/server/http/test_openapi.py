@@ -30,7 +30,7 @@ from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import FakeServing, http_server
 
 OPTIONS = ServerOptions(enable_tokenizer_info_endpoint=True)
-ROUTES = Endpoints(FakeServing(), OPTIONS, None, None).routes()  # type: ignore[arg-type]
+ROUTES = Endpoints(FakeServing(), OPTIONS, None, None).routes()
 DESCRIPTION = description_of(ROUTES)
 # What OpenAPI 3.1 asks of the parts that are used here.
 OPENAPI = {
@@ -153,7 +153,7 @@ def test_the_page_is_whole_and_says_what_the_document_does() -> None:
         json.dumps(
             description_of(
                 Endpoints(FakeServing(), ServerOptions(), None, None).routes(),
-                "/llm",  # type: ignore[arg-type]
+                "/llm",
             )
         )
     )
@@ -175,7 +175,7 @@ def test_the_page_is_whole_and_says_what_the_document_does() -> None:
 
 INVOCATIONS = [
     ({"messages": []}, ("generate",), "/v1/chat/completions"),
-    ({"prompt": "a"}, ("generate",), "/v1/completions"),
+    ({"prompt": "a", "messages": None}, ("generate",), "/v1/completions"),
     ({"input": "a"}, ("embed", "score"), "/v1/embeddings"),
     ({"input": "a"}, ("classify",), "/classify"),
     ({"input": "a"}, ("score",), "/pooling"),

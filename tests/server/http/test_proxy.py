@@ -21,7 +21,7 @@ from tests.support.failures import eventually
 from tests.support.fake_serving import FakeServing, http_server
 from tests.support.paths import ROOT
 
-LINES = re.search(r"```nginx\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)[1]  # type: ignore[index]
+LINES = re.search(r"```nginx\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)[1]
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 HOST = "llm.example.com"
 
@@ -124,6 +124,7 @@ def test_addresses_behind_proxies() -> None:
     ):
         assert near.client_of(peer, forwarded) == client
     assert far.client_of("", ["1.1.1.1"]) == "1.1.1.1"
+    assert far.client_of("10.0.0.1", ["6.6.6.6, 1.1.1.1"]) == "1.1.1.1", "the peer's word, and not its client's"
     assert near.client_of("10.0.0.1", ["1.1.1.1" + ", 10.0.0.1" * 10_000]) == "10.0.0.1"
     with pytest.raises(UserError, match="forwarded_allow_ips"):
         Proxies(["my-proxy"])

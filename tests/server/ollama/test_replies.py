@@ -16,7 +16,6 @@ from jaxllm.errors import RequestFailedError, UserError
 from jaxllm_server.ollama.replies import PATHS, OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.strict_json import object_of
-from tests.support.failures import eventually
 from tests.support.fake_serving import http_server, pooled
 from tests.support.written_answers import WritingServing, written
 
@@ -59,6 +58,12 @@ def test_a_body_becomes_a_call() -> None:
     embed = OllamaEmbedReply({"input": ["a"], "model": "fake:latest", "dimensions": 3}, OPTIONS, "r").calls[0]
     assert (embed.model, embed.inputs, embed.truncate_prompt_tokens, embed.dimensions) == ("fake", ["a"], -1, 3)
     assert OllamaEmbedReply({"input": "a", "truncate": False}, OPTIONS, "r").calls[0].truncate_prompt_tokens is None
+
+
+def test_options_follow_the_policy_of_unknown_fields() -> None:
+    assert chat(options={"num_gqa": 1, "made_up": 1}).ignored == ["made_up"]
+    with pytest.raises(UserError, match="Did you mean 'temperature'"):
+        chat(options={"temprature": 1})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,7 @@ def test_lines_are_the_whole_answer_wherever_it_is_cut() -> None:
 def server() -> Iterator[Any]:
     serving = WritingServing()
     with http_server(serving) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
-        yield SimpleNamespace(serving=serving, http=http, url=f"http://127.0.0.1:{port}")
+        yield SimpleNamespace(serving=serving, http=http)
 
 
 def test_every_path_answers_and_fails_in_ollamas_form(server: Any) -> None:
@@ -151,22 +156,3 @@ def test_a_stream_that_fails_ends_with_an_error(server: Any, monkeypatch: pytest
     monkeypatch.setattr(server.serving, "generate", generate)
     answer = server.http.post("/api/generate", json={"model": "fake", "prompt": "Hi"})
     assert json.loads(answer.text.splitlines()[-1]) == {"error": "The step failed."}
-
-
-def test_conversations_of_the_unmodified_client(server: Any) -> None:
-    ollama = pytest.importorskip("ollama")
-    client = ollama.Client(server.url)
-    assert [each.model for each in client.list().models] == ["fake", "org/alias"]
-    assert client.show("fake").capabilities and client.ps().models[0].context_length == 64
-    assert len(client.embed("fake", ["a", "b"], dimensions=2).embeddings) == 2
-    whole = client.chat("fake", MESSAGES, options={"num_predict": 9})
-    stream = list(client.chat("fake", MESSAGES, stream=True))
-    assert "".join(line.message.content for line in stream) == whole.message.content == written(0).text
-    assert whole.total_duration == stream[-1].total_duration == 2 * 10**9
-    assert client.generate("fake", "Hi").response == "".join(
-        line.response for line in client.generate("fake", "Hi", stream=True)
-    )
-    with pytest.raises(ollama.ResponseError, match="does not exist"):
-        client.chat("x", MESSAGES)
-    next(iter(client.chat("fake", MESSAGES, stream=True)))
-    eventually(lambda: server.serving.num_live == 0, seconds=3.0)

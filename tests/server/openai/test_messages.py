@@ -216,6 +216,7 @@ def test_echo_with_what_is_not_built():
     [
         *(
             ({"best_of": 1, "n": 2}, UserError),
+            ({"best_of": 1, "n": 2, "temperature": 0}, UserError),
             ({"best_of": 0}, UserError),
             ({"best_of": 2, "stream": True}, UserError),
         ),

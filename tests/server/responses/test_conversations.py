@@ -204,7 +204,10 @@ def test_log_probabilities_are_those_of_the_message() -> None:
         (tokens[6:7], "", "", [], 0),
         (tokens[7:], "", "", calls, 0),
     ]
-    for parts in (pieces, [(tokens, "hm", "A fox ", calls, 2)], pieces[:4], pieces[:3]):
+    channels = ["<|channel|>", "analysis", "<|message|>", "hm", "<|end|>", "<|channel|>", "final", "<|message|>"]
+    harmony = [(channels[:4], "hm", "", [], 1), (channels[4:], "", "", [], 0), (tokens[3:6], "", "A fox ", [], 0)]
+    whole = [(tokens, "hm", "A fox ", calls, 2)], [([*channels, *tokens[3:6]], "hm", "A fox ", [], 1)]
+    for parts in (pieces, *whole, pieces[:4], pieces[:3], harmony):
         body = {"input": "Hi", "include": ["message.output_text.logprobs"], "tools": TOOLS}
         reply = ResponseReply(body, ServerOptions(reasoning_parser="qwen3"), "r1")
         reply.begin({"id": "resp_r1", "created": 1, "model": "m", "temperature": 1.0, "top_p": 1.0})

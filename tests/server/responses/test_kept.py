@@ -111,6 +111,8 @@ def test_in_the_background(server: tuple[FakeServing, httpx.Client]) -> None:
     while (now := client.get(f"/responses/{first['id']}").json())["status"] != "in_progress" or not now["output"]:
         time.sleep(0.01)
     assert TEXT.startswith(now["output"][0]["content"][0]["text"]) and now["output"][0]["status"] == "in_progress"
+    (item,) = client.get(f"/responses/{first['id']}/input_items").json()["data"]
+    assert item["content"][0]["text"] == "Hi"
     done = ended(client, first["id"])
     assert (done["status"], done["output"][0]["content"][0]["text"]) == ("completed", TEXT)
     assert done["metadata"] == {"a": "b"} and done["usage"]["total_tokens"] == 12
@@ -177,6 +179,9 @@ def test_what_is_asked_wrongly(server: tuple[FakeServing, httpx.Client]) -> None
         ("GET", "/x", None, 400, "response_id"),
         ("GET", f"/{own}?stream=true", None, 400, "stream"),
         ("GET", f"/{own}/input_items?limit=0", None, 400, "limit"),
+        ("GET", f"/{own}/input_items?limit={'0' * 5000}5", None, 400, "limit"),
+        ("GET", f"/{own}/input_items?limit=1000", None, 400, "limit"),
+        ("GET", f"/{own}/input_items?after=unknown", None, 400, "after"),
         ("GET", f"/{own}/input_items?order=up", None, 400, "order"),
     ):
         answer = client.request(method, f"/responses{path}", json=body)
@@ -199,7 +204,10 @@ def test_items_are_listed_in_pages_and_referred_to(server: tuple[FakeServing, ht
             break
     assert (texts, pages) == (["more", TEXT, "4", "3", "2", "1", "0"], 3)
     counted = client.post("/responses/input_tokens", json=body | {"previous_response_id": second["id"]})
-    assert counted.json() == {"object": "response.input_tokens", "input_tokens": 3}
+    assert (
+        counted.json() == {"object": "response.input_tokens", "input_tokens": 3} and "warnings" not in counted.headers
+    )
+    assert "typical_p" in client.post("/responses/input_tokens", json=body | {"typical_p": 1}).headers["warnings"]
     refers = [{"type": "item_reference", "id": first["output"][0]["id"]}, {"role": "user", "content": "And?"}]
     client.post("/responses", json={"input": refers})
     assert [message["content"] for message in fake.calls[-1].messages] == [TEXT, "And?"]

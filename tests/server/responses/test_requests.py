@@ -74,6 +74,8 @@ def test_an_item_is_found_by_its_id_and_a_reference_is_replaced() -> None:
     for reference in ({"type": "item_reference", "id": kept["id"]}, {"id": kept["id"]}):
         assert references_of([reference, {"role": "user", "content": "a"}]) == {kept["id"]}
         assert items_of([reference], "r2", {kept["id"]: kept}) == [kept]
+        with pytest.raises(UserError, match="given before"):  # a few bytes must not copy an item as often as they like
+            items_of([reference] * 2, "r2", {kept["id"]: kept})
     for id_without_parts in ("", "msg", "msg_", "_"):
         assert response_id_of(id_without_parts) == "resp_"
 
@@ -179,6 +181,9 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("stream_options", {"include_obfuscation": True}, "needs stream"),
     ("store", "yes", "must be true or false"),
     ("max_tool_calls", 1.5, "must be an integer"),
+    ("request_id", "x" * 129, "at most 128 characters"),  # it is in the id of every item
+    ("user", "x" * 513, "at most 512 characters"),  # what no prompt bounds is repeated by each response
+    ("prompt_cache_key", "x" * 513, "at most 512 characters"),
 ]
 
 
@@ -195,6 +200,15 @@ def test_fields_of_other_servers_are_ignored_and_those_of_templates_reach_it() -
     assert own.calls[0].may_fill_context
     with pytest.raises(UserError):
         reply(typical_p=0.5, options=ServerOptions(unknown_fields="refuse"))
+
+
+def test_a_choice_of_tools_is_repeated_as_it_was_read() -> None:
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+    for choice in ("auto", {"type": "function", "name": "add"}, allowed):
+        given = choice if isinstance(choice, str) else {**choice, "more": "x" * 1000}
+        own = reply(tools=[TOOL], tool_choice=given)
+        own.begin({"id": "resp_r", "created": 1, "model": "m", "temperature": 1.0, "top_p": 1.0})
+        assert own.snapshot()["tool_choice"] == choice
 
 
 def test_what_cannot_go_together() -> None:

@@ -53,8 +53,8 @@ def prompt_of(call: Call, tokenizer: Any = TOKENIZER, **sampling: Any) -> list[i
         return await asyncio.to_thread(function, *arguments)
 
     own = serving()
-    own.engine.off_loop = off_loop  # type: ignore[method-assign]
-    own.engine.model = SimpleNamespace(tokenizer=tokenizer, max_model_len=64, vocab_size=1536)  # type: ignore[misc]
+    own.engine.off_loop = off_loop
+    own.engine.model = SimpleNamespace(tokenizer=tokenizer, max_model_len=64, vocab_size=1536)
     return list(asyncio.run(own.prompt_of(call, SamplingParams(**sampling)))["prompt_token_ids"])
 
 
@@ -106,7 +106,7 @@ def test_what_ends_a_filled_hole_and_where_written_reasoning_begins() -> None:
     engine = FakeEngine()
     engine.model.tokenizer = tokenizer = Tokenizer(backend, {}, {}, "some model")
     engine.model.vocab_size = tokenizer.vocab_size
-    own = Serving(engine, ServerOptions(reasoning_parser="qwen3"))  # type: ignore[arg-type]
+    own = Serving(engine, ServerOptions(reasoning_parser="qwen3"))
     for more, ends in (({}, {5, *fill_in_middle.stop_ids(tokenizer)}), ({"ignore_eos": True}, {5})):
         call = Call(prompt="a", suffix="the", sampling={"stop_token_ids": [5], **more})
         assert answer(own, call).text == engine.said
