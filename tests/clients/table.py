@@ -89,7 +89,7 @@ FEATURES: dict[str, str] = {
     "test_messages": "Messages",
 }
 # In files of requirements, but helpers of the tests.
-HELPERS = frozenset({"faiss-cpu", "pytest", "npm:@grpc/proto-loader", "npm:zod"})
+HELPERS = frozenset({"faiss-cpu", "beartype", "pytest", "npm:@grpc/proto-loader", "npm:zod"})
 
 
 def feature_of(test: str) -> str:

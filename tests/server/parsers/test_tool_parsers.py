@@ -153,6 +153,7 @@ def test_hermes_text_that_is_no_call_is_content(text: str, is_whole: bool) -> No
         "<",
         "  ",
         '{"function": {"name": "f", "parameters": {}}}',
+        f'{{"name": "{"f" * 257}", "parameters": {{}}}}',
     ],
 )
 @pytest.mark.parametrize("is_whole", [True, False])
