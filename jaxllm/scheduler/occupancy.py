@@ -41,23 +41,16 @@ def requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
     editor.enqueue([Waiting(record.request, record.order, known, digests)])
 
 
-def vacate(
-    editor: StateEditor,
-    limits: Limits,
-    slots: Sequence[int],
-    num_new: Sequence[int] | None = None,
-    may_publish: bool = True,
-) -> None:
+def vacate(editor: StateEditor, limits: Limits, slots: Sequence[int], may_publish: bool = True) -> None:
     """Empty slots, index the blocks that sampled tokens have filled, and give all blocks back.
 
-    The last `num_new` known tokens of each are being committed: a step in flight may have written them, but they are
-    not among the request's tokens yet.
-    The blocks are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the
+    Steps in flight may have written tokens and drafts that are not among the request's tokens: their blocks are not
+    indexed. They are indexed here, not as they fill: a conversation's next turn comes when this one has ended, and the
     digests cost 2 us a block (62 of them a step at 1,000 running requests).
     """
-    for slot, new in zip(slots, num_new or [0] * len(slots), strict=True):
+    for slot in slots:
         record, table = editor.owner(slot), editor.tables[slot]
-        written = min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - new)
+        written = int(editor.slots.issued[slot])
         first = min(len(record.digests), written // limits.block_size)
         digests = digests_of(record.request, limits, record.digests[:first], written)
         if may_publish:

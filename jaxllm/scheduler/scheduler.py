@@ -232,7 +232,7 @@ def commit(
         for slot in failed_slots:  # whatever made its logits unusable may be in its blocks
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
         occupancy.vacate(editor, limits, failed_slots, may_publish=False)
-        occupancy.vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())
+        occupancy.vacate(editor, limits, row_slots[ended].tolist())
     return editor.done(), Events(
         rows=rows,
         ids=ids,

@@ -368,7 +368,7 @@ def test_messages_that_never_come_whole(
         )
         assert found.total() == NUM_PARCELS and found.keys() == codes
         while resident_bytes(pid) - before > 100 << 20:  # also where a connection lives on
-            assert time.monotonic() < end + 5
+            assert time.monotonic() < end + 20  # 2 to 4 where nothing runs beside it
             time.sleep(0.05)
     assert most < most_mib << 20 and max(times) < 0.5
 

@@ -42,9 +42,9 @@ HISTORY = [
     Mutant(
         "a finished request is freed again when it is aborted",
         "scheduler.scheduler.commit",
-        "occupancy.vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())",
+        "occupancy.vacate(editor, limits, row_slots[ended].tolist())",
         "editor.pool.release(editor.tables[row_slots[ended][0]], ()) if ended.any() else None\n"
-        "        occupancy.vacate(editor, limits, row_slots[ended].tolist(), num_new[ended].tolist())",
+        "        occupancy.vacate(editor, limits, row_slots[ended].tolist())",
     ),
     Mutant(
         "a preempted request counts as computed",
@@ -221,10 +221,10 @@ HISTORY = [
         "self.scheduler.commit(plan, tokens, result.is_finite, counts)",
     ),
     Mutant(
-        "blocks are indexed as far as drafts in flight may reach",
-        "scheduler.occupancy.vacate",
-        "min(int(editor.slots.issued[slot]), int(editor.slots.known[slot]) - new)",
-        "int(editor.slots.issued[slot])",
+        "a block is indexed whose last tokens are drafts in flight",
+        "scheduler.block_pool.chained",
+        "len(tokens) + 1",
+        "len(tokens) + 4 * block_size",
     ),
     Mutant(
         "blocks are freed under the children of a beam",
