@@ -75,10 +75,11 @@ parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
 	$(PARITY_VENV)/bin/python -m pytest tests/parity -m "parity$(if $(ALL),, and not slow)" -n 2
 	$(PARITY_VENV)/bin/python -m pytest tests/server/grpc/test_stubs.py tests/server/grpc/test_messages.py tests/server/grpc/test_transport.py tests/client
 
-gpu-aot: $(GPU_VENV)/.gpu  ## compile kernels and steps for an H200 where there is none (ALL=1: A100 and B200 too), and run kernels interpreted
+gpu-aot: $(GPU_VENV)/.gpu $(GPU_VENV)/newer/.done  ## compile kernels and steps for an H200 where there is none (ALL=1: A100 and B200 too), and run kernels interpreted
 	GPU_AOT=1 TRITON_INTERPRET=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_interpreted*.py -n 2 -W ignore
 	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py -n 2 --dist loadgroup \
 		$(if $(ALL),-m "slow or not slow")
+	GPU_AOT=1 PYTHONPATH=$(GPU_VENV)/newer $(GPU_VENV)/bin/python -m pytest tests/gpu/test_jax_triton.py
 
 golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again; ONLY="llama qwen3"
 	$(PARITY_VENV)/bin/python -m tests.parity.make_golden $(ONLY)
@@ -98,7 +99,7 @@ bench: $(VENV)/.dev  ## the figures that are promised, measured here; docs/bench
 	$(VENV)/bin/python -m tests.benchmarks
 
 # A GPU machine brings its own jax, torch and triton: nothing is installed there. DRY=1 is a CPU with tiny shapes.
-gpu-check: $(if $(DRY),$(VENV)/.dev)  ## correctness and speed on one NVIDIA GPU, in nine minutes; ONLY=, MINUTES=
+gpu-check: $(if $(DRY),$(VENV)/.dev)  ## correctness and speed on one NVIDIA GPU, in eight minutes; ONLY= one part, MINUTES=
 	$(if $(DRY),$(VENV)/bin/python,$(PYTHON)) -m tests.gpu_check $(if $(DRY),--dry) \
 		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
 
@@ -166,6 +167,11 @@ $(RAY_VENV)/.ray: pyproject.toml tests/ray/requirements.txt
 	$(PYTHON) -m venv --upgrade-deps $(RAY_VENV)
 	$(PIP_QUIET) $(RAY_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[ray]" -r tests/ray/requirements.txt
 	$(RAY_VENV)/bin/python -c '$(SERVER_PATH)'
+	touch $@
+
+# Beside the versions of the machine, those in which jax-triton's calls can be in CUDA graphs.
+$(GPU_VENV)/newer/.done: tests/gpu/requirements-newer.txt | $(GPU_VENV)/.gpu
+	$(PIP_QUIET) $(GPU_VENV)/bin/python $(PIP_INSTALL) --no-deps --upgrade --target $(GPU_VENV)/newer -r $<
 	touch $@
 
 $(GPU_VENV)/.gpu: pyproject.toml tests/gpu/requirements.txt

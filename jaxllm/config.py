@@ -23,7 +23,7 @@ from jaxllm.speculative_config import SpeculativeConfig
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "gpu"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-Precompile = Literal["covering", "background", "all"]
+Precompile = Literal["auto", "covering", "background", "all"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["int8", "fp8", "int4"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
@@ -111,7 +111,9 @@ class EngineConfig:
         "OPERATION=NAME",
     )
     load_format: LoadFormat = setting("auto", "dummy: random weights of the model's shapes")
-    precompile: Precompile = setting("background", "which programs are compiled before the first request")
+    precompile: Precompile = setting(
+        "auto", "which programs are compiled before the first request (auto: all on a GPU, elsewhere the covering ones)"
+    )
     compilation_cache_dir: str | None = setting(
         None, "folder of compiled programs (default: $JAXLLM_CACHE_DIR or the user's cache folder)", "PATH"
     )

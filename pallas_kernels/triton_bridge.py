@@ -1,9 +1,10 @@
-"""Calls Triton kernels from traced JAX code, with public `jax.ffi` alone and whatever Triton from 3.6 on is installed.
+"""Calls Triton kernels from traced JAX code: by jax-triton where that can be in a CUDA graph, else by `jax.ffi` alone.
 
-jax-triton 0.3 emits a custom call of the old kind, which XLA keeps out of CUDA graphs, and 0.4 wants Triton 3.7
-so the call is made here. A kernel is compiled to PTX when it is traced, for the capability
-that is named and not for the GPU at hand, so that a machine without one can do it. Only the payload's classes are not
-public JAX: `jaxlib.gpu_triton`.
+jax-triton can since 0.4, which needs Python 3.12 and Triton 3.7; 0.3 emits a custom call of the old kind, which XLA
+keeps out of graphs. Where one of the three is older, the same call is made here; only the payload's classes are not
+public JAX then: `jaxlib.gpu_triton`. Both give the same PTX and the same program (tests/gpu/test_jax_triton.py).
+A kernel is compiled to PTX when it is traced, for the capability that is named and not for the GPU at hand, so that a
+machine without one can do it.
 
 With TRITON_INTERPRET=1 kernels run on the host, in Triton's interpreter, which is for tests: float32 and float16 only.
 """
@@ -13,6 +14,8 @@ With TRITON_INTERPRET=1 kernels run on the host, in Triton's interpreter, which 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,8 +31,9 @@ from triton.compiler import ASTSource
 from pallas_kernels.choice import Site
 from pallas_kernels.tuning import Tuning
 
-# What the PTX says it is written for: newer ones are refused by the assembler of CUDA 13.0.
-_PTX_VERSION = 87
+# What the PTX says it is written for: newer ones are refused by the assembler of CUDA 13.0. Fused multiplications and
+# additions are named because Triton's default changes with 3.10.
+_OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
 _ALIGNED = 16  # bytes: every buffer of XLA is, and loads of 16 bytes need it
 _TYPES = {
     "bool": "i1",
@@ -100,6 +104,24 @@ def call(
         return _interpreted(kernel, arrays, outputs, grid, aliases, constants)
     if capability is None:
         raise ValueError(f"{kernel.__name__} is compiled for a GPU, and it is not said for which")
+    # XLA hashes the whole PTX each time it looks at a call; a fifth of it would be lines for a debugger.
+    knobs.compilation.disable_line_info = True
+    jax_triton = find_jax_triton()
+    if jax_triton is not None:
+        called = jax_triton.triton_call(
+            *arrays,
+            kernel=kernel,
+            out_type=tuple(outputs),
+            grid=grid,
+            name=kernel.__name__,
+            compute_capability=capability,
+            num_warps=tuning.warps,
+            num_stages=tuning.stages,
+            backend_options=_OPTIONS,
+            input_output_aliases=renamed,
+            **constants,
+        )
+        return tuple(called)
     types = [None if one is None else "*" + _TYPES[str(np.dtype(one.dtype))] for one in parameters]
     signature = {name: kind for name, kind in zip(names, types, strict=False) if kind is not None}
     fixed = constants | {name: None for name, one in zip(names, parameters, strict=False) if one is None}
@@ -107,6 +129,22 @@ def call(
     payload = _payload(kernel.__name__, compiled, len(signature), grid, tuning, capability)
     run = jax.ffi.ffi_call("triton_kernel_call_ffi", tuple(outputs), input_output_aliases=renamed)
     return tuple(run(*given, opaque=payload))
+
+
+@functools.cache
+def find_jax_triton() -> Any:
+    """Return the module jax_triton, if it is one whose calls can be in a CUDA graph; else None."""
+    try:
+        version = importlib.metadata.version("jax-triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if tuple(map(int, version.split(".")[:2])) < (0, 4):
+        return None
+    environment = dict(os.environ)
+    import jax_triton
+
+    os.environ.update(environment)  # it takes TRITON_CACHE_DIR away
+    return jax_triton
 
 
 @functools.cache
@@ -129,7 +167,7 @@ def compile_kernel(
         constexprs=dict(constants),
         attrs={(place,): [["tt.divisibility", _ALIGNED]] for place in pointers},
     )
-    options = {"num_warps": tuning.warps, "num_stages": tuning.stages, "ptx_version": _PTX_VERSION}
+    options = {"num_warps": tuning.warps, "num_stages": tuning.stages, **_OPTIONS}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

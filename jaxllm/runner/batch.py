@@ -68,12 +68,15 @@ class Extent(NamedTuple):
     proposes: bool = False
 
 
-def decode_shapes(num_slots: int, smallest: int = 1) -> list[Shape]:
+def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> list[Shape]:
     """List the decode programs: 1, 2, 4, 8, 12, 16, 24, 32, then steps of a quarter, up to all slots.
 
-    Both tables are as coarse as they can be with less than 12 % of padding (tests/benchmarks/padding.py, DECISIONS).
+    On a GPU powers of two, from 128 on with one between: there a step of few rows takes as long as it takes to read the
+    weights. All tables are as coarse as they can be with less than 12 % of padding, on a GPU of its time
+    (tests/benchmarks/padding.py, DECISIONS).
     """
-    rows = sorted({max(smallest, size) for size in _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})})
+    parts = {1: 1, 8: 2, 32: 4} if platform == "cpu" else {1: 1, 128: 2}
+    rows = sorted({max(smallest, size) for size in _sizes(1, num_slots, parts)})
     return [Shape(tokens=size, rows=size, tiles=0, entries=size, sampling_fields=0) for size in rows]
 
 
@@ -94,12 +97,16 @@ def verifying_shapes(max_tokens: int, num_slots: int, drafts: int) -> list[Shape
     return sorted(shapes, key=lambda shape: (shape.rows, shape.tokens))
 
 
-def ragged_shapes(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int) -> list[Shape]:
+def ragged_shapes(
+    max_tokens: int, num_slots: int, block_size: int, sampling_fields: int, platform: str = "cpu"
+) -> list[Shape]:
     """List the ragged programs: 16, 32 and 64 tokens, then steps of a half, up to the budget of a step.
 
-    With a budget above 1,024, as on a GPU, steps of a quarter from 128 to 1,024: most steps are there, and vary more.
+    With a budget above 1,024 steps of a quarter from 128 to 1,024: most steps are there, and vary more. On a GPU 64,
+    128 and 256, then steps of a half.
     """
-    sizes = _sizes(16, max_tokens, {64: 2, 128: 4, 1024: 2} if max_tokens > 1024 else {64: 2})
+    parts = {64: 2, 128: 4, 1024: 2} if max_tokens > 1024 else {64: 2}
+    sizes = _sizes(16, max_tokens, parts) if platform == "cpu" else _sizes(64, max_tokens, {64: 1, 256: 2})
     shapes = []
     for size in sizes:
         rows, chunks = min(size, num_slots), max_chunks(size, num_slots)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import sys
 import threading
 import time
@@ -96,6 +97,7 @@ class ProgramTable:
         self._wanted: set[Key] = set()  # all keys ever queued
         self._failures: Counter[Key] = Counter()
         self._followers = self._max_followers = 0  # background threads
+        self._only_when_idle = False
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
@@ -153,12 +155,14 @@ class ProgramTable:
         for _ in range(min(num_threads, len(keys))):
             self._start(in_background=False)
 
-    def follow(self, num_threads: int) -> None:
+    def follow(self, num_threads: int, only_when_idle: bool = False) -> None:
         """From now on compile queued programs in the background, with `num_threads` threads.
 
         Only programs that plans asked for: each takes 20 to 90 MiB of host memory for a deep model (DECISIONS 58).
+        `only_when_idle`: they wait until no step runs, and are compiled one behind the other then.
         """
         self._max_followers = num_threads
+        self._only_when_idle = only_when_idle
 
     def want(self, key: Key) -> None:
         """Queue a program as the next for the background, if `follow` was called; one that fails is tried once more."""
@@ -261,6 +265,8 @@ class ProgramTable:
         with self._tracing:  # threads that trace at once only wait for each other
             if in_background:
                 rested = self._compiled_until + PAUSE * self._traced_for
+                if self._only_when_idle:
+                    rested = math.inf
                 while time.monotonic() < min(rested, self._last_step + IDLE_SECONDS):
                     if self._is_closed.wait(IDLE_SECONDS):
                         break

@@ -26,7 +26,7 @@ from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder, lora, sharding, weights
 from jaxllm.runner import aot_manifest, batch, device_state, draft_setup, memory_plan, scoring, step
 from jaxllm.runner.compilation_cache import use_compilation_cache
-from jaxllm.runner.compiled_programs import Key, Programs
+from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TABLES_AT, TOKENS_AT, Geometry
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.runner.model_setup import (
@@ -154,15 +154,18 @@ class Runner:
             causes.append(memory_plan.size(sum(leaf.nbytes for leaf in self._state)))
             causes.append("KV blocks and slots")
         self._listener = _listener(weakref.ref(self))
+        on_cpu = setup.platform == "cpu"
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, self._listener)
-        if config.precompile == "background":
-            self.programs.follow(max(1, (os.cpu_count() or 2) // 2))
-        elif config.precompile == "all":
+        # On a GPU a program that is loaded makes XLA build the CUDA graphs of all others again.
+        when = config.precompile if config.precompile != "auto" else "background" if on_cpu else "all"
+        if when == "background":
+            self.programs.follow(max(1, (os.cpu_count() or 2) // 2), only_when_idle=not on_cpu)
+        elif when == "all":
             with phases.phase("all programs") as causes:
                 self.programs.begin(self.programs.rest, os.cpu_count() or 2)
                 self.programs.wait(progress)
-                causes.append(f"{self.programs.num_all} (precompile is 'all')")
+                causes.append(f"{self.programs.num_all} (precompile is '{config.precompile}')")
 
     @property
     def limits(self) -> Limits:
@@ -410,10 +413,13 @@ class Runner:
         is_narrow = setup.dtype != jnp.float32 or is_quantized
         # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row, and
         # on a GPU it makes two kernels of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
-        decode = batch.decode_shapes(geometry.num_slots, 1 if setup.platform == "cpu" and not is_narrow else 2)
-        ragged = batch.ragged_shapes(*sizes)
+        on_cpu = setup.platform == "cpu"
+        decode = batch.decode_shapes(geometry.num_slots, 1 if on_cpu and not is_narrow else 2, setup.platform)
+        ragged = batch.ragged_shapes(*sizes, setup.platform)
         verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, drafts) if drafts else []
-        return Programs(decode, ragged, self._lower, self.metrics, verifying=verifying, **further)
+        # On a GPU each program is one more to wait for at the start, and noise for greedy rows takes 10 us.
+        variants = VARIANTS if on_cpu else VARIANTS[1:]
+        return Programs(decode, ragged, self._lower, self.metrics, variants, verifying=verifying, **further)
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""

@@ -83,7 +83,7 @@ class PoolingRunner(Runner):
     def _list_programs(self) -> PoolPrograms:  # pyright: ignore[reportIncompatibleMethodOverride]
         setup, slots = self.setup, self.geometry.num_slots
         if setup.spec.is_causal:
-            made = batch.ragged_shapes(setup.max_num_batched_tokens, slots, self.geometry.block_size, 1)
+            made = batch.ragged_shapes(setup.max_num_batched_tokens, slots, self.geometry.block_size, 1, setup.platform)
         else:
             made = encoder_batch.shapes(setup.max_num_batched_tokens, slots, self.geometry.max_model_len)
         return PoolPrograms(made, self._lower, self.metrics)

@@ -49,7 +49,7 @@ def rotate_and_store(
     k_scales,
     v_scales,
     q,
-    T: tl.constexpr,
+    T: tl.constexpr,  # None where BT divides the tokens: one kernel does for many numbers of them
     N: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -71,7 +71,7 @@ def rotate_and_store(
     """
     head = tl.program_id(1)
     tokens = tl.program_id(0) * BT + tl.arange(0, BT)
-    is_token = tokens < T
+    is_token = tokens < T if T is not None else tl.full((BT,), 1, tl.int1)
     pairs = tl.arange(0, FP)
     rest = 2 * F + tl.arange(0, RP)
     source = (tokens.to(tl.int64) * ALL + head) * C
@@ -191,7 +191,7 @@ def write_kv(
         tuning.write(block),
         capability,
         aliases={5 + place: 1 + number for number, (place, _) in enumerate(changed)},
-        T=tokens,
+        T=tokens if tokens % block else None,
         N=num_blocks,
         H=heads,
         K=kv_heads,

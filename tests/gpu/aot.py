@@ -141,9 +141,9 @@ def compile_step(
         tokens = rows * (1 + drafting.most)
         shapes = [one for one in batch.verifying_shapes(tokens, slots, drafting.most) if one.rows == rows]
     elif rows:
-        shapes = batch.decode_shapes(slots, 2)
+        shapes = batch.decode_shapes(slots, 2, "gpu")
     else:
-        shapes = batch.ragged_shapes(8192, slots, geometry.block_size, ROW_WIDTH)
+        shapes = batch.ragged_shapes(8192, slots, geometry.block_size, ROW_WIDTH, "gpu")
     (shape,) = (replace(one, adapters=adapters) for one in shapes if one.tokens == (tokens or rows))
     options = {**step.compiler_options("gpu", is_deterministic), **({} if is_deterministic else FIXED), **(flags or {})}
     return compile_shape(

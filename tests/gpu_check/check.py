@@ -1,4 +1,4 @@
-"""What a part writes down while it runs: measurements, failures, what it skipped, and whether targets are reached.
+"""What a part writes down while it runs: measurements, failures, what was not run, and whether targets are reached.
 
 Everything is on disk as soon as it is known: a part may be ended at any time. Knows no device.
 """
@@ -32,7 +32,7 @@ class Check:
         """Say whether `needs` seconds are not left any more; what is not begun for that is a line."""
         if self.left >= needs:
             return False
-        self.skip(f"{what}: it takes some {needs:.0f} s, and {max(self.left, 0):.0f} of this part are left")
+        self.not_run(f"{what}: it takes some {needs:.0f} s, and {max(self.left, 0):.0f} of this part are left")
         return True
 
     def measure(self, **figures: Any) -> None:
@@ -45,8 +45,13 @@ class Check:
         self.notes["failures"].append(line)
         self._say(f"FAILED: {line}")
 
+    def not_run(self, line: str) -> None:
+        """Note what there was no time for: nothing is known of it."""
+        self.notes["not_run"].append(line)
+        self._say(f"not run: {line}")
+
     def skip(self, line: str) -> None:
-        """Note what was not done, and why; once."""
+        """Note what cannot be done here, and why; once."""
         if line in self.notes["skipped"]:
             return
         self.notes["skipped"].append(line)
@@ -98,7 +103,7 @@ class Check:
 
 def empty() -> dict[str, Any]:
     """Return the notes of a part that has not begun."""
-    lists: dict[str, Any] = {name: [] for name in ("measured", "failures", "skipped", "targets", "answers")}
+    lists: dict[str, Any] = {name: [] for name in ("measured", "failures", "not_run", "skipped", "targets", "answers")}
     return {"status": "not finished", "seconds": 0.0, **lists}
 
 

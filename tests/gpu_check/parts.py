@@ -16,7 +16,7 @@ TORCH = ("torch", "transformers")
 class Part(NamedTuple):
     """A module of this package."""
 
-    share: int  # seconds of 540; what one leaves is divided among those behind it
+    share: int  # of the time, as seconds of nine minutes; what one leaves is divided among those behind it
     needs: tuple[str, ...]
     is_correctness: bool = False  # whether nothing of it may be missing or fail
 

@@ -12,12 +12,14 @@ Parts = dict[str, dict[str, Any]]
 
 
 def write(parts: Parts, folder: Path, is_dry: bool) -> Path:
-    """Write both files, in place of those that an earlier part led to; return the Markdown's path."""
+    """Write both files, with the other parts that they have of this device and day; return the Markdown's path."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = parts["machine"]["measured"][0]
     date = time.strftime("%Y-%m-%d")
     device = re.sub(r"[^a-z0-9]+", "-", machine["device"].lower()).strip("-")
     path = folder / f"{device}-{date}.json"
+    if path.exists():
+        parts = json.loads(path.read_text())["parts"] | parts
     result = {"device": machine["device"], "date": date, "is_dry": is_dry, "machine": machine, "parts": parts}
     path.write_text(json.dumps(result, indent=1) + "\n")
     target = path.with_suffix(".md")
@@ -25,17 +27,25 @@ def write(parts: Parts, folder: Path, is_dry: bool) -> Path:
     return target
 
 
+def verdict(part: dict[str, Any]) -> str:
+    """Say of a part in one word what is known: failed, incomplete or passed."""
+    if part["failures"]:
+        return "failed"
+    return "incomplete" if part["not_run"] or part["status"] != "done" else "passed"
+
+
 def summary(parts: Parts) -> str:
-    """Say in a few lines what failed, what was skipped and which targets are reached."""
+    """Say in a few lines what failed, what was not run and which targets are reached."""
     lines = []
     for name, part in parts.items():
         lines.append(
-            f"{name:12} {part['status']}, {part['seconds']:.0f} s, {len(part['measured'])} measured, "
-            f"{len(part['failures'])} failed, {len(part['skipped'])} skipped"
+            f"{name:12} {verdict(part)} ({part['status']}, {part['seconds']:.0f} s): {len(part['measured'])} measured, "
+            f"{len(part['failures'])} failed, {len(part['not_run'])} not run, {len(part['skipped'])} skipped"
         )
     for name, part in parts.items():
         lines += [f"{one['state']:8} {_target(one)}" for one in part["targets"]]
         lines += [f"FAILED   {name}: {line}" for line in part["failures"]]
+        lines += [f"NOT RUN  {name}: {line}" for line in part["not_run"]]
     return "\n".join(lines)
 
 
@@ -48,10 +58,10 @@ def markdown(parts: Parts, device: str, date: str) -> str:
         lines += [f"| {name} | {_target(one)} | {one['state']} |" for name, one in targets]
         lines.append("")
     for name, part in parts.items():
-        lines += [f"## {name}", "", f"{part['status'].capitalize()}, {part['seconds']:.0f} s.", ""]
-        for title in ("failures", "skipped"):
-            if part[title]:
-                lines += [f"{title.capitalize()}:", *(f"- {line}" for line in part[title]), ""]
+        lines += [f"## {name}: {verdict(part)}", "", f"{part['status'].capitalize()}, {part['seconds']:.0f} s.", ""]
+        for title, kind in (("Failures", "failures"), ("Not run", "not_run"), ("Skipped", "skipped")):
+            if part[kind]:
+                lines += [f"{title}:", *(f"- {line}" for line in part[kind]), ""]
         lines += [f"- {one['question']} {one['answer']}" for one in part["answers"]] + [""] * bool(part["answers"])
         tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in part["measured"]:

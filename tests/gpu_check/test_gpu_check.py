@@ -32,7 +32,7 @@ def test_the_dry_run_passes(tmp_path):
     assert code == 0
     assert set(result) == {"device", "date", "is_dry", "machine", "parts"} and set(result["parts"]) == set(PARTS)
     for name, part in result["parts"].items():
-        assert set(part) == {"status", "seconds", "measured", "failures", "skipped", "targets", "answers"}
+        assert set(part) == {"status", "seconds", "measured", "failures", "not_run", "skipped", "targets", "answers"}
         assert part["status"] == "done" and not part["failures"] and not part["targets"], name
         if absent := missing(PARTS[name].needs):
             assert all(one in part["skipped"][0] for one in absent)
@@ -82,10 +82,32 @@ def test_a_part_that_raises_or_dies_stops_no_other(tmp_path, capsys):
     parts = json.loads(next(tmp_path.glob("*.json")).read_text())["parts"]
     assert parts["correctness"]["failures"] == ["the rest of correctness: it was ended with status 139"]
     assert parts["step"]["status"].startswith("out of time") and parts["step"]["measured"] == [{"step": "one"}]
+    assert parts["step"]["not_run"] and report.verdict(parts["step"]) == "incomplete"
     assert (
         parts["questions"]["skipped"] == ["what follows: RuntimeError: no"] and parts["questions"]["status"] == "done"
     )
     assert "FAILED   correctness" in capsys.readouterr().out
+
+
+def test_what_there_was_no_time_for_is_not_run_and_parts_of_a_day_stand_together(tmp_path):
+    def start(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
+        notes = Check(name, folder, seconds, is_dry)
+        if name == "machine":
+            notes.measure(device="cpu")
+        elif name == "correctness":
+            notes.not_run("the last one")
+        notes.done()
+        return 0
+
+    def run(name: str) -> tuple[int, dict]:
+        code = gpu_check.main(["--out", str(tmp_path), "--only", name], start=start)
+        return code, json.loads(next(tmp_path.glob("*.json")).read_text())["parts"]
+
+    code, parts = run("correctness")
+    assert code == 3 and report.verdict(parts["correctness"]) == "incomplete"
+    code, parts = run("kernels")
+    assert code == 0 and set(parts) == {"machine", "correctness", "kernels"}
+    assert "## correctness: incomplete" in next(tmp_path.glob("*.md")).read_text()
 
 
 def test_without_a_gpu_there_is_no_check(tmp_path, capsys):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from jaxllm.runner import batch, device_state, memory_plan
 from jaxllm.runner.batch import coarser, decode_shapes, ragged_shapes, uniform_shape
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compile_threads import return_freed_memory
-from jaxllm.runner.compiled_programs import Key, Programs
+from jaxllm.runner.compiled_programs import IDLE_SECONDS, VARIANTS, Key, Programs
 from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.model_setup import free_bytes, plan_memory, prepare
 from jaxllm.sampling.sampler import Variant
@@ -168,9 +169,39 @@ def test_half_of_a_step_at_least_is_left_for_prompts(slots: int | None, tokens: 
 
 
 def test_the_tables_keep_padding_low() -> None:
-    machine = padding.MACHINES["cpu"]
-    totals = padding.simulate(machine, 2.0, 120, *padding.tables(machine))
-    assert 0.02 < padding.waste(totals) < padding.PROMISED
+    for name, rate in (("cpu", 2.0), ("gpu", 96.0)):
+        machine = padding.MACHINES[name]
+        totals = padding.simulate(machine, rate, 120, *padding.tables(name, machine))
+        assert 0.02 < padding.waste(totals) < padding.PROMISED, name
+
+
+def test_a_gpu_has_few_programs_and_greedy_plans_run_in_those_that_sample() -> None:
+    sizes = decode_shapes(256, 2, "gpu"), ragged_shapes(8192, 256, 16, 40, "gpu")
+    programs = Programs(*sizes, lambda key: SimpleNamespace(compile=lambda: key), Metrics(), VARIANTS[1:])
+    assert programs.num_all <= 100
+    programs.begin([*programs.covering, *programs.rest], 2)
+    programs.wait()
+    ones = np.ones(3, np.int32)
+    plan = Plan(0.0, 3, ones, ones.astype(np.int64), ones, ones, ones > 0, ones, np.zeros((0, 3), np.int32))
+    assert shown(programs.choose(plan, Variant.GREEDY)) == "decode[4].random"
+
+
+def test_where_loading_disturbs_all_steps_nothing_is_compiled_until_none_runs() -> None:
+    programs = Programs(
+        decode_shapes(8), ragged_shapes(64, 8, 16, 40), lambda key: SimpleNamespace(compile=lambda: key), Metrics()
+    )
+    programs.begin(programs.covering, 1)
+    programs.wait()
+    programs.follow(1, only_when_idle=True)
+    ones = np.ones(3, np.int32)
+    plan = Plan(0.0, 3, ones, ones.astype(np.int64), ones, ones, ones > 0, ones, np.zeros((0, 3), np.int32))
+    end = time.monotonic() + 5 * IDLE_SECONDS
+    while time.monotonic() < end:
+        for variant in (Variant.GREEDY, Variant.RANDOM):
+            assert shown(programs.choose(plan, variant)) == "decode[8].forward sample[8].full"
+    programs.wait()
+    assert shown(programs.choose(plan, Variant.GREEDY)) == "decode[4].greedy"
+    assert shown(programs.choose(plan, Variant.RANDOM)) == "decode[4].random", "both, as soon as it was idle"
 
 
 def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_follows() -> None:
@@ -296,7 +327,8 @@ def shown(way: tuple[Key, ...]) -> str:
 
 
 ENDING = """
-import threading, time
+import threading
+import time, time
 import jax, numpy as np
 from jaxllm.runner import compiled_programs
 from jaxllm.runner.batch import decode_shapes, ragged_shapes
