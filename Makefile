@@ -21,7 +21,7 @@ PIP_INSTALL = -m pip install --quiet --no-compile
 # What was compiled is kept, whatever the shell says: the tests start a hundred processes, each of which would compile all
 # that it imports again (5.4 s of processor time until a server can be asked for, 1.7 with what was kept).
 export PYTHONDONTWRITEBYTECODE =
-# A file's fixtures are made once. In xdist's own order, by number of tests, the simulation would keep one worker to the end.
+# A file's fixtures are made once. Files in the order of tests/conftest.py, and not in xdist's own, by number of tests.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle clean

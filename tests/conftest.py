@@ -43,6 +43,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the simulation: the longest file would keep one worker when the others have nothing left."""
+    items.sort(key=lambda item: item.path.parent.name != "simulation")
+
+
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the keys and certificates of `tests.support.certificates`."""

@@ -113,7 +113,14 @@ def told(output: RequestOutput) -> tuple[Any, np.ndarray]:
     [
         ("llama", 2, {"max_loras": 1}),
         *(
-            pytest.param(family, len(RANKS), own, marks=pytest.mark.ci, id=f"{family} {own}")
+            pytest.param(
+                family,
+                len(RANKS),
+                own,
+                # Over two devices qwen2 is the one that CI has.
+                marks=pytest.mark.slow if family != "qwen2" and "tensor_parallel_size" in own else pytest.mark.ci,
+                id=f"{family} {own}",
+            )
             for index, family in enumerate(FAMILIES)
             for own in (ALL_SETTINGS if family == "llama" else [ALL_SETTINGS[index % 2]])
         ),

@@ -228,7 +228,7 @@ def plainly(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=[pytest.mark.ci] * (n > 0) + [pytest.mark.slow] * (n > 2)) for n in range(48)]
+    "number", [pytest.param(n, marks=[pytest.mark.ci] * (n > 0) + [pytest.mark.slow] * (n > 1)) for n in range(48)]
 )
 def test_requests_get_the_same_tokens_with_any_other_settings(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_setup, "with_cost", lambda drafting, described: drafting)  # else drafts never pay

@@ -89,12 +89,12 @@ def compare(
 CASES = [
     pytest.param(STORIES, 30, {}, id="stories"),
     *(
-        pytest.param(model, 24, settings, id=f"{model.name} {settings}", marks=pytest.mark.ci)
-        for model, settings in (
-            (MODEL_DIR, {"async_scheduling": False}),
-            (GOLDEN / "qwen3", {"tensor_parallel_size": 2}),
-            (GOLDEN / "gemma2", {"block_size": 1, "num_kv_blocks": 130}),
-            (GOLDEN / "deepseek-v3", {"tensor_parallel_size": 2, "async_scheduling": False}),
+        pytest.param(model, 24, settings, id=f"{model.name} {settings}", marks=mark)
+        for model, settings, mark in (
+            (MODEL_DIR, {"async_scheduling": False}, pytest.mark.slow),
+            (GOLDEN / "qwen3", {"tensor_parallel_size": 2}, pytest.mark.slow),
+            (GOLDEN / "gemma2", {"block_size": 1, "num_kv_blocks": 130}, pytest.mark.ci),
+            (GOLDEN / "deepseek-v3", {"tensor_parallel_size": 2, "async_scheduling": False}, pytest.mark.ci),
         )
     ),
     pytest.param(STORIES, 2000, {}, id="many", marks=pytest.mark.slow),
