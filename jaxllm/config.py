@@ -112,7 +112,7 @@ class EngineConfig:
     )
     load_format: LoadFormat = setting("auto", "dummy: random weights of the model's shapes")
     precompile: Precompile = setting(
-        "auto", "which programs are compiled before the first request (auto: all on a GPU, elsewhere the covering ones)"
+        "auto", "all on a GPU and background on a CPU (auto), or which programs are compiled before the first request"
     )
     compilation_cache_dir: str | None = setting(
         None, "folder of compiled programs (default: $JAXLLM_CACHE_DIR or the user's cache folder)", "PATH"
