@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -50,10 +49,3 @@ def _take_idle_priority() -> None:
     for thread in threads:
         with suppress(ProcessLookupError, PermissionError):  # a sandbox may forbid it
             os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system after compiling; glibc keeps it for the thread that freed it."""
-    if sys.platform == "linux":
-        with suppress(AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)

@@ -3,8 +3,9 @@
 A step is one program, or two: a forward half and, where the host has to make masks in between, the sampling behind it.
 An engine serves as soon as its *covering* programs exist: the halves of the largest decode and of the largest ragged
 step with the widest sampling, which between them can run any plan. The others are compiled in the background when plans
-ask for them; until then a plan runs in the smallest ready programs that hold it. In deterministic mode the same two
-halves run every plan. Knows shapes and the function that traces a program; knows no weights and no state.
+ask for them; until then a plan runs in the smallest ready programs that hold it. On a GPU it waits for all of them, as
+loading one disturbs the others. In deterministic mode the same two halves run every plan. Knows shapes and the function
+that traces a program; knows no weights and no state.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
+from jaxllm.freed_memory import return_freed_memory
 from jaxllm.metrics import Metrics
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
-from jaxllm.runner.compile_threads import return_freed_memory, run_at_idle_priority
+from jaxllm.runner.compile_threads import run_at_idle_priority
 from jaxllm.runner.step import program_name
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan

@@ -154,10 +154,10 @@ class Runner:
             causes.append(memory_plan.size(sum(leaf.nbytes for leaf in self._state)))
             causes.append("KV blocks and slots")
         self._listener = _listener(weakref.ref(self))
-        on_cpu = setup.platform == "cpu"
         jax.monitoring.register_event_duration_secs_listener(self._listener)
         weakref.finalize(self, jax.monitoring.unregister_event_duration_listener, self._listener)
         # On a GPU a program that is loaded makes XLA build the CUDA graphs of all others again.
+        on_cpu = setup.platform == "cpu"
         when = config.precompile if config.precompile != "auto" else "background" if on_cpu else "all"
         if when == "background":
             self.programs.follow(max(1, (os.cpu_count() or 2) // 2), only_when_idle=not on_cpu)

@@ -23,12 +23,12 @@ from jax._src import test_util as jtu
 from jaxllm import LLM, SamplingParams
 from jaxllm.config import EngineConfig
 from jaxllm.embedded import MODEL_DIR
+from jaxllm.freed_memory import return_freed_memory
 from jaxllm.metrics import Metrics
 from jaxllm.model.sharding import make_mesh
 from jaxllm.runner import batch, device_state, memory_plan
 from jaxllm.runner.batch import coarser, decode_shapes, ragged_shapes, uniform_shape
 from jaxllm.runner.compilation_cache import use_compilation_cache
-from jaxllm.runner.compile_threads import return_freed_memory
 from jaxllm.runner.compiled_programs import IDLE_SECONDS, VARIANTS, Key, Programs
 from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.model_setup import free_bytes, plan_memory, prepare
@@ -327,8 +327,7 @@ def shown(way: tuple[Key, ...]) -> str:
 
 
 ENDING = """
-import threading
-import time, time
+import threading, time
 import jax, numpy as np
 from jaxllm.runner import compiled_programs
 from jaxllm.runner.batch import decode_shapes, ragged_shapes

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -17,6 +18,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from jaxllm.errors import DeadlineError, EngineError, UserError
+from jaxllm.freed_memory import return_freed_memory
 from jaxllm_server.grpc.error_details import Failure, failure_of
 from jaxllm_server.grpc.health import CONTROL, HEALTH
 from jaxllm_server.grpc.service import REQUEST_ID, first
@@ -68,6 +70,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._calls = Places("calls", max_rpcs, max_rpcs - max_rpcs // 8)
         self._health: dict[asyncio.Timeout, float] = {}  # of messages being received: when each began, in order
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
+        self._returns_memory: asyncio.TimerHandle | None = None
 
     async def intercept_service(
         self,
@@ -125,7 +128,7 @@ class Gate(grpc.aio.ServerInterceptor):
         return make(answer, request_deserializer=None, response_serializer=handler.response_serializer)
 
     async def _receive(self, context: grpc.aio.ServicerContext) -> bytes:
-        return await _one_message(context, asyncio.timeout(self._stall_timeout or None))
+        return await self._one_message(context, asyncio.timeout(self._stall_timeout or None))
 
     async def _receive_health(self, context: grpc.aio.ServicerContext) -> bytes:
         now = asyncio.get_running_loop().time()
@@ -139,9 +142,34 @@ class Gate(grpc.aio.ServerInterceptor):
         limit = asyncio.timeout(_HEALTH_SECONDS)
         self._health[limit] = now
         try:
-            return await _one_message(context, limit)
+            return await self._one_message(context, limit)
         finally:
             self._health.pop(limit, None)
+
+    async def _one_message(self, context: grpc.aio.ServicerContext, limit: asyncio.Timeout) -> bytes:
+        """Receive the message of a call that has one, and its end: what came behind it would be held while it runs.
+
+        gRPC holds what has come of a message until it is whole. DeadlineError where that takes longer than the limit.
+        """
+        try:
+            async with limit:
+                raw = await context.read()
+                if raw is not _EOF and await context.read() is _EOF:
+                    return raw
+                await asyncio.sleep(_CANCEL_SECONDS)
+                raise UserError("A call of this method sends one message, no more and no less.")
+        except TimeoutError:
+            raise self._did_not_come() from None
+
+    def _did_not_come(self) -> DeadlineError:
+        """Say that a message is late. What has come of it goes with its call, and to the system a second later."""
+        if self._returns_memory is None:
+            self._returns_memory = asyncio.get_running_loop().call_later(1.0, self._return_memory)
+        return DeadlineError("The message did not come in time.")
+
+    def _return_memory(self) -> None:
+        self._returns_memory = None
+        asyncio.get_running_loop().run_in_executor(None, return_freed_memory)
 
     async def _parsed(
         self, raws: AsyncIterator[bytes], parse: Callable[[bytes], Message], asked: list[Message]
@@ -152,7 +180,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 async with asyncio.timeout(self._stall_timeout or None):
                     raw = await anext(raws, None)
             except TimeoutError:
-                raise _did_not_come() from None
+                raise self._did_not_come() from None
             if raw is None:
                 return
             asked[:] = [_parse(raw, parse)]
@@ -197,6 +225,7 @@ class Gate(grpc.aio.ServerInterceptor):
                     self._observer.request_handled("grpc", method, code, time.monotonic() - began)
             except Exception:  # statistics must not fail a request
                 _log.exception("the observer failed")
+            error = None  # its traceback has this frame: together they would keep what came until garbage is collected
 
     def _refusal(self, method: str, error: Exception) -> grpc.RpcMethodHandler:
         """Return a method that fails at once. It takes a stream of requests, so that gRPC does not wait for one."""
@@ -220,8 +249,19 @@ async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
     try:
         async with asyncio.timeout(_FAREWELL_SECONDS):
             await context.abort(grpc.StatusCode[failure.code], failure.status.message, tuple(trailers))
+    except grpc.aio.AbortError as aborted:
+        # gRPC keeps it with the call, and its traceback has the call: together they would keep what came of a message
+        # until Python collects its garbage.
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(partial(_forget_frames, aborted))
+        raise
     except TimeoutError:
         raise asyncio.CancelledError from None  # the status waits behind what the client does not read
+
+
+def _forget_frames(error: BaseException, task: Any) -> None:
+    error.__traceback__ = error.__context__ = None
 
 
 def _authorization(metadata: Any) -> str | None:
@@ -235,28 +275,8 @@ def _request_id(context: grpc.aio.ServicerContext) -> str:
     return first(context.trailing_metadata(), REQUEST_ID) or ""
 
 
-async def _one_message(context: grpc.aio.ServicerContext, limit: asyncio.Timeout) -> bytes:
-    """Receive the message of a call that has one, and its end: what came behind it would be held while the call runs.
-
-    gRPC holds what has come of a message until it is whole. DeadlineError where that takes longer than the limit.
-    """
-    try:
-        async with limit:
-            raw = await context.read()
-            if raw is not _EOF and await context.read() is _EOF:
-                return raw
-            await asyncio.sleep(_CANCEL_SECONDS)
-            raise UserError("A call of this method sends one message, no more and no less.")
-    except TimeoutError:
-        raise _did_not_come() from None
-
-
 def _parse(raw: bytes, parse: Callable[[bytes], Message]) -> Message:
     try:
         return parse(raw)
     except DecodeError as error:
         raise UserError("The request is not a message of this method.") from error
-
-
-def _did_not_come() -> DeadlineError:
-    return DeadlineError("The message did not come in time.")
