@@ -34,6 +34,10 @@ from pallas_kernels.tuning import Tuning
 # What the PTX says it is written for: newer ones are refused by the assembler of CUDA 13.0. Fused multiplications and
 # additions are named because Triton's default changes with 3.10.
 _OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
+# XLA hashes the whole PTX each time it looks at a call, and more than half of it would be lines for a debugger. Not set
+# around a call: jax-triton compiles when a program is lowered.
+if "TRITON_DISABLE_LINE_INFO" not in os.environ:
+    knobs.compilation.disable_line_info = True
 _ALIGNED = 16  # bytes: every buffer of XLA is, and loads of 16 bytes need it
 _TYPES = {
     "bool": "i1",
@@ -104,8 +108,6 @@ def call(
         return _interpreted(kernel, arrays, outputs, grid, aliases, constants)
     if capability is None:
         raise ValueError(f"{kernel.__name__} is compiled for a GPU, and it is not said for which")
-    # XLA hashes the whole PTX each time it looks at a call; a fifth of it would be lines for a debugger.
-    knobs.compilation.disable_line_info = True
     jax_triton = find_jax_triton()
     if jax_triton is not None:
         called = jax_triton.triton_call(

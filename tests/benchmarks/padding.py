@@ -32,25 +32,21 @@ class Machine:
 
     num_slots: int
     max_tokens: int
-    step: float
+    step: float  # whatever its rows are
     row: float
     rates: tuple[float, ...]  # requests a second
-    hides_rows: bool = False  # rows are computed while the weights are read
+    weights: float = 0.0  # to read them, while rows are computed
 
     def cost(self, tokens: int) -> float:
         """Return what of a step's time depends on its tokens, in seconds: padding costs the difference."""
-        return max(self.step, self.row * tokens) if self.hides_rows else self.row * tokens
-
-    def seconds(self, tokens: int) -> float:
-        """Return what a step takes."""
-        return self.cost(tokens) + (0.002 if self.hides_rows else self.step)
+        return max(self.weights, self.row * tokens)
 
 
 MACHINES = {
     # A model of 0.5B on a laptop's cores; of 8B on an H200, which reads the weights in 3.5 ms and multiplies 790
     # TFLOP/s (not measured), with 2 ms for all else.
     "cpu": Machine(64, 160, 0.060, 0.004, (0.05, 0.1, 0.2, 0.4, 0.8, 2.0)),
-    "gpu": Machine(256, 8192, 0.0035, 16e9 / 790e12, (0.5, 2, 8, 24, 48, 96), hides_rows=True),
+    "gpu": Machine(256, 8192, 0.002, 16e9 / 790e12, (0.5, 2, 8, 24, 48, 96), weights=0.0035),
 }
 
 
@@ -99,7 +95,7 @@ def simulate(machine: Machine, rate: float, count: int, decode: Sequence[Shape],
         shape = next(shape for shape in (decode if is_decode else ragged) if batch.fits(size, shape))
         at = 0 if is_decode else 2
         totals[at : at + 2] += machine.cost(plan.num_tokens), machine.cost(shape.tokens)
-        now += machine.seconds(shape.tokens)
+        now += machine.step + machine.cost(shape.tokens)
         state, events = scheduler.commit(state, limits, plan, np.zeros(len(plan.slots), np.int32))
         finished += len(events.finished)
     return totals
