@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_kernels
+from jaxllm.runner import step
 from pallas_kernels import measuring, tuning
 from tests.gpu_check.check import Check
 from tests.gpu_check.parts import missing
@@ -25,6 +27,8 @@ HEADS, DRY_HEADS = (32, 8, 128), (4, 2, 16)
 CALLS = 48  # of a kernel in one step: two in each of 24 layers
 WIDTHS, DRY_WIDTHS = (4096, 14336), (64, 96)
 VOCABULARY, DRY_VOCABULARY = 151936, 512
+LAYERS = 32  # each of which has two sums over devices
+GRAPHS = "xla_gpu_enable_command_buffer"
 LEAVES = 170  # of a model of 24 layers, as a step is given them
 
 
@@ -120,8 +124,39 @@ def _products(check: Check) -> str:
     return f"share of bandwidth, {inner} x {outer}: {'; '.join(found)}."
 
 
-def _flags(_: Check) -> str:
-    return f"+COLLECTIVES: one device is used here, it needs several; SKIP_TEMP: {_skip_temp()}"
+def _flags(check: Check) -> str:
+    return f"COLLECTIVES: {_collectives(check)}; SKIP_TEMP: {_skip_temp()}"
+
+
+def _collectives(check: Check) -> str:
+    """Time a step's products and sums over devices with the sums inside the CUDA graph, as steps are, and outside."""
+    devices = jax.devices()
+    if len(devices) < 2:
+        return "one device is here, it needs several"
+    mesh, over = jax.make_mesh((len(devices),), ("tp",)), PartitionSpec
+    width, count = (64, 2) if check.is_dry else (4096, 2 * LAYERS)
+    weight = jax.device_put(measuring.noise((width, width), "bfloat16"), NamedSharding(mesh, over(None, "tp")))
+
+    def chain(x: jax.Array, weight: jax.Array) -> jax.Array:
+        own = weight.shape[1]
+        for _ in range(count):
+            x = x + lax.psum((x[:, :own] @ weight.T) * jnp.bfloat16(1e-3), "tp")
+        return x
+
+    whole = jax.shard_map(chain, mesh=mesh, in_specs=(over(), over(None, "tp")), out_specs=over())
+    lowered = jax.jit(whole, donate_argnums=0).lower(
+        jax.device_put(measuring.noise((64, width), "bfloat16", 1), NamedSharding(mesh, over())), weight
+    )
+    usual, taken = step.compiler_options("gpu")[GRAPHS], {}
+    for name, kinds in {"inside": usual, "outside": usual.replace(",COLLECTIVES", "")}.items():
+        program = lowered.compile(compiler_options={GRAPHS: kinds})
+        x = jax.device_put(measuring.noise((64, width), "bfloat16", 1), NamedSharding(mesh, over()))
+        taken[name] = 1e6 * _each(lambda x, program=program: program(x, weight), x)
+    text = f"{count} products and sums over {len(devices)} devices take {taken['inside']:.0f} us with the sums inside "
+    text += f"the graph and {taken['outside']:.0f} outside"
+    if taken["outside"] < 0.98 * taken["inside"]:
+        text += f": start engines here with XLA_FLAGS=--{GRAPHS}={usual.replace(',COLLECTIVES', '')}"
+    return text
 
 
 def _skip_temp() -> str:

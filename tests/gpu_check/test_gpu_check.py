@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import measuring, tune, tuning
 from pallas_kernels.attention import xla_gather
 from tests.gpu_check import __main__ as gpu_check
-from tests.gpu_check import child, report
+from tests.gpu_check import child, graphs, report
 from tests.gpu_check.check import Check
 from tests.gpu_check.parts import PARTS, missing
 
@@ -114,6 +114,17 @@ def test_without_a_gpu_there_is_no_check(tmp_path, capsys):
     assert gpu_check.main(["--out", str(tmp_path)], start=child.run) == 2
     assert "there is nothing to check: JAX sees cpu only" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_what_the_log_says_of_graphs_is_counted():
+    """In the words of XLA's command_buffer_thunk.cc and traced command buffers."""
+    log = """I1126 12:00:00.000001 7 command_buffer_thunk.cc:296] Executing warm up iteration of command buffer thunk
+    I1126 12:00:00.1 7 command_buffer_thunk.cc:320] Updated command buffer in 1500 \u03bcs; num_commands=293
+    I1126 12:00:00.2 7 command_buffer_thunk.cc:331] Execute command buffer on device #0; num_executions=1
+    I1126 12:00:00.3 7 command_buffer_thunk.cc:320] Updated command buffer in 500 \u03bcs; num_commands=293
+    I1126 12:00:00.4 7 traced_command_buffer.cc:86] Command buffer trace cache create new item for command attend
+    I1126 12:00:00.5 7 command_buffer_thunk.cc:331] Execute command buffer on device #0; num_executions=1"""
+    assert graphs.Graphs.of(log) == (2, 2, 1, 1000.0)
 
 
 def test_targets_are_said_to_be_reached_or_behind(tmp_path):
