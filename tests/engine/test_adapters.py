@@ -40,6 +40,7 @@ TARGETS = (
     ("q_proj", "o_proj", "up_proj", "c_attn"),
     None,
 )
+IN_CI = (("qwen2", True), ("phi3", False))  # a family, and whether over two devices
 ALL_SETTINGS: list[dict[str, Any]] = [
     {},
     {"tensor_parallel_size": 2, "max_loras": 8},
@@ -117,8 +118,8 @@ def told(output: RequestOutput) -> tuple[Any, np.ndarray]:
                 family,
                 len(RANKS),
                 own,
-                # Over two devices qwen2 is the one that CI has.
-                marks=pytest.mark.slow if family != "qwen2" and "tensor_parallel_size" in own else pytest.mark.ci,
+                # CI has one family over two devices, and one on one.
+                marks=pytest.mark.ci if (family, "tensor_parallel_size" in own) in IN_CI else pytest.mark.slow,
                 id=f"{family} {own}",
             )
             for index, family in enumerate(FAMILIES)
@@ -307,7 +308,7 @@ def test_adapters_beyond_those_in_memory_are_read_again(tmp_path: Path) -> None:
         assert len(store._alive) == 3, "what no request has is let go"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_two_hundred_adapters_in_turns_compile_nothing_and_take_no_more_memory(tmp_path: Path) -> None:
     requests = [
         LoRARequest(f"a{number}", number, str(write_adapter(tmp_path / f"a{number}", GOLDEN / "llama", seed=number)))

@@ -61,12 +61,17 @@ def draw(random: np.random.Generator, llm: LLM) -> tuple[dict[str, Any], Pooling
     return prompt, PoolingParams(task=task, dimensions=dimensions, normalize=[None, True, False][random.integers(3)])
 
 
+def marks(name: str, settings: dict[str, Any]) -> list[pytest.MarkDecorator]:
+    """Every model runs in CI, other settings of two of them too."""
+    if name in QUICK:
+        return [pytest.mark.ci] if settings else []
+    return [pytest.mark.slow if settings else pytest.mark.ci]
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        pytest.param(
-            name, settings, marks=() if name in QUICK and not settings else pytest.mark.ci, id=f"{name} {settings}"
-        )
+        pytest.param(name, settings, marks=marks(name, settings), id=f"{name} {settings}")
         for name in MODELS
         for settings in ({}, {"tensor_parallel_size": 2}, {"async_scheduling": False, "enable_prefix_caching": False})
     ],

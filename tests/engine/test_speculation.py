@@ -93,7 +93,7 @@ CASES = [
         for model, settings, mark in (
             (MODEL_DIR, {"async_scheduling": False}, pytest.mark.slow),
             (GOLDEN / "qwen3", {"tensor_parallel_size": 2}, pytest.mark.slow),
-            (GOLDEN / "gemma2", {"block_size": 1, "num_kv_blocks": 130}, pytest.mark.ci),
+            (GOLDEN / "gemma2", {"block_size": 1, "num_kv_blocks": 130}, pytest.mark.slow),
             (GOLDEN / "deepseek-v3", {"tensor_parallel_size": 2, "async_scheduling": False}, pytest.mark.ci),
         )
     ),
@@ -110,7 +110,7 @@ def test_a_request_gets_with_drafts_what_it_gets_without(model: Path, count: int
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        (STORIES, {"max_num_batched_tokens": 16}),
+        pytest.param(STORIES, {"max_num_batched_tokens": 16}, marks=pytest.mark.slow),
         (GOLDEN / "qwen3", {"tensor_parallel_size": 2}),
         pytest.param(GOLDEN / "deepseek-v3", {"async_scheduling": False}, marks=pytest.mark.slow),
     ],

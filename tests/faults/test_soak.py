@@ -28,10 +28,8 @@ def test_a_leak_is_seen() -> None:
     assert slope([value + 100 * 150 * number for number, value in enumerate(flat)], 100.0) > 100.0
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("seconds", "least"), [(2.0, 0.4), pytest.param(15.0, 0.8, marks=pytest.mark.slow)], ids=["short", "long"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "least"), [(2.0, 0.4), (15.0, 0.8)], ids=["short", "long"])
 def test_ten_times_its_capacity_costs_a_server_little(seconds: float, least: float) -> None:
     """The bounds allow for a machine that does other work; the figures of a quiet one are in docs/reliability.md."""
     missed: list[object] = []

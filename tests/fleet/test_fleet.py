@@ -66,9 +66,15 @@ def play(asked: Sequence[Asked], num_replicas: int, limits: Limits = LIMITS, kin
     return outcome
 
 
-@pytest.mark.parametrize("num_replicas", [1, 4, pytest.param(64, marks=pytest.mark.ci)])
-@pytest.mark.parametrize("mix", ["skewed", "conversations", "trace"])
-def test_no_request_is_lost(num_replicas: int, mix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mix", "num_replicas"),
+    [
+        *((mix, count) for count in (1, 4) for mix in ("skewed", "conversations", "trace")),
+        pytest.param("skewed", 64, marks=pytest.mark.ci),
+        *(pytest.param(mix, 64, marks=pytest.mark.slow) for mix in ("conversations", "trace")),
+    ],
+)
+def test_no_request_is_lost(mix: str, num_replicas: int, tmp_path: Path) -> None:
     count = max(40, 10 * num_replicas)
     asked = mixes.make(mix, num_replicas, count, 1, tmp_path)
     outcome = play(asked, num_replicas)

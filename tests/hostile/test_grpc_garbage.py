@@ -331,8 +331,8 @@ NUM_PARCELS, PARCEL = 100, 8 << 20  # messages that are announced, and their byt
     ("method", "most_mib", "codes"),
     [
         ("/grpc.health.v1.Health/Check", 300, {4}),  # 32 are received at once
-        ("/grpc.health.v1.Health/Watch", 300, {4}),
-        (f"{INFERENCE}/StreamEmbed", 850, {4}),
+        pytest.param("/grpc.health.v1.Health/Watch", 300, {4}, marks=pytest.mark.slow),
+        pytest.param(f"{INFERENCE}/StreamEmbed", 850, {4}, marks=pytest.mark.slow),
         (f"{INFERENCE}/Generate", 850, {4}),  # which needs a key, where there are keys
     ],
 )

@@ -89,7 +89,7 @@ def test_what_is_not_finite_shows(kind: Kind) -> None:
 
 
 @needs_compiler
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_library_that_is_damaged_is_built_again(tmp_path: Path) -> None:
     flags = [*(flag for flag in build.FLAGS if flag != "-O3"), "-O1"]
     with concurrent.futures.ThreadPoolExecutor() as pool:  # two at once leave one library, and nothing beside it

@@ -177,7 +177,7 @@ def test_a_bad_schema_leaves_others_unharmed(http: httpx.Client) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("style", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize("style", ["qwen3", pytest.param("deepseek_r1", marks=pytest.mark.slow)])
 def test_with_a_reasoning_parser_a_prompt_without_reasoning_is_constrained_at_once(style: str, tmp_path: Path) -> None:
     template = tmp_path / "closed.jinja"
     turns = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

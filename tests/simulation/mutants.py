@@ -24,6 +24,7 @@ class Mutant:
     target: str  # "room.module.function" or "room.module.Class.method" of jaxllm
     old: str
     new: str
+    is_rare: bool = False  # found behind tens of thousands of steps: `make test-slow` looks for it
 
 
 HISTORY = [
@@ -263,6 +264,7 @@ HISTORY = [
         "scheduler.scheduler._grow",
         "victims = gangs.members(editor.gangs, victim)",
         "victims = gangs.members(editor.gangs, victim)[-1:]",
+        is_rare=True,
     ),
     Mutant(
         "a beam goes on with the token that the device sampled",

@@ -170,7 +170,7 @@ def test_outputs_match_their_expressions(drawing):
     _judge_expressions(drawing, range(60), 8)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_outputs_match_more_expressions(drawing):
     _judge_expressions(drawing, range(60, 360), 40)
 
@@ -262,6 +262,6 @@ def test_outputs_are_derived_by_their_grammars(drawing):
     _judge_grammars(drawing, range(40), 8)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_outputs_are_derived_by_more_grammars(drawing):
     _judge_grammars(drawing, range(40, 140), 40)
