@@ -25,6 +25,7 @@ MODULES: dict[str, dict[str, str]] = {
         "pallas": "attention.pallas_decode",
         "triton": "attention.triton_kernels",
         "native": "native.attention",
+        "flashinfer": "attention.flashinfer",
     },
     "paged_prefill": {
         "xla": "attention.xla",
@@ -35,6 +36,7 @@ MODULES: dict[str, dict[str, str]] = {
     "sample": {"xla": "sampling.xla", "triton": "sampling.triton_kernels"},
     "linear": {"xla": "linear.xla", "triton": "linear.triton_kernels", "native": "native.linear"},
 }
+COMPILED = ("triton", "flashinfer")  # whose functions are told the capability, since they compile when they are traced
 OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them
 # By platform, the best first; the reference, which can do everything, stands behind them all.
 PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -56,6 +58,7 @@ class Site:
     head_size: int = 64
     value_size: int | None = None  # of values that are the beginning of their keys; None where they are their own
     block_tokens: int = 16
+    has_softcap: bool = False  # whether scores are bounded
     shards: int = 1  # devices that a model is divided among, its vocabulary included
     kind: str = "float"  # of a weight's numbers
     rounds_rows: bool = False  # that it is multiplied with
