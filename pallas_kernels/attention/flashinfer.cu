@@ -49,7 +49,7 @@ static ffi::Error attend(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k
   try {
     launchMHAFlashInfer(
         processors, heads, window, scale, nullptr, static_cast<OutputHead*>(out->untyped_data()),
-        static_cast<InputHead const*>(q.untyped_data()), sinks.typed_data(),
+        static_cast<InputHead const*>(q.untyped_data()), sinks.element_count() > 0 ? sinks.typed_data() : nullptr,
         static_cast<GMemCacheHead*>(keys.untyped_data()), static_cast<GMemCacheHead*>(values.untyped_data()),
         tables.typed_data(), tables.dimensions()[1] * tokens,
         reinterpret_cast<uint32_t const*>(lengths.typed_data()), rows, 1.0f, nullptr,

@@ -31,16 +31,17 @@ from pallas_kernels.native import build
 
 VERSION = "0.7.2.post1"  # of flashinfer-python, whose kernel this was read for
 SOURCE = Path(__file__).with_name("flashinfer.cu")
-TYPES = {"float16": ("1", "half"), "bfloat16": ("0", "__nv_bfloat16")}  # as the kernel's macros name them
+TYPES = ("float16", "bfloat16")
 BLOCKS = (16, 32, 64, 128)  # tokens
 _PIECE = 256  # keys that a program visits at once
-# What a row without keys has as its largest score. A sink of as much gives it a sum other than 0, and so zeros in place
-# of NaN; to a row with keys it adds nothing.
+# What a row without keys has as its largest score. Pieces of such a row are brought together as 0 / 0; a sink of as
+# much makes that 0 / 1, and adds nothing to a row with keys.
 _LOWEST = -1e5
 _FLAGS = (
     *("-shared", "-Xcompiler=-fPIC", "-std=c++17", "-O3", "-w", "-use_fast_math", "--expt-relaxed-constexpr"),
     *("-DNDEBUG=1", "-DBEAM_WIDTH=1", "-DUSE_INPUT_KV=0", "-DUSE_CUSTOM_BARRIER=1", "-DCACHE_ELEM_ENUM=0"),
     *("-DLOW_PREC_OUTPUT=0", "-DSPEC_DEC=0", "-DMLA_WRAPPER=0", "-DUSE_SM90_MHA=0"),
+    "-DSLIDING_WINDOW=1",  # takes no register more; the longest window is none
 )
 _loading = threading.Lock()
 
@@ -61,12 +62,13 @@ def refusal(operation: str, site: Site) -> str | None:
         return f"its kernel takes blocks of {', '.join(map(str, BLOCKS))} tokens, not {site.block_tokens}"
     if site.head_size % 16 or site.head_size > 256:
         return f"its kernel takes heads of a multiple of 16 up to 256, not {site.head_size}"
-    if group * site.head_size > 8192:
+    padded = max(64, 1 << (site.head_size - 1).bit_length())
+    if group > 64 or padded * -(-group // 16) * 16 > 8192:
         return f"{group} query heads of {site.head_size} for each of keys do not fit its kernel"
     if site.has_softcap:
         return "its kernel does not bound scores"
     try:
-        _library(site, False)
+        _library(site)
     except build.Refused as error:
         return str(error)
     return None
@@ -91,11 +93,11 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
     reason = refusal("paged_decode", site)
     if reason is not None or args.v_cache is None or args.v_cache.shape != args.k_cache.shape:
         raise ValueError(f"paged_decode=flashinfer: {reason or 'its kernel takes values of the size of keys'}")
-    name, library = _library(site, args.window is not None)
+    name, library = _library(site)
     tiles, context = rows * kv_heads, args.tables.shape[1] * tokens
     processors = tuning.PROCESSORS[tuning.generation(capability)]
     pieces = min(max(processors // tiles, 1), -(-context // _PIECE))  # as the kernel's launch computes them
-    sinks = jnp.full(heads, _LOWEST) if args.sinks is None else args.sinks
+    no_sinks = jnp.full(heads if pieces > 1 else 0, _LOWEST)
     workspace = jax.ShapeDtypeStruct((library.jaxllm_xqa_bytes(tiles, pieces),), jnp.uint8)
     out, _ = jax.ffi.ffi_call(name, [jax.ShapeDtypeStruct(q.shape, q.dtype), workspace])(
         q,
@@ -103,24 +105,23 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
         args.v_cache,
         args.tables,
         lengths,
-        sinks.astype(jnp.float32),
+        no_sinks if args.sinks is None else args.sinks.astype(jnp.float32),
         scale=np.float32(args.scale * math.sqrt(size)),  # the kernel divides by the root
-        window=np.int32(args.window or 0),
+        window=np.int32(args.window or np.iinfo(np.int32).max),
         processors=np.int32(processors),
     )
     return out
 
 
-def _library(site: Site, has_window: bool) -> tuple[str, ctypes.CDLL]:
+def _library(site: Site) -> tuple[str, ctypes.CDLL]:
     """Return the kernel's name among XLA's calls, and its library. `Refused` says why there is none."""
     sizes = {
         "TOKENS_PER_PAGE": site.block_tokens,
         "HEAD_ELEMS": site.head_size,
         "HEAD_GRP_SIZE": site.heads // site.kv_heads,
-        "SLIDING_WINDOW": int(has_window),
+        "INPUT_FP16": int(site.dtype == "float16"),
     }
-    is_half, element = TYPES[site.dtype]
-    macros = [f"-D{name}={size}" for name, size in sizes.items()] + [f"-DINPUT_FP16={is_half}", f"-DDTYPE={element}"]
+    macros = [f"-D{name}={size}" for name, size in sizes.items()]
     with _loading:  # steps are traced in several threads
         return _loaded(site.capability or 0, tuple(macros))
 
