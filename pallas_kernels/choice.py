@@ -28,7 +28,7 @@ MODULES: dict[str, dict[str, str]] = {
         "pallas": "attention.pallas_decode",
         "triton": "attention.triton_kernels",
         "native": "native.attention",
-        "flashinfer": "attention.flashinfer",
+        "flashinfer": "native.flashinfer",
     },
     "paged_prefill": {
         "xla": "attention.xla",

@@ -95,7 +95,7 @@ HOPPER = Site("gpu", 90, "bfloat16", "bfloat16", heads=32, kv_heads=8, head_size
 def test_why_flashinfer_is_not_taken(change: dict, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        "pallas_kernels.attention.flashinfer.importlib.util.find_spec",
+        "pallas_kernels.native.flashinfer.importlib.util.find_spec",
         lambda name: None if name == "flashinfer" else find_spec(name),
     )
     with pytest.raises(ValueError, match=f"paged_decode=flashinfer: .*{reason}"):
