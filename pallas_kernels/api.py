@@ -144,7 +144,7 @@ def paged_decode(
         value_size=value_size,
         float8=float8,
     )
-    site = _site(q, k_cache, q.shape[1], value_size)
+    site = _site(q, k_cache, q.shape[1], value_size, softcap)
     return _dispatch("paged_decode", implementation, site, {}, (q, lengths, args))
 
 
@@ -191,7 +191,7 @@ def paged_prefill(
         float8=float8,
     )
     tiles = Tiles(tile_start, tile_length, tile_position)
-    site = _site(q, k_cache, q.shape[1], value_size)
+    site = _site(q, k_cache, q.shape[1], value_size, softcap)
     return _dispatch("paged_prefill", implementation, site, {"tile": tile}, (q, tiles, args))
 
 
@@ -303,7 +303,7 @@ def _dispatch(
 
 def _run(operation: str, chosen: Choice, static: dict[str, Any], arrays: tuple[Any, ...]) -> Any:
     own = getattr(choice.module(operation, chosen.name), operation)
-    device = {"capability": chosen.capability} if chosen.name == "triton" else {}
+    device = {"capability": chosen.capability} if chosen.name in choice.COMPILED else {}
     return own(*arrays, **static, **device)
 
 
@@ -331,7 +331,7 @@ def _check_scales(
         raise ValueError(f"a cache has scales where it is one of {', '.join(SCALED)}; this is {k_cache.dtype}")
 
 
-def _site(q: Array, k_cache: Array, heads: int, value_size: int | None) -> Site:
+def _site(q: Array, k_cache: Array, heads: int, value_size: int | None, softcap: float | None = None) -> Site:
     """Describe arrays; where they are is not known yet."""
     return Site(
         platform="",
@@ -342,6 +342,7 @@ def _site(q: Array, k_cache: Array, heads: int, value_size: int | None) -> Site:
         head_size=k_cache.shape[3],
         value_size=value_size,
         block_tokens=k_cache.shape[2],
+        has_softcap=softcap is not None,
     )
 
 

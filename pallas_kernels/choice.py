@@ -6,10 +6,13 @@ so that Triton is not needed without a GPU.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +28,7 @@ MODULES: dict[str, dict[str, str]] = {
         "pallas": "attention.pallas_decode",
         "triton": "attention.triton_kernels",
         "native": "native.attention",
+        "flashinfer": "native.flashinfer",
     },
     "paged_prefill": {
         "xla": "attention.xla",
@@ -35,12 +39,15 @@ MODULES: dict[str, dict[str, str]] = {
     "sample": {"xla": "sampling.xla", "triton": "sampling.triton_kernels"},
     "linear": {"xla": "linear.xla", "triton": "linear.triton_kernels", "native": "native.linear"},
 }
+COMPILED = ("triton", "flashinfer")  # whose functions are told the capability, since they compile when they are traced
 OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them
 # By platform, the best first; the reference, which can do everything, stands behind them all.
 PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {"linear": ("native",), "paged_decode": ("native", "xla_lanes"), "paged_prefill": ("native",)},
     "gpu": {operation: ("triton",) for operation in MODULES},
 }
+# What was faster than those, by `deciding` facts; `python -m tests.gpu_check` measures it and writes the table.
+FASTEST = Path(__file__).with_name("fastest.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,7 @@ class Site:
     head_size: int = 64
     value_size: int | None = None  # of values that are the beginning of their keys; None where they are their own
     block_tokens: int = 16
+    has_softcap: bool = False  # whether scores are bounded
     shards: int = 1  # devices that a model is divided among, its vocabulary included
     kind: str = "float"  # of a weight's numbers
     rounds_rows: bool = False  # that it is multiplied with
@@ -106,6 +114,32 @@ def refusal(operation: str, name: str, site: Site) -> str | None:
     return own.refusal(operation, site) if hasattr(own, "refusal") else None
 
 
+def deciding(operation: str, site: Site) -> dict[str, Any]:
+    """Return the facts by which a row of the table of `FASTEST` is found."""
+    return {
+        "operation": operation,
+        "capability": site.capability,
+        "dtype": site.dtype,
+        "cache_dtype": site.cache_dtype,
+        "group": site.heads // max(site.kv_heads, 1),
+        "head_size": site.head_size,
+        "block_tokens": site.block_tokens,
+    }
+
+
+@functools.cache
+def fastest() -> list[dict[str, Any]]:
+    """Read what was measured: rows of deciding facts, the implementation that was fastest, and how it was measured."""
+    return json.loads(FASTEST.read_text())
+
+
+def _preferred(operation: str, site: Site) -> tuple[str, ...]:
+    """Name implementations, the best first."""
+    facts = deciding(operation, site)
+    measured = [row["fastest"] for row in fastest() if facts.items() <= row.items()] if site.platform == "gpu" else []
+    return (*measured, *PREFERRED.get(site.platform, {}).get(operation, ()))
+
+
 def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
     """Choose the implementation of an operation: the one that is named, or the best that can do it there.
 
@@ -118,7 +152,7 @@ def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
         return Choice(name, site.capability)
     reference = implementations(operation)[0]
     reasons = []
-    for preferred in PREFERRED.get(site.platform, {}).get(operation, ()):
+    for preferred in _preferred(operation, site):
         reason = refusal(operation, preferred, site)
         if reason is None:
             return Choice(preferred, site.capability, "; ".join(reasons))

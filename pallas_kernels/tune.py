@@ -92,7 +92,8 @@ def using(row: Row, candidate: dict[str, int]) -> Iterator[None]:
 
 def write(table: Sequence[Row], path: Path = tuning.PATH) -> None:
     """Write the table, a row a line."""
-    path.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in table) + "\n]\n")
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in table)
+    path.write_text(f"[\n{lines}\n]\n" if lines else "[]\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

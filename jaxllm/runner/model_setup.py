@@ -142,6 +142,7 @@ def choose_kernels(
         head_size=spec.head_size if spec.latent is None else spec.latent.rank + spec.latent.rope_size,
         value_size=spec.latent.rank if spec.latent else None,
         block_tokens=config.block_size,
+        has_softcap=spec.attention_softcap is not None,
         shards=config.tensor_parallel_size,
         kind="float" if scheme is None else scheme.kind,
         rounds_rows=scheme is not None and scheme.rounds_rows,

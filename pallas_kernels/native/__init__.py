@@ -1,1 +1,1 @@
-"""Kernels in C++ for CPUs, built on the machine that runs them, because XLA's own leave much of its memory's speed."""
+"""Kernels that compilers of the machine make: in C++ for CPUs, where XLA reads slowly, and FlashInfer's for GPUs."""

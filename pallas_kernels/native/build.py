@@ -86,10 +86,7 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
     if compiler is None:
         raise Refused(f"no C++ compiler is installed (looked for $CXX, {', '.join(COMPILERS)})")
     command = [compiler, *flags, f"-I{jax.ffi.include_dir()}"]
-    says = [digest(), *command, _run([compiler, "--version"]), *sorted(features), importlib.metadata.version("jaxlib")]
-    place = folder / f"kernels-{hashlib.sha256(chr(0).join(says).encode()).hexdigest()[:24]}.so"
-    if not _is_whole(place):
-        place = _build(command, place)
+    place = kept(folder, "kernels", command, [HERE / source for source in SOURCES], [digest(), *sorted(features)])
     try:
         library = ctypes.CDLL(str(place))
     except OSError as error:
@@ -97,6 +94,16 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
     if library.jaxllm_check() != 0:  # once in each process: microseconds
         raise Refused(f"the kernels that {compiler} made multiply wrongly; they are in {place}")
     return library
+
+
+def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], says: Sequence[str]) -> Path:
+    """Return the library that a compiler's command makes of `sources`: the one in `folder`, or a new one.
+
+    `says` is what the library depends on beside the command, the compiler and jaxlib. `Refused` says why there is none.
+    """
+    depends = [*says, *command, _run([command[0], "--version"]), importlib.metadata.version("jaxlib")]
+    place = folder / f"{name}-{hashlib.sha256(chr(0).join(depends).encode()).hexdigest()[:24]}.so"
+    return place if _is_whole(place) else _build(command, sources, place)
 
 
 def processor() -> frozenset[str]:
@@ -117,9 +124,9 @@ def _is_whole(file: Path) -> bool:
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
-def _build(command: list[str], place: Path) -> Path:
+def _build(command: list[str], sources: Sequence[Path], place: Path) -> Path:
     """Build the library at `place`, or where that cannot be written, in a folder of this process alone."""
-    _log.warning("building the CPU's kernels, once for this machine, which takes 10 to 20 seconds: %s", place)
+    _log.warning("building kernels, once for this machine, which takes up to 20 seconds: %s", place)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(dir=place.parent)
@@ -128,11 +135,9 @@ def _build(command: list[str], place: Path) -> Path:
         place = Path(folder) / place.name
     try:
         made = Path(folder) / "made.so"
-        objects = [f"{made}.{source}.o" for source in SOURCES]
+        objects = [f"{made}.{source.name}.o" for source in sources]
         with ThreadPoolExecutor() as pool:
-            compiled = pool.map(
-                lambda source, into: _run([*command, "-c", str(HERE / source), "-o", into]), SOURCES, objects
-            )
+            compiled = pool.map(lambda source, into: _run([*command, "-c", str(source), "-o", into]), sources, objects)
             list(compiled)  # raises what failed
         _run([*command, *objects, "-o", str(made)])
         content = made.read_bytes()

@@ -115,7 +115,14 @@ def _compare(
     """Run every implementation that can; return a row for each, and why others cannot."""
     rows, reasons = [], set()
     distance: Distance | None = None
-    site = site_of(dtype, cache_dtype, (shape.heads, shape.kv_heads, shape.size), shape.value_size)
+    site = site_of(
+        dtype,
+        cache_dtype,
+        (shape.heads, shape.kv_heads, shape.size),
+        value_size=shape.value_size,
+        block_tokens=shape.block_tokens,
+        has_softcap=shape.softcap is not None,
+    )
     for name, chosen in choices(operation, site):
         if isinstance(chosen, str):
             reasons.add(f"{operation}={name}: {chosen}")

@@ -1,5 +1,6 @@
 """What each kernel takes, beside the two ceilings of the machine and beside torch's attention on the same shapes.
 
+Where a rival of our decode kernel is faster, that goes into the table from which `pallas_kernels.resolve` chooses.
 Torch's keys and values lie in one piece, which is easier than pages; it is timed call by call, between two waits.
 """
 
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from pallas_kernels import measuring
+from pallas_kernels import choice, measuring, tune
 from pallas_kernels.measuring import Case
 from tests.gpu_check.check import Check
 from tests.gpu_check.parts import missing
@@ -32,6 +33,8 @@ CACHES = ("int8", "float8_e4m3fn")
 TOKENS = (1, 16, 64, 256, 8192)
 SLOW_TOKENS = 65536  # in the cache, up to which implementations are timed that are never the default
 SLOW_PROMPT = 1024
+RIVALS = ("flashinfer",)  # of the usual best on a GPU; timed beside it on every shape
+LEAST_GAIN = 1.03  # for which a rival is taken
 DECODE_AIM, DECODE_FROM, PREFILL_AIM = 0.80, 32768, 0.60
 
 
@@ -41,6 +44,7 @@ def run(check: Check) -> None:
     heads, dtype = TINY if check.is_dry else HEADS, _dtype(check)
     rows, contexts, prompts = ((3,), (40,), ((1, 40),)) if check.is_dry else (ROWS, CONTEXTS, PROMPTS)
     largest = next(iter(heads))
+    decoded: dict[str, list[dict[str, float]]] = {model: [] for model in heads}
     # What targets are about comes first.
     for context in reversed(contexts):
         for number in rows:
@@ -50,7 +54,11 @@ def run(check: Check) -> None:
                 if memory and num_bytes > memory * 0.45:
                     check.skip(f"{what}: its cache of {num_bytes / 1e9:.0f} GB does not fit")
                     continue
-                _decode(check, ceilings, what, model, own, number, context)
+                decoded[model].append(_decode(check, ceilings, what, model, own, number, context))
+    if not check.is_dry:
+        for model, own in heads.items():
+            with check.guarded(f"paged_decode, {model}, which is the fastest"):
+                _note_fastest(check, model, own, decoded[model])
     for number, length in prompts:
         for model, own in heads.items():
             what = f"paged_prefill, {model}, {number} prompts of {length}"
@@ -73,7 +81,7 @@ def run(check: Check) -> None:
 
 def _decode(
     check: Check, ceilings: dict[str, float], what: str, model: str, heads: Heads, rows: int, context: int
-) -> None:
+) -> dict[str, float]:
     dtype = _dtype(check)
     shares = _all(
         check, ceilings, "paged_decode", what, heads, dtype, rows * context <= SLOW_TOKENS and model != "0.5B",
@@ -84,6 +92,29 @@ def _decode(
         check.target(f"{what}, share of bandwidth", best, DECODE_AIM, is_least=True)
     if model != "0.5B" and not check.is_over(4, f"{what}, torch"):
         _torch(check, ceilings, what, heads, rows, 1, context)
+    return shares
+
+
+def gains(shapes: Sequence[Mapping[str, float]], usual: str) -> dict[str, float]:
+    """Return how many times as fast as the usual one each rival is: the geometric mean over shapes that both did."""
+    ratios = {rival: [one[rival] / one[usual] for one in shapes if {rival, usual} <= set(one)] for rival in RIVALS}
+    return {rival: statistics.geometric_mean(own) for rival, own in ratios.items() if own}
+
+
+def _note_fastest(check: Check, model: str, heads: Heads, shapes: Sequence[Mapping[str, float]]) -> None:
+    """Note in the table whether a rival decodes faster with such heads; leave it as it is where none was timed."""
+    facts = choice.deciding("paged_decode", site_of(DTYPE, DTYPE, heads))
+    found = gains(shapes, choice.PREFERRED["gpu"]["paged_decode"][0])
+    if not found:
+        return
+    rival = max(found, key=lambda name: found[name])
+    check.measure(call=f"paged_decode, {model}, all shapes", by=rival, times_as_fast=found[rival])
+    table = [row for row in choice.fastest() if not facts.items() <= row.items()]
+    if found[rival] >= LEAST_GAIN:
+        measured = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "times": round(found[rival], 3)}
+        table.append({**facts, "fastest": rival, "measured": measured})
+    tune.write(table, choice.FASTEST)
+    choice.fastest.cache_clear()
 
 
 def _all(
@@ -100,10 +131,11 @@ def _all(
     shares = {}
     site = site_of(_dtype(check), cache_dtype, heads)
     best = pallas_kernels.resolve(operation, site).name
+    always = {best, *choice.COMPILED} if site.platform == "gpu" else {best}
     for name, chosen in choices(operation, site):
         if isinstance(chosen, str):
             continue
-        if (name != best and not has_slow) or check.is_over(3, f"{what}, {name}"):
+        if (name not in always and not has_slow) or check.is_over(3, f"{what}, {name}"):
             continue
         with check.guarded(f"{what}, {name}"):
             case = make()

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 
@@ -15,7 +16,7 @@ from pallas_kernels import Choice, Site
 INTERPRETED = ("float32", "float16", "int8")  # what Triton's interpreter computes with
 
 
-def site_of(dtype: str, cache_dtype: str, heads: tuple[int, int, int], value_size: int | None = None) -> Site:
+def site_of(dtype: str, cache_dtype: str, heads: tuple[int, int, int], **further: Any) -> Site:
     """Describe an operation on this machine's first device; `heads` are query heads, key-value heads and their size."""
     device = jax.devices()[0]
     return Site(
@@ -26,7 +27,7 @@ def site_of(dtype: str, cache_dtype: str, heads: tuple[int, int, int], value_siz
         heads=heads[0],
         kv_heads=heads[1],
         head_size=heads[2],
-        value_size=value_size,
+        **further,
     )
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import measuring, tune, tuning
+from pallas_kernels import choice, measuring, tune, tuning
 from pallas_kernels.attention import xla_gather
 from tests.gpu_check import __main__ as gpu_check
-from tests.gpu_check import child, graphs, report
+from tests.gpu_check import child, graphs, kernels, report
 from tests.gpu_check.check import Check
 from tests.gpu_check.parts import PARTS, missing
 
@@ -134,6 +134,27 @@ def test_targets_are_said_to_be_reached_or_behind(tmp_path):
     text = report.markdown({"step": notes.notes}, "cpu", "today")
     assert "| step | steps: 1.1, aim at most 1.15 | reached |" in text
     assert "| step | bandwidth: 0.5, aim at least 0.8 | behind |" in text
+
+
+def test_a_rival_that_is_faster_goes_into_the_table_and_out_again(tmp_path, monkeypatch):
+    table = tmp_path / "fastest.json"
+    other = {"operation": "sample", "fastest": "xla", "measured": {}}
+    table.write_text(json.dumps([other]))
+    monkeypatch.setattr(choice, "FASTEST", table)
+    choice.fastest.cache_clear()
+    notes = Check("kernels", tmp_path, 9, is_dry=False)
+    heads = kernels.HEADS["8B"]
+    slower, faster = {"triton": 0.5, "flashinfer": 0.4}, {"triton": 0.5, "flashinfer": 0.7, "xla": 0.01}
+    assert kernels.gains([slower, faster, {"triton": 0.5}], "triton") == {"flashinfer": pytest.approx(1.12**0.5)}
+    kernels._note_fastest(notes, "8B", heads, [slower, faster])
+    kept, row = choice.fastest()
+    assert kept == other and row["measured"]["times"] == 1.058
+    assert row | {"fastest": "flashinfer", "group": 4, "head_size": 128, "dtype": "bfloat16"} == row
+    kernels._note_fastest(notes, "8B", heads, [{"triton": 0.5}])
+    assert choice.fastest() == [kept, row], "what was not timed stays"
+    kernels._note_fastest(notes, "8B", heads, [slower])
+    assert choice.fastest() == [kept]
+    choice.fastest.cache_clear()
 
 
 def test_the_tuner_lists_candidates_and_refuses_without_a_gpu(capsys):

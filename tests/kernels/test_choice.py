@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import replace
+
 import jax
 import pytest
 
@@ -69,6 +72,52 @@ def test_a_gpu_takes_triton_where_it_can(monkeypatch: pytest.MonkeyPatch) -> Non
     assert pallas_kernels.resolve("sample", Site("gpu", 90)).reason == "not triton: it needs triton 3.6, here is 3.5.1"
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: None)
     assert pallas_kernels.resolve("sample", Site("gpu", 90)).reason == "not triton: the package triton is not installed"
+
+
+HOPPER = Site("gpu", 90, "bfloat16", "bfloat16", heads=32, kv_heads=8, head_size=128)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, "the package flashinfer-python is not installed"),
+        ({"capability": 80}, "of capability 9, 10 and 12"),
+        ({"platform": "cpu"}, "for NVIDIA GPUs"),
+        ({"dtype": "float32", "cache_dtype": "float32"}, "not in float32 over float32"),
+        ({"cache_dtype": "float8_e4m3fn"}, "ours has one for each vector"),
+        ({"block_tokens": 8}, "blocks of 16, 32, 64, 128 tokens, not 8"),
+        ({"head_size": 40}, "a multiple of 16 up to 256, not 40"),
+        ({"head_size": 576, "value_size": 512}, "latent attention"),
+        ({"heads": 71, "kv_heads": 1, "head_size": 64}, "71 query heads of 64 for each of keys do not fit"),
+        ({"has_softcap": True}, "does not bound scores"),
+    ],
+)
+def test_why_flashinfer_is_not_taken(change: dict, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "pallas_kernels.native.flashinfer.importlib.util.find_spec",
+        lambda name: None if name == "flashinfer" else find_spec(name),
+    )
+    with pytest.raises(ValueError, match=f"paged_decode=flashinfer: .*{reason}"):
+        pallas_kernels.resolve("paged_decode", replace(HOPPER, **change), "flashinfer")
+
+
+def test_what_was_measured_to_be_faster_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = choice.deciding("paged_decode", HOPPER) | {"fastest": "flashinfer", "measured": {"times": 1.2}}
+    monkeypatch.setattr(choice, "fastest", lambda: [row])
+    monkeypatch.setattr(choice, "refusal", lambda operation, name, site: "it has no drum" if site.has_softcap else None)
+    names = {site: pallas_kernels.resolve("paged_decode", site) for site in (
+        HOPPER, replace(HOPPER, heads=64, kv_heads=16), replace(HOPPER, heads=64), replace(HOPPER, has_softcap=True)
+    )}  # fmt: skip
+    assert [one.name for one in names.values()] == ["flashinfer", "flashinfer", "triton", "xla"]
+    assert [*names.values()][-1].reason == "not flashinfer: it has no drum; not triton: it has no drum"
+    assert pallas_kernels.resolve("paged_prefill", HOPPER).name == "triton"
+
+
+def test_the_table_of_what_was_measured_names_what_there_is() -> None:
+    for row in choice.fastest():
+        assert row["fastest"] in pallas_kernels.implementations(row["operation"]) and row["measured"]["device"]
+        assert set(choice.deciding(row["operation"], HOPPER)) == set(row) - {"fastest", "measured"}
 
 
 def test_a_device_tells_its_capability() -> None:
