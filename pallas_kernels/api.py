@@ -117,6 +117,7 @@ def paged_decode(
     k_scales: Float[Array, "N K P"] | None = None,
     v_scales: Float[Array, "N K P"] | None = None,
     float8: str | None = None,
+    batch_invariant: bool = False,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "B H V"]:
     """Attend with one query per sequence, q [B, H, C], over its cached keys: [B, H, V] in q's type.
@@ -126,8 +127,9 @@ def paged_decode(
     Table entries behind the length may be any block; what lies there, NaN included, is not seen.
     `scale` multiplies the scores, then `softcap` bounds them; `sinks` [H] are logits that take part in the softmax
     and carry no value (gpt-oss). Without a `v_cache`, a value is the first `value_size` coordinates of its key (and the
-    two are not given both: a ValueError). `implementation` None picks by platform; an unknown name is a ValueError, and
-    so is one that cannot do this here.
+    two are not given both: a ValueError). `batch_invariant`: the bits of a row's result depend on no other row, which
+    most implementations hold to in any case. `implementation` None picks by platform; an unknown name is a ValueError,
+    and so is one that cannot do this here.
     """
     _check_heads(q, k_cache, v_cache, value_size)
     _check_scales(k_cache, v_cache, k_scales, v_scales, float8)
@@ -143,6 +145,7 @@ def paged_decode(
         softcap=softcap,
         value_size=value_size,
         float8=float8,
+        batch_invariant=batch_invariant,
     )
     site = _site(q, k_cache, q.shape[1], value_size, softcap)
     return _dispatch("paged_decode", implementation, site, {}, (q, lengths, args))

@@ -26,7 +26,7 @@ HEADS = {64: (14, 2, 64), 128: (32, 8, 128), 256: (16, 8, 256)}  # of Qwen2.5-0.
 DTYPES = {32: ("float32", "float32"), 16: ("bfloat16", "bfloat16"), 8: ("bfloat16", "int8")}  # of queries, of the cache
 DECODE, PREFILL = (16, 8192), (1, 8192)  # rows and tokens of each
 CHOICES: dict[str, dict[str, tuple[int, ...]]] = {
-    "paged_decode": {"keys": (16, 32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)},
+    "paged_decode": {"keys": (16, 32, 64, 128), "warps": (4, 8), "stages": (2, 3, 5)},
     "paged_prefill": {"rows": (16, 32, 64, 128), "keys": (16, 32, 64, 128), "warps": (4, 8), "stages": (2, 3)},
 }
 TURNS = 10

@@ -23,10 +23,11 @@ class Tuning(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Of `paged_decode`: keys that are visited at once, and among how many programs a row's context is divided."""
+    """Of `paged_decode`: keys that are visited at once, and among how many programs they are divided."""
 
     keys: int
-    splits: int  # at most; a power of two
+    programs: int  # for one head of keys, that a device runs at once
+    splits: int  # of one row at most, where its length alone decides; a power of two
     least_keys: int  # that a program is worth
     tuning: Tuning
 
@@ -49,9 +50,10 @@ class Linear(NamedTuple):
     tuning: Tuning
 
 
-COMBINE = Tuning(2, 1)
+COMBINE, COMBINED = Tuning(2, 1), 16  # pieces at once
 COPY, COPIED = Tuning(4, 1), 2048  # numbers of a block that a program copies
 LEAST_KEYS, MOST_SPLITS = 256, 32
+RESIDENT = 4  # programs of `paged_decode` on a multiprocessor: 128 threads of at most 128 of its 65,536 registers
 # Of `linear`, not measured, by the bits of a number, and 32 for float32 tokens: tokens, rows, columns, warps, stages.
 # Three programs of the first kind have 48 KB under way on a multiprocessor of an H200, and Little's law asks for 33.
 # With 128 tokens a number becomes a float once for as many products: 4 of 8 clocks that the tensor cores are busy.
@@ -77,11 +79,13 @@ def of_decode(
 ) -> Decode:
     """Choose for `rows` sequences of at most `context` tokens."""
     found = _find("paged_decode", capability, head_size, dtype, cache_dtype)
-    programs = 2 * PROCESSORS[generation(capability)]
+    programs = RESIDENT * PROCESSORS[generation(capability)]
     splits = 1
-    while splits < MOST_SPLITS and rows * kv_heads * splits < programs and splits * LEAST_KEYS < context:
+    while splits < MOST_SPLITS and 2 * rows * kv_heads * splits < programs and splits * LEAST_KEYS < context:
         splits *= 2
-    return Decode(found["keys"], splits, LEAST_KEYS, Tuning(found["warps"], found["stages"]))
+    return Decode(
+        found["keys"], max(programs // kv_heads, 1), splits, LEAST_KEYS, Tuning(found["warps"], found["stages"])
+    )
 
 
 def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, cache_dtype: str) -> Prefill:

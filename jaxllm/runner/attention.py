@@ -29,7 +29,7 @@ from pallas_kernels import Choice
 # (DECISIONS, 73).
 _write_kv = jax.jit(pallas_kernels.write_kv, static_argnames=("is_interleaved", "float8", "implementation"))
 _SETTINGS = ("scale", "window", "softcap", "value_size", "float8", "implementation")
-_paged_decode = jax.jit(pallas_kernels.paged_decode, static_argnames=_SETTINGS)
+_paged_decode = jax.jit(pallas_kernels.paged_decode, static_argnames=(*_SETTINGS, "batch_invariant"))
 _paged_prefill = jax.jit(pallas_kernels.paged_prefill, static_argnames=(*_SETTINGS, "tile"))
 
 
@@ -52,6 +52,7 @@ def attention(
     is_real = slots < geometry.num_slots
     stored_in = jnp.where(is_real, stored_in, nowhere)
     offsets = positions % size
+    is_deterministic = not shape.tiles and not shape.is_decode  # such shapes are of that mode alone
     # Those that attend by themselves: all tokens, or the first R, of which the decode rows do.
     alone = slice(None) if not shape.tiles else slice(shape.rows)
     alone_tables = tables.at[slots[alone]].get(mode="clip")  # [T or R, M]
@@ -94,6 +95,7 @@ def attention(
                 cache.values,
                 alone_tables,
                 lengths,
+                batch_invariant=is_deterministic,
                 implementation=kernels["paged_decode"],
                 **options,
             )

@@ -15,7 +15,7 @@ static = partial(field, metadata={"static": True})
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class AttentionArgs:
-    """See `pallas_kernels.paged_decode` for what each means. The last five are static."""
+    """See `pallas_kernels.paged_decode` for what each means. The last six are static."""
 
     k_cache: Array  # [N, K, P, C]
     v_cache: Array | None  # [N, K, P, V]; None: values are the first `value_size` coordinates of keys
@@ -28,6 +28,7 @@ class AttentionArgs:
     softcap: float | None = static(default=None)
     value_size: int | None = static(default=None)
     float8: str | None = static(default=None)
+    batch_invariant: bool = static(default=False)
 
     @property
     def kv_heads(self) -> int:

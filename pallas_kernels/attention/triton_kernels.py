@@ -1,7 +1,7 @@
 """Paged attention for NVIDIA GPUs, in Triton's language: one kernel for decoding and for tiles of prompts.
 
-A decode row is a tile of one query whose context is divided among programs, so that a few long sequences fill the
-device; the pieces are brought together by a second kernel, which has nothing to do for rows that one program has done.
+A decode row is a tile of one query whose keys are divided into pieces (division.py), so that all programs have as much
+to do; a row's pieces are brought together by a second kernel, which has nothing to do for rows of one piece.
 Queries of the heads that share keys stand below one another in a tile, so that the tensor cores see whole matrices.
 Online softmax with base 2 (Milakov & Gimelshein 2018; Dao 2023, arXiv:2307.08691); scores and sums are float32.
 """
@@ -21,6 +21,7 @@ from jax import Array
 
 from pallas_kernels import triton_bridge, tuning
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
+from pallas_kernels.attention.division import by_own_length, evenly
 from pallas_kernels.choice import Site
 from pallas_kernels.triton_bridge import call
 
@@ -118,14 +119,6 @@ def _visit(
 
 
 @triton.jit
-def _pieces(first, last, BN: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
-    """Divide the keys from `first` to `last` among at most SPLITS programs: how many get some, and how many each."""
-    wanted = tl.minimum(tl.maximum(tl.cdiv(last - first, LEAST), 1), SPLITS)
-    each = tl.maximum(tl.cdiv(tl.cdiv(last - first, wanted), BN), 1) * BN
-    return tl.maximum(tl.cdiv(last - first, each), 1), each
-
-
-@triton.jit
 def _first_key(place, BN: tl.constexpr, WINDOW: tl.constexpr):
     """Return where to begin for a query at `place`: at 0, or at the window's first key, rounded down."""
     if WINDOW is None:
@@ -146,6 +139,10 @@ def attend(
     starts,
     positions,
     sinks,
+    piece_row,
+    piece_begin,
+    piece_end,
+    piece_counts,
     out,
     parts,
     H: tl.constexpr,
@@ -158,166 +155,162 @@ def attend(
     M: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    DECODES: tl.constexpr,
 ):
-    """Attend with BM rows of one tile and one key-value head; grid (tiles, key-value heads x row blocks, SPLITS).
+    """Attend with BM rows of one tile and one key-value head; grid (tiles, key-value heads x row blocks).
 
-    DECODES: tile b is the one query b, and `lengths` counts its keys; `starts` and `positions` are None.
+    Where there are pieces (`division.Pieces`, without `first`) tile b is piece b of a decode row, of which `lengths`
+    counts the keys; `starts` and `positions` are None.
     """
-    tile = tl.program_id(0)
+    number = tl.program_id(0)
     head = tl.program_id(1) % K
     first_row = tl.program_id(1) // K * BM
-    split = tl.program_id(2)
     G: tl.constexpr = H // K
-    if DECODES:
+    if piece_row is not None:
+        tile = tl.load(piece_row + number)
+        count = (tile >= 0).to(tl.int32)
         start = tile
-        position = tl.load(lengths + tile) - 1
-        count = tl.minimum(position + 1, 1)
+        position = tl.load(lengths + tile, mask=tile >= 0, other=0) - 1
+        pieces = tl.load(piece_counts + tile, mask=tile >= 0, other=1)
     else:
+        tile = number
         start = tl.load(starts + tile)
         position = tl.load(positions + tile)
         count = tl.load(lengths + tile)
+        pieces = 1
     rows = first_row + tl.arange(0, BM)
     tokens = rows // G
     is_row = tokens < count
     coordinates = tl.arange(0, CP)
     values_at = tl.arange(0, VP)
     own = (start + tokens).to(tl.int64) * H + head * G + rows % G  # which head of which token
-    out_at = out + own[:, None] * V + values_at[None, :]
     if first_row < count * G:
         place = position + tokens
-        last = position + tl.minimum(count, (first_row + BM - 1) // G + 1)
-        first = _first_key(position + first_row // G, BN, WINDOW)
-        pieces, each = _pieces(first, last, BN, SPLITS, LEAST)
-        if split < pieces:
-            begin = first + split * each
-            end = tl.minimum(last, begin + each)
-            mask = is_row[:, None] & (coordinates < C)[None, :]
-            queries = tl.load(q + own[:, None] * C + coordinates[None, :], mask=mask, other=0.0)
-            values = tl.zeros((BM, VP), tl.float32)
-            highest = tl.full((BM,), _LOWEST, tl.float32)
-            total = tl.zeros((BM,), tl.float32)
-            if sinks is not None:
-                if pieces == 1:  # else they are added where the pieces are brought together
-                    highest = tl.load(sinks + head * G + rows % G).to(tl.float32) * _LOG2_E
-                    total = tl.full((BM,), 1.0, tl.float32)
-            if WINDOW is None:  # keys that all rows see need no mask
-                whole = begin + tl.maximum(tl.minimum(end, position + first_row // G + 1) - begin, 0) // BN * BN
-            else:
-                whole = begin
-            for at in range(begin, whole, BN):
-                values, highest, total = _visit(
-                    values, highest, total, queries, k_cache, v_cache, k_scales, v_scales, tables + tile * M, head, at,
-                    end, place, K, C, V, CP, VP, P, BN, SCALE, WINDOW, SOFTCAP, False,
-                )  # fmt: skip
-            for at in range(whole, end, BN):
-                values, highest, total = _visit(
-                    values, highest, total, queries, k_cache, v_cache, k_scales, v_scales, tables + tile * M, head, at,
-                    end, place, K, C, V, CP, VP, P, BN, SCALE, WINDOW, SOFTCAP, True,
-                )  # fmt: skip
-            is_stored = is_row[:, None] & (values_at < V)[None, :]
-            if pieces == 1:
-                result = values / tl.where(total > 0, total, 1.0)[:, None]
-                tl.store(out_at, result.to(out.dtype.element_ty), mask=is_stored)
-            if SPLITS > 1:
-                if pieces > 1:
-                    # Each piece is V values, the highest score and the sum of weights of one head.
-                    part = (own * SPLITS + split) * (V + 2)
-                    tl.store(parts + part[:, None] + values_at[None, :], values, mask=is_stored)
-                    tl.store(parts + part + V, highest, mask=is_row)
-                    tl.store(parts + part + V + 1, total, mask=is_row)
-    elif DECODES:
-        if split == 0:
-            is_stored = (rows < G)[:, None] & (values_at < V)[None, :]
-            tl.store(out_at, tl.zeros((BM, VP), out.dtype.element_ty), mask=is_stored)
+        if piece_row is not None:
+            begin = tl.load(piece_begin + number)
+            end = tl.load(piece_end + number)
+        else:
+            begin = _first_key(position + first_row // G, BN, WINDOW)
+            end = position + tl.minimum(count, (first_row + BM - 1) // G + 1)
+        mask = is_row[:, None] & (coordinates < C)[None, :]
+        queries = tl.load(q + own[:, None] * C + coordinates[None, :], mask=mask, other=0.0)
+        values = tl.zeros((BM, VP), tl.float32)
+        highest = tl.full((BM,), _LOWEST, tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        if sinks is not None:
+            if pieces == 1:  # else they are added where the pieces are brought together
+                highest = tl.load(sinks + head * G + rows % G).to(tl.float32) * _LOG2_E
+                total = tl.full((BM,), 1.0, tl.float32)
+        if WINDOW is None:  # keys that all rows see need no mask
+            whole = begin + tl.maximum(tl.minimum(end, position + first_row // G + 1) - begin, 0) // BN * BN
+        else:
+            whole = begin
+        for at in range(begin, whole, BN):
+            values, highest, total = _visit(
+                values, highest, total, queries, k_cache, v_cache, k_scales, v_scales, tables + tile * M, head, at,
+                end, place, K, C, V, CP, VP, P, BN, SCALE, WINDOW, SOFTCAP, False,
+            )  # fmt: skip
+        for at in range(whole, end, BN):
+            values, highest, total = _visit(
+                values, highest, total, queries, k_cache, v_cache, k_scales, v_scales, tables + tile * M, head, at,
+                end, place, K, C, V, CP, VP, P, BN, SCALE, WINDOW, SOFTCAP, True,
+            )  # fmt: skip
+        is_stored = is_row[:, None] & (values_at < V)[None, :]
+        if pieces == 1:
+            result = values / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(out + own[:, None] * V + values_at[None, :], result.to(out.dtype.element_ty), mask=is_stored)
+        if parts is not None:
+            if pieces > 1:
+                # Each piece is V values, the highest score and the sum of weights of one head.
+                part = (number * H + head * G + rows % G) * (V + 2)
+                tl.store(parts + part[:, None] + values_at[None, :], values, mask=is_stored)
+                tl.store(parts + part + V, highest, mask=is_row)
+                tl.store(parts + part + V + 1, total, mask=is_row)
 
 
 @triton.jit
 def combine(
     parts,
-    lengths,
+    piece_first,
+    piece_counts,
     sinks,
     out,
     H: tl.constexpr,
     V: tl.constexpr,
     VP: tl.constexpr,
-    BN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
-    WINDOW: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Bring the pieces of a decode row's head together; grid (rows, heads). Rows of one piece are left alone."""
     row = tl.program_id(0)
     head = tl.program_id(1)
-    last = tl.load(lengths + row)
-    pieces, _ = _pieces(_first_key(last - 1, BN, WINDOW), last, BN, SPLITS, LEAST)
-    if pieces > 1:
-        splits = tl.arange(0, SPLITS)
+    count = tl.load(piece_counts + row)
+    if count > 1:
+        first = tl.load(piece_first + row)
         values_at = tl.arange(0, VP)
-        is_there = splits < pieces
-        part = ((row * H + head) * SPLITS + splits) * (V + 2)
-        highests = tl.load(parts + part + V, mask=is_there, other=_LOWEST)
-        totals = tl.load(parts + part + V + 1, mask=is_there, other=0.0)
-        highest = tl.max(highests, 0)
+        values = tl.zeros((VP,), tl.float32)
+        highest = _LOWEST
         total = 0.0
         if sinks is not None:
-            sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
-            highest = tl.maximum(highest, sink)
-            total = tl.exp2(sink - highest)
-        weights = tl.where(is_there, tl.exp2(highests - highest), 0.0)
-        total += tl.sum(weights * totals, 0)
-        mask = is_there[:, None] & (values_at < V)[None, :]
-        values = tl.load(parts + part[:, None] + values_at[None, :], mask=mask, other=0.0)
-        result = tl.sum(values * weights[:, None], 0) / total
-        tl.store(out + (row * H + head) * V + values_at, result.to(out.dtype.element_ty), mask=values_at < V)
+            highest = tl.load(sinks + head).to(tl.float32) * _LOG2_E
+            total = 1.0
+        for at in range(0, count, AT_ONCE):
+            pieces = at + tl.arange(0, AT_ONCE)
+            is_there = pieces < count
+            part = ((first + pieces) * H + head) * (V + 2)
+            highests = tl.load(parts + part + V, mask=is_there, other=_LOWEST)
+            totals = tl.load(parts + part + V + 1, mask=is_there, other=0.0)
+            mask = is_there[:, None] & (values_at < V)[None, :]
+            own = tl.load(parts + part[:, None] + values_at[None, :], mask=mask, other=0.0)
+            higher = tl.maximum(highest, tl.max(highests, 0))
+            shrink = tl.exp2(highest - higher)
+            weights = tl.where(is_there, tl.exp2(highests - higher), 0.0)
+            values = values * shrink + tl.sum(own * weights[:, None], 0)
+            total = total * shrink + tl.sum(weights * totals, 0)
+            highest = higher
+        tl.store(out + (row * H + head) * V + values_at, (values / total).to(out.dtype.element_ty), mask=values_at < V)
 
 
 def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: int | None) -> Array:
     """See `pallas_kernels.paged_decode`."""
     rows, heads, _ = q.shape
-    kv_heads, sinks = args.kv_heads, args.sinks
+    kv_heads, width = args.kv_heads, args.value_width
     context = args.tables.shape[1] * args.k_cache.shape[2]
     chosen = tuning.of_decode(capability, rows, kv_heads, q.shape[2], str(q.dtype), str(args.k_cache.dtype), context)
-    width = args.value_width
-    outputs = [jax.ShapeDtypeStruct((rows, heads, width), q.dtype)]
-    constants = _constants(q, args)
-    if chosen.splits > 1:
-        outputs.append(jax.ShapeDtypeStruct((rows, heads, chosen.splits, width + 2), jnp.float32))
+    lengths = lengths.astype(jnp.int32)
+    if args.batch_invariant:
+        pieces = by_own_length(lengths, args.window, chosen.keys, chosen.splits, chosen.least_keys)
     else:
-        constants["parts"] = None
-    division: dict[str, Any] = {"BN": chosen.keys, "SPLITS": chosen.splits, "LEAST": chosen.least_keys}
-    out, *parts = call(
+        pieces = evenly(lengths, args.window, chosen.keys, chosen.programs, chosen.least_keys)
+    constants = _constants(q, args)
+    count = len(pieces.row)
+    out, parts = call(
         attend,
-        (q, *_cache(args), args.tables, lengths, None, None, sinks),
-        outputs,
-        (rows, kv_heads, chosen.splits),
+        (q, *_cache(args), args.tables, lengths, None, None, args.sinks, *pieces[:3], pieces.count),
+        [
+            jax.ShapeDtypeStruct((rows, heads, width), q.dtype),
+            jax.ShapeDtypeStruct((count, heads, width + 2), jnp.float32),
+        ],
+        (count, kv_heads),
         chosen.tuning,
         capability,
         **constants,
-        **division,
         BM=_padded(heads // kv_heads),
-        DECODES=True,
+        BN=chosen.keys,
     )
-    if chosen.splits == 1:
-        return out
     (out,) = call(
         combine,
-        (parts[0], lengths, sinks, out),
-        outputs[:1],
+        (parts, pieces.first, pieces.count, args.sinks, out),
+        [jax.ShapeDtypeStruct(out.shape, out.dtype)],
         (rows, heads),
         tuning.COMBINE,
         capability,
-        aliases={3: 0},
+        aliases={4: 0},
         H=heads,
         V=width,
         VP=constants["VP"],
-        WINDOW=args.window,
-        **division,
+        AT_ONCE=tuning.COMBINED,
     )
     return out
 
@@ -333,19 +326,16 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, cap
     untouched = jnp.zeros(shape, q.dtype)  # what queries in no tile give
     (out,) = call(
         attend,
-        (q, *_cache(args), args.tables, tiles.length, tiles.start, tiles.position, args.sinks, untouched),
+        (q, *_cache(args), args.tables, tiles.length, tiles.start, tiles.position, args.sinks, *[None] * 4, untouched),
         [jax.ShapeDtypeStruct(shape, q.dtype)],
-        (len(tiles.start), kv_heads * blocks, 1),
+        (len(tiles.start), kv_heads * blocks),
         chosen.tuning,
         capability,
-        aliases={10: 0},
+        aliases={14: 0},
         parts=None,
         **_constants(q, args),
         BM=chosen.rows,
         BN=chosen.keys,
-        SPLITS=1,
-        LEAST=chosen.keys,
-        DECODES=False,
     )
     return out
 

@@ -42,13 +42,32 @@ def test_prefill(case):
     test_attention.test_ragged_prefill_matches_the_naive_loop(case, TRITON)
 
 
-def test_long_contexts_are_divided_into_pieces_that_one_kernel_brings_together():
-    chosen = tuning.of_decode(
-        90, rows=1, kv_heads=2, head_size=64, dtype="bfloat16", cache_dtype="bfloat16", context=8192
-    )
-    assert chosen.splits == 32
-    assert tuning.of_decode(90, 64, 8, 64, "bfloat16", "bfloat16", 8192).splits == 1, "enough rows fill the device"
-    assert tuning.of_decode(90, 1, 2, 64, "bfloat16", "bfloat16", 200).splits == 1
+def test_as_many_programs_share_the_keys_as_run_at_once():
+    def chosen(rows: int, kv_heads: int, context: int) -> tuning.Decode:
+        return tuning.of_decode(90, rows, kv_heads, 128, "bfloat16", "bfloat16", context)
+
+    assert chosen(1, 8, 8192).programs == chosen(64, 8, 8192).programs == 4 * 132 // 8
+    assert (chosen(1, 2, 8192).splits, chosen(64, 8, 8192).splits, chosen(1, 2, 200).splits) == (32, 1, 1)
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_a_row_has_the_same_bits_whatever_its_neighbours_are(batch_invariant, monkeypatch):
+    """Where that is asked for. Else another row's length may move the cuts between pieces, and with them last bits."""
+    monkeypatch.setattr(tuning, "LEAST_KEYS", 16)
+    monkeypatch.setitem(tuning.PROCESSORS, 90, 12)  # 24 programs for each head: 16 and 48 keys a piece
+    pool = test_attention.Pool(CASES[3], num_blocks=80)
+    sequences = [pool.add(length) for length in (100, 7, 900)]
+    tables, q = pool.tables(sequences, max(map(len, sequences)) + 1), pool.queries(3)
+    caches = [jnp.asarray(np.nan_to_num(cache)) for cache in (pool.k, pool.v)]
+
+    def decode(*lengths: int) -> np.ndarray:
+        arrays = (q, *caches, tables, np.asarray(lengths, np.int32))
+        options = {**CASES[3].options, "batch_invariant": batch_invariant, "implementation": TRITON}
+        return np.asarray(pallas_kernels.paged_decode(*map(jnp.asarray, arrays), **options))[0]
+
+    alone, beside = decode(100, 0, 0), decode(100, 7, 900)
+    np.testing.assert_allclose(beside, alone, rtol=0, atol=3e-6)
+    assert np.array_equal(beside, alone) == batch_invariant
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])

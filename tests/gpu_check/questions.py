@@ -69,31 +69,24 @@ def _bridge(check: Check) -> str:
 
 
 def _splits(check: Check) -> str:
-    """Divide a context among a fixed number of programs."""
+    """Have fewer or more programs share the keys than are expected to run at once."""
     if jax.devices()[0].platform != "gpu":
         return "not asked of a CPU."
     capability = pallas_kernels.capability_of(jax.devices()[0])
-    chosen, of_decode, found = pallas_kernels.Choice("triton", capability), tuning.of_decode, []
+    chosen, usual, found = pallas_kernels.Choice("triton", capability), tuning.RESIDENT, []
     for rows, context in ((1, 8192), (1, 32768), (16, 8192), (64, 8192)):
-        own, taken = 0, {}
-        for splits in (1, 2, 4, 8, 16, 32):
-
-            def fixed(*given: Any, splits: int = splits, **named: Any) -> tuning.Decode:
-                nonlocal own
-                usual = of_decode(*given, **named)
-                own = usual.splits
-                return usual._replace(splits=splits)
-
+        taken = {}
+        for resident in (1, 2, 3, 4, 6, 8):
             if check.left < 3:
                 break
-            with mock.patch.object(tuning, "of_decode", fixed):
+            with mock.patch.object(tuning, "RESIDENT", resident):
                 case = measuring.decode(HEADS, rows, context)
-                taken[splits] = measuring.seconds(case.step(chosen), case.arrays, 20, 3)
+                taken[resident] = measuring.seconds(case.step(chosen), case.arrays, 20, 3)
         if taken:
-            best = min(taken, key=lambda splits: taken[splits])
-            shares = {splits: round(taken[best] / one, 2) for splits, one in taken.items()}
-            found.append(f"{rows} x {context}: {best} (chosen: {own}; speed by splits {shares})")
-    return "; ".join(found) + "."
+            best = min(taken, key=lambda resident: taken[resident])
+            shares = {resident: round(taken[best] / one, 2) for resident, one in taken.items()}
+            found.append(f"{rows} x {context}: {best} (chosen: {usual}; speed by programs {shares})")
+    return "programs of a multiprocessor: " + "; ".join(found) + "."
 
 
 def _products(check: Check) -> str:
@@ -258,7 +251,7 @@ def _each(call: Callable[[Any], Any], state: Any, count: int = 30) -> float:
 
 QUESTIONS: dict[str, Callable[[Check], str]] = {
     "1. What does a call of the bridge cost in a program of many?": _bridge,
-    "2. Among how many programs should a context be divided?": _splits,
+    "2. Among how many programs should contexts be divided?": _splits,
     "3. Which matrix products does XLA pick, and do 8-bit weights stay fused?": _products,
     "4. What are +COLLECTIVES and SKIP_TEMP worth?": _flags,
     "5. How long does the host take for a step?": _dispatch,

@@ -1,0 +1,74 @@
+"""How the keys of a decode step's rows are divided among the programs of a kernel: in pieces, each of one row.
+
+By `evenly` all rows' keys are shared among as many programs as run at once, so that one long row among short ones keeps
+no program busy while the others have nothing to do. By `by_own_length` a row's pieces depend on its own length alone,
+and so its sums' last bits do, too.
+
+The same for all layers with the same window; XLA computes it once a step. Letters: R rows, B pieces.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Pieces(NamedTuple):
+    """All int32; a row's pieces follow one another, and a row without keys has one piece without any."""
+
+    row: Array  # [B]: of each piece; -1 where there is none
+    begin: Array  # [B]: its first key
+    end: Array  # [B]: the one behind its last
+    first: Array  # [R]: the number of a row's first piece
+    count: Array  # [R]: how many a row has
+
+
+def evenly(lengths: Array, window: int | None, visited: int, programs: int, least: int) -> Pieces:
+    """Divide the keys that rows of `lengths` [R] see into R + `programs` pieces at most, of at least `least` keys.
+
+    No piece is longer than an even share of all keys, or `least`, rounded up to the `visited` keys of one visit.
+    """
+    begins = _begins(lengths, window, visited)
+    keys = lengths - begins
+    share = jnp.maximum(-(-jnp.sum(keys) // programs), least)
+    return _cut(begins, lengths, -(-keys // share), visited, len(lengths) + programs)
+
+
+def by_own_length(lengths: Array, window: int | None, visited: int, splits: int, least: int) -> Pieces:
+    """Divide each row's keys into `splits` pieces at most, of at least `least` keys; R · `splits` pieces in all."""
+    begins = _begins(lengths, window, visited)
+    count = jnp.minimum(-(-(lengths - begins) // least), splits)
+    return _cut(begins, lengths, count, visited, len(lengths) * splits)
+
+
+def _begins(lengths: Array, window: int | None, visited: int) -> Array:
+    """Return where rows begin: at 0, or at the window's first key, rounded down to a visit."""
+    if window is None:
+        return jnp.zeros_like(lengths)
+    return jnp.maximum(lengths - window, 0) // visited * visited
+
+
+def _cut(begins: Array, ends: Array, count: Array, visited: int, most: int) -> Pieces:
+    """Cut each row's keys into about `count` [R] equal pieces of whole visits."""
+    keys = ends - begins
+    each = jnp.maximum(-(-keys // (jnp.maximum(count, 1) * visited)), 1) * visited
+    count = jnp.maximum(-(-keys // each), 1)
+    numbers = jnp.arange(len(keys))
+    # Sums over all pairs: a few kernels, where a running sum and searches would be many.
+    first = jnp.sum(jnp.where(numbers[None, :] < numbers[:, None], count[None, :], 0), axis=1)
+    piece = jnp.arange(most)[:, None]
+    is_own = (first <= piece) & (piece < first + count)  # [B, R]
+    begin = begins + (piece - first) * each
+
+    def own(values: Array) -> Array:
+        return jnp.sum(jnp.where(is_own, values, 0), axis=1, dtype=jnp.int32)
+
+    return Pieces(
+        row=own(numbers + 1) - 1,
+        begin=own(begin),
+        end=own(jnp.minimum(begin + each, ends)),
+        first=first.astype(jnp.int32),
+        count=count.astype(jnp.int32),
+    )
