@@ -1,0 +1,232 @@
+"""What the programs of each Triton kernel read and write: recorded in Triton's interpreter, held to what they need.
+
+A kernel is one line of CASES. Addresses do not depend on numbers, so float16, which the interpreter knows, stands for
+bfloat16.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import Choice, api, tuning
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+triton = pytest.importorskip("triton")
+
+import triton.language as tl
+
+from pallas_kernels.triton_bridge import call
+from pallas_kernels.tuning import Tuning
+from tests.gpu import traces
+from tests.gpu.traces import SECTOR, Launch
+
+TRITON = Choice("triton", 90)
+LLAMA, QWEN = (8, 2, 128), (14, 2, 64)  # query heads, key-value heads, head size: 8B on one of four devices, 0.5B
+BLOCK, TILE = 16, 32
+MOST = 1.1  # bytes of sectors over bytes that must be moved
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A call, and the bytes that it must move."""
+
+    run: Callable[[], Any]
+    needed: int
+    exchanged: frozenset[str] = frozenset()  # arrays that programs pass on to others, under atomic operations
+
+    def record(self, seed: int | None = None) -> tuple[list[Launch], list[np.ndarray]]:
+        with traces.recorded(seed) as launches:
+            results = [np.asarray(one) for one in jax.tree.leaves(self.run())]
+        return launches, results
+
+
+def numbers(*shape: int, dtype: str = "float16") -> jax.Array:
+    """Make numbers of which hardly two are alike; 8-bit integers of all sizes."""
+    drawn = np.random.default_rng(0).standard_normal(shape)
+    return jnp.asarray((drawn * 40 if dtype == "int8" else drawn).astype(dtype))
+
+
+def ints(*values: Any) -> jax.Array:
+    return jnp.asarray(np.concatenate([np.atleast_1d(one) for one in values]), jnp.int32)
+
+
+def paged(lengths: np.ndarray, most: int) -> tuple[np.ndarray, int]:
+    """Give sequences blocks that are not neighbours; return the tables, and how many blocks there are."""
+    wanted = [-(-int(length) // BLOCK) for length in lengths]
+    free = np.random.default_rng(1).permutation(sum(wanted))
+    tables = np.full((len(lengths), most), sum(wanted))  # behind a sequence: a block that is nobody's
+    for row, blocks in enumerate(wanted):
+        tables[row, :blocks], free = free[:blocks], free[blocks:]
+    return tables, sum(wanted) + 1
+
+
+def cache(blocks: int, kv_heads: int, size: int, dtype: str) -> tuple[jax.Array, dict[str, Any], int]:
+    """Make keys, which stand for values too, with scales if there are some; return the bytes of a token's, too."""
+    keys = numbers(blocks, kv_heads, BLOCK, size, dtype=dtype)
+    scales = jnp.abs(numbers(blocks, kv_heads, BLOCK, dtype="float32")) if dtype in api.SCALED else None
+    num_bytes = 2 * kv_heads * (size * keys.dtype.itemsize + (0 if scales is None else 4))
+    return keys, {"k_scales": scales, "v_scales": scales, "scale": size**-0.5}, num_bytes
+
+
+def decode(heads: tuple[int, int, int], lengths: list[int], dtype: str = "float16", window: int | None = None) -> Traced:
+    """Keys and values of each row once, queries for each piece of a row, results; parts are written and read.
+
+    A window begins with the visit in which its first key is.
+    """
+    num_heads, kv_heads, size = heads
+    tables, blocks = paged(np.asarray(lengths), 64)
+    keys, own, token = cache(blocks, kv_heads, size, dtype)
+    q = numbers(len(lengths), num_heads, size)
+    chosen = tuning.of_decode(90, len(lengths), kv_heads, size, "float16", dtype, 64 * BLOCK)
+    needed = q.nbytes
+    for length in lengths:
+        first = max(length - (window or length), 0) // chosen.keys * chosen.keys
+        count = pieces(length - first, chosen)
+        needed += (length - first) * token + count * num_heads * (2 * size + 2 * 4 * (size + 2) * (count > 1))
+    run = lambda: pallas_kernels.paged_decode(
+        q, keys, keys + 0, jnp.asarray(tables), ints(lengths), **own, window=window, implementation=TRITON
+    )
+    return Traced(run, needed)
+
+
+def prefill(heads: tuple[int, int, int], prompts: list[tuple[int, int]], dtype: str = "float16") -> Traced:
+    """Keys up to the last query of each block of a tile's rows; `prompts` are queries, and keys before them."""
+    num_heads, kv_heads, size = heads
+    tables, blocks = paged(np.asarray([sum(one) for one in prompts]), 24)
+    keys, own, token = cache(blocks, kv_heads, size, dtype)
+    q = numbers(sum(new for new, _ in prompts), num_heads, size)
+    shared = num_heads // kv_heads
+    rows = tuning.of_prefill(90, TILE * shared, size, "float16", dtype).rows
+    tiles, began, needed = [], 0, 2 * q.nbytes
+    for row, (new, before) in enumerate(prompts):
+        for first in range(0, new, TILE):
+            count = min(TILE, new - first)
+            tiles.append((row, began + first, count, before + first))
+            ends = (min(count, (at + rows - 1) // shared + 1) for at in range(0, count * shared, rows))
+            needed += sum(before + first + end for end in ends) * token
+        began += new
+    row, start, count, position = np.asarray(tiles).T
+    run = lambda: pallas_kernels.paged_prefill(
+        *(q, keys, keys + 0, jnp.asarray(tables[row])), *map(ints, (start, count, position)),
+        tile=TILE, **own, implementation=TRITON,
+    )  # fmt: skip
+    return Traced(run, needed)
+
+
+def write(heads: tuple[int, int, int], tokens: int, dtype: str = "float16", is_interleaved: bool = False) -> Traced:
+    """Each number once, and for each rotated head the angles; pairs of neighbours are read twice, the second time near.
+
+    A program reads where its token goes: two sectors for each head of keys and values.
+    """
+    num_heads, kv_heads, size = heads
+    keys, own, token = cache(tokens, kv_heads, size, dtype)
+    qkv = numbers(tokens, num_heads + 2 * kv_heads, size)
+    turn = numbers(tokens, size // 2, dtype="float32")
+    rotated = tokens * (num_heads + kv_heads)
+    needed = qkv.nbytes * (1 + is_interleaved) - is_interleaved * tokens * kv_heads * size * 2
+    needed += tokens * (num_heads * size * 2 + token) + 2 * rotated * 4 * (size // 2)
+    programs = -(-tokens // tuning.write_tokens(tokens)) * 2 * kv_heads
+    needed += programs * SECTOR * 2 + (tokens * 2 * kv_heads * (SECTOR - 4) if dtype in api.SCALED else 0)
+    options = {"turn": (turn, turn + 0), "is_interleaved": is_interleaved}
+    options |= {name: own[name] for name in ("k_scales", "v_scales")}
+    places = ints(np.random.default_rng(2).permutation(tokens)), ints(np.arange(tokens) % BLOCK)
+    run = lambda: pallas_kernels.write_kv(qkv, keys, keys + 0, *places, **options, implementation=TRITON)
+    return Traced(run, needed)
+
+
+def pieces(keys: int, chosen: tuning.Decode) -> int:
+    """Among how many programs a row's keys are divided; see `attention.triton_kernels._pieces`."""
+    wanted = min(max(-(-keys // chosen.least_keys), 1), chosen.splits)
+    each = max(-(-keys // wanted // chosen.keys), 1) * chosen.keys
+    return max(-(-keys // each), 1)
+
+
+def copy() -> Traced:
+    """Each number read once and written once."""
+    keys = numbers(9, 8, BLOCK, 128)
+    run = lambda: pallas_kernels.copy_blocks(keys, keys + 0, ints(1, 4, 7), ints(0, 9, 2), implementation=TRITON)
+    return Traced(run, 2 * 2 * 2 * keys.nbytes // 9)
+
+
+def linear(tokens: int, rows: int, columns: int, kind: Any, groups: int) -> Traced:
+    """A weight once for each block of tokens, tokens once for each block of rows, parts of sums once."""
+    packed = kind in ("int4", "float4")
+    weight = numbers(rows, columns // (1 + packed), dtype="int8")
+    weight = jnp.asarray(np.asarray(weight).view({"int8": "int8", "float8": "float8_e4m3fn"}.get(kind, "uint8")))
+    x, scales = numbers(tokens, columns), numbers(groups, rows, dtype="float32")
+    chosen = tuning.of_linear(90, tokens, rows, columns, kind, "float16")
+    blocks, turns = -(-rows // chosen.rows), -(-tokens // chosen.tokens)
+    needed = (weight.nbytes + scales.nbytes) * turns + x.nbytes * blocks + tokens * rows * 4 * chosen.splits
+    run = lambda: pallas_kernels.linear(x, weight, scales, kind=kind, implementation=TRITON)
+    return Traced(run, needed)
+
+
+def sample(rows: int, size: int, visits: int | None = None, spread: float = 1.0, **filters: float) -> Traced:
+    """Logits once, and once more for each visit of all of them; where they are `spread`, few are likely and listed."""
+    logits = numbers(rows, size, dtype="float32") * spread
+    row = jnp.ones(rows, jnp.float32)
+    arrays: list[Any] = [logits]
+    if visits is not None:
+        arrays += [row, jnp.asarray(np.arange(2 * rows).reshape(rows, 2), jnp.uint32), ints(np.arange(rows))]
+    own = {name: (row * value).astype("int32" if name == "top_k" else "float32") for name, value in filters.items()}
+    run = lambda: pallas_kernels.sample(*arrays, **own, implementation=TRITON)
+    return Traced(run, logits.nbytes * (1 + (visits or 0)))
+
+
+CASES: dict[str, Callable[[], Traced]] = {
+    "decode, rows of one piece and of several": lambda: decode(LLAMA, [0, 40, 64, 530]),
+    "decode, 7 heads share keys": lambda: decode(QWEN, [40, 260]),
+    "decode, a window": lambda: decode(LLAMA, [48, 300], window=128),
+    "decode, scales": lambda: decode(LLAMA, [70, 300], "int8"),
+    "prefill, tiles of two prompts": lambda: prefill(LLAMA, [(40, 0), (32, 64)]),
+    "prefill, scales": lambda: prefill(QWEN, [(35, 16)], "int8"),
+    "write": lambda: write(LLAMA, 3),
+    "write, neighbours": lambda: write(LLAMA, 2, is_interleaved=True),
+    "write, scales": lambda: write(LLAMA, 3, "int8"),
+    "copy": copy,
+    "linear, int8": lambda: linear(16, 128, 1024, "int8", 1),
+    "linear, float8, two blocks of tokens": lambda: linear(144, 128, 256, "float8", 1),
+    "linear, int4 by groups": lambda: linear(16, 128, 1024, "int4", 8),
+    "sample, greedy": lambda: sample(2, 20000),
+    "sample, random": lambda: sample(2, 20000, 0),
+    "sample, top_k and top_p": lambda: sample(2, 20000, 1, spread=4, top_p=0.9, top_k=40.0),
+    "sample, top_p, few are likely": lambda: sample(1, 20000, 2, spread=16, top_p=0.9),
+    # A sector for each token of the list, in each of the search's turns.
+    "sample, top_p, many are likely": lambda: sample(1, 20000, 9, top_p=0.9),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def traced(request):
+    case = CASES[request.param]()
+    return case, *case.record()
+
+
+def test_sectors_are_what_is_needed(traced):
+    case, launches, _ = traced
+    moved = sum((launch.moved for launch in launches), start=type(launches[0].moved)())
+    print(f"{moved.total() / case.needed:.3f} of what is needed: {dict(moved)}")
+    assert 1 <= moved.total() / case.needed <= MOST, dict(moved)
+
+
+def test_programs_touch_no_others_numbers_and_nothing_outside(traced):
+    case, launches, _ = traced
+    assert not [one for launch in launches for one in launch.violations(case.exchanged)]
+
+
+def test_programs_run_in_any_order(traced):
+    case, launches, results = traced
+    shuffled, others = case.record(seed=0)
+    assert [launch.programs for launch in shuffled] == [launch.programs for launch in launches]
+    for one, other in zip(results, others, strict=True):
+        assert one.tobytes() == other.tobytes()
