@@ -7,8 +7,10 @@ bfloat16.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,8 +23,9 @@ from pallas_kernels import Choice, api, tuning
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
+import triton
 import triton.language as tl
 
 from pallas_kernels.triton_bridge import call
@@ -31,6 +34,7 @@ from tests.gpu import traces
 from tests.gpu.traces import SECTOR, Launch
 
 TRITON = Choice("triton", 90)
+Heads = tuple[int, int, int]
 LLAMA, QWEN = (8, 2, 128), (14, 2, 64)  # query heads, key-value heads, head size: 8B on one of four devices, 0.5B
 BLOCK, TILE = 16, 32
 MOST = 1.1  # bytes of sectors over bytes that must be moved
@@ -78,7 +82,7 @@ def cache(blocks: int, kv_heads: int, size: int, dtype: str) -> tuple[jax.Array,
     return keys, {"k_scales": scales, "v_scales": scales, "scale": size**-0.5}, num_bytes
 
 
-def decode(heads: tuple[int, int, int], lengths: list[int], dtype: str = "float16", window: int | None = None) -> Traced:
+def decode(heads: Heads, lengths: list[int], dtype: str = "float16", window: int | None = None) -> Traced:
     """Keys and values of each row once, queries for each piece of a row, results; parts are written and read.
 
     A window begins with the visit in which its first key is.
@@ -93,13 +97,12 @@ def decode(heads: tuple[int, int, int], lengths: list[int], dtype: str = "float1
         first = max(length - (window or length), 0) // chosen.keys * chosen.keys
         count = pieces(length - first, chosen)
         needed += (length - first) * token + count * num_heads * (2 * size + 2 * 4 * (size + 2) * (count > 1))
-    run = lambda: pallas_kernels.paged_decode(
-        q, keys, keys + 0, jnp.asarray(tables), ints(lengths), **own, window=window, implementation=TRITON
-    )
+    arrays = (q, keys, keys + 0, jnp.asarray(tables), ints(lengths))
+    run = partial(pallas_kernels.paged_decode, *arrays, **own, window=window, implementation=TRITON)
     return Traced(run, needed)
 
 
-def prefill(heads: tuple[int, int, int], prompts: list[tuple[int, int]], dtype: str = "float16") -> Traced:
+def prefill(heads: Heads, prompts: list[tuple[int, int]], dtype: str = "float16") -> Traced:
     """Keys up to the last query of each block of a tile's rows; `prompts` are queries, and keys before them."""
     num_heads, kv_heads, size = heads
     tables, blocks = paged(np.asarray([sum(one) for one in prompts]), 24)
@@ -116,14 +119,12 @@ def prefill(heads: tuple[int, int, int], prompts: list[tuple[int, int]], dtype: 
             needed += sum(before + first + end for end in ends) * token
         began += new
     row, start, count, position = np.asarray(tiles).T
-    run = lambda: pallas_kernels.paged_prefill(
-        *(q, keys, keys + 0, jnp.asarray(tables[row])), *map(ints, (start, count, position)),
-        tile=TILE, **own, implementation=TRITON,
-    )  # fmt: skip
+    arrays = (q, keys, keys + 0, jnp.asarray(tables[row]), *map(ints, (start, count, position)))
+    run = partial(pallas_kernels.paged_prefill, *arrays, tile=TILE, **own, implementation=TRITON)
     return Traced(run, needed)
 
 
-def write(heads: tuple[int, int, int], tokens: int, dtype: str = "float16", is_interleaved: bool = False) -> Traced:
+def write(heads: Heads, tokens: int, dtype: str = "float16", is_interleaved: bool = False) -> Traced:
     """Each number once, and for each rotated head the angles; pairs of neighbours are read twice, the second time near.
 
     A program reads where its token goes: two sectors for each head of keys and values.
@@ -140,7 +141,7 @@ def write(heads: tuple[int, int, int], tokens: int, dtype: str = "float16", is_i
     options = {"turn": (turn, turn + 0), "is_interleaved": is_interleaved}
     options |= {name: own[name] for name in ("k_scales", "v_scales")}
     places = ints(np.random.default_rng(2).permutation(tokens)), ints(np.arange(tokens) % BLOCK)
-    run = lambda: pallas_kernels.write_kv(qkv, keys, keys + 0, *places, **options, implementation=TRITON)
+    run = partial(pallas_kernels.write_kv, qkv, keys, keys + 0, *places, **options, implementation=TRITON)
     return Traced(run, needed)
 
 
@@ -154,7 +155,7 @@ def pieces(keys: int, chosen: tuning.Decode) -> int:
 def copy() -> Traced:
     """Each number read once and written once."""
     keys = numbers(9, 8, BLOCK, 128)
-    run = lambda: pallas_kernels.copy_blocks(keys, keys + 0, ints(1, 4, 7), ints(0, 9, 2), implementation=TRITON)
+    run = partial(pallas_kernels.copy_blocks, keys, keys + 0, ints(1, 4, 7), ints(0, 9, 2), implementation=TRITON)
     return Traced(run, 2 * 2 * 2 * keys.nbytes // 9)
 
 
@@ -167,7 +168,7 @@ def linear(tokens: int, rows: int, columns: int, kind: Any, groups: int) -> Trac
     chosen = tuning.of_linear(90, tokens, rows, columns, kind, "float16")
     blocks, turns = -(-rows // chosen.rows), -(-tokens // chosen.tokens)
     needed = (weight.nbytes + scales.nbytes) * turns + x.nbytes * blocks + tokens * rows * 4 * chosen.splits
-    run = lambda: pallas_kernels.linear(x, weight, scales, kind=kind, implementation=TRITON)
+    run = partial(pallas_kernels.linear, x, weight, scales, kind=kind, implementation=TRITON)
     return Traced(run, needed)
 
 
@@ -179,7 +180,7 @@ def sample(rows: int, size: int, visits: int | None = None, spread: float = 1.0,
     if visits is not None:
         arrays += [row, jnp.asarray(np.arange(2 * rows).reshape(rows, 2), jnp.uint32), ints(np.arange(rows))]
     own = {name: (row * value).astype("int32" if name == "top_k" else "float32") for name, value in filters.items()}
-    run = lambda: pallas_kernels.sample(*arrays, **own, implementation=TRITON)
+    run = partial(pallas_kernels.sample, *arrays, **own, implementation=TRITON)
     return Traced(run, logits.nbytes * (1 + (visits or 0)))
 
 
@@ -199,14 +200,19 @@ CASES: dict[str, Callable[[], Traced]] = {
     "linear, int4 by groups": lambda: linear(16, 128, 1024, "int4", 8),
     "sample, greedy": lambda: sample(2, 20000),
     "sample, random": lambda: sample(2, 20000, 0),
-    "sample, top_k and top_p": lambda: sample(2, 20000, 1, spread=4, top_p=0.9, top_k=40.0),
+    "sample, top_k and top_p": lambda: sample(2, 20000, 1, spread=16, top_p=0.9, top_k=10.0),
     "sample, top_p, few are likely": lambda: sample(1, 20000, 2, spread=16, top_p=0.9),
-    # A sector for each token of the list, in each of the search's turns.
-    "sample, top_p, many are likely": lambda: sample(1, 20000, 9, top_p=0.9),
+    # All are listed: logits are visited 11 times more, 8 of them to search, and the list of as many bytes 10 times.
+    "sample, top_p, all are likely": lambda: sample(1, 20000, 21, top_p=0.9),
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+FURTHER = {"decode, scales", "prefill, scales", "write, neighbours", "sample, random", "sample, top_p, all are likely"}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name in FURTHER)) for name in CASES]
+)
 def traced(request):
     case = CASES[request.param]()
     return case, *case.record()
@@ -214,7 +220,7 @@ def traced(request):
 
 def test_sectors_are_what_is_needed(traced):
     case, launches, _ = traced
-    moved = sum((launch.moved for launch in launches), start=type(launches[0].moved)())
+    moved = sum((launch.moved for launch in launches), start=Counter())
     print(f"{moved.total() / case.needed:.3f} of what is needed: {dict(moved)}")
     assert 1 <= moved.total() / case.needed <= MOST, dict(moved)
 
@@ -230,3 +236,63 @@ def test_programs_run_in_any_order(traced):
     assert [launch.programs for launch in shuffled] == [launch.programs for launch in launches]
     for one, other in zip(results, others, strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+@triton.jit
+def wrong(x, out, N: tl.constexpr, BN: tl.constexpr, MISTAKE: tl.constexpr):
+    """Add 1 to N numbers, BN of a program, with a mistake that results need not show; grid (pieces)."""
+    piece = tl.program_id(0)
+    at = piece * BN + tl.arange(0, BN)
+    if MISTAKE == "strides":
+        at = tl.arange(0, BN) * tl.num_programs(0) + piece
+    value = tl.load(x + at, mask=at < N + (MISTAKE == "reads outside"), other=0.0) + 1
+    if MISTAKE == "writes one number":  # the same, at least
+        tl.store(out, 1.0)
+    if MISTAKE == "depends on the order":  # on whether the program before has written
+        value += tl.load(out + at - BN, mask=(piece > 0) & (at < N), other=0.0) >= 1
+    tl.store(out + at, value, mask=at < N + (MISTAKE == "writes outside"))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "seen"),
+    {
+        None: "",
+        "reads outside": "program (3, 0, 0) does a load outside of x of 1000 bytes: at byte 1000, and 0 more",
+        "writes outside": "program (3, 0, 0) does a store outside of out of 1000 bytes: at byte 1000, and 0 more",
+        "writes one number": "two programs write one number of out",
+        "depends on the order": "a program reads what another writes to out",
+        "strides": "",
+    }.items(),
+)
+def test_a_planted_mistake_is_seen(mistake, seen):
+    x = jnp.zeros(250, jnp.float32)
+    run = partial(call, wrong, (x,), [x], (4,), Tuning(1, 1), 90, N=250, BN=64, MISTAKE=mistake)
+    case = Traced(run, 2 * x.nbytes)
+    (launch,), (result,) = case.record()
+    assert launch.violations() == [f"wrong: {seen}"] * bool(seen)
+    assert launch.violations(frozenset({"out"})) == [f"wrong: {seen}"] * bool(seen), "there are no atomic operations"
+    assert (launch.moved.total() > MOST * case.needed) == (mistake in ("strides", "depends on the order"))
+    _, (other,) = case.record(seed=0)
+    assert (other.tobytes() == result.tobytes()) == (mistake != "depends on the order")
+
+
+@triton.jit
+def last_sums(x, parts, counter, out, BN: tl.constexpr):
+    """Sum BN numbers a program; the last one to arrive adds the sums in order; grid (pieces)."""
+    piece = tl.program_id(0)
+    tl.store(parts + piece, tl.sum(tl.load(x + piece * BN + tl.arange(0, BN)), 0))
+    if tl.atomic_add(counter, 1) == 3:
+        tl.store(out, tl.sum(tl.load(parts + tl.arange(0, 4)), 0))
+
+
+def test_what_is_passed_on_under_atomic_operations_is_allowed_where_it_is_named():
+    x = numbers(64, dtype="float32")
+    outputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((4,), "float32"), ((1,), "int32"))]
+    arrays = (x, jnp.zeros(4), jnp.zeros(1, jnp.int32))
+    aliases = {1: 1, 2: 2}
+    run = partial(call, last_sums, arrays, [x[:1], *outputs], (4,), Tuning(1, 1), 90, aliases=aliases, BN=16)
+    case = Traced(run, x.nbytes)
+    (launch,), results = case.record()
+    assert launch.violations() == ["last_sums: a program reads what another writes to parts"]
+    assert not launch.violations(frozenset({"parts"})) and launch.atomics == {"counter": 4}
+    np.testing.assert_array_equal(case.record(seed=0)[1][0], results[0])

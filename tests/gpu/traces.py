@@ -39,7 +39,7 @@ class Buffer:
     writer: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reader, self.writer = (np.full(self.num_bytes // self.width, _NOBODY) for _ in range(2))
+        self.reader, self.writer = (np.full(self.num_bytes // self.width, _NOBODY, np.int32) for _ in range(2))
 
     def note(self, program: int, addresses: np.ndarray, width: int, is_store: bool) -> bool:
         """Take down one program's access; return whether it writes what another one has written."""
@@ -150,7 +150,7 @@ def recorded(seed: int | None = None) -> Iterator[list[Launch]]:
 
 def _note(launch: Launch, builder: Any, kind: str, pointers: Any, mask: Any) -> Any:
     """Take down one operation of one program; return the mask without what is outside of all arrays."""
-    chosen = np.broadcast_to(mask.data, pointers.data.shape)
+    chosen = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)  # the interpreter's `&` makes integers
     addresses = pointers.data[chosen].astype(np.int64)
     if not addresses.size:
         return mask
@@ -162,12 +162,11 @@ def _note(launch: Launch, builder: Any, kind: str, pointers: Any, mask: Any) -> 
     places = np.maximum(np.searchsorted(starts, addresses, "right") - 1, 0)
     is_inside = (addresses >= starts[places]) & (addresses + width <= ends[places])
     if not is_inside.all():
-        nearest = launch.buffers[places[~is_inside][0]]
-        at = int(addresses[~is_inside][0]) - nearest.address
-        many = int((~is_inside).sum())
+        first, more = int(addresses[~is_inside][0]), int((~is_inside).sum()) - 1
+        nearest = min(launch.buffers, key=lambda one: max(one.address - first, first - one.address - one.num_bytes))
         launch.outside.append(
             f"program {(x, y, z)} does a {kind} outside of {nearest.name} of {nearest.num_bytes} bytes: "
-            f"at byte {at}, and {many - 1} more"
+            f"at byte {first - nearest.address}, and {more} more"
         )
     for place in np.unique(places[is_inside]):
         buffer, own = launch.buffers[place], addresses[is_inside & (places == place)]
