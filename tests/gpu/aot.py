@@ -133,7 +133,7 @@ def compile_step(
     matrices are quantized, and the head is not. `cache` is the type of keys and values, if it is not `dtype`.
     """
     spec, _ = read_spec(dict(config))
-    slots = 64
+    slots = max(64, rows or 0)
     geometry = Geometry(num_slots=slots, num_blocks=8192, block_size=16, max_model_len=context)
     if is_deterministic:
         shapes = [batch.uniform_shape(tokens, slots, geometry.block_size, ROW_WIDTH)]

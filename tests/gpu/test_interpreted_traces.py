@@ -31,6 +31,7 @@ import triton.language as tl
 from pallas_kernels.triton_bridge import call
 from pallas_kernels.tuning import Tuning
 from tests.gpu import traces
+from tests.gpu.step_costs import pieces
 from tests.gpu.traces import SECTOR, Launch
 
 TRITON = Choice("triton", 90)
@@ -95,7 +96,7 @@ def decode(heads: Heads, lengths: list[int], dtype: str = "float16", window: int
     needed = q.nbytes
     for length in lengths:
         first = max(length - (window or length), 0) // chosen.keys * chosen.keys
-        count = pieces(length - first, chosen)
+        count = max(len(pieces(length - first, chosen)), 1)
         needed += (length - first) * token + count * num_heads * (2 * size + 2 * 4 * (size + 2) * (count > 1))
     arrays = (q, keys, keys + 0, jnp.asarray(tables), ints(lengths))
     run = partial(pallas_kernels.paged_decode, *arrays, **own, window=window, implementation=TRITON)
@@ -143,13 +144,6 @@ def write(heads: Heads, tokens: int, dtype: str = "float16", is_interleaved: boo
     places = ints(np.random.default_rng(2).permutation(tokens)), ints(np.arange(tokens) % BLOCK)
     run = partial(pallas_kernels.write_kv, qkv, keys, keys + 0, *places, **options, implementation=TRITON)
     return Traced(run, needed)
-
-
-def pieces(keys: int, chosen: tuning.Decode) -> int:
-    """Among how many programs a row's keys are divided; see `attention.triton_kernels._pieces`."""
-    wanted = min(max(-(-keys // chosen.least_keys), 1), chosen.splits)
-    each = max(-(-keys // wanted // chosen.keys), 1) * chosen.keys
-    return max(-(-keys // each), 1)
 
 
 def copy() -> Traced:
@@ -236,6 +230,16 @@ def test_programs_run_in_any_order(traced):
     assert [launch.programs for launch in shuffled] == [launch.programs for launch in launches]
     for one, other in zip(results, others, strict=True):
         assert one.tobytes() == other.tobytes()
+
+
+def test_costs_are_counted_with_the_division_of_the_kernel():
+    lengths = [0, 40, 530]
+    case = decode(LLAMA, lengths)
+    attend, *_ = case.record()[0]
+    chosen = tuning.of_decode(90, len(lengths), 2, 128, "float16", "float16", 64 * BLOCK)
+    expected = [2 * 128 * keys for length in lengths for keys in pieces(length, chosen) * LLAMA[1]]
+    found = [num_bytes for (name, _), num_bytes in attend.own.items() if name == "k_cache"]
+    assert sorted(found) == sorted(expected) and len(expected) == 2 * (1 + 3)
 
 
 @triton.jit

@@ -69,6 +69,7 @@ class Launch:
     outside: list[str] = field(default_factory=list)
     clashes: set[str] = field(default_factory=set)  # arrays of which two programs have written one number
     atomics: Counter[str] = field(default_factory=Counter)  # by array
+    own: Counter[tuple[str, int]] = field(default_factory=Counter)  # bytes of sectors by array and program
 
     @property
     def moved(self) -> Counter[str]:
@@ -175,6 +176,7 @@ def _note(launch: Launch, builder: Any, kind: str, pointers: Any, mask: Any) -> 
             continue
         touched = np.unique(np.concatenate([own, own + width - 1]) // SECTOR)
         buffer.moved += SECTOR * len(touched)
+        launch.own[buffer.name, program] += SECTOR * len(touched)
         if buffer.note(program, own, width, kind == "store"):
             launch.clashes.add(buffer.name)
     if is_inside.all():
