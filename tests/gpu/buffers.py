@@ -37,39 +37,43 @@ class Buffers:
 
 def read(assignment: str, optimized: str) -> Buffers:
     """Read what XLA dumps of a program: the assignment of buffers, and its optimized HLO."""
-    places: dict[str, tuple[int, str]] = {}
-    number, kind, described = 0, "", ""
-    for line in assignment.splitlines():
-        if found := _ALLOCATION.match(line):
-            number, kind = int(found[1]), ""
-            described = found[2]
-        elif (found := _VALUE.match(line)) and "thread-local" not in described:
-            kind = kind or _kind(described, found[1])
-            places[found[1]] = number, kind
-    by_name: dict[str, list[str]] = {}
+    places = _places(assignment)
+    own: dict[str, list[str]] = {}
     for value in places:
-        by_name.setdefault(value.partition("{")[0], []).append(value)
-    entry = optimized[optimized.index("\nENTRY") :]
-    sources: dict[str, str] = {}
+        own.setdefault(value.partition("{")[0], []).append(value)
+    sources: dict[str, str] = {}  # of what is only looked at as another shape
     allocations, commands, traced = {}, Counter(), Counter()
-    for line in entry.splitlines():
+    for line in optimized[optimized.index("\nENTRY") :].splitlines():
         if not (found := _INSTRUCTION.match(line)):
             continue
-        name, operation, operands = found.groups()
+        name, operation, operands = map(str, found.groups())
         given = [sources.get(one, one) for one in re.findall(r"%([\w.#-]+)", operands)]
         if operation == "bitcast":
             sources[name] = given[0]
         if operation in _NO_COMMANDS:
             continue
-        own = [value for value in by_name.get(name, ()) if not value.endswith("{}")]  # that is a table of the others
-        touched = {places[value] for value in (*map(_value, given), *own) if value in places}
+        touched = {places[value] for value in (*map(_value, given), *own.get(name, ())) if value in places}
+        allocations |= dict(touched)
         kinds = {kind for _, kind in touched}
         kinds |= {"changing"} if kinds & CHANGING else set()
         commands.update(kinds)
         if "triton_kernel_call_ffi" in line:
             traced.update(kinds)
-        allocations |= dict(touched)
     return Buffers(Counter(allocations.values()), commands, traced)
+
+
+def _places(assignment: str) -> dict[str, tuple[int, str]]:
+    """Return the allocation of each value, by its number and kind."""
+    found: dict[str, tuple[int, str]] = {}
+    number, described, kind = 0, "", ""
+    for line in assignment.splitlines():
+        if begun := _ALLOCATION.match(line):
+            number, described, kind = int(begun[1]), begun[2], ""
+        elif (value := _VALUE.match(line)) and "thread-local" not in described:
+            kind = kind or _kind(described, value[1])
+            if not value[1].endswith("{}"):  # a table of the others
+                found[value[1]] = number, kind
+    return found
 
 
 def _kind(described: str, value: str) -> str:
@@ -77,7 +81,7 @@ def _kind(described: str, value: str) -> str:
         if value.startswith(_KEPT):
             return "weights"
         return "state" if "maybe-live-out" in described else "sent"
-    if "maybe-live-out" in described or "output shape" in described:
+    if "maybe-live-out" in described:
         return "returned"
     return "constants" if "constant" in described else "temporary"
 

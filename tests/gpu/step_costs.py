@@ -26,6 +26,7 @@ from tests.gpu import aot, resources, sass
 
 CAPABILITY = 90
 BLOCK = 16
+ROWS = (1, 4, 16, 33, 64, 256)
 # Not measured here: of products (measured on an H200, its data sheet says 989), of a launch in a CUDA graph, and of a
 # visit of a program that waits for its loads: a memory's latency and the products behind it.
 FLOPS = 790e12  # a second
@@ -122,8 +123,17 @@ def cost(spec: Spec, lengths: Sequence[int], kernels: int, attention: Attention)
     return Cost(weights + keys, kernels, attention, (least, most), 1e3 * (weights + keys) / BANDWIDTH)
 
 
+def filled(spec: Spec) -> Iterator[str]:
+    """Write how often attention fills the device, and its visits, by rows and contexts."""
+    yield "| context of each row | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |"
+    yield "| --- " * (1 + len(ROWS)) + "|"
+    for context in (1024, 16384):
+        found = [attention(spec, [context] * rows) for rows in ROWS]
+        yield " | ".join([f"| {context}", *(f"{one.waves:.2f}, {one.visits}" for one in found)]) + " |"
+
+
 def lines() -> Iterator[str]:
-    """Write the table."""
+    """Write the tables."""
     shape = SHAPES["llama-3.1-8b"]
     spec, _ = read_spec(dict(shape))
     kernels = {rows: aot.compile_step(shape, rows=rows).kernels for rows in (2, 64, 256)}  # the smallest has 2
@@ -137,6 +147,8 @@ def lines() -> Iterator[str]:
         cells += [f"{least / one.floor:.2f} to {most / one.floor:.2f} ×"]
         cells += ["{}, {:.2f}, {}, {:.1f} to {:.1f}".format(*BEFORE[name])] if name in BEFORE else [""]
         yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield from filled(spec)
 
 
 if __name__ == "__main__":

@@ -119,8 +119,8 @@ def prefill(heads: Heads, prompts: list[tuple[int, int]], dtype: str = "float16"
             ends = (min(count, (at + rows - 1) // shared + 1) for at in range(0, count * shared, rows))
             needed += sum(before + first + end for end in ends) * token
         began += new
-    row, start, count, position = np.asarray(tiles).T
-    arrays = (q, keys, keys + 0, jnp.asarray(tables[row]), *map(ints, (start, count, position)))
+    owners, *places = np.asarray(tiles).T
+    arrays = (q, keys, keys + 0, jnp.asarray(tables)[owners], *map(ints, places))
     run = partial(pallas_kernels.paged_prefill, *arrays, tile=TILE, **own, implementation=TRITON)
     return Traced(run, needed)
 
@@ -270,7 +270,8 @@ def wrong(x, out, N: tl.constexpr, BN: tl.constexpr, MISTAKE: tl.constexpr):
 )
 def test_a_planted_mistake_is_seen(mistake, seen):
     x = jnp.zeros(250, jnp.float32)
-    run = partial(call, wrong, (x,), [x], (4,), Tuning(1, 1), 90, N=250, BN=64, MISTAKE=mistake)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    run = partial(call, wrong, (x,), [out], (4,), Tuning(1, 1), 90, N=250, BN=64, MISTAKE=mistake)
     case = Traced(run, 2 * x.nbytes)
     (launch,), (result,) = case.record()
     assert launch.violations() == [f"wrong: {seen}"] * bool(seen)
@@ -291,10 +292,11 @@ def last_sums(x, parts, counter, out, BN: tl.constexpr):
 
 def test_what_is_passed_on_under_atomic_operations_is_allowed_where_it_is_named():
     x = numbers(64, dtype="float32")
-    outputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((4,), "float32"), ((1,), "int32"))]
+    kinds = ((1,), "float32"), ((4,), "float32"), ((1,), "int32")
+    outputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
     arrays = (x, jnp.zeros(4), jnp.zeros(1, jnp.int32))
     aliases = {1: 1, 2: 2}
-    run = partial(call, last_sums, arrays, [x[:1], *outputs], (4,), Tuning(1, 1), 90, aliases=aliases, BN=16)
+    run = partial(call, last_sums, arrays, outputs, (4,), Tuning(1, 1), 90, aliases=aliases, BN=16)
     case = Traced(run, x.nbytes)
     (launch,), results = case.record()
     assert launch.violations() == ["last_sums: a program reads what another writes to parts"]
