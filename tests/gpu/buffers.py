@@ -47,7 +47,7 @@ def read(assignment: str, optimized: str) -> Buffers:
         if not (found := _INSTRUCTION.match(line)):
             continue
         name, operation, operands = map(str, found.groups())
-        given = [sources.get(one, one) for one in re.findall(r"%([\w.#-]+)", operands)]
+        given = [sources.get(one) or str(one) for one in re.findall(r"%([\w.#-]+)", operands)]
         if operation == "bitcast":
             sources[name] = given[0]
         if operation in _NO_COMMANDS:
