@@ -22,8 +22,9 @@ from pallas_kernels import tuning
 from pallas_kernels.tuning import PROCESSORS, Decode
 from tests.benchmarks.shapes import SHAPES
 from tests.benchmarks.step_bytes import BANDWIDTH, STORED, cache_bytes, weight_bytes
-from tests.gpu import aot, resources, sass
+from tests.gpu import aot, conftest, resources, sass
 
+assert conftest  # it finds XLA an assembler
 CAPABILITY = 90
 BLOCK = 16
 ROWS = (1, 4, 16, 33, 64, 256)
