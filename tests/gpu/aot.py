@@ -34,6 +34,8 @@ from jaxllm.runner.drafting import Drafting
 from jaxllm.runner.model_setup import OPERATIONS
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from pallas_kernels import Choice, Site
+from tests.gpu import buffers
+from tests.gpu.buffers import Buffers
 
 TARGET = Path(__file__).with_name("h200_target.txtpb")
 CAPABILITY = 90
@@ -54,6 +56,18 @@ class Program:
     aliased_bytes: int  # outputs that are inputs
     cache_bytes: int  # of one device
     block_shape: tuple[int, ...]  # of a layer's keys on one device, [N, K, P, C]
+    serialized_bytes: int  # of the executable, as a cache of programs has it
+    dumps: tuple[str, str]  # of XLA: the assignment of buffers, and the optimized HLO as it names them
+
+    @functools.cached_property
+    def buffers(self) -> Buffers:
+        """Which buffers its commands touch."""
+        return buffers.read(*self.dumps)
+
+    @functools.cached_property
+    def payloads(self) -> list[bytes]:
+        """What each call of a Triton kernel carries."""
+        return list(buffers.payloads(self.dumps[1]))
 
     @property
     def kernels(self) -> int:
@@ -133,7 +147,7 @@ def compile_step(
     matrices are quantized, and the head is not. `cache` is the type of keys and values, if it is not `dtype`.
     """
     spec, _ = read_spec(dict(config))
-    slots = 64
+    slots = max(64, rows or 0)
     geometry = Geometry(num_slots=slots, num_blocks=8192, block_size=16, max_model_len=context)
     if is_deterministic:
         shapes = [batch.uniform_shape(tokens, slots, geometry.block_size, ROW_WIDTH)]
@@ -222,6 +236,8 @@ def read(
         found = sorted(Path(folder).glob("*thunk_sequence*.txt"))
         final = [path for path in found if "after_thunk_passes" in path.name] or found
         lines = final[-1].read_text().splitlines()
+        ends = "after_optimizations-buffer-assignment.txt", "gpu_after_optimizations.txt"
+        assignment, optimized = (next(Path(folder).glob(f"*{end}")).read_text() for end in ends)
     kinds = [(line[:1].isspace(), re.sub(r"^[\s\d:]*", "", line).split()[0]) for line in lines if line.strip()]
     memory = compiled.memory_analysis()
     return Program(
@@ -232,4 +248,6 @@ def read(
         aliased_bytes=memory.alias_size_in_bytes,
         cache_bytes=cache_bytes,
         block_shape=block_shape,
+        serialized_bytes=len(compiled.runtime_executable().serialize()),
+        dumps=(assignment, optimized),
     )

@@ -206,6 +206,31 @@ def test_a_kernel_on_a_sharded_cache_outside_shard_map_is_seen():
     assert any("bytes of temporary memory" in one for one in found)
 
 
+def test_what_a_decode_step_of_8b_weighs_and_how_much_of_it_changes_its_address():
+    """Calls of Triton kernels whose buffers have other addresses at each step are recorded into the graph again."""
+    program = aot.compile_step(MODELS["llama-3.1-8b"], rows=64)
+    distinct = set(program.payloads)
+    print(f"{program.serialized_bytes} bytes, {[len(each) for each in distinct]} of PTX, {program.buffers}")
+    assert len(program.payloads) == program.text.count('custom_call_target="triton_kernel_call_ffi"') == 2 * 32 + 2
+    assert len(distinct) == 4, "to write, to attend, to look at the logits and to choose"
+    assert max(map(len, distinct)) < 100 << 10 and sum(map(len, program.payloads)) < 3 * MIB
+    assert program.serialized_bytes < 3 * MIB
+    assert program.buffers.allocations["temporary"] == program.buffers.allocations["sent"] == 1
+    assert program.buffers.allocations["returned"] == 1
+    commands, calls = program.buffers.changing
+    assert commands <= 40
+    # The goal is 0. XLA keeps the lengths of rows, which each layer's attention reads, where the results go later.
+    assert calls <= 32
+
+
+def test_a_state_whose_address_changes_is_seen():
+    commands, calls = aot.compile_step(MODELS["embedded"], rows=16).buffers.changing
+    others, other_calls = aot.compile_step(MODELS["embedded"], rows=16, donates=False).buffers.changing
+    layers = MODELS["embedded"]["num_hidden_layers"]
+    print(f"{commands} commands and {calls} calls, {others} and {other_calls} where nothing is donated")
+    assert others >= commands + layers and other_calls >= calls + layers
+
+
 def test_the_program_of_the_engine_is_the_one_that_is_read():
     """What is read here has an attention kernel a layer; were the kernels' names not those, nothing would be shown."""
     program = aot.compile_step(MODELS["qwen2.5-0.5b"], rows=64)

@@ -1,0 +1,104 @@
+"""Which buffers the commands of a CUDA graph touch, and what calls of Triton kernels weigh, read from XLA's dumps.
+
+A call through XLA's FFI is recorded into the graph again whenever one of its buffers has another address than in the 16
+sets of addresses that are kept for it: all the PTX is hashed then, 20 to 50 us a call. Weights, donated state and
+constants stay where they are. What the host sends and what a step returns lie elsewhere at each step.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_ALLOCATION = re.compile(r"^allocation (\d+): size \d+, (.*)")
+_VALUE = re.compile(r"^ value: <\d+ (\S+) @\d+>")
+_INSTRUCTION = re.compile(r"^  (?:ROOT )?%(\S+) = (?:\(.*?\)|\S+) ([a-z][\w-]*)\((.*?)\)(?:, |$)")
+_NO_COMMANDS = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
+_KEPT = ("params_leaves", "adapter")  # parameters that are the same arrays at each step
+CHANGING = {"sent", "returned"}
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The buffers of a program's commands: weights, state, constants, temporary ones, what is sent and returned."""
+
+    allocations: Counter[str]  # that commands touch, by kind
+    commands: Counter[str]  # by the kind of buffers that they touch
+    traced: Counter[str]  # of these, calls of Triton kernels
+
+    @property
+    def changing(self) -> tuple[int, int]:
+        """Count the commands, and the calls of Triton kernels among them, that see other addresses at each step."""
+        return self.commands["changing"], self.traced["changing"]
+
+
+def read(assignment: str, optimized: str) -> Buffers:
+    """Read what XLA dumps of a program: the assignment of buffers, and its optimized HLO."""
+    places = _places(assignment)
+    own: dict[str, list[str]] = {}
+    for value in places:
+        own.setdefault(value.partition("{")[0], []).append(value)
+    sources: dict[str, str] = {}  # of what is only looked at as another shape
+    allocations, commands, traced = {}, Counter(), Counter()
+    for line in optimized[optimized.index("\nENTRY") :].splitlines():
+        if not (found := _INSTRUCTION.match(line)):
+            continue
+        name, operation, operands = map(str, found.groups())
+        given = [sources.get(one) or str(one) for one in re.findall(r"%([\w.#-]+)", operands)]
+        if operation == "bitcast":
+            sources[name] = given[0]
+        if operation in _NO_COMMANDS:
+            continue
+        touched = {places[value] for value in (*map(_value, given), *own.get(name, ())) if value in places}
+        allocations |= dict(touched)
+        kinds = {kind for _, kind in touched}
+        kinds |= {"changing"} if kinds & CHANGING else set()
+        commands.update(kinds)
+        if "triton_kernel_call_ffi" in line:
+            traced.update(kinds)
+    return Buffers(Counter(allocations.values()), commands, traced)
+
+
+def _places(assignment: str) -> dict[str, tuple[int, str]]:
+    """Return the allocation of each value, by its number and kind."""
+    found: dict[str, tuple[int, str]] = {}
+    number, described, kind = 0, "", ""
+    for line in assignment.splitlines():
+        if begun := _ALLOCATION.match(line):
+            number, described, kind = int(begun[1]), begun[2], ""
+        elif (value := _VALUE.match(line)) and "thread-local" not in described:
+            kind = kind or _kind(described, value[1])
+            if not value[1].endswith("{}"):  # a table of the others
+                found[value[1]] = number, kind
+    return found
+
+
+def _kind(described: str, value: str) -> str:
+    if "parameter" in described:
+        if value.startswith(_KEPT):
+            return "weights"
+        return "state" if "maybe-live-out" in described else "sent"
+    if "maybe-live-out" in described:
+        return "returned"
+    return "constants" if "constant" in described else "temporary"
+
+
+def _value(operand: str) -> str:
+    """Name an operand as the assignment does: the second result of a fusion is fusion#1 there and fusion{1} here."""
+    name, _, index = operand.partition("#")
+    return f"{name}{{{index}}}" if index else name
+
+
+def payloads(optimized: str) -> Iterator[bytes]:
+    """Return what each call of a Triton kernel carries: PTX, mostly, unpacked."""
+    for found in re.finditer(r'triton_kernel_call_ffi".*?opaque = "((?:[^"\\]|\\.)*)"', optimized):
+        packed = re.sub(rb"\\([0-9A-F]{2}|.)", _unescaped, found[1].encode("latin-1"))
+        yield zlib.decompress(packed)
+
+
+def _unescaped(found: re.Match[bytes]) -> bytes:
+    code = found[1]
+    return bytes.fromhex(code.decode()) if len(code) == 2 else {b"n": b"\n", b"t": b"\t", b"r": b"\r"}.get(code, code)
