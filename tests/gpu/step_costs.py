@@ -14,11 +14,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels
 from jaxllm.model.families import read_spec
 from jaxllm.model.spec import Spec
 from pallas_kernels import tuning
+from pallas_kernels.attention.division import Pieces, evenly
 from pallas_kernels.tuning import PROCESSORS, Decode
 from tests.benchmarks.shapes import SHAPES
 from tests.benchmarks.step_bytes import BANDWIDTH, STORED, cache_bytes, weight_bytes
@@ -64,19 +67,18 @@ class Cost(NamedTuple):
     floor: float  # milliseconds: bytes alone
 
 
-def pieces(keys: int, chosen: Decode) -> list[int]:
-    """Divide a row's keys among programs as `attention.triton_kernels` does: how many each of them visits."""
-    wanted = min(max(math.ceil(keys / chosen.least_keys), 1), chosen.splits)
-    each = max(math.ceil(math.ceil(keys / wanted) / chosen.keys), 1) * chosen.keys
-    return [min(each, keys - first) for first in range(0, keys, each)]
+def pieces(lengths: Sequence[int], chosen: Decode, window: int | None = None) -> list[list[int]]:
+    """Divide rows' keys among programs as the kernel does: how many keys each piece of each row has."""
+    divided = evenly(jnp.asarray(lengths, jnp.int32), window, chosen.keys, chosen.programs, chosen.least_keys)
+    found = Pieces(*map(np.asarray, divided))
+    keys = found.end - found.begin
+    return [keys[first : first + count].tolist() for first, count in zip(found.first, found.count, strict=True)]
 
 
 def visits(lengths: Sequence[int], kv_heads: int, chosen: Decode) -> list[int]:
     """Count the visits of each program that has any, in the order in which a device begins programs."""
-    divided = [pieces(length, chosen) for length in lengths]
-    most = max(map(len, divided))
-    by_piece = [[math.ceil(own[piece] / chosen.keys) for own in divided if piece < len(own)] for piece in range(most)]
-    return [each for row in by_piece for each in row * kv_heads]
+    each = [math.ceil(keys / chosen.keys) for row in pieces(lengths, chosen) for keys in row]
+    return [one for one in each if one] * kv_heads
 
 
 def makespan(durations: Sequence[int], places: int) -> int:

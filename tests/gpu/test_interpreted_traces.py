@@ -86,18 +86,17 @@ def cache(blocks: int, kv_heads: int, size: int, dtype: str) -> tuple[jax.Array,
 def decode(heads: Heads, lengths: list[int], dtype: str = "float16", window: int | None = None) -> Traced:
     """Keys and values of each row once, queries for each piece of a row, results; parts are written and read.
 
-    A window begins with the visit in which its first key is.
+    Each program reads whether there is a piece for it, and what it is, if so. A window begins with a whole visit.
     """
     num_heads, kv_heads, size = heads
     tables, blocks = paged(np.asarray(lengths), 64)
     keys, own, token = cache(blocks, kv_heads, size, dtype)
     q = numbers(len(lengths), num_heads, size)
     chosen = tuning.of_decode(90, len(lengths), kv_heads, size, "float16", dtype, 64 * BLOCK)
-    needed = q.nbytes
-    for length in lengths:
-        first = max(length - (window or length), 0) // chosen.keys * chosen.keys
-        count = max(len(pieces(length - first, chosen)), 1)
-        needed += (length - first) * token + count * num_heads * (2 * size + 2 * 4 * (size + 2) * (count > 1))
+    needed = q.nbytes + (len(lengths) + chosen.programs) * kv_heads * SECTOR
+    for row in pieces(lengths, chosen, window):
+        needed += sum(row) * token + len(row) * (kv_heads * 4 * SECTOR + num_heads * 2 * size)
+        needed += len(row) * num_heads * 2 * 4 * (size + 2) * (len(row) > 1)
     arrays = (q, keys, keys + 0, jnp.asarray(tables), ints(lengths))
     run = partial(pallas_kernels.paged_decode, *arrays, **own, window=window, implementation=TRITON)
     return Traced(run, needed)
@@ -237,7 +236,8 @@ def test_costs_are_counted_with_the_division_of_the_kernel():
     case = decode(LLAMA, lengths)
     attend, *_ = case.record()[0]
     chosen = tuning.of_decode(90, len(lengths), 2, 128, "float16", "float16", 64 * BLOCK)
-    expected = [2 * 128 * keys for length in lengths for keys in pieces(length, chosen) * LLAMA[1]]
+    own = [keys for row in pieces(lengths, chosen) for keys in row if keys]
+    expected = [2 * 128 * keys for keys in own * LLAMA[1]]
     found = [num_bytes for (name, _), num_bytes in attend.own.items() if name == "k_cache"]
     assert sorted(found) == sorted(expected) and len(expected) == 2 * (1 + 3)
 

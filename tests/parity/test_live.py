@@ -50,7 +50,13 @@ def test_trained_model_agrees():
     assert tokens == expected["tokens"].tolist()
 
 
-@pytest.mark.parametrize("case", [*make_golden.CASES, "stories260K"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (number % 3 > 0))
+        for number, case in enumerate([*make_golden.CASES, "stories260K"])
+    ],
+)
 def test_golden_files_are_what_transformers_computes(case):
     folder = make_golden.GOLDEN / case
     with np.load(folder / "golden.npz") as stored:

@@ -35,8 +35,14 @@ def test_golden_files_are_what_transformers_computes(case):
             np.testing.assert_allclose(again[name], stored[name], rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("is_older", [False, True])
-@pytest.mark.parametrize("name", make_pooled.MODULES)
+@pytest.mark.parametrize(
+    ("name", "is_older"),
+    [
+        pytest.param(name, is_older, marks=[pytest.mark.slow] * (is_older != number % 2))
+        for number, name in enumerate(make_pooled.MODULES)
+        for is_older in (False, True)
+    ],
+)
 def test_embeddings_are_those_of_sentence_transformers(name, is_older, tmp_path):
     model = make_pooled.save_modules(name, tmp_path, FRESH_SEED, is_older)
     folder = tmp_path / "model"
