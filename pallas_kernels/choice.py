@@ -34,6 +34,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "sample": {"xla": "sampling.xla", "triton": "sampling.triton_kernels"},
     "linear": {"xla": "linear.xla", "triton": "linear.triton_kernels", "native": "native.linear"},
+    "fused_linear": {"xla": "linear.fused_xla", "triton": "linear.fused_triton"},
 }
 OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them
 # By platform, the best first; the reference, which can do everything, stands behind them all.
@@ -59,6 +60,7 @@ class Site:
     shards: int = 1  # devices that a model is divided among, its vocabulary included
     kind: str = "float"  # of a weight's numbers
     rounds_rows: bool = False  # that it is multiplied with
+    is_deterministic: bool = False  # bits of a token must not depend on what else is computed
 
 
 @dataclass(frozen=True, slots=True)

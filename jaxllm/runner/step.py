@@ -165,6 +165,12 @@ def products_of(model: StepModel) -> AbstractContextManager[Any]:
     return nullcontext() if chosen.name == "xla" else pallas_kernels.linear_by(chosen)
 
 
+def fused_by(kernels: Mapping[str, Choice]) -> Choice | None:
+    """Return what does products with what stands around them; None where these stay apart, as XLA has them."""
+    chosen = kernels["fused_linear"]
+    return None if chosen.name == "xla" else chosen
+
+
 def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return the second half: (tokens, sampling, extras, logits, masks) -> (tokens, results).
 
@@ -406,10 +412,10 @@ def _forward(
     laid = _lay_out(model, shape, state, field)
     kv = list(state.kv)
     attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
-    context = decoder.Context(laid.positions, attend, axis=AXIS)
+    context = decoder.Context(laid.positions, attend, axis=AXIS, fused=fused_by(model.kernels))
     if adapters:
         linear = adapted_linear(adapters, field["token_adapter"], model.joins_adapters)
-        context = replace(context, linear=linear)
+        context = replace(context, linear=linear, fused=None)
     aux: Leaves = ()
     if model.drafting is not None and model.drafting.head is not None:
         layers = model.drafting.head.aux_layers

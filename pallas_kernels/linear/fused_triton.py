@@ -32,7 +32,9 @@ from pallas_kernels.triton_bridge import call
 def refusal(operation: str, site: Site) -> str | None:
     """Say why this cannot multiply there; None where it can."""
     if site.kind != "float":
-        return "quantized weights are multiplied without"
+        return "quantized weights are for `linear` to multiply"
+    if site.is_deterministic:
+        return "deterministic mode has products of its own"
     if site.platform == "gpu" and site.dtype != "bfloat16":
         # A token's numbers are multiplied with the gain before its norm makes them small, which float16 need not hold.
         return f"it is for bfloat16, not {site.dtype}"
@@ -132,9 +134,9 @@ def fused_linear(
     capability: int | None,
 ) -> Array:
     """See `pallas_kernels.fused_linear`. A result is rounded once, behind all that is done to it."""
-    (num_tokens, columns), matrices = x.shape, 1 if activation is None else 2
-    rows = weight.shape[0] // matrices
-    chosen = tuning.of_fused_linear(capability, num_tokens, rows, columns, matrices)
+    (num_tokens, columns), is_gated = x.shape, activation is not None
+    rows = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    chosen = tuning.of_fused_linear(capability, num_tokens, rows, columns, is_gated)
     (out,) = call(
         multiply_fused,
         (x, weight, bias, gain, residual),
