@@ -6,6 +6,7 @@ and of which layers; which implementation does it was chosen (`Context.fused`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,12 @@ from jaxllm.model.quantized import Quantized
 from jaxllm.model.spec import Activation, Spec
 from pallas_kernels import Choice, Norm
 from pallas_kernels.tuning import MOST_FUSED_TOKENS
+
+
+def chosen(kernels: Mapping[str, Choice]) -> Choice | None:
+    """Return what does such products; None where what stands around them stays apart, as for XLA's own."""
+    own = kernels["fused_linear"]
+    return None if own.name == "xla" else own
 
 
 def halves(spec: Spec, weights: dict[str, Any], layer: int, tokens: int) -> tuple[bool, bool]:

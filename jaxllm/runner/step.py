@@ -25,7 +25,7 @@ from jax import lax, named_scope
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_kernels
-from jaxllm.model import decoder, lora
+from jaxllm.model import decoder, fused, lora
 from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import adapted_linear
 from jaxllm.model.pooler import Pooler
@@ -163,12 +163,6 @@ def products_of(model: StepModel) -> AbstractContextManager[Any]:
     """Have products that are traced inside done as was chosen; nothing is set for XLA's own, which are the default."""
     chosen = model.kernels["linear"]
     return nullcontext() if chosen.name == "xla" else pallas_kernels.linear_by(chosen)
-
-
-def fused_by(kernels: Mapping[str, Choice]) -> Choice | None:
-    """Return what does products with what stands around them; None where these stay apart, as XLA has them."""
-    chosen = kernels["fused_linear"]
-    return None if chosen.name == "xla" else chosen
 
 
 def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -412,7 +406,7 @@ def _forward(
     laid = _lay_out(model, shape, state, field)
     kv = list(state.kv)
     attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
-    context = decoder.Context(laid.positions, attend, axis=AXIS, fused=fused_by(model.kernels))
+    context = decoder.Context(laid.positions, attend, axis=AXIS, fused=fused.chosen(model.kernels))
     if adapters:
         linear = adapted_linear(adapters, field["token_adapter"], model.joins_adapters)
         context = replace(context, linear=linear, fused=None)

@@ -139,24 +139,23 @@ def test_what_it_is_not_for_is_refused():
     with pytest.raises(UserError, match="fused_linear=triton: deterministic mode has products of its own"):
         LLM(str(paths.STORIES), kernels=["fused_linear=triton"], deterministic=True)
     x, weight = jnp.ones((2, 16)), jnp.ones((6, 16))
-    for wrong in ({"residual": jnp.ones((2, 5))}, {"bias": jnp.ones(5)}, {"norm": Norm(jnp.ones(6), 0.1)}):
+    for wrong in ({"residual": jnp.ones((2, 5))}, {"norm": Norm(jnp.ones(6), 0.1)}):
         with pytest.raises(ValueError, match="does not fit, it should be"):
             pallas_kernels.fused_linear(x, weight, **wrong)
     with pytest.raises(ValueError, match="activation 'tanh'"):
-        pallas_kernels.fused_linear(x, weight, activation="tanh")  # pyright: ignore[reportArgumentType]
+        pallas_kernels.fused_linear(x, weight, activation="tanh")
 
 
-@pytest.mark.parametrize("family", ["stories260K", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_an_engine_with_these_products_says_the_same(family: str, monkeypatch: pytest.MonkeyPatch):
     """The whole step, once as it is without: also with biases, and with norms of heads between."""
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 32, "num_kv_blocks": 9}
-    settings |= {"precompile": "covering", "dtype": "float32"}
+    settings |= {"precompile": "covering", "skip_tokenizer_init": True}
     params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=1, ignore_eos=True)
     said, ran, call = [], itertools.count(), fused_triton.call
     monkeypatch.setattr(fused_triton, "call", lambda *given, **own: (next(ran), call(*given, **own))[1])
-    folder = paths.STORIES if family == "stories260K" else paths.GOLDEN / family
     for name in ("xla", "triton"):
-        with LLM(str(folder), kernels=[f"fused_linear={name}"], **settings) as llm:
+        with LLM(str(paths.GOLDEN / family), kernels=[f"fused_linear={name}"], **settings) as llm:
             (output,) = llm.generate([{"prompt_token_ids": [1, 5, 9, 13, 7]}], params, use_tqdm=False)
         said.append(output.outputs[0])
     assert next(ran) >= 8, "four products of each program that was traced"
