@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SPLIT = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}  # heads that four devices divide
 KERNELS_A_LAYER = 7  # four products, to write the cache, to attend, and to combine where rows are few
-UNFUSED = 12  # a layer, where norms, residuals and activations are kernels of their own
+UNFUSED = 13  # a layer, where norms, residuals and activations are kernels of their own
 KERNELS_BESIDE = 12  # embedding, rotation, tables, final norm, head, sampling
 # Temporary memory, MiB, a quarter above what was found: of 64 decode rows mostly their logits, of prompts activations.
 DECODE_MIB = {2: 4, 16: 20, 64: 60}
