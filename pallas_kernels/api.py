@@ -298,7 +298,9 @@ def fused_linear(
         raise ValueError(f"rows of {x.shape[1]} do not fit a weight of {weight.shape[1]} columns")
     if activation not in (None, *ACTIVATIONS) or (activation is not None and len(weight) % 2):
         known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"activation {activation!r}, one of {known}, does not go with {len(weight)} rows of two weights")
+        raise ValueError(
+            f"activation {activation!r}, one of {known}, does not go with {len(weight)} rows of two weights"
+        )
     for name, array, shape in (
         ("bias", bias, weight.shape[:1]),
         ("gain", norm and norm.gain, x.shape[1:]),

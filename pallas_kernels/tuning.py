@@ -63,8 +63,8 @@ LINEAR = {
 LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # visits that a program is worth
 # Of `fused_linear`, not measured, without and with a second matrix: tokens, rows of a matrix, columns, warps, stages.
 # Each program reads all tokens, so with many of them it has more rows: what it reads beside weights is tokens / rows of
-# those. The fewer programs a layer's products are, the more loads each has under way: 33 KB on each multiprocessor of an
-# H200 at the least, for the products of an 8B model (tests/gpu/test_interpreted_fused.py).
+# those. The fewer programs a product is, the more loads each has under way: for those of an 8B model at least 33 KB on
+# each multiprocessor of an H200 (tests/gpu/test_interpreted_fused.py).
 FUSED = {
     False: ((8, 32, 256, 4, 5), (16, 32, 256, 4, 5), (32, 64, 128, 8, 6), (64, 64, 128, 8, 6)),
     True: ((8, 16, 256, 4, 5), (16, 16, 256, 4, 5), (32, 64, 64, 4, 4), (64, 64, 64, 8, 4)),

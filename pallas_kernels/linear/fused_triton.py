@@ -2,14 +2,14 @@
 
 A decode step is bound by the bytes of its weights, and by how many kernels it is. So a product takes in what would be
 kernels of their own. Before it, an RMS norm: a program walks over all columns of its tokens anyway, and sums their
-squares as it does; the gain multiplies a token's numbers as they are loaded, and the factor of the whole row its sums at
-the end. Behind it, the addition to the residual stream, or the gated activation: a program multiplies the same rows of
-both matrices.
+squares as it does; the gain multiplies a token's numbers as they are loaded, and the factor of the whole row multiplies
+its sums at the end. Behind it, the addition to the residual stream, or the gated activation: a program multiplies the
+same rows of both matrices.
 
-As in `triton_kernels.py` a weight's rows are those of the first matrix that tensor cores multiply, tokens the columns of
-the second. A sum must be complete where something follows it, so columns are never divided among programs: where there
-are few of these, each has more loads under way (`tuning.of_fused_linear`). Sums are float32, in the same order for
-every token.
+As in `triton_kernels.py` a weight's rows are those of the first matrix that tensor cores multiply, and tokens are the
+columns of the second. A sum must be complete where something follows it, so columns are never divided among programs:
+where there are few of these, each has more loads under way (`tuning.of_fused_linear`). Sums are float32, in the same
+order for every token.
 """
 
 # pyright: reportMissingImports=false
@@ -71,9 +71,10 @@ def multiply_fused(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Multiply BM tokens with BN rows of a weight, or of each of two, BK columns at once; grid (row blocks, token blocks).
+    """Multiply BM tokens with BN rows of a weight, or of each of two, BK columns at once.
 
-    `out` is [T, O]. T is None where BM divides the tokens. With an ACTIVATION the weight has 2 O rows.
+    Grid (row blocks, token blocks), `out` [T, O]. T is None where BM divides the tokens. With an ACTIVATION the weight
+    has 2 O rows.
     """
     MATRICES: tl.constexpr = 1 if ACTIVATION is None else 2
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
