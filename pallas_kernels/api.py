@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int, Num, UInt
 from pallas_kernels import choice
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 from pallas_kernels.choice import Choice, Site, capability_of
+from pallas_kernels.linear.fused_xla import ACTIVATIONS, Activation
 from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.sampling.xla import MOST_TOKENS
 
@@ -34,6 +35,14 @@ SCALED = ("int8", *FLOAT8, "uint8")  # types of caches with scales
 # `with linear_by(choice):` names the implementation of products that are traced inside, of those that it can do; the
 # others, as of a head that is not quantized, stay with XLA. Part of the key under which JAX keeps what it has traced.
 linear_by = jax.make_user_context(default_value=None)
+
+
+class Norm(NamedTuple):
+    """A norm by the root mean square: each number of a row over that, times its gain."""
+
+    gain: Float[Array, " D"]
+    eps: float  # added to the mean square
+    is_plus_one: bool = False  # `gain` is the distance from one
 
 
 class Written(NamedTuple):
@@ -269,6 +278,43 @@ def linear(
     site = Site("", dtype=str(x.dtype), **static)
     chosen = implementation or _product_by(site)
     return _dispatch("linear", chosen, site, static, (x, weight, scales, zeros))
+
+
+def fused_linear(
+    x: Float[Array, "T D"],
+    weight: Float[Array, "E D"],
+    bias: Float[Array, " E"] | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: Float[Array, "T O"] | None = None,
+    activation: Activation | None = None,
+    implementation: str | Choice | None = None,
+) -> Float[Array, "T O"]:
+    """Multiply the rows `x` [T, D], normed where there is a `norm`, with a weight of floats: [T, O] in the type of `x`.
+
+    Then add a `bias`. With an `activation` the weight is two, of O rows each, and the activation of the first product
+    times the second is the result; otherwise it has O rows. A `residual` is added last. Sums are float32;
+    implementations may round to the type of `x` in other places.
+    """
+    outputs = len(weight) // (1 if activation is None else 2)
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"rows of {x.shape[1]} do not fit a weight of {weight.shape[1]} columns")
+    if activation not in (None, *ACTIVATIONS) or (activation is not None and len(weight) % 2):
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(
+            f"activation {activation!r}, one of {known}, does not go with {len(weight)} rows of two weights"
+        )
+    for name, array, shape in (
+        ("bias", bias, weight.shape[:1]),
+        ("gain", norm and norm.gain, x.shape[1:]),
+        ("residual", residual, (len(x), outputs)),
+    ):
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} {array.shape} does not fit, it should be {shape}")
+    gain, eps, is_plus_one = norm or (None, 0.0, False)
+    static = {"eps": eps, "is_plus_one": is_plus_one, "activation": activation}
+    arrays = (x, weight, bias, gain, residual)
+    return _dispatch("fused_linear", implementation, Site("", dtype=str(x.dtype)), static, arrays)
 
 
 def _product_by(site: Site) -> str | Choice:

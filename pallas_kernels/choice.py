@@ -38,6 +38,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "sample": {"xla": "sampling.xla", "triton": "sampling.triton_kernels"},
     "linear": {"xla": "linear.xla", "triton": "linear.triton_kernels", "native": "native.linear"},
+    "fused_linear": {"xla": "linear.fused_xla", "triton": "linear.fused_triton"},
 }
 COMPILED = ("triton", "flashinfer")  # whose functions are told the capability, since they compile when they are traced
 OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them
@@ -67,6 +68,7 @@ class Site:
     shards: int = 1  # devices that a model is divided among, its vocabulary included
     kind: str = "float"  # of a weight's numbers
     rounds_rows: bool = False  # that it is multiplied with
+    is_deterministic: bool = False  # bits of a token must not depend on what else is computed
 
 
 @dataclass(frozen=True, slots=True)

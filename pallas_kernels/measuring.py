@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -149,6 +150,39 @@ def prefill(
     num_bytes = sum(one.nbytes for one in (k, v, k_scales, v_scales) if one is not None) + 2 * q.nbytes
     flops = 4 * rows * scored * num_heads * size
     return Case(step, (q, k, v, *places, k_scales, v_scales), num_bytes, flops)
+
+
+def products(
+    width: int, qkv: int, ffn_width: int, tokens: int, dtype: str = "bfloat16", pool_bytes: int = POOL_BYTES
+) -> Case:
+    """Make what layers do with `fused_linear`, in as many layers as a cache of the device cannot hold.
+
+    Of their own four products: attention stands there as the first columns of the heads' product.
+    """
+    sizes = ((qkv, width), (width, width), (2 * ffn_width, width), (width, ffn_width))
+    layer_bytes = sum(rows * columns for rows, columns in sizes) * jnp.dtype(dtype).itemsize
+    layers = [
+        tuple(noise(size, dtype, 4 * layer + number) for number, size in enumerate(sizes))
+        for layer in range(-(-pool_bytes // layer_bytes))
+    ]
+    x, gain = noise((tokens, width), dtype, 1), noise((width,), dtype, 2)
+
+    def step(implementation: str | Choice | None) -> Step:
+        def run(turn: Array, arrays: Any) -> tuple[Array, Any]:
+            x, gain, layers = arrays
+            norm = api.Norm(gain, 1e-5)
+            multiply = partial(api.fused_linear, implementation=implementation)
+            out = x + (turn // (1 << 20)).astype(x.dtype)  # changes nothing: it only waits for the turn before
+            for qkv, own, up, down in layers:
+                heads = multiply(out, qkv, norm=norm)
+                out = multiply(heads[:, :width], own, residual=out)
+                out = multiply(multiply(out, up, norm=norm, activation="silu"), down, residual=out)
+            return out, arrays
+
+        return run
+
+    num_bytes = len(layers) * layer_bytes
+    return Case(step, (x, gain, layers), num_bytes, 2 * tokens * num_bytes // jnp.dtype(dtype).itemsize)
 
 
 def _cache(blocks: int, kv_heads: int, size: int, dtype: str) -> tuple[Array, Array, Array | None, Array | None]:

@@ -63,6 +63,15 @@ LINEAR = {
     32: ((16, 64, 32, 4, 2), (32, 64, 32, 4, 2)),
 }
 LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # visits that a program is worth
+# Of `fused_linear`, not measured, without and with a second matrix: tokens, rows of a matrix, columns, warps, stages.
+# Each program reads all tokens, so with many of them it has more rows: what it reads beside weights is tokens / rows of
+# those. The fewer programs a product is, the more loads each has under way: for those of an 8B model at least 33 KB on
+# each multiprocessor of an H200 (tests/gpu/test_interpreted_fused.py).
+FUSED = {
+    False: ((8, 32, 256, 4, 5), (16, 32, 256, 4, 5), (32, 64, 128, 8, 6), (64, 64, 128, 8, 6)),
+    True: ((8, 16, 256, 4, 5), (16, 16, 256, 4, 5), (32, 64, 64, 4, 4), (64, 64, 64, 8, 4)),
+}
+MOST_FUSED_TOKENS = 64
 # Of `sample`, which was not measured: columns of a program, and of a group whose largest logit is remembered.
 SURVEY, SURVEYED, GROUPED = Tuning(4, 1), 2048, 64
 # One program does a row with filters, so it is large: columns visited at once, and of those listed with 16 bounds.
@@ -108,6 +117,19 @@ def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind
             break
         splits *= 2
     return Linear(most, size, width, splits, Tuning(warps, stages))
+
+
+def of_fused_linear(capability: int | None, tokens: int, rows: int, columns: int, is_gated: bool) -> Linear:
+    """Choose for so many tokens and one or two matrices of so many rows and columns. Not measured yet: see FUSED.
+
+    Fewer rows than the table says are for matrices that would be few programs.
+    """
+    table = FUSED[is_gated]
+    most, size, width, warps, stages = next((one for one in table if tokens <= one[0]), table[-1])
+    while size > 16 and -(-rows // size) < PROCESSORS[generation(capability)] // 3:
+        size //= 2
+    width = min(width, max(16, 1 << (columns - 1).bit_length()))
+    return Linear(most, size, width, 1, Tuning(warps, min(stages, 1 + -(-columns // width))))
 
 
 def write_tokens(tokens: int) -> int:

@@ -22,12 +22,13 @@ import jax.numpy as jnp
 from jax import Array, lax, named_scope
 from jaxtyping import Float, Int
 
-from jaxllm.model import layers, mla, moe
+from jaxllm.model import fused, layers, mla, moe
 from jaxllm.model import pooler as pooling
 from jaxllm.model.parameters import Part, Scheme, Weight
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.quantized import fitted
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
+from pallas_kernels import Choice
 
 Leaf = TypeVar("Leaf")
 Arrays = dict[str, Any]  # by name, inside or outside a layer: an Array each, or a Quantized
@@ -77,6 +78,7 @@ class Context:
     linear: Linear = plain_linear
     axis: str = "tp"
     token_types: Array | None = None  # int32[T]; None: all are of type 0
+    fused: Choice | None = None  # of products that take in norms, residuals and activations; only with `plain_linear`
 
 
 @flax.struct.dataclass
@@ -274,14 +276,43 @@ def run_layers(
     mlp_norm = "attn_norm" if spec.residual == "parallel, one norm" else "mlp_norm"
     for layer in range(spec.num_layers)[start:stop]:
         weights = params.layers[layer]
+        is_fused = fused.halves(spec, weights, layer, len(x)) if context.fused else (False, False)
         with named_scope(f"layer_{layer:02}/attention"):
-            mixed = _mixer(spec, weights, layer, norm(spec, weights, "attn_norm", x), turns, context)
-            attended = _added(spec, weights, "attn_post_norm", x, mixed)
+            if is_fused[0]:
+                attended = _fused_attention(spec, weights, layer, x, turns, context)
+            else:
+                mixed = _mixer(spec, weights, layer, norm(spec, weights, "attn_norm", x), turns, context)
+                attended = _added(spec, weights, "attn_post_norm", x, mixed)
         x = attended if spec.residual == "serial" else x
         with named_scope(f"layer_{layer:02}/mlp"):
-            mixed = feed_forward(spec, weights, layer, norm(spec, weights, mlp_norm, x), context)
-            x = _added(spec, weights, "mlp_post_norm", attended, mixed)
+            if is_fused[1]:
+                x = _fused_mlp(spec, weights, layer, x, context)
+            else:
+                mixed = feed_forward(spec, weights, layer, norm(spec, weights, mlp_norm, x), context)
+                x = _added(spec, weights, "mlp_post_norm", attended, mixed)
     return x
+
+
+def _fused_attention(
+    spec: Spec, weights: Arrays, layer: int, x: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
+) -> Array:
+    assert context.fused is not None
+    qkv = fused.product(spec, weights, context.fused, "qkv", x, norm="attn_norm")
+    return _fused_sum(spec, weights, layer, "out", x, _attend(spec, weights, layer, qkv, turns, context), context)
+
+
+def _fused_mlp(spec: Spec, weights: Arrays, layer: int, x: Array, context: Context) -> Array:
+    assert context.fused is not None
+    inner = fused.product(spec, weights, context.fused, "up", x, norm="mlp_norm", activation=spec.activation)
+    return _fused_sum(spec, weights, layer, "down", x, inner, context)
+
+
+def _fused_sum(spec: Spec, weights: Arrays, layer: int, name: str, x: Array, inner: Array, context: Context) -> Array:
+    assert context.fused is not None
+    if lax.axis_size(context.axis) == 1:
+        return fused.product(spec, weights, context.fused, name, inner, residual=x)
+    # Each device has a part of the sum, and `x` is to be added once.
+    return x + _row_parallel(inner, weights, name, partial(context.linear, layer), context.axis)
 
 
 def rotations(spec: Spec, context: Context) -> dict[Rope, tuple[Array, Array]]:
@@ -342,17 +373,24 @@ def attention(
     spec: Spec, weights: Arrays, layer: int, x: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
 ) -> Array:
     """Compute a layer's attention of `x` [T, in], which is normed: [T, D]."""
-    axis, linear = context.axis, partial(context.linear, layer)
-    heads, kv_heads = heads_per_shard(spec, lax.axis_size(axis))
-    fused = linear("qkv", x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
-    fused = fused.reshape(x.shape[0], heads + 2 * kv_heads, spec.head_size)  # [T, Hx + 2 Kx, C]
+    linear = partial(context.linear, layer)
+    qkv = linear("qkv", x, weights["qkv"], weights.get("qkv_bias")).astype(x.dtype)
+    return _row_parallel(_attend(spec, weights, layer, qkv, turns, context), weights, "out", linear, context.axis)
+
+
+def _attend(
+    spec: Spec, weights: Arrays, layer: int, qkv: Array, turns: dict[Rope, tuple[Array, Array]], context: Context
+) -> Array:
+    """Attend with a layer's heads, `qkv` [T, (Hx + 2 Kx) C]: [T, Hx C]."""
+    heads, kv_heads = heads_per_shard(spec, lax.axis_size(context.axis))
+    qkv = qkv.reshape(len(qkv), heads + 2 * kv_heads, spec.head_size)  # [T, Hx + 2 Kx, C]
     if spec.qk_norm is not None:
-        q, k, v = jnp.split(fused, (heads, heads + kv_heads), axis=1)
-        fused = jnp.concatenate([*_qk_norm(spec, weights, q, k, axis), v], axis=1)
+        q, k, v = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
+        qkv = jnp.concatenate([*_qk_norm(spec, weights, q, k, context.axis), v], axis=1)
     rope = spec.ropes[layer]
-    own = Heads(fused, None, False) if rope is None else Heads(fused, turns[rope], rope.is_interleaved)
-    mixed = context.attend(layer, own, spec.windows[layer], weights.get("sinks")).astype(x.dtype)  # [T, Hx, C]
-    return _row_parallel(mixed.reshape(x.shape[0], heads * spec.head_size), weights, "out", linear, axis)
+    own = Heads(qkv, None, False) if rope is None else Heads(qkv, turns[rope], rope.is_interleaved)
+    mixed = context.attend(layer, own, spec.windows[layer], weights.get("sinks")).astype(qkv.dtype)  # [T, Hx, C]
+    return mixed.reshape(len(qkv), heads * spec.head_size)
 
 
 def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, axis: str) -> tuple[Array, Array]:

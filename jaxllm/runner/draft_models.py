@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllm.model import decoder, eagle
+from jaxllm.model import decoder, eagle, fused
 from jaxllm.model.decoder import Params
 from jaxllm.model.sharding import AXIS
 from jaxllm.runner import drafting
@@ -107,7 +107,7 @@ class _Passes:
     def _context(self, shape: Shape, slots: jax.Array, positions: jax.Array) -> decoder.Context:
         geometry, tables, field = self._model.geometry, self._state.tables, self._own.field
         attend = attention(self._spec, geometry, self._how.kernels, shape, self.kv, tables, field, slots, positions)
-        return decoder.Context(positions, attend, axis=AXIS)
+        return decoder.Context(positions, attend, axis=AXIS, fused=fused.chosen(self._how.kernels))
 
     def _one_each(self, slots: jax.Array, positions: jax.Array) -> decoder.Context:
         count = len(slots)

@@ -25,7 +25,7 @@ from jax import lax, named_scope
 from jax.sharding import Mesh, PartitionSpec
 
 import pallas_kernels
-from jaxllm.model import decoder, lora
+from jaxllm.model import decoder, fused, lora
 from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import adapted_linear
 from jaxllm.model.pooler import Pooler
@@ -406,10 +406,10 @@ def _forward(
     laid = _lay_out(model, shape, state, field)
     kv = list(state.kv)
     attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
-    context = decoder.Context(laid.positions, attend, axis=AXIS)
+    context = decoder.Context(laid.positions, attend, axis=AXIS, fused=fused.chosen(model.kernels))
     if adapters:
         linear = adapted_linear(adapters, field["token_adapter"], model.joins_adapters)
-        context = replace(context, linear=linear)
+        context = replace(context, linear=linear, fused=None)
     aux: Leaves = ()
     if model.drafting is not None and model.drafting.head is not None:
         layers = model.drafting.head.aux_layers

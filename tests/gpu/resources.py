@@ -38,6 +38,17 @@ HEADS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 TYPES = (("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32"))
 # Groups of columns of a matrix of 4,096, by the kind of its numbers: as checkpoints of FP8, GPTQ and MXFP4 have them.
 WEIGHTS = {"int8": 1, "float8": 1, "int4": 32, "float4": 128}
+# Rows and columns of a layer's matrices, and what their products do: of Qwen2.5-0.5B and Llama 3 8B.
+FUSED: dict[str, tuple[int, int, set[str]]] = {
+    "0.5B qkv": (1152, 896, {"norm", "bias"}),
+    "0.5B out": (896, 896, {"residual"}),
+    "0.5B up": (9728, 896, {"norm", "activation"}),
+    "0.5B down": (896, 4864, {"residual"}),
+    "8B qkv": (6144, 4096, {"norm"}),
+    "8B out": (4096, 4096, {"residual"}),
+    "8B up": (28672, 4096, {"norm", "activation"}),
+    "8B down": (4096, 14336, {"residual"}),
+}
 VOCABULARIES = (32000, 152064)  # of Llama 2 and Qwen2.5 7B
 BLOCKS, BLOCK_TOKENS, CONTEXT, TILE = 512, 16, 256, 32  # CONTEXT in blocks
 
@@ -70,6 +81,9 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         weight = _array((rows, columns // 2 if stored == "uint8" else columns), stored)
         arrays = (_array((tokens, columns), "bfloat16"), weight, _array((groups, rows), "float32"))
         found[f"linear of {tokens} tokens, {kind}"] = (partial(_linear, kind), arrays)
+    for (name, (rows, columns, own)), tokens in itertools.product(FUSED.items(), (1, 16, 64)):
+        arrays = (_array((tokens, columns), "bfloat16"), _array((rows, columns), "bfloat16"))
+        found[f"fused_linear of {tokens} tokens, {name}"] = (partial(_fused, own), arrays)
     qkv, cache = _array((64, 48, 128), "bfloat16"), _array((BLOCKS, 8, BLOCK_TOKENS, 128), "bfloat16")
     arrays = (qkv, cache, cache, _ints(64), _ints(64), _array((64, 32), "float32"), None)
     found["write_kv of 64 tokens, neighbours, half of a head"] = (partial(_write, True), arrays)
@@ -146,6 +160,20 @@ def _prefill(size: int, options: dict[str, Any], implementation: Choice, *arrays
 
 def _linear(kind: Kind, implementation: Choice, *arrays: Any) -> Any:
     return pallas_kernels.linear(*arrays, kind=kind, implementation=implementation)
+
+
+def _fused(own: set[str], implementation: Choice, x: Any, weight: Any) -> Any:
+    """Multiply as a layer does; what is not of the product's size are slices of its arrays."""
+    norm = pallas_kernels.Norm(weight[0], 1e-5) if "norm" in own else None
+    return pallas_kernels.fused_linear(
+        x,
+        weight,
+        weight[:, 0] if "bias" in own else None,
+        norm=norm,
+        residual=jnp.zeros((len(x), len(weight)), x.dtype) if "residual" in own else None,
+        activation="silu" if "activation" in own else None,
+        implementation=implementation,
+    )
 
 
 def _write(is_interleaved: bool, implementation: Choice, *arrays: Any) -> Any:

@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
+from functools import partial
 
+import jax
 import pytest
 
 pytest.importorskip("triton")
 
-from pallas_kernels import tuning
+from pallas_kernels import Choice, triton_bridge, tuning
 from pallas_kernels.tuning import Prefill, Tuning
 from tests.gpu import resources
 
@@ -57,6 +61,31 @@ def test_resources_are_those_of_the_table(found, capability):
         assert {key: kernel[key] for key in ("stack", "shared", "wgmma")} == {
             key: table[name][key] for key in ("stack", "shared", "wgmma")
         }, name
+
+
+def asynchronous_loads(call, arrays, capability, monkeypatch) -> Counter[int]:
+    """Count the instructions of the one kernel of a call that load into shared memory, by their bytes."""
+    found = []
+    compile_kernel = triton_bridge.compile_kernel
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            triton_bridge, "compile_kernel", lambda *given: found.append(compile_kernel(*given)) or found[-1]
+        )
+        jax.eval_shape(partial(call, Choice("triton", capability)), *arrays)
+    pattern = r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+)"
+    return Counter(int(size, 16) for size in re.findall(pattern, found[0].asm["ptx"]))
+
+
+def test_weights_of_few_tokens_are_loaded_16_bytes_at_once(capability, monkeypatch):
+    """And tokens; of a gain, which is small, each of the stages may load fewer."""
+    for name, call in resources.calls().items():
+        if name.startswith("fused_linear") and "8B" in name:
+            sizes = asynchronous_loads(*call, capability, monkeypatch)
+            has_gain = "qkv" in name or "up" in name
+            assert sizes[16] >= 20 and sizes.total() - sizes[16] <= 6 * has_gain, name
+    call, (x, weight) = resources.calls()["fused_linear of 16 tokens, 8B out"]
+    odd = tuple(jax.ShapeDtypeStruct((len(one), one.shape[1] - 1), one.dtype) for one in (x, weight))
+    assert not asynchronous_loads(partial(call.func, set()), odd, capability, monkeypatch)[16], "would be seen"
 
 
 def test_a_tile_that_spills_is_seen(monkeypatch):

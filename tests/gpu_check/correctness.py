@@ -105,7 +105,7 @@ def _cases(is_dry: bool) -> Iterator[tuple[str, Shape, str, str]]:
         for dtype, cache_dtype in types:
             for shape in shapes:
                 for operation in OPERATIONS:
-                    if operation != "sample":
+                    if operation != "sample" and (operation != "fused_linear" or dtype == cache_dtype):
                         yield operation, shape, dtype, cache_dtype
 
 
@@ -263,12 +263,48 @@ def _sample(shape: Shape, _dtype: str, _cache_dtype: str, is_dry: bool) -> Dista
     return distance
 
 
+def _fused(shape: Shape, dtype: str, _cache_dtype: str, is_dry: bool) -> Distance:
+    """Do a layer's four products, with norms of both kinds, a bias, residuals and an activation."""
+    random, width, tokens = np.random.default_rng(0), shape.heads * shape.size, 5 if is_dry else 33
+    wide, qkv = 2 * width + 24, width + 2 * shape.kv_heads * shape.size
+
+    def normal(*size: int) -> jax.Array:
+        scale = size[1] ** -0.5 if len(size) == 2 and size[0] != tokens else 1.0
+        return jnp.asarray(random.standard_normal(size, np.float32) * scale).astype(dtype)
+
+    x, inner, gain = normal(tokens, width), normal(tokens, wide), normal(width)
+    products = (
+        ((x, normal(qkv, width)), {"bias": normal(qkv), "gain": gain}, {"is_plus_one": True}),
+        ((x, normal(width, width)), {"residual": x}, {}),
+        ((x, normal(2 * wide, width)), {"gain": gain}, {"activation": "silu"}),
+        ((inner, normal(width, wide)), {"residual": x}, {}),
+    )
+
+    def multiply(implementation: str | Choice, is_exact: bool) -> list[jax.Array]:
+        def one(arrays: Any, further: Any, is_plus_one: bool = False, activation: Any = None) -> jax.Array:
+            gain, others = further.get("gain"), {name: own for name, own in further.items() if name != "gain"}
+            norm = None if gain is None else pallas_kernels.Norm(gain, 1e-5, is_plus_one)
+            options = {"norm": norm, "activation": activation, "implementation": implementation}
+            return pallas_kernels.fused_linear(*arrays, **others, **options)
+
+        run = jax.jit(one, static_argnames=("is_plus_one", "activation"))
+        kind = jnp.float32 if is_exact else dtype
+        return [
+            run(*jax.tree.map(lambda own: own.astype(kind), (arrays, further)), **static)
+            for arrays, further, static in products
+        ]
+
+    wanted = multiply("xla", True)
+    return lambda chosen: max(map(_distance, multiply(chosen, False), wanted))
+
+
 OPERATIONS: dict[str, Callable[[Shape, str, str, bool], Distance]] = {
     "paged_decode": _decode,
     "paged_prefill": _prefill,
     "write_kv": _write,
     "copy_blocks": _copy,
     "sample": _sample,
+    "fused_linear": _fused,
 }
 
 

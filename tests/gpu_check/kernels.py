@@ -29,6 +29,10 @@ HEADS: dict[str, Heads] = {"8B": (32, 8, 128), "0.5B": (14, 2, 64)}
 TINY: dict[str, Heads] = {"tiny": (4, 2, 16)}
 ROWS, CONTEXTS = (1, 16, 64, 256), (1024, 8192, 32768)
 PROMPTS = ((1, 1024), (1, 8192), (1, 32768), (16, 1024))
+# Width, columns of the heads' product, feed-forward width.
+LAYERS: dict[str, tuple[int, int, int]] = {"8B": (4096, 6144, 14336), "0.5B": (896, 1152, 4864)}
+TINY_LAYERS: dict[str, tuple[int, int, int]] = {"tiny": (64, 128, 96)}
+FEW = (1, 16, 64)
 CACHES = ("int8", "float8_e4m3fn")
 TOKENS = (1, 16, 64, 256, 8192)
 SLOW_TOKENS = 65536  # in the cache, up to which implementations are timed that are never the default
@@ -77,6 +81,12 @@ def run(check: Check) -> None:
         what = f"write_kv, {largest}, {tokens} tokens"
         _all(check, ceilings, "write_kv", what, heads[largest], dtype, True,
              lambda tokens=tokens: _write(heads[largest], tokens, dtype))  # fmt: skip
+    for model, layer in (TINY_LAYERS if check.is_dry else LAYERS).items():
+        for tokens in (3,) if check.is_dry else FEW:
+            what = f"fused_linear, the products of layers of {model}, {tokens} tokens"
+            _all(check, ceilings, "fused_linear", what, heads[model], dtype, True,
+                 lambda layer=layer, tokens=tokens: measuring.products(
+                     *layer, tokens, dtype, _pool(check)))  # fmt: skip
 
 
 def _decode(

@@ -1,0 +1,76 @@
+"""Halves of a layer whose norm, residual and activation are part of their products, where these have few tokens.
+
+A decode step on a GPU is many short kernels: so a layer is three or four fewer. Knows what such a product can take in,
+and of which layers; which implementation does it was chosen (`Context.fused`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array
+
+import pallas_kernels
+from jaxllm.model.quantized import Quantized
+from jaxllm.model.spec import Activation, Spec
+from pallas_kernels import Choice, Norm
+from pallas_kernels.tuning import MOST_FUSED_TOKENS
+
+
+def chosen(kernels: Mapping[str, Choice]) -> Choice | None:
+    """Return what does such products; None where what stands around them stays apart, as for XLA's own."""
+    own = kernels["fused_linear"]
+    return None if own.name == "xla" else own
+
+
+def halves(spec: Spec, weights: dict[str, Any], layer: int, tokens: int) -> tuple[bool, bool]:
+    """Say whether a layer's attention can be computed so, and whether its feed-forward can."""
+    is_plain = (
+        tokens <= MOST_FUSED_TOKENS
+        and (spec.norm_place, spec.residual, spec.residual_scale) == ("pre", "serial", 1.0)
+        and spec.norm != "layer"
+        and not spec.norm_bias
+        and not any(isinstance(weight, Quantized) for weight in weights.values())
+    )
+    has_experts = spec.experts is not None and spec.experts.layers[layer]
+    return is_plain and spec.latent is None and "attn_norm" in weights, is_plain and spec.mlp_gated and not has_experts
+
+
+def product(
+    spec: Spec,
+    weights: dict[str, Any],
+    choice: Choice,
+    name: str,
+    x: Array,
+    norm: str | None = None,
+    residual: Array | None = None,
+    activation: Activation | None = None,
+) -> Array:
+    """Multiply `x` [T, in], normed by the norm of that name, with a layer's weight `name`, and its bias if it has one.
+
+    With an activation the weight is that of a gate and another; a residual [T, out] is added last. In the type of `x`.
+    """
+    arrays = (x, weights[name], weights.get(f"{name}_bias"), norm and weights[norm], residual)
+    return _product(*arrays, eps=spec.norm_eps, is_plus_one=spec.norm == "rms+1", activation=activation, choice=choice)
+
+
+@partial(jax.jit, static_argnames=("eps", "is_plus_one", "activation", "choice"))
+def _product(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    gain: Array | None,
+    residual: Array | None,
+    *,
+    eps: float,
+    is_plus_one: bool,
+    activation: Activation | None,
+    choice: Choice,
+) -> Array:
+    """Traced once for all layers."""
+    norm = None if gain is None else Norm(gain, eps, is_plus_one)
+    own = {"norm": norm, "residual": residual, "activation": activation}
+    return pallas_kernels.fused_linear(x, weight, bias, **own, implementation=choice)

@@ -1,0 +1,58 @@
+"""The plain composition of a product and what stands around it: the reference of `fused_linear`.
+
+Rounded where a decoder rounds that does these one after another. Letters: T rows, D columns, O columns of the result.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.linear.xla import linear
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+def fused_linear(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    gain: Array | None,
+    residual: Array | None,
+    *,
+    eps: float,
+    is_plus_one: bool,
+    activation: Activation | None,
+) -> Array:
+    """See `pallas_kernels.fused_linear`."""
+    normed = x if gain is None else _normed(x, gain, eps, is_plus_one)
+    product = linear(normed, weight, None, None, kind="float", rounds_rows=False)
+    if bias is not None:
+        product = product + bias.astype(jnp.float32)
+    if activation is not None:
+        gate, up = jnp.split(product, 2, axis=-1)
+        product = activate(gate, activation) * up
+    product = product.astype(x.dtype)
+    return product if residual is None else residual + product
+
+
+def activate(x: Array, kind: Activation) -> Array:
+    """Apply an activation elementwise."""
+    functions = {
+        "silu": jax.nn.silu,
+        "gelu": partial(jax.nn.gelu, approximate=False),
+        "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+        "relu": jax.nn.relu,
+    }
+    return functions[kind](x)
+
+
+def _normed(x: Array, gain: Array, eps: float, is_plus_one: bool) -> Array:
+    wide, factor = x.astype(jnp.float32), gain.astype(jnp.float32)
+    power = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * lax.rsqrt(power + eps) * (1.0 + factor if is_plus_one else factor)).astype(x.dtype)
