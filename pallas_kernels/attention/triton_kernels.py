@@ -179,7 +179,7 @@ def attend(
         start = tl.load(starts + tile)
         position = tl.load(positions + tile)
         count = tl.load(lengths + tile)
-        pieces = 1
+        pieces = tl.minimum(count, 1)  # not just 1: branches on it keep ptxas from spilling
     rows = first_row + tl.arange(0, BM)
     tokens = rows // G
     is_row = tokens < count

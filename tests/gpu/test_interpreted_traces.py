@@ -165,6 +165,19 @@ def linear(tokens: int, rows: int, columns: int, kind: Any, groups: int) -> Trac
     return Traced(run, needed)
 
 
+def fused(tokens: int, rows: int, columns: int, activation: Any = None) -> Traced:
+    """A weight once for each block of tokens; tokens and the norm's gain once for each program; residual and result."""
+    weight = numbers(rows * (1 if activation is None else 2), columns)
+    x, gain, residual = numbers(tokens, columns), numbers(columns), numbers(tokens, rows)
+    chosen = tuning.of_fused_linear(90, tokens, rows, columns, activation is not None)
+    blocks, turns = -(-rows // chosen.rows), -(-tokens // chosen.tokens)
+    needed = weight.nbytes * turns + x.nbytes * blocks + gain.nbytes * blocks * turns
+    needed += residual.nbytes * (2 if activation is None else 1)
+    own = {"norm": pallas_kernels.Norm(gain, 1e-5), "activation": activation, "implementation": TRITON}
+    own |= {"residual": residual} if activation is None else {}
+    return Traced(partial(pallas_kernels.fused_linear, x, weight, **own), needed)
+
+
 def sample(rows: int, size: int, visits: int | None = None, spread: float = 1.0, **filters: float) -> Traced:
     """Logits once, and once more for each visit of all of them; where they are `spread`, few are likely and listed."""
     logits = numbers(rows, size, dtype="float32") * spread
@@ -191,6 +204,8 @@ CASES: dict[str, Callable[[], Traced]] = {
     "linear, int8": lambda: linear(16, 128, 1024, "int8", 1),
     "linear, float8, two blocks of tokens": lambda: linear(144, 128, 256, "float8", 1),
     "linear, int4 by groups": lambda: linear(16, 128, 1024, "int4", 8),
+    "fused, norm and residual": lambda: fused(16, 96, 512),
+    "fused, norm and gated activation": lambda: fused(3, 64, 512, "silu"),
     "sample, greedy": lambda: sample(2, 20000),
     "sample, random": lambda: sample(2, 20000, 0),
     "sample, top_k and top_p": lambda: sample(2, 20000, 1, spread=16, top_p=0.9, top_k=10.0),
@@ -200,7 +215,14 @@ CASES: dict[str, Callable[[], Traced]] = {
 }
 
 
-FURTHER = {"decode, scales", "prefill, scales", "write, neighbours", "sample, random", "sample, top_p, all are likely"}
+FURTHER = {
+    "decode, scales",
+    "fused, norm and residual",
+    "prefill, scales",
+    "write, neighbours",
+    "sample, random",
+    "sample, top_p, all are likely",
+}
 
 
 @pytest.fixture(

@@ -52,11 +52,10 @@ def test_keys_and_values_come_in_wide_loads(name):
     one, loops = attending(*resources.calls()[name])
     assert len(loops) == (1 if one.constants["WINDOW"] is not None else 2), "without masks, and with them"
     assert not [each for loop in loops for each in narrow(one, loop)]
-    assert sum(loops[0].loaded.values()) > loops[0].under_way
     if name.startswith("paged_decode") and "bfloat16 cache" in name:
         taken = resources.read(one.compiled)
         held = sass.at_once(int(taken["registers"]), int(taken["shared"]), one.tuning.warps, 90)
-        assert held * loops[0].loaded[16] >= LEAST_ASKED
+        assert held * loops[0].under_way >= LEAST_ASKED
 
 
 def test_nothing_moves_registers_through_memory_and_the_table_holds():
@@ -87,9 +86,9 @@ def test_programs_at_once_are_what_registers_and_shared_memory_leave():
 def test_what_a_step_costs():
     """Programs in order, each where a place is free; a long row is one program's, and the others wait for it."""
     assert step_costs.makespan([3, 1, 1, 1, 4], 2) == 7
-    chosen = Decode(keys=64, splits=4, least_keys=256, tuning=Tuning(4, 3))
-    assert step_costs.pieces(1024, chosen) == [256] * 4 and step_costs.pieces(300, chosen) == [192, 108]
-    assert step_costs.visits([300, 0, 64], 2, chosen) == [3, 1, 3, 1, 2, 2]
+    chosen = Decode(keys=64, programs=4, splits=1, least_keys=256, tuning=Tuning(4, 3))
+    assert step_costs.pieces([1024], chosen) == [[256] * 4] and step_costs.pieces([300, 0], chosen) == [[192, 108], [0]]
+    assert step_costs.visits([300, 0, 64], 2, chosen) == [3, 2, 1] * 2
     spec, _ = read_spec(dict(SHAPES["llama-3.1-8b"]))
     even = step_costs.cost(spec, [1024] * 64, 315, step_costs.Attention(1.29, 32))
     assert even.floor == pytest.approx(1e3 * even.num_bytes / BANDWIDTH)
@@ -104,7 +103,7 @@ def test_narrow_loads_are_seen():
     cut = [jax.ShapeDtypeStruct((*one.shape[:-1], 100), one.dtype) for one in arrays[:3]]
     one, loops = attending(call, (*cut, *arrays[3:]))
     assert loops[0].loaded[8]
-    assert narrow(one, loops[0]) == ["0 bytes in loads of 16 and more, and keys and values have 25600"]
+    assert narrow(one, loops[0]) == ["0 bytes in loads of 16 and more, and keys and values have 12800"]
 
 
 def test_serialized_wgmma_is_seen():

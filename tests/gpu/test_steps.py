@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SPLIT = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}  # heads that four devices divide
 KERNELS_A_LAYER = 7  # four products, to write the cache, to attend, and to combine where rows are few
 UNFUSED = 13  # a layer, where norms, residuals and activations are kernels of their own
-KERNELS_BESIDE = 12  # embedding, rotation, tables, final norm, head, sampling
+KERNELS_BESIDE = 16  # embedding, rotation, tables, the division of keys, final norm, head, sampling
 # Temporary memory, MiB, a quarter above what was found: of 64 decode rows mostly their logits, of prompts activations.
 DECODE_MIB = {2: 4, 16: 20, 64: 60}
 RAGGED_MIB = {
@@ -221,10 +221,10 @@ def test_what_a_decode_step_of_8b_weighs_and_how_much_of_it_changes_its_address(
     program = aot.compile_step(MODELS["llama-3.1-8b"], rows=64)
     distinct = set(program.payloads)
     print(f"{program.serialized_bytes} bytes, {[len(each) for each in distinct]} of PTX, {program.buffers}")
-    assert len(program.payloads) == program.text.count('custom_call_target="triton_kernel_call_ffi"') == 2 * 32 + 2
-    assert len(distinct) == 4, "to write, to attend, to look at the logits and to choose"
-    assert max(map(len, distinct)) < 100 << 10 and sum(map(len, program.payloads)) < 3 * MIB
-    assert program.serialized_bytes < 3 * MIB
+    assert len(program.payloads) == program.text.count('custom_call_target="triton_kernel_call_ffi"') == 7 * 32 + 2
+    assert len(distinct) == 9, "to write, to attend, to combine, four products, to look at the logits and to choose"
+    assert max(map(len, distinct)) < 100 << 10 and sum(map(len, program.payloads)) < 5 * MIB
+    assert program.serialized_bytes < 5 * MIB
     assert program.buffers.allocations["temporary"] == program.buffers.allocations["sent"] == 1
     assert program.buffers.allocations["returned"] == 1
     commands, calls = program.buffers.changing
