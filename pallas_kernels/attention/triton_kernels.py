@@ -20,6 +20,7 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels import triton_bridge, tuning
+from pallas_kernels.attention import triton_latent
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 from pallas_kernels.choice import Site
 from pallas_kernels.triton_bridge import call
@@ -27,6 +28,7 @@ from pallas_kernels.triton_bridge import call
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)
 _LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of these is 0, of two infinities NaN
+_LARGEST = 256  # coordinates of a head; longer ones are for `triton_latent`
 _SMALLEST = 16  # rows and coordinates of a matrix that tensor cores multiply
 
 
@@ -34,8 +36,8 @@ def refusal(operation: str, site: Site) -> str | None:
     """Say why this cannot attend there; None where it can."""
     if site.dtype == "float16" and site.cache_dtype == "float8_e5m2":
         return "float16 cannot hold weights times the scales of a cache of float8_e5m2"
-    if site.head_size > 256:
-        return f"heads of {site.head_size} do not fit; up to 256 do"
+    if site.head_size > _LARGEST and not triton_latent.fits(site.kv_heads, site.head_size, site.value_size):
+        return f"heads of {site.head_size} do not fit; up to {_LARGEST} do, and one of latents of 2^n up to 512 and a rest"
     return triton_bridge.refusal(site)
 
 
@@ -279,6 +281,8 @@ def combine(
 
 def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: int | None) -> Array:
     """See `pallas_kernels.paged_decode`."""
+    if triton_latent.takes(args, _LARGEST):
+        return triton_latent.paged_decode(q, lengths, args, capability=capability)
     rows, heads, _ = q.shape
     kv_heads, sinks = args.kv_heads, args.sinks
     context = args.tables.shape[1] * args.k_cache.shape[2]
@@ -324,6 +328,8 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
 
 def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, capability: int | None) -> Array:
     """See `pallas_kernels.paged_prefill`."""
+    if triton_latent.takes(args, _LARGEST):
+        return triton_latent.paged_prefill(q, tiles, args, tile=tile, capability=capability)
     heads, kv_heads = q.shape[1], args.kv_heads
     rows = tile * (heads // kv_heads)
     chosen = tuning.of_prefill(capability, rows, q.shape[2], str(q.dtype), str(args.k_cache.dtype))
