@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -45,6 +46,16 @@ def test_prompts_are_multiplied_with_wgmma_on_hopper_alone(found, capability):
     narrow = [has for name, has in prompts.items() if "float32" not in name]  # there is no wgmma of whole float32
     assert len(narrow) == (10 if capability >= 89 else 7)
     assert all(narrow) if capability == 90 else not any(narrow)
+
+
+def test_tiles_of_latents_are_multiplied_with_wgmma_on_hopper_alone(found, capability):
+    """Where 64 heads of tokens are multiplied with numbers of 16 bits, for prompts and for one token of V3."""
+    tiles = [
+        kernel["wgmma"]
+        for name, kernel in found.items()
+        if re.search("attend_latent: paged_(prefill, V|decode of 1 rows, V3,).*bfloat16", name)
+    ]
+    assert tiles == [capability == 90] * 4
 
 
 def test_resources_are_those_of_the_table(found, capability):
