@@ -17,6 +17,7 @@ import pallas_kernels
 from jaxllm import LLM, SamplingParams
 from jaxllm.runner.model_setup import OPERATIONS
 from pallas_kernels import Choice, tuning
+from pallas_kernels.tuning import Latent, Tuning
 from tests.kernels import test_attention
 from tests.kernels.test_attention import CASES, WRITES
 from tests.support import paths
@@ -40,6 +41,34 @@ def test_decode(case, least_keys, monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_prefill(case):
     test_attention.test_ragged_prefill_matches_the_naive_loop(case, TRITON)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_tiles_and_pieces_of_latents(rows, monkeypatch):
+    """As 16-bit caches have them: several heads of several tokens in a tile, contexts in many pieces, one of one tile."""
+    chosen = Latent(rows, 32, rows < 64, 2, Tuning(8, 3))
+    monkeypatch.setattr(tuning, "of_latent", lambda *_: chosen)
+    monkeypatch.setattr(tuning, "least_latents", lambda _: 16)
+    monkeypatch.setattr(tuning, "JOINED_PIECES", 2)
+    monkeypatch.setattr(tuning, "latent_splits", lambda *_: 10)
+    case = next(case for case in CASES if case.value_size == 64)
+    test_attention.test_decode_matches_the_naive_loop(case, TRITON)
+    test_attention.test_ragged_prefill_matches_the_naive_loop(case, TRITON)
+
+
+def test_latents_are_divided_so_that_they_fill_the_device():
+    lite, large = (tuning.of_latent(90, heads, "bfloat16", "bfloat16") for heads in (16, 128))
+    rooms = {rows: rows * tuning.latent_splits(90, rows, 4096, lite) for rows in (1, 2, 16, 33, 64, 256)}
+    assert rooms == {1: 32, 2: 64, 16: 256, 33: 264, 64: 256, 256: 256}, "of 264 at most, 128 keys each at least"
+    assert tuning.latent_splits(90, 2, 4096, large) == 16
+    assert tuning.latent_splits(90, 64 * 2, 4096, large) == 1
+
+
+@pytest.mark.parametrize("option", [{"window": 5}, {"softcap": 2.0}, {"sinks": jnp.zeros(4)}], ids=str)
+def test_what_latents_are_not_attended_with_is_said(option):
+    arrays = (jnp.zeros((1, 4, 576)), jnp.zeros((2, 1, 4, 576)), None, jnp.zeros((1, 1), int), jnp.zeros(1, int))
+    with pytest.raises(ValueError, match=f"latent heads of 576 attend without {next(iter(option))}"):
+        pallas_kernels.paged_decode(*arrays, scale=1.0, value_size=512, implementation=TRITON, **option)
 
 
 def test_long_contexts_are_divided_into_pieces_that_one_kernel_brings_together():
@@ -68,7 +97,7 @@ def test_blocks_are_copied():
         np.testing.assert_array_equal(np.asarray(got[0])[[0, 2]], np.asarray(k_cache)[[1, 7]])
 
 
-@pytest.mark.parametrize("case", CASES[2:9], ids=str)
+@pytest.mark.parametrize("case", [*CASES[2:9], CASES[12]], ids=str)
 def test_caches_with_scales(case):
     """What is stored with scales and attended to is what the reference makes of it, and near the exact one.
 
