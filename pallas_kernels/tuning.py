@@ -132,7 +132,7 @@ def least_latents(chosen: Latent) -> int:
 def latent_splits(capability: int | None, programs: int, context: int, chosen: Latent) -> int:
     """Return among how many programs a context is divided at most, where without it there are so many.
 
-    The time is that of the device's turns, in keys: those of a piece, 64 to begin with, and what the piece itself costs.
+    The time is that of the device's turns, in keys: those of a piece, 64 to begin with, and what a piece costs.
     """
     room = PROCESSORS[generation(capability)] * chosen.programs
     most = min(room, context // least_latents(chosen))

@@ -36,8 +36,12 @@ def refusal(operation: str, site: Site) -> str | None:
     """Say why this cannot attend there; None where it can."""
     if site.dtype == "float16" and site.cache_dtype == "float8_e5m2":
         return "float16 cannot hold weights times the scales of a cache of float8_e5m2"
-    if site.head_size > _LARGEST and not triton_latent.fits(site.kv_heads, site.head_size, site.value_size):
-        return f"heads of {site.head_size} do not fit; up to {_LARGEST} do, and one of latents of 2^n up to 512 and a rest"
+    is_latent = triton_latent.fits(site.kv_heads, site.head_size, site.value_size)
+    if is_latent and site.cache_dtype == "float8_e5m2" and (site.capability or 90) < 90:
+        return "latents of float8_e5m2 need compute capability 9.0"  # Triton 3.6 multiplies bfloat16 as only that can
+    if site.head_size > _LARGEST and not is_latent:
+        values = "one head of keys of which the first 2^n, 16 to 512, are the values"
+        return f"heads of {site.head_size} do not fit; up to {_LARGEST} do, and {values}"
     return triton_bridge.refusal(site)
 
 

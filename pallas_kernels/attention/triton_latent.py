@@ -1,8 +1,8 @@
-"""Latent attention for NVIDIA GPUs, in Triton's language: all heads of a token over one key, which is the value as well.
+"""Latent attention for NVIDIA GPUs, in Triton's language: all heads of a token over one key, which is the value too.
 
-A key is V coordinates of the latent and R that are rotated (DeepSeek-AI 2024, "DeepSeek-V2", §2.1: 512 and 64). A tile of
-latents is loaded once, for scores and for values; heads of tokens stand below one another in a tile of queries. A decode
-row's context is divided among programs, and a second kernel joins the pieces, as in `triton_kernels.py`.
+A key is V coordinates of the latent and R that are rotated (DeepSeek-AI 2024, "DeepSeek-V2", §2.1: 512 and 64). A tile
+of latents is loaded once, for scores and for values; heads of tokens stand below one another in a tile of queries. The
+context of a decode row is divided among programs, and a second kernel joins the pieces, as in `triton_kernels.py`.
 Online softmax with base 2 (Milakov & Gimelshein 2018; Dao 2023, arXiv:2307.08691); scores and sums are float32.
 """
 
@@ -118,7 +118,7 @@ def attend_latent(
             highest = tl.full((BM,), _LOWEST, tl.float32)
             total = tl.zeros((BM,), tl.float32)
             furthest = tl.minimum(position + rows // H, end - 1)
-            # What was never written may be NaN, and a weight of zero does not silence that: the last key in its place.
+            # What was never written may be NaN, and a weight of zero does not silence that: the last key again.
             there = tl.minimum(begin + tl.arange(0, BN), end - 1)
             # Blocks are looked up a turn ahead: keys whose place is loaded in the same turn would wait for it.
             blocks = tl.load(tables + tile * M + there // P)
@@ -131,8 +131,8 @@ def attend_latent(
                 if R == RP:
                     rest = tl.load(latent_at + V + rest_at[None, :]).to(q.dtype.element_ty)
                 else:
-                    is_rest = (rest_at < R)[None, :]
-                    rest = tl.load(latent_at + V + rest_at[None, :], mask=is_rest, other=0.0).to(q.dtype.element_ty)
+                    rest = tl.load(latent_at + V + rest_at[None, :], mask=(rest_at < R)[None, :], other=0.0)
+                    rest = rest.to(q.dtype.element_ty)
                 if KEYS_FIRST:
                     turned = tl.dot(latent, tl.trans(q_latent), input_precision="ieee")
                     scores = tl.trans(tl.dot(rest, tl.trans(q_rest), turned, input_precision="ieee"))

@@ -36,11 +36,12 @@ HEADS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "gpt-oss": (64, 8, 64, {"window": 128, "sinks": True}),
 }
 TYPES = (("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32"))
-# Query heads over latents of 512 and 64 coordinates, of DeepSeek-V2-Lite and of V3, on one device and on four.
+# Query heads, latent and rest of DeepSeek-V2-Lite and of V3, on one device and on four, and of a test.
 LATENTS = (
-    *(("V2-Lite", 16, *types) for types in TYPES),
-    *(("V3", 128, *types) for types in (TYPES[0], TYPES[2])),
-    ("V3 by four", 32, *TYPES[0]),
+    *(("V2-Lite", 16, 512, 64, *types) for types in TYPES),
+    *(("V3", 128, 512, 64, *types) for types in (TYPES[0], TYPES[2])),
+    ("V3 by four", 32, 512, 64, *TYPES[0]),
+    ("a small latent", 5, 16, 8, *TYPES[0]),
 )
 # Groups of columns of a matrix of 4,096, by the kind of its numbers: as checkpoints of FP8, GPTQ and MXFP4 have them.
 WEIGHTS = {"int8": 1, "float8": 1, "int4": 32, "float4": 128}
@@ -94,20 +95,19 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 def latent_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Name the calls of latent attention, which has one key for all heads and no values."""
     found = {}
-    options = {"value_size": 512}
-    for model, heads, dtype, cached in LATENTS:
-        kind = f"{model}, {cached} cache"
-        cache = _array((BLOCKS, 1, BLOCK_TOKENS, 576), cached)
+    for model, heads, rank, rest, dtype, cached in LATENTS:
+        size, options, kind = rank + rest, {"value_size": rank}, f"{model}, {cached} cache"
+        cache = _array((BLOCKS, 1, BLOCK_TOKENS, size), cached)
         own = (None if cached == dtype else _array(cache.shape[:3], "float32"), None)
-        for rows in (1, 64):
-            arrays = (_array((rows, heads, 576), dtype), cache, None, _ints(rows, CONTEXT), _ints(rows), *own)
-            found[f"paged_decode of {rows} rows, {kind}"] = (partial(_decode, 192, options), arrays)
+        for rows in (1, 64) if cached == "bfloat16" else (64,):
+            arrays = (_array((rows, heads, size), dtype), cache, None, _ints(rows, CONTEXT), _ints(rows), *own)
+            found[f"paged_decode of {rows} rows, {kind}"] = (partial(_decode, size, options), arrays)
         tiles = tuple(_ints(64) for _ in range(3))
-        arrays = (_array((2048, heads, 576), dtype), cache, None, _ints(64, CONTEXT), *tiles, *own)
-        found[f"paged_prefill, {kind}"] = (partial(_prefill, 192, options), arrays)
+        arrays = (_array((2048, heads, size), dtype), cache, None, _ints(64, CONTEXT), *tiles, *own)
+        found[f"paged_prefill, {kind}"] = (partial(_prefill, size, options), arrays)
         if model == "V2-Lite":
             for tokens in (64, 2048):
-                arrays = (_array((tokens, heads + 1, 576), dtype), cache, None, _ints(tokens), _ints(tokens), *own)
+                arrays = (_array((tokens, heads + 1, size), dtype), cache, None, _ints(tokens), _ints(tokens), *own)
                 found[f"write_kv of {tokens} tokens, {kind}"] = (_write_latents, arrays)
     return found
 

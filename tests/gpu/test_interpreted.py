@@ -6,6 +6,7 @@ Needs Triton and TRITON_INTERPRET=1, as `make gpu-aot` sets it: that is read whe
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,7 +17,7 @@ import pytest
 import pallas_kernels
 from jaxllm import LLM, SamplingParams
 from jaxllm.runner.model_setup import OPERATIONS
-from pallas_kernels import Choice, tuning
+from pallas_kernels import Choice, Site, tuning
 from pallas_kernels.tuning import Latent, Tuning
 from tests.kernels import test_attention
 from tests.kernels.test_attention import CASES, WRITES
@@ -45,7 +46,7 @@ def test_prefill(case):
 
 @pytest.mark.parametrize("rows", [16, 64])
 def test_tiles_and_pieces_of_latents(rows, monkeypatch):
-    """As 16-bit caches have them: several heads of several tokens in a tile, contexts in many pieces, one of one tile."""
+    """As 16-bit caches have them: heads of several tokens in a tile, contexts in several pieces."""
     chosen = Latent(rows, 32, rows < 64, 2, Tuning(8, 3))
     monkeypatch.setattr(tuning, "of_latent", lambda *_: chosen)
     monkeypatch.setattr(tuning, "least_latents", lambda _: 16)
@@ -62,6 +63,17 @@ def test_latents_are_divided_so_that_they_fill_the_device():
     assert rooms == {1: 32, 2: 64, 16: 256, 33: 264, 64: 256, 256: 256}, "of 264 at most, 128 keys each at least"
     assert tuning.latent_splits(90, 2, 4096, large) == 16
     assert tuning.latent_splits(90, 64 * 2, 4096, large) == 1
+
+
+def test_latents_are_chosen_and_other_long_heads_are_not():
+    site = Site("gpu", 90, "bfloat16", "bfloat16", 16, 1, 576, value_size=512)
+    for operation in ("paged_decode", "paged_prefill"):
+        assert pallas_kernels.resolve(operation, site).name == "triton"
+        for other in ({"value_size": None}, {"kv_heads": 2}, {"value_size": 384}, {"head_size": 1088}):
+            found = pallas_kernels.resolve(operation, replace(site, **other))
+            assert found.name == "xla" and "up to 256 do, and one head of keys" in found.reason
+        old = replace(site, capability=80, cache_dtype="float8_e5m2")
+        assert pallas_kernels.refusal(operation, "triton", old) == "latents of float8_e5m2 need compute capability 9.0"
 
 
 @pytest.mark.parametrize("option", [{"window": 5}, {"softcap": 2.0}, {"sinks": jnp.zeros(4)}], ids=str)
