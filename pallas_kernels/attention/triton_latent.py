@@ -36,7 +36,10 @@ def fits(kv_heads: int, head_size: int, value_size: int | None) -> bool:
 
 
 def takes(args: AttentionArgs, largest: int) -> bool:
-    """Say whether these are for this; a ValueError where they are, but for what it cannot do and heads of `largest`."""
+    """Say whether this is what attends; a ValueError where heads are larger than `largest` and it cannot.
+
+    Others attend to heads up to `largest`.
+    """
     size = args.k_cache.shape[3]
     if not fits(args.kv_heads, size, args.value_size):
         return False

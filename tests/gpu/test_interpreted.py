@@ -20,7 +20,7 @@ from jaxllm.runner.model_setup import OPERATIONS
 from pallas_kernels import Choice, Site, tuning
 from pallas_kernels.tuning import Latent, Tuning
 from tests.kernels import test_attention
-from tests.kernels.test_attention import CASES, WRITES
+from tests.kernels.test_attention import CASES, WRITES, Case
 from tests.support import paths
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -44,15 +44,15 @@ def test_prefill(case):
     test_attention.test_ragged_prefill_matches_the_naive_loop(case, TRITON)
 
 
-@pytest.mark.parametrize("rows", [16, 64])
-def test_tiles_and_pieces_of_latents(rows, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "case"), [(16, Case(16, 576, 1, 16, value_size=512)), (64, Case(8, 96, 1, 20, value_size=64))], ids=str
+)
+def test_tiles_and_pieces_of_latents(rows, case, monkeypatch):
     """As 16-bit caches have them: heads of several tokens in a tile, contexts in several pieces."""
-    chosen = Latent(rows, 32, rows < 64, 2, Tuning(8, 3))
-    monkeypatch.setattr(tuning, "of_latent", lambda *_: chosen)
+    monkeypatch.setattr(tuning, "of_latent", lambda *_: Latent(rows, 32, rows < 64, 2, Tuning(8, 3)))
     monkeypatch.setattr(tuning, "least_latents", lambda _: 16)
-    monkeypatch.setattr(tuning, "JOINED_PIECES", 2)
     monkeypatch.setattr(tuning, "latent_splits", lambda *_: 10)
-    case = next(case for case in CASES if case.value_size == 64)
+    monkeypatch.setattr(tuning, "JOINED_PIECES", 2)
     test_attention.test_decode_matches_the_naive_loop(case, TRITON)
     test_attention.test_ragged_prefill_matches_the_naive_loop(case, TRITON)
 

@@ -59,7 +59,7 @@ CASES = [
     Case(128, 256, 1, 2, softcap=3.0),
     Case(4, 24, 1, 5, value_size=16),
     Case(16, 96, 1, 20, value_size=64),
-    Case(16, 576, 1, 16, value_size=512),
+    Case(16, 576, 1, 4, value_size=512),
 ]
 TIERS = ([], [pytest.mark.slow], [pytest.mark.ci], [pytest.mark.slow])
 EACH = [pytest.param(case, marks=TIERS[number % 4], id=str(case)) for number, case in enumerate(CASES)]
