@@ -91,17 +91,20 @@ def decode(
     dtype: str = "bfloat16",
     cache_dtype: str | None = None,
     pool_bytes: int = POOL_BYTES,
+    value_size: int | None = None,
 ) -> Case:
     """Make one query for each of `rows` sequences; `heads` are query heads, key-value heads and their size.
 
-    Each turn reads other blocks, so that none finds what it needs in a cache of the device.
+    With `value_size`, values are the beginning of their keys. Each turn reads other blocks, so that none finds what it
+    needs in a cache of the device.
     """
     num_heads, kv_heads, size = heads
     cache_dtype = cache_dtype or dtype
     need = rows * -(-context // BLOCK)
-    block_bytes = 2 * kv_heads * BLOCK * (size * jnp.dtype(cache_dtype).itemsize + 4 * (cache_dtype in SCALED))
+    arrays = 1 if value_size else 2
+    block_bytes = arrays * kv_heads * BLOCK * (size * jnp.dtype(cache_dtype).itemsize + 4 * (cache_dtype in SCALED))
     copies = max(1, -(-pool_bytes // (need * block_bytes)))
-    k, v, k_scales, v_scales = _cache(copies * need, kv_heads, size, cache_dtype)
+    k, v, k_scales, v_scales = _cache(copies * need, kv_heads, size, cache_dtype, value_size is None)
     tables = jnp.asarray(np.random.default_rng(0).permutation(need).reshape(rows, -1), jnp.int32)
     q = noise((rows, num_heads, size), dtype, 3)
     lengths = jnp.full(rows, context, jnp.int32)
@@ -109,26 +112,32 @@ def decode(
     def step(implementation: str | Choice | None) -> Step:
         def attend(turn: Array, arrays: Any) -> tuple[Array, Any]:
             q, k, v, tables, lengths, k_scales, v_scales = arrays
-            options = {"scale": size**-0.5, "k_scales": k_scales, "v_scales": v_scales}
+            options = {"scale": size**-0.5, "k_scales": k_scales, "v_scales": v_scales, "value_size": value_size}
             moved = tables + turn % copies * need
             out = api.paged_decode(q, k, v, moved, lengths, **options, implementation=implementation)
             return out, arrays
 
         return attend
 
-    num_bytes = rows * context * block_bytes // BLOCK + 2 * q.nbytes
-    flops = 4 * rows * context * num_heads * size
+    both = size + (value_size or size)
+    num_bytes = rows * context * block_bytes // BLOCK + q.nbytes * both // size
+    flops = 2 * rows * context * num_heads * both
     return Case(step, (q, k, v, tables, lengths, k_scales, v_scales), num_bytes, flops)
 
 
 def prefill(
-    heads: tuple[int, int, int], rows: int, length: int, dtype: str = "bfloat16", cache_dtype: str | None = None
+    heads: tuple[int, int, int],
+    rows: int,
+    length: int,
+    dtype: str = "bfloat16",
+    cache_dtype: str | None = None,
+    value_size: int | None = None,
 ) -> Case:
     """Make `rows` whole prompts of `length` tokens."""
     num_heads, kv_heads, size = heads
     cache_dtype = cache_dtype or dtype
     blocks, tiles = -(-length // BLOCK), -(-length // TILE)
-    k, v, k_scales, v_scales = _cache(rows * blocks, kv_heads, size, cache_dtype)
+    k, v, k_scales, v_scales = _cache(rows * blocks, kv_heads, size, cache_dtype, value_size is None)
     tables = np.random.default_rng(0).permutation(rows * blocks).reshape(rows, blocks)
     position = np.tile(np.arange(tiles) * TILE, rows)
     start = np.repeat(np.arange(rows) * length, tiles) + position
@@ -140,6 +149,7 @@ def prefill(
         def attend(turn: Array, arrays: Any) -> tuple[Array, Any]:
             q, k, v, tables, start, count, position, k_scales, v_scales = arrays
             options = {"tile": TILE, "scale": size**-0.5, "k_scales": k_scales, "v_scales": v_scales}
+            options["value_size"] = value_size
             start = start + turn // (1 << 20)  # moves nothing: it only waits for the turn before
             out = api.paged_prefill(q, k, v, tables, start, count, position, **options, implementation=implementation)
             return out, arrays
@@ -147,8 +157,9 @@ def prefill(
         return attend
 
     scored = length * (length + 1) // 2  # pairs of a query and a key, of each prompt and head
-    num_bytes = sum(one.nbytes for one in (k, v, k_scales, v_scales) if one is not None) + 2 * q.nbytes
-    flops = 4 * rows * scored * num_heads * size
+    both = size + (value_size or size)
+    num_bytes = sum(one.nbytes for one in (k, v, k_scales, v_scales) if one is not None) + q.nbytes * both // size
+    flops = 2 * rows * scored * num_heads * both
     return Case(step, (q, k, v, *places, k_scales, v_scales), num_bytes, flops)
 
 
@@ -185,12 +196,14 @@ def products(
     return Case(step, (x, gain, layers), num_bytes, 2 * tokens * num_bytes // jnp.dtype(dtype).itemsize)
 
 
-def _cache(blocks: int, kv_heads: int, size: int, dtype: str) -> tuple[Array, Array, Array | None, Array | None]:
+def _cache(
+    blocks: int, kv_heads: int, size: int, dtype: str, has_values: bool
+) -> tuple[Array, Array | None, Array | None, Array | None]:
     shape = (blocks, kv_heads, BLOCK, size)
-    k, v = noise(shape, dtype, 1), noise(shape, dtype, 2)
+    k, v = noise(shape, dtype, 1), noise(shape, dtype, 2) if has_values else None
     if dtype not in SCALED:
         return k, v, None, None
     # Scales that bring what is stored to about 1.
     scale = 1 / 64 if dtype == "int8" else 1.0
     k_scales, v_scales = (jnp.abs(noise(shape[:3], "float32", seed)) * scale for seed in (4, 5))
-    return k, v, k_scales, v_scales
+    return k, v, k_scales, v_scales if has_values else None

@@ -40,6 +40,16 @@ class Prefill(NamedTuple):
     tuning: Tuning
 
 
+class Latent(NamedTuple):
+    """Of latent attention: rows (heads of tokens) of a program, and keys that are visited at once."""
+
+    rows: int
+    keys: int
+    keys_first: bool  # whether keys are the rows of the scores' product, or its columns
+    programs: int  # that a multiprocessor has room for
+    tuning: Tuning
+
+
 class Linear(NamedTuple):
     """Of `linear`: tokens and rows of a weight of a program, columns visited at once, programs that share columns."""
 
@@ -54,6 +64,9 @@ COMBINE, COMBINED = Tuning(2, 1), 16  # pieces at once
 COPY, COPIED = Tuning(4, 1), 2048  # numbers of a block that a program copies
 LEAST_KEYS, MOST_SPLITS = 256, 32
 RESIDENT = 4  # programs of `paged_decode` on a multiprocessor: 128 threads of at most 128 of its 65,536 registers
+# Of latent attention. A piece is written and read in float32: for each row as many bytes as about four keys have.
+LEAST_LATENTS, LATENTS_OF_A_ROW = 128, 4
+JOIN, JOINED_VALUES, JOINED_PIECES = Tuning(4, 1), 128, 32
 # Of `linear`, not measured, by the bits of a number, and 32 for float32 tokens: tokens, rows, columns, warps, stages.
 # Three programs of the first kind have 48 KB under way on a multiprocessor of an H200, and Little's law asks for 33.
 # With 128 tokens a number becomes a float once for as many products: 4 of 8 clocks that the tensor cores are busy.
@@ -104,6 +117,44 @@ def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, ca
     while size >= 2 * rows and size > 16:
         size //= 2
     return Prefill(size, found["keys"], Tuning(found["warps"] if size == found["rows"] else 4, found["stages"]))
+
+
+def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -> Latent:
+    """Choose for so many rows: heads of a token, or of a tile of tokens. Not measured yet: what spills no register.
+
+    Products of less than 64 rows are not for Hopper's wgmma. The instructions before it want keys as rows: Triton then
+    reads a tile of latents from one place in shared memory for both products (3.6).
+    """
+    size = max(16, 1 << (rows - 1).bit_length())
+    if dtype == "float32":
+        return Latent(16, 16, False, 2, Tuning(4, 2))  # with keys as rows Triton 3.9 spills 3 KB, 3.6 nothing
+    if cache_dtype not in ("bfloat16", "float16"):
+        return Latent(min(size, 32), 16, True, 1, Tuning(8, 3))
+    own = generation(capability)
+    if size == 16 and own > 80:
+        return Latent(16, 32, True, 2, Tuning(8, 3))
+    size = min(size, 32 if own == 80 else 64)
+    return Latent(size, 32, own != 90 or size < 64, 1, Tuning(8, 4))
+
+
+def least_latents(chosen: Latent) -> int:
+    """Return how many keys a program of latent attention is worth."""
+    return max(LEAST_LATENTS, LATENTS_OF_A_ROW * chosen.rows)
+
+
+def latent_splits(capability: int | None, programs: int, context: int, chosen: Latent) -> int:
+    """Return among how many programs a context is divided at most, where without it there are so many.
+
+    The time is that of the device's turns, in keys: those of a piece, 64 to begin with, and what a piece costs.
+    """
+    room = PROCESSORS[generation(capability)] * chosen.programs
+    most = min(room, context // least_latents(chosen))
+
+    def taken(splits: int) -> float:
+        own = context / splits + 64 + (LATENTS_OF_A_ROW * chosen.rows if splits > 1 else 0)
+        return -(-programs * splits // room) * own
+
+    return min(range(1, max(most, 1) + 1), key=taken)
 
 
 def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind: str, dtype: str) -> Linear:

@@ -20,6 +20,7 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels import triton_bridge, tuning
+from pallas_kernels.attention import triton_latent
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 from pallas_kernels.attention.division import by_own_length, evenly
 from pallas_kernels.choice import Site
@@ -28,6 +29,7 @@ from pallas_kernels.triton_bridge import call
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)
 _LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of these is 0, of two infinities NaN
+_LARGEST = 256  # coordinates of a head; longer ones are for `triton_latent`
 _SMALLEST = 16  # rows and coordinates of a matrix that tensor cores multiply
 
 
@@ -35,8 +37,12 @@ def refusal(operation: str, site: Site) -> str | None:
     """Say why this cannot attend there; None where it can."""
     if site.dtype == "float16" and site.cache_dtype == "float8_e5m2":
         return "float16 cannot hold weights times the scales of a cache of float8_e5m2"
-    if site.head_size > 256:
-        return f"heads of {site.head_size} do not fit; up to 256 do"
+    is_latent = triton_latent.fits(site.kv_heads, site.head_size, site.value_size)
+    if is_latent and site.cache_dtype == "float8_e5m2" and (site.capability or 90) < 90:
+        return "latents of float8_e5m2 need compute capability 9.0"  # Triton 3.6 multiplies bfloat16 as only that can
+    if site.head_size > _LARGEST and not is_latent:
+        values = "one head of keys of which the first 2^n, 16 to 512, are the values"
+        return f"heads of {site.head_size} do not fit; up to {_LARGEST} do, and {values}"
     return triton_bridge.refusal(site)
 
 
@@ -274,6 +280,8 @@ def combine(
 
 def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: int | None) -> Array:
     """See `pallas_kernels.paged_decode`."""
+    if triton_latent.takes(args, _LARGEST):
+        return triton_latent.paged_decode(q, lengths, args, capability=capability)
     rows, heads, _ = q.shape
     kv_heads, width = args.kv_heads, args.value_width
     context = args.tables.shape[1] * args.k_cache.shape[2]
@@ -317,6 +325,8 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
 
 def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, capability: int | None) -> Array:
     """See `pallas_kernels.paged_prefill`."""
+    if triton_latent.takes(args, _LARGEST):
+        return triton_latent.paged_prefill(q, tiles, args, tile=tile, capability=capability)
     heads, kv_heads = q.shape[1], args.kv_heads
     rows = tile * (heads // kv_heads)
     chosen = tuning.of_prefill(capability, rows, q.shape[2], str(q.dtype), str(args.k_cache.dtype))

@@ -65,8 +65,9 @@ def rotate_and_store(
     IS_INTEGER: tl.constexpr,
     LIMIT: tl.constexpr,  # what scaled numbers are bounded by; None without scales
 ):
-    """Rotate and store one head of BT tokens; grid (token blocks, ALL heads: of queries, keys, values).
+    """Rotate and store one head of BT tokens; grid (token blocks, ALL heads: of H queries, keys, values).
 
+    Without queries, H is 0 and `q` None.
     F pairs are rotated, and REST coordinates behind them are not; FP and RP are those, padded to powers of two.
     """
     head = tl.program_id(1)
@@ -107,7 +108,7 @@ def rotate_and_store(
         behind = tl.load(qkv + source[:, None] + rest[None, :], mask=is_rest, other=0.0).to(tl.float32)
     else:
         behind = tl.zeros((BT, RP), tl.float32)
-    if head < H:
+    if H > 0 and head < H:
         target = q + ((tokens.to(tl.int64) * H + head) * C)[:, None]
         if F > 0:
             tl.store(target + pairs[None, :], first.to(q.dtype.element_ty), mask=is_pair)
@@ -173,24 +174,28 @@ def write_kv(
     capability: int | None,
 ) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
     """See `pallas_kernels.write_kv`."""
-    tokens, every, size = qkv.shape
     num_blocks, kv_heads, block_tokens, _ = k_cache.shape
-    heads = every - kv_heads * (1 if v_cache is None else 2)
+    heads = qkv.shape[1] - kv_heads * (1 if v_cache is None else 2)
+    unchanged = None
+    if cosine is None:  # where XLA has put queries and keys together for this, it takes them apart for nothing
+        unchanged, qkv, heads = qkv[:, :heads], qkv[:, heads:], 0
+    tokens, every, size = qkv.shape
     pairs = 0 if cosine is None else cosine.shape[1]
     rest = size - 2 * pairs
     changed = [(place, one) for place, one in enumerate((k_cache, v_cache, k_scales, v_scales)) if one is not None]
-    outputs = [jax.ShapeDtypeStruct((tokens, heads, size), qkv.dtype)]
-    outputs += [jax.ShapeDtypeStruct(one.shape, one.dtype) for _, one in changed]
+    queries = [] if unchanged is not None else [jax.ShapeDtypeStruct((tokens, heads, size), qkv.dtype)]
+    outputs = queries + [jax.ShapeDtypeStruct(one.shape, one.dtype) for _, one in changed]
     block = tuning.write_tokens(tokens)
     name = str(k_cache.dtype)
-    q, *written = call(
+    given = {} if unchanged is None else {"q": None}
+    results = call(
         rotate_and_store,
         (qkv, blocks, offsets, cosine, sine, k_cache, v_cache, k_scales, v_scales),
         outputs,
         (triton.cdiv(tokens, block), every),
         tuning.write(block),
         capability,
-        aliases={5 + place: 1 + number for number, (place, _) in enumerate(changed)},
+        aliases={5 + place: len(queries) + number for number, (place, _) in enumerate(changed)},
         T=tokens if tokens % block else None,
         N=num_blocks,
         H=heads,
@@ -206,7 +211,9 @@ def write_kv(
         IS_INTERLEAVED=is_interleaved,
         IS_INTEGER=name == "int8",
         LIMIT=LIMITS[name] if k_scales is not None else None,
+        **given,
     )
+    q, written = (results[0], results[1:]) if unchanged is None else (unchanged, results)
     found: list[Array | None] = [None] * 4
     for (place, _), array in zip(changed, written, strict=True):
         found[place] = array

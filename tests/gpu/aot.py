@@ -117,7 +117,7 @@ def kernels_of(
     """Choose kernels as an engine on H200 does; `asked` are names by operation, `cache` the type of its arrays."""
     heads, kv_heads = heads_per_shard(spec, devices)
     site = Site("gpu", CAPABILITY, dtype, cache or dtype, heads, kv_heads, spec.head_size, shards=devices)
-    site = replace(site, kind=scheme.kind if scheme else "float")
+    site = replace(site, kind=scheme.kind if scheme else "float", value_size=spec.latent and spec.latent.rank)
     return {
         operation: pallas_kernels.resolve(operation, site, (asked or {}).get(operation)) for operation in OPERATIONS
     }

@@ -36,6 +36,13 @@ HEADS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "gpt-oss": (64, 8, 64, {"window": 128, "sinks": True}),
 }
 TYPES = (("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32"))
+# Query heads, latent and rest of DeepSeek-V2-Lite and of V3, on one device and on four, and of a test.
+LATENTS = (
+    *(("V2-Lite", 16, 512, 64, *types) for types in TYPES),
+    *(("V3", 128, 512, 64, *types) for types in (TYPES[0], TYPES[2])),
+    ("V3 by four", 32, 512, 64, *TYPES[0]),
+    ("a small latent", 5, 16, 8, *TYPES[0]),
+)
 # Groups of columns of a matrix of 4,096, by the kind of its numbers: as checkpoints of FP8, GPTQ and MXFP4 have them.
 WEIGHTS = {"int8": 1, "float8": 1, "int4": 32, "float4": 128}
 # Rows and columns of a layer's matrices, and what their products do: of Qwen2.5-0.5B and Llama 3 8B.
@@ -75,6 +82,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             qkv, turn = _array((tokens, heads + 2 * kv_heads, size), dtype), _array((tokens, size // 2), "float32")
             arrays = (qkv, cache, cache, _ints(tokens), _ints(tokens), turn, scales)
             found[f"write_kv of {tokens} tokens, {kind}"] = (partial(_write, False), arrays)
+    found |= latent_calls()
     for (kind, groups), tokens in itertools.product(WEIGHTS.items(), (16, 256)):
         rows, columns = 6144, 4096
         stored = {"int8": "int8", "float8": "float8_e4m3fn"}.get(kind, "uint8")
@@ -95,6 +103,26 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             kinds["filtered"] = (*kinds["random"], _ints(rows), row, row)
             for kind, own in kinds.items():
                 found[f"sample of {rows} rows of {size}, {kind}"] = (_sample, (logits, *own))
+    return found
+
+
+def latent_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Name the calls of latent attention, which has one key for all heads and no values."""
+    found = {}
+    for model, heads, rank, rest, dtype, cached in LATENTS:
+        size, options, kind = rank + rest, {"value_size": rank}, f"{model}, {cached} cache"
+        cache = _array((BLOCKS, 1, BLOCK_TOKENS, size), cached)
+        own = (None if cached == dtype else _array(cache.shape[:3], "float32"), None)
+        for rows in (1, 64) if cached == "bfloat16" else (64,):
+            arrays = (_array((rows, heads, size), dtype), cache, None, _ints(rows, CONTEXT), _ints(rows), *own)
+            found[f"paged_decode of {rows} rows, {kind}"] = (partial(_decode, size, options), arrays)
+        tiles = tuple(_ints(64) for _ in range(3))
+        arrays = (_array((2048, heads, size), dtype), cache, None, _ints(64, CONTEXT), *tiles, *own)
+        found[f"paged_prefill, {kind}"] = (partial(_prefill, size, options), arrays)
+        if model == "V2-Lite":
+            for tokens in (64, 2048):
+                arrays = (_array((tokens, heads + 1, size), dtype), cache, None, _ints(tokens), _ints(tokens), *own)
+                found[f"write_kv of {tokens} tokens, {kind}"] = (_write_latents, arrays)
     return found
 
 
@@ -148,14 +176,18 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _decode(size: int, options: dict[str, Any], implementation: Choice, *arrays: Any) -> Any:
     *given, scales, sinks = arrays
-    own = options | {"scale": size**-0.5, "k_scales": scales, "v_scales": scales, "sinks": sinks}
+    own = options | {"scale": size**-0.5, "k_scales": scales, "v_scales": _of_values(given, scales), "sinks": sinks}
     return pallas_kernels.paged_decode(*given, **own, implementation=implementation)
 
 
 def _prefill(size: int, options: dict[str, Any], implementation: Choice, *arrays: Any) -> Any:
     *given, scales, sinks = arrays
-    own = options | {"scale": size**-0.5, "k_scales": scales, "v_scales": scales, "sinks": sinks, "tile": TILE}
-    return pallas_kernels.paged_prefill(*given, **own, implementation=implementation)
+    own = options | {"scale": size**-0.5, "k_scales": scales, "v_scales": _of_values(given, scales), "sinks": sinks}
+    return pallas_kernels.paged_prefill(*given, **own, tile=TILE, implementation=implementation)
+
+
+def _of_values(given: list[Any], scales: Any) -> Any:
+    return None if given[2] is None else scales
 
 
 def _linear(kind: Kind, implementation: Choice, *arrays: Any) -> Any:
@@ -180,6 +212,11 @@ def _write(is_interleaved: bool, implementation: Choice, *arrays: Any) -> Any:
     *given, turn, scales = arrays
     own = {"turn": (turn, turn), "k_scales": scales, "v_scales": scales, "is_interleaved": is_interleaved}
     return pallas_kernels.write_kv(*given, **own, implementation=implementation)
+
+
+def _write_latents(implementation: Choice, *arrays: Any) -> Any:
+    *given, scales, _ = arrays
+    return pallas_kernels.write_kv(*given, k_scales=scales, implementation=implementation)
 
 
 def _copy(implementation: Choice, *arrays: Any) -> Any:

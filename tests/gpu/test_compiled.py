@@ -51,6 +51,16 @@ def test_prompts_are_multiplied_with_wgmma_on_hopper_alone(found, capability):
     assert all(narrow) if capability == 90 else not any(narrow)
 
 
+def test_tiles_of_latents_are_multiplied_with_wgmma_on_hopper_alone(found, capability):
+    """Where 64 heads of tokens are multiplied with numbers of 16 bits, for prompts and for one token of V3."""
+    tiles = [
+        kernel["wgmma"]
+        for name, kernel in found.items()
+        if re.search("attend_latent: paged_(prefill, V|decode of 1 rows, V3,).*bfloat16", name)
+    ]
+    assert tiles == [capability == 90] * 4
+
+
 def test_resources_are_those_of_the_table(found, capability):
     """Registers may change with a version of the assembler, a little; a kernel that needs more is seen."""
     whole = json.loads(resources.TABLE.read_text())

@@ -6,6 +6,7 @@ Needs Triton and TRITON_INTERPRET=1, as `make gpu-aot` sets it: that is read whe
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,9 +17,10 @@ import pytest
 import pallas_kernels
 from jaxllm import LLM, SamplingParams
 from jaxllm.runner.model_setup import OPERATIONS
-from pallas_kernels import Choice, tuning
+from pallas_kernels import Choice, Site, tuning
+from pallas_kernels.tuning import Latent, Tuning
 from tests.kernels import test_attention
-from tests.kernels.test_attention import CASES, WRITES
+from tests.kernels.test_attention import CASES, WRITES, Case
 from tests.support import paths
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -70,6 +72,45 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_are(batch_invariant, mo
     assert np.array_equal(beside, alone) == batch_invariant
 
 
+@pytest.mark.parametrize(
+    ("rows", "case"), [(16, Case(16, 576, 1, 16, value_size=512)), (64, Case(8, 96, 1, 20, value_size=64))], ids=str
+)
+def test_tiles_and_pieces_of_latents(rows, case, monkeypatch):
+    """As 16-bit caches have them: heads of several tokens in a tile, contexts in several pieces."""
+    monkeypatch.setattr(tuning, "of_latent", lambda *_: Latent(rows, 32, rows < 64, 2, Tuning(8, 3)))
+    monkeypatch.setattr(tuning, "least_latents", lambda _: 16)
+    monkeypatch.setattr(tuning, "latent_splits", lambda *_: 10)
+    monkeypatch.setattr(tuning, "JOINED_PIECES", 2)
+    test_attention.test_decode_matches_the_naive_loop(case, TRITON)
+    test_attention.test_ragged_prefill_matches_the_naive_loop(case, TRITON)
+
+
+def test_latents_are_divided_so_that_they_fill_the_device():
+    lite, large = (tuning.of_latent(90, heads, "bfloat16", "bfloat16") for heads in (16, 128))
+    rooms = {rows: rows * tuning.latent_splits(90, rows, 4096, lite) for rows in (1, 2, 16, 33, 64, 256)}
+    assert rooms == {1: 32, 2: 64, 16: 256, 33: 264, 64: 256, 256: 256}, "of 264 at most, 128 keys each at least"
+    assert tuning.latent_splits(90, 2, 4096, large) == 16
+    assert tuning.latent_splits(90, 64 * 2, 4096, large) == 1
+
+
+def test_latents_are_chosen_and_other_long_heads_are_not():
+    site = Site("gpu", 90, "bfloat16", "bfloat16", 16, 1, 576, value_size=512)
+    for operation in ("paged_decode", "paged_prefill"):
+        assert pallas_kernels.resolve(operation, site).name == "triton"
+        for other in ({"value_size": None}, {"kv_heads": 2}, {"value_size": 384}, {"head_size": 1088}):
+            found = pallas_kernels.resolve(operation, replace(site, **other))
+            assert found.name == "xla" and "up to 256 do, and one head of keys" in found.reason
+        old = replace(site, capability=80, cache_dtype="float8_e5m2")
+        assert pallas_kernels.refusal(operation, "triton", old) == "latents of float8_e5m2 need compute capability 9.0"
+
+
+@pytest.mark.parametrize("option", [{"window": 5}, {"softcap": 2.0}, {"sinks": jnp.zeros(4)}], ids=str)
+def test_what_latents_are_not_attended_with_is_said(option):
+    arrays = (jnp.zeros((1, 4, 576)), jnp.zeros((2, 1, 4, 576)), None, jnp.zeros((1, 1), int), jnp.zeros(1, int))
+    with pytest.raises(ValueError, match=f"latent heads of 576 attend without {next(iter(option))}"):
+        pallas_kernels.paged_decode(*arrays, scale=1.0, value_size=512, implementation=TRITON, **option)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("write", WRITES, ids=str)
 def test_write_kv_is_what_the_reference_is(write, dtype):
@@ -87,7 +128,7 @@ def test_blocks_are_copied():
         np.testing.assert_array_equal(np.asarray(got[0])[[0, 2]], np.asarray(k_cache)[[1, 7]])
 
 
-@pytest.mark.parametrize("case", CASES[2:9], ids=str)
+@pytest.mark.parametrize("case", [*CASES[2:9], CASES[12]], ids=str)
 def test_caches_with_scales(case):
     """What is stored with scales and attended to is what the reference makes of it, and near the exact one.
 

@@ -29,6 +29,7 @@ from jaxllm.sampling.sampler import Variant
 from pallas_kernels import Choice
 from tests.benchmarks.shapes import SHAPES
 from tests.gpu import aot
+from tests.model.test_moe_families import DEEPSEEK_V2_LITE
 
 MIB = 1 << 20
 MODELS: dict[str, dict[str, Any]] = {
@@ -111,6 +112,37 @@ def test_an_8_bit_cache_is_written_and_read_in_place(cache, size):
     blocks, heads, tokens, width = program.block_shape
     assert not re.findall(rf"= f32\[{blocks},{heads},{tokens}\]\S* (?:copy|copy-start)\(", program.text)
     assert not re.findall(rf"= (?:bf16|f16|f32)\[{blocks},{heads},{tokens},{width}\].*", program.text)
+
+
+# Of DeepSeek-V2-Lite one dense layer and one with experts: up to 256 tokens all of these are multiplied, in the graph.
+LATENT = DEEPSEEK_V2_LITE | {"num_hidden_layers": 2}
+KERNELS_OF_LATENTS = 16  # of a dense layer; one with experts has 9 more
+LATENT_RAGGED_MIB = {512: 85, 2048: 340}
+
+
+@pytest.mark.parametrize(
+    ("rows", "devices"),
+    [(16, 1), (16, 4), *(pytest.param(rows, 1, marks=pytest.mark.slow) for rows in (2, 64))],
+)
+def test_latent_attention_is_in_the_graph(rows, devices):
+    """The heads are divided among the devices, and each has all latents."""
+    program = aot.compile_step(LATENT, rows=rows, devices=devices)
+    print(f"{program.kernels} kernels, {program.temporary_bytes / MIB:.1f} MiB")
+    most = 2 * KERNELS_OF_LATENTS + 9 + KERNELS_BESIDE if devices == 1 else None
+    assert not program.violations(True, DECODE_MIB[rows] * MIB, most)
+    assert program.block_shape[1] == 1 and program.all_reduces == (0 if devices == 1 else 2 * 2 + 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cache"),
+    [(512, None), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2048, None), (512, "int8")))],
+)
+def test_a_ragged_step_attends_to_latents_without_a_loop(tokens, cache):
+    """With dense layers: experts have a loop for so many tokens."""
+    program = aot.compile_step(LATENT | {"first_k_dense_replace": 2}, tokens=tokens, cache=cache)
+    print(f"{program.outside}, {program.temporary_bytes / MIB:.1f} MiB")
+    assert not program.violations(False, LATENT_RAGGED_MIB[tokens] * MIB)
+    assert " while(" not in program.text and not program.thunks["kWhile"]
 
 
 def test_a_step_in_which_a_model_drafts_is_one_graph():
@@ -196,6 +228,8 @@ def test_a_branch_in_the_step_is_seen(monkeypatch):
     assert "one CUDA graph" in found
     monkeypatch.undo()
     assert "one CUDA graph" in compiled(kernels={"paged_decode": "xla"}).violations(True, 1 << 40)[0]
+    pages = aot.compile_step(LATENT | {"num_hidden_layers": 1}, rows=2, kernels={"paged_decode": "xla"})
+    assert "one CUDA graph" in pages.violations(True, 1 << 40)[0] and pages.thunks["kWhile"]
 
 
 def test_a_kernel_on_a_sharded_cache_outside_shard_map_is_seen():

@@ -61,13 +61,15 @@ EDGES = (
     Shape("everything", 21, 3, 16, 64, window=100, softcap=1.0, has_sinks=True),
     Shape("heads of 40, latent", 6, 1, 40, value_size=24),
     Shape("heads of 80", 8, 8, 80),
+    Shape("small latents", 20, 1, 96, 8, value_size=64),
 )
 MODELS = (
     Shape("Qwen2.5-0.5B", 14, 2, 64),
     Shape("Llama-3.1-8B", 32, 8, 128),
     Shape("Gemma-2-9B", 16, 8, 256, window=4096, softcap=50.0),
     Shape("gpt-oss", 64, 8, 64, window=128, has_sinks=True),
-    Shape("DeepSeek-V2", 16, 1, 576, value_size=512),
+    Shape("DeepSeek-V2-Lite", 16, 1, 576, value_size=512),
+    Shape("DeepSeek-V3", 128, 1, 576, value_size=512),
 )
 DRY = (((EDGES[2],), (TYPES[2],)), ((EDGES[6],), (TYPES[5],)))
 LENGTHS, DRY_LENGTHS = (0, 1, 16, 17, 150, 1030, 4100), (0, 1, 17, 90)  # the longest is divided among programs
@@ -181,6 +183,7 @@ def _write(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distance
     qkv = pool.normal((tokens, shape.heads + shape.kv_heads * (1 + has_values), shape.size), dtype)
     angles = pool.random.standard_normal((tokens, shape.size // 2)) * 9
     turn = (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32))
+    turn = turn if has_values else None  # the model turns a part of what becomes a latent's key
     cache = jnp.zeros((num_blocks, shape.kv_heads, size, shape.size), cache_dtype)
     scales = jnp.ones(cache.shape[:3], jnp.float32) if cache_dtype in SCALED else None
 

@@ -27,6 +27,10 @@ Heads = tuple[int, int, int]
 DTYPE, DRY_DTYPE = "bfloat16", "float32"
 HEADS: dict[str, Heads] = {"8B": (32, 8, 128), "0.5B": (14, 2, 64)}
 TINY: dict[str, Heads] = {"tiny": (4, 2, 16)}
+# Query heads over one latent of 512 and a rest of 64: DeepSeek-V2-Lite, V3.
+LATENTS: dict[str, tuple[Heads, int]] = {"V2-Lite": ((16, 1, 576), 512), "V3": ((128, 1, 576), 512)}
+TINY_LATENTS: dict[str, tuple[Heads, int]] = {"tiny latents": ((4, 1, 24), 16)}
+LATENT_ROWS, LATENT_CONTEXT = (1, 64), 8192
 ROWS, CONTEXTS = (1, 16, 64, 256), (1024, 8192, 32768)
 PROMPTS = ((1, 1024), (1, 8192), (1, 32768), (16, 1024))
 # Width, columns of the heads' product, feed-forward width.
@@ -77,6 +81,7 @@ def run(check: Check) -> None:
         _all(check, ceilings, "paged_decode", what, heads[largest], cache_dtype, False,
              lambda cached=cache_dtype: measuring.decode(
                  heads[largest], rows[-1], contexts[0], dtype, cached, _pool(check)))  # fmt: skip
+    _latents(check, ceilings)
     for tokens in (3,) if check.is_dry else TOKENS:
         what = f"write_kv, {largest}, {tokens} tokens"
         _all(check, ceilings, "write_kv", what, heads[largest], dtype, True,
@@ -87,6 +92,22 @@ def run(check: Check) -> None:
             _all(check, ceilings, "fused_linear", what, heads[model], dtype, True,
                  lambda layer=layer, tokens=tokens: measuring.products(
                      *layer, tokens, dtype, _pool(check)))  # fmt: skip
+
+
+def _latents(check: Check, ceilings: dict[str, float]) -> None:
+    """Time attention to latents, in decode steps and in one prompt."""
+    dtype = _dtype(check)
+    rows, context = ((3,), 40) if check.is_dry else (LATENT_ROWS, LATENT_CONTEXT)
+    for model, (heads, width) in (TINY_LATENTS if check.is_dry else LATENTS).items():
+        for number in rows:
+            what = f"paged_decode, {model}, {number} rows of {context}"
+            _all(check, ceilings, "paged_decode", what, heads, dtype, check.is_dry,
+                 lambda heads=heads, width=width, number=number: measuring.decode(
+                     heads, number, context, dtype, None, _pool(check), width), width)  # fmt: skip
+        what = f"paged_prefill, {model}, 1 prompt of {context}"
+        _all(check, ceilings, "paged_prefill", what, heads, dtype, check.is_dry,
+             lambda heads=heads, width=width: measuring.prefill(
+                 heads, 1, context, dtype, None, width), width)  # fmt: skip
 
 
 def _decode(
@@ -136,10 +157,11 @@ def _all(
     cache_dtype: str,
     has_slow: bool,
     make: Callable[[], Case],
+    value_size: int | None = None,
 ) -> dict[str, float]:
     """Time the implementations that run here, of the slow ones only where `has_slow`; return shares of the ceiling."""
     shares = {}
-    site = site_of(_dtype(check), cache_dtype, heads)
+    site = site_of(_dtype(check), cache_dtype, heads, value_size)
     best = pallas_kernels.resolve(operation, site).name
     always = {best, *choice.COMPILED} if site.platform == "gpu" else {best}
     for name, chosen in choices(operation, site):

@@ -201,7 +201,8 @@ def test_the_fastest_candidate_is_written(tmp_path, monkeypatch):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("case", [measuring.decode((4, 2, 16), 3, 40, "float32", None, 1 << 16),
-                                  measuring.prefill((4, 2, 16), 2, 40, "float32")])  # fmt: skip
+                                  measuring.prefill((4, 2, 16), 2, 40, "float32"),
+                                  measuring.prefill((4, 1, 24), 2, 40, "float32", None, 16)])  # fmt: skip
 def test_what_is_timed_is_done_in_every_turn(case):
     """The loop's program keeps the operation inside its loop, whatever XLA can see through."""
     assert 0 < measuring.seconds(case.step("xla_gather"), case.arrays, 4, 2) < 1
@@ -213,3 +214,7 @@ def test_the_bytes_of_a_case_are_what_it_must_read_and_write():
     assert case.num_bytes == 2 * 3 * 48 * 2 * 16 * 4 + 2 * 3 * 4 * 16 * 4
     assert case.flops == 4 * 3 * 48 * 4 * 16
     assert measuring.prefill((4, 2, 16), 1, 3, "float32").flops == 4 * (1 + 2 + 3) * 4 * 16
+    # One head of 24 numbers, of which 16 are values as well.
+    case = measuring.decode((4, 1, 24), 3, 48, "float32", None, 1, 16)
+    assert case.num_bytes == 3 * 48 * 24 * 4 + 3 * 4 * (24 + 16) * 4
+    assert case.flops == 2 * 3 * 48 * 4 * (24 + 16)

@@ -57,6 +57,9 @@ CASES = [
     Case(8, 64, 1, 16),
     Case(32, 96, 2, 3, window=33),
     Case(128, 256, 1, 2, softcap=3.0),
+    Case(4, 24, 1, 5, value_size=16),
+    Case(16, 96, 1, 20, value_size=64),
+    Case(16, 576, 1, 4, value_size=512),
 ]
 TIERS = ([], [pytest.mark.slow], [pytest.mark.ci], [pytest.mark.slow])
 EACH = [pytest.param(case, marks=TIERS[number % 4], id=str(case)) for number, case in enumerate(CASES)]
