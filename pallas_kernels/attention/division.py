@@ -25,15 +25,18 @@ class Pieces(NamedTuple):
     count: Array  # [R]: how many a row has
 
 
-def evenly(lengths: Array, window: int | None, visited: int, programs: int, least: int) -> Pieces:
+def evenly(lengths: Array, context: int, window: int | None, visited: int, programs: int, least: int) -> Pieces:
     """Divide the keys that rows of `lengths` [R] see into R + `programs` pieces at most, of at least `least` keys.
 
-    No piece is longer than an even share of all keys, or `least`, rounded up to the `visited` keys of one visit.
+    No piece is longer than an even share of all keys, or `least`, rounded up to the `visited` keys of one visit. No row
+    is longer than `context`.
     """
     begins = _begins(lengths, window, visited)
     keys = lengths - begins
     share = jnp.maximum(-(-jnp.sum(keys) // programs), least)
-    return _cut(begins, lengths, -(-keys // share), visited, len(lengths) + programs)
+    longest = context if window is None else min(context, window + visited)
+    most = min(len(lengths) + programs, len(lengths) * -(-longest // least))
+    return _cut(begins, lengths, -(-keys // share), visited, most)
 
 
 def by_own_length(lengths: Array, window: int | None, visited: int, splits: int, least: int) -> Pieces:

@@ -290,16 +290,18 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
     if args.batch_invariant:
         pieces = by_own_length(lengths, args.window, chosen.keys, chosen.splits, chosen.least_keys)
     else:
-        pieces = evenly(lengths, args.window, chosen.keys, chosen.programs, chosen.least_keys)
+        pieces = evenly(lengths, context, args.window, chosen.keys, chosen.programs, chosen.least_keys)
     constants = _constants(q, args)
     count = len(pieces.row)
-    out, parts = call(
+    outputs = [jax.ShapeDtypeStruct((rows, heads, width), q.dtype)]
+    if count > rows:
+        outputs.append(jax.ShapeDtypeStruct((count, heads, width + 2), jnp.float32))
+    else:
+        constants["parts"] = None
+    out, *parts = call(
         attend,
         (q, *_cache(args), args.tables, lengths, None, None, args.sinks, *pieces[:3], pieces.count),
-        [
-            jax.ShapeDtypeStruct((rows, heads, width), q.dtype),
-            jax.ShapeDtypeStruct((count, heads, width + 2), jnp.float32),
-        ],
+        outputs,
         (count, kv_heads),
         chosen.tuning,
         capability,
@@ -307,9 +309,11 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
         BM=_padded(heads // kv_heads),
         BN=chosen.keys,
     )
+    if not parts:
+        return out
     (out,) = call(
         combine,
-        (parts, pieces.first, pieces.count, args.sinks, out),
+        (parts[0], pieces.first, pieces.count, args.sinks, out),
         [jax.ShapeDtypeStruct(out.shape, out.dtype)],
         (rows, heads),
         tuning.COMBINE,

@@ -69,7 +69,9 @@ class Cost(NamedTuple):
 
 def pieces(lengths: Sequence[int], chosen: Decode, window: int | None = None) -> list[list[int]]:
     """Divide rows' keys among programs as the kernel does: how many keys each piece of each row has."""
-    divided = evenly(jnp.asarray(lengths, jnp.int32), window, chosen.keys, chosen.programs, chosen.least_keys)
+    divided = evenly(
+        jnp.asarray(lengths, jnp.int32), max(lengths), window, chosen.keys, chosen.programs, chosen.least_keys
+    )
     found = Pieces(*map(np.asarray, divided))
     keys = found.end - found.begin
     return [keys[first : first + count].tolist() for first, count in zip(found.first, found.count, strict=True)]

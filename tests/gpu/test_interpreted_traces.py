@@ -93,7 +93,11 @@ def decode(heads: Heads, lengths: list[int], dtype: str = "float16", window: int
     keys, own, token = cache(blocks, kv_heads, size, dtype)
     q = numbers(len(lengths), num_heads, size)
     chosen = tuning.of_decode(90, len(lengths), kv_heads, size, "float16", dtype, 64 * BLOCK)
-    needed = q.nbytes + (len(lengths) + chosen.programs) * kv_heads * SECTOR
+    programs = min(
+        len(lengths) + chosen.programs,
+        len(lengths) * -(-(window + chosen.keys if window else 64 * BLOCK) // chosen.least_keys),
+    )
+    needed = q.nbytes + programs * kv_heads * SECTOR
     for row in pieces(lengths, chosen, window):
         needed += sum(row) * token + len(row) * (kv_heads * 4 * SECTOR + num_heads * 2 * size)
         needed += len(row) * num_heads * 2 * 4 * (size + 2) * (len(row) > 1)

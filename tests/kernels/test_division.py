@@ -35,7 +35,7 @@ def test_each_key_is_in_one_piece(seed, window):
     rows, programs = int(random.choice([1, 2, 33, 64, 256])), int(random.choice([1, 16, 66, 264]))
     lengths = (random.pareto(0.7, rows) * 100).clip(0, 40000).astype(np.int32)
     lengths[random.random(rows) < 0.2] = 0
-    found = check(evenly(jnp.asarray(lengths), window, VISITED, programs, LEAST), lengths, window)
+    found = check(evenly(jnp.asarray(lengths), 40000, window, VISITED, programs, LEAST), lengths, window)
     keys = lengths if window is None else lengths - np.maximum(lengths - window, 0) // VISITED * VISITED
     most = max(-(-int(keys.sum()) // programs), LEAST)
     assert (found.end - found.begin).max() < most + VISITED
@@ -46,7 +46,7 @@ def test_each_key_is_in_one_piece(seed, window):
 def test_one_long_row_among_short_ones_keeps_no_program_longer_than_others():
     """66 programs of each of 8 heads run at once on an H200; the long row alone was 32,768 keys for one of them."""
     lengths = np.asarray([512] * 40 + [32768] + [512] * 23, np.int32)
-    found = check(evenly(jnp.asarray(lengths), None, VISITED, 66, LEAST), lengths, None)
+    found = check(evenly(jnp.asarray(lengths), 32768, None, VISITED, 66, LEAST), lengths, None)
     assert (found.end - found.begin).max() <= 992 and found.count[40] == 34
     assert (found.count[lengths == 512] == 1).all()
 
@@ -58,3 +58,9 @@ def test_by_own_length_neighbours_change_nothing():
     own = among.row == 1
     np.testing.assert_array_equal(among.begin[own], alone.begin[: alone.count[0]])
     np.testing.assert_array_equal(among.end[own], alone.end[: alone.count[0]])
+
+
+def test_no_more_pieces_are_provided_for_than_there_can_be():
+    lengths = jnp.asarray([512] * 4, jnp.int32)
+    for context, window, count in ((256, None, 4), (512, None, 8), (32768, None, 70), (32768, 224, 4)):
+        assert len(evenly(lengths, context, window, VISITED, 66, LEAST).row) == count
