@@ -37,7 +37,8 @@ def test_each_key_is_in_one_piece(seed, window):
     lengths[random.random(rows) < 0.2] = 0
     found = check(evenly(jnp.asarray(lengths), 40000, window, VISITED, programs, LEAST), lengths, window)
     keys = lengths if window is None else lengths - np.maximum(lengths - window, 0) // VISITED * VISITED
-    most = max(-(-int(keys.sum()) // programs), LEAST)
+    even = -(-int(keys.sum()) // programs)
+    most = max(even + even // 16, LEAST)
     assert (found.end - found.begin).max() < most + VISITED
     found = check(by_own_length(jnp.asarray(lengths), window, VISITED, 8, LEAST), lengths, window)
     assert found.count.max() <= 8
@@ -47,8 +48,10 @@ def test_one_long_row_among_short_ones_keeps_no_program_longer_than_others():
     """66 programs of each of 8 heads run at once on an H200; the long row alone was 32,768 keys for one of them."""
     lengths = np.asarray([512] * 40 + [32768] + [512] * 23, np.int32)
     found = check(evenly(jnp.asarray(lengths), 32768, None, VISITED, 66, LEAST), lengths, None)
-    assert (found.end - found.begin).max() <= 992 and found.count[40] == 34
+    assert (found.end - found.begin).max() <= 1056 and found.count[40] == 32
     assert (found.count[lengths == 512] == 1).all()
+    equal = np.full(64, 1024, np.int32)
+    assert (check(evenly(jnp.asarray(equal), 1024, None, VISITED, 66, LEAST), equal, None).count == 1).all()
 
 
 def test_by_own_length_neighbours_change_nothing():
