@@ -28,8 +28,9 @@ class Pieces(NamedTuple):
 def evenly(lengths: Array, context: int, window: int | None, visited: int, programs: int, least: int) -> Pieces:
     """Divide the keys that rows of `lengths` [R] see into R + `programs` pieces at most, of at least `least` keys.
 
-    No piece is longer than an even share of all keys and a sixteenth of it, or `least`, rounded up to the `visited` keys
-    of one visit: rows that nearly fill the programs, as 64 with 8 heads do, are not cut. No row is longer than `context`.
+    No piece is longer than `least`, or an even share of all keys and a sixteenth of it, rounded up to `visited` keys,
+    those of one visit: rows that nearly fill the programs, as 64 with 8 heads do, are not cut. No row is longer than
+    `context`.
     """
     begins = _begins(lengths, window, visited)
     keys = lengths - begins
