@@ -49,6 +49,16 @@ class Linear(NamedTuple):
     tuning: Tuning
 
 
+class Experts(NamedTuple):
+    """Of `fused_experts`: assignments of a tile, rows of a weight of a program, columns visited at once."""
+
+    assignments: int
+    has_halves: bool  # a tile that is at most half full is multiplied as half a tile
+    rows: int  # of the second product; the first has half of them for gates, and half for what these multiply
+    columns: int
+    tuning: Tuning
+
+
 COMBINE = Tuning(2, 1)
 COPY, COPIED = Tuning(4, 1), 2048  # numbers of a block that a program copies
 LEAST_KEYS, MOST_SPLITS = 256, 32
@@ -61,6 +71,18 @@ LINEAR = {
     32: ((16, 64, 32, 4, 2), (32, 64, 32, 4, 2)),
 }
 LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # visits that a program is worth
+# Of `fused_experts`, not measured here, by the assignments of a tile, and 0 for float32: rows, columns, warps, stages.
+# Near to what vLLM measured on an H200 for 128 experts of 768 (fused_moe/configs: 16 x 128 x 128 up to 128 tokens,
+# 128 x 256 x 64 from 1,024 on). There a tile has twice what an expert gets on average, so that weights are read once;
+# here as much as that, and halves: of 256 to 8,192 random tokens at most 1.25 times the useful sums, and not 2.0.
+EXPERTS = {
+    16: (128, 128, 4, 3),
+    32: (128, 128, 4, 3),
+    64: (128, 64, 4, 4),
+    128: (256, 64, 8, 3),
+    0: (64, 32, 4, 2),
+}
+PLAN, PLANNED = Tuning(4, 1), 4096  # assignments that a program of the plan visits at once
 # Of `sample`, which was not measured: columns of a program, and of a group whose largest logit is remembered.
 SURVEY, SURVEYED, GROUPED = Tuning(4, 1), 2048, 64
 # One program does a row with filters, so it is large: columns visited at once, and of those listed with 16 bounds.
@@ -104,6 +126,21 @@ def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind
             break
         splits *= 2
     return Linear(most, size, width, splits, Tuning(warps, stages))
+
+
+def of_experts(capability: int | None, assignments: int, experts: int, dtype: str) -> Experts:
+    """Choose for so many assignments: a tile has a power of two of them, at most what an expert gets on average."""
+    average = max(1, assignments // experts)
+    size = min(max(1 << (average.bit_length() - 1), 16), 128)
+    rows, columns, warps, stages = EXPERTS[0 if dtype == "float32" else size]
+    return Experts(size, average >= 16, rows, columns, Tuning(warps, stages))
+
+
+def fitting(rows: int, size: int) -> int:
+    """Halve the rows of a block, down to 32, until those that lie behind the last of `size` are an eighth at most."""
+    while rows > 32 and -(-size // rows) * rows * 8 > 9 * size:
+        rows //= 2
+    return rows
 
 
 def write_tokens(tokens: int) -> int:

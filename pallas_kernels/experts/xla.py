@@ -1,0 +1,63 @@
+"""The experts that tokens chose, one after another: the reference, and what runs where nothing better can.
+
+Every token is multiplied with every expert, and what it did not choose is left out: E / n times the work of the chosen
+ones, in memory for one expert at a time.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+FUNCTIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def fused_experts(
+    x: Array,
+    up: Array,
+    down: Array,
+    chosen: Array,
+    gates: Array,
+    up_bias: Array | None,
+    down_bias: Array | None,
+    *,
+    activation: Activation,
+    clamp: float | None,
+    clamp_slope: float,
+) -> Array:
+    """See `pallas_kernels.fused_experts`."""
+    product = partial(jnp.einsum, "td,od->to", preferred_element_type=jnp.float32)
+
+    def add(total: Array, own: tuple[Array, Array, Array, Array | None, Array | None]) -> tuple[Array, None]:
+        expert, up, down, up_bias, down_bias = own
+        inner = product(x, up) + (0.0 if up_bias is None else up_bias.astype(jnp.float32))
+        inner = gated(inner, activation, clamp, clamp_slope).astype(x.dtype)
+        result = product(inner, down) + (0.0 if down_bias is None else down_bias.astype(jnp.float32))
+        weighted = [
+            jnp.where(chosen[:, place, None] == expert, result * gates[:, place, None], 0.0)
+            for place in range(chosen.shape[1])
+        ]
+        return total + sum(weighted), None
+
+    experts = jnp.arange(len(up), dtype=chosen.dtype)
+    total, _ = lax.scan(add, jnp.zeros(x.shape, jnp.float32), (experts, up, down, up_bias, down_bias))
+    return total
+
+
+def gated(inner: Array, activation: Activation, clamp: float | None, clamp_slope: float) -> Array:
+    """Multiply the activation of the first half of the last axis with the second half."""
+    gate, up = jnp.split(inner, 2, axis=-1)
+    if clamp is None:
+        return FUNCTIONS[activation](gate) * up
+    gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)
+    return gate * jax.nn.sigmoid(clamp_slope * gate) * (up + 1.0)
