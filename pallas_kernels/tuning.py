@@ -82,7 +82,7 @@ EXPERTS = {
     128: (256, 64, 8, 3),
     0: (64, 32, 4, 2),
 }
-PLAN, PLANNED = Tuning(4, 1), 4096  # assignments that a program of the plan visits at once
+PLANNED = 4096  # assignments that a program of the plan visits at once, 8 with each thread
 # Of `sample`, which was not measured: columns of a program, and of a group whose largest logit is remembered.
 SURVEY, SURVEYED, GROUPED = Tuning(4, 1), 2048, 64
 # One program does a row with filters, so it is large: columns visited at once, and of those listed with 16 bounds.
@@ -133,7 +133,15 @@ def of_experts(capability: int | None, assignments: int, experts: int, dtype: st
     average = max(1, assignments // experts)
     size = min(max(1 << (average.bit_length() - 1), 16), 128)
     rows, columns, warps, stages = EXPERTS[0 if dtype == "float32" else size]
+    if generation(capability) == 80:  # whose sums of 256 rows leave no register
+        rows = min(rows, 128)
     return Experts(size, average >= 16, rows, columns, Tuning(warps, stages))
+
+
+def of_plan(assignments: int) -> tuple[int, Tuning]:
+    """Choose for the plan of so many assignments: how many are visited at once."""
+    block = min(max(1 << (assignments - 1).bit_length(), 128), PLANNED)
+    return block, Tuning(max(block // 256, 4), 1)
 
 
 def fitting(rows: int, size: int) -> int:

@@ -4,7 +4,7 @@
 are products of a tile with its expert's weights, which each read where they lie. How many tiles there are only the
 device knows, so a grid has as many as there can be, and programs behind the last one return at once: no loop around
 the kernels, and the same CUDA graph for every choice. Nothing is summed with atomics: the n results of a token are
-added in their order, by XLA, in the kernel that uses them.
+weighed and added in their order, by XLA, in the kernel that uses them.
 
 A weight's rows are those of the first matrix that tensor cores multiply, 64 at once on Hopper, and assignments are the
 columns of the second, so that a tile may be as narrow as 8. An expert's last tile, if it is at most half full, is
@@ -190,7 +190,6 @@ def _down(
     inner,
     weight,
     bias,
-    gates,
     order,
     out,
     expert,
@@ -220,7 +219,6 @@ def _down(
     if bias is not None:
         sums += tl.load(bias + own).to(tl.float32)[:, None]
     assignments = tl.load(order + first + places, mask=places < count, other=0)
-    sums *= tl.load(gates + assignments)[None, :]
     out_at = out + assignments.to(tl.int64)[:, None] * D + rows[None, :]
     result = tl.trans(sums.to(out.dtype.element_ty))
     tl.store(out_at, result, mask=(places < count)[:, None] & (rows < D)[None, :])
@@ -231,7 +229,6 @@ def multiply_down(
     inner,
     weight,
     bias,
-    gates,
     order,
     tiles,
     out,
@@ -243,16 +240,16 @@ def multiply_down(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Multiply a tile of `inner` with BN rows and weigh it, each to its assignment's place; grid (TILES, blocks of D)."""
+    """Multiply a tile of `inner` with BN rows, each result to its assignment's place; grid (TILES, blocks of D)."""
     tile = tl.program_id(0)
     expert, first, count = tl.load(tiles + tile), tl.load(tiles + TILES + tile), tl.load(tiles + 2 * TILES + tile)
     if HALVES:
         if count > BM // 2:
-            _down(inner, weight, bias, gates, order, out, expert, first, count, D, F, BM, BN, BK)
+            _down(inner, weight, bias, order, out, expert, first, count, D, F, BM, BN, BK)
         elif count > 0:
-            _down(inner, weight, bias, gates, order, out, expert, first, count, D, F, BM // 2, BN, BK)
+            _down(inner, weight, bias, order, out, expert, first, count, D, F, BM // 2, BN, BK)
     elif count > 0:
-        _down(inner, weight, bias, gates, order, out, expert, first, count, D, F, BM, BN, BK)
+        _down(inner, weight, bias, order, out, expert, first, count, D, F, BM, BN, BK)
 
 
 def num_tiles(assignments: int, experts: int, size: int) -> int:
@@ -282,19 +279,20 @@ def fused_experts(
     count = num_tiles(total, experts, tile.assignments)
     sizes = {"D": width, "F": inner_width, "TILES": count, "BM": tile.assignments, "BK": tile.columns}
     sizes["HALVES"] = tile.has_halves
+    block, planned = tuning.of_plan(total)
     order, tiles = call(
         plan,
         (chosen.reshape(total).astype(jnp.int32),),
         [jax.ShapeDtypeStruct((total,), jnp.int32), jax.ShapeDtypeStruct((3, count), jnp.int32)],
         (experts,),
-        tuning.PLAN,
+        planned,
         capability,
         N=total,
         E=experts,
         BM=tile.assignments,
         TILES=count,
         BINS=triton.next_power_of_2(experts + 1),
-        BLOCK=min(tuning.PLANNED, max(128, triton.next_power_of_2(total))),
+        BLOCK=block,
     )
     rows = tuning.fitting(tile.rows // 2, inner_width)
     (inner,) = call(
@@ -314,7 +312,7 @@ def fused_experts(
     rows = tuning.fitting(tile.rows, width)
     (out,) = call(
         multiply_down,
-        (inner, down, down_bias, gates.astype(jnp.float32), order, tiles),
+        (inner, down, down_bias, order, tiles),
         [jax.ShapeDtypeStruct((total, width), x.dtype)],
         (count, triton.cdiv(width, rows)),
         tile.tuning,
@@ -322,4 +320,4 @@ def fused_experts(
         **sizes,
         BN=rows,
     )
-    return jnp.sum(out.reshape(tokens, -1, width).astype(jnp.float32), axis=1)
+    return jnp.sum(out.reshape(tokens, -1, width).astype(jnp.float32) * gates[:, :, None], axis=1)
