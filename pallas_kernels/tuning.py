@@ -74,7 +74,7 @@ LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # visits that a program is worth
 # Of `fused_experts`, not measured here, by the assignments of a tile, and 0 for float32: rows, columns, warps, stages.
 # Near to what vLLM measured on an H200 for 128 experts of 768 (fused_moe/configs: 16 x 128 x 128 up to 128 tokens,
 # 128 x 256 x 64 from 1,024 on). There a tile has twice what an expert gets on average, so that weights are read once;
-# here as much as that, and halves: of 256 to 8,192 random tokens at most 1.25 times the useful sums, and not 2.0.
+# here about as much as that, and halves: of 256 to 8,192 random tokens at most 1.3 times the useful sums, and not 2.0.
 EXPERTS = {
     16: (128, 128, 4, 3),
     32: (128, 128, 4, 3),
@@ -129,9 +129,9 @@ def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind
 
 
 def of_experts(capability: int | None, assignments: int, experts: int, dtype: str) -> Experts:
-    """Choose for so many assignments: a tile has a power of two of them, at most what an expert gets on average."""
-    average = max(1, assignments // experts)
-    size = min(max(1 << (average.bit_length() - 1), 16), 128)
+    """Choose for so many assignments: a tile has a power of two of them, at most 5/4 of an expert's average."""
+    average = assignments // experts
+    size = min(max(1 << max((average * 5 // 4).bit_length() - 1, 0), 16), 128)
     rows, columns, warps, stages = EXPERTS[0 if dtype == "float32" else size]
     if generation(capability) == 80:  # whose sums of 256 rows leave no register
         rows = min(rows, 128)

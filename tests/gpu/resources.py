@@ -38,6 +38,12 @@ HEADS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 TYPES = (("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3fn"), ("float32", "float32"))
 # Groups of columns of a matrix of 4,096, by the kind of its numbers: as checkpoints of FP8, GPTQ and MXFP4 have them.
 WEIGHTS = {"int8": 1, "float8": 1, "int4": 32, "float4": 128}
+# Experts, chosen for a token, width, an expert's width, and whether there are biases and a clamp: of one device.
+EXPERTS = {
+    "Qwen3-30B-A3B": (128, 8, 2048, 768, False),
+    "Mixtral-8x7B": (8, 2, 4096, 14336, False),
+    "gpt-oss-20b": (32, 4, 2880, 2880, True),
+}
 VOCABULARIES = (32000, 152064)  # of Llama 2 and Qwen2.5 7B
 BLOCKS, BLOCK_TOKENS, CONTEXT, TILE = 512, 16, 256, 32  # CONTEXT in blocks
 
@@ -70,6 +76,12 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         weight = _array((rows, columns // 2 if stored == "uint8" else columns), stored)
         arrays = (_array((tokens, columns), "bfloat16"), weight, _array((groups, rows), "float32"))
         found[f"linear of {tokens} tokens, {kind}"] = (partial(_linear, kind), arrays)
+    for (model, (count, per_token, width, inner, has_bias)), tokens in itertools.product(EXPERTS.items(), (16, 256, 2048)):
+        shapes = [(tokens, width), (count, 2 * inner, width), (count, width, inner)]
+        biases = [(count, 2 * inner), (count, width)] if has_bias else []
+        routed = (_ints(tokens, per_token), _array((tokens, per_token), "float32"))
+        weights, own = ([_array(shape, "bfloat16") for shape in each] for each in (shapes, biases))
+        found[f"fused_experts of {tokens} tokens, {model}"] = (_experts, (*weights, *routed, *own))
     qkv, cache = _array((64, 48, 128), "bfloat16"), _array((BLOCKS, 8, BLOCK_TOKENS, 128), "bfloat16")
     arrays = (qkv, cache, cache, _ints(64), _ints(64), _array((64, 32), "float32"), None)
     found["write_kv of 64 tokens, neighbours, half of a head"] = (partial(_write, True), arrays)
@@ -146,6 +158,11 @@ def _prefill(size: int, options: dict[str, Any], implementation: Choice, *arrays
 
 def _linear(kind: Kind, implementation: Choice, *arrays: Any) -> Any:
     return pallas_kernels.linear(*arrays, kind=kind, implementation=implementation)
+
+
+def _experts(implementation: Choice, *arrays: Any) -> Any:
+    clamp = 7.0 if len(arrays) > 5 else None
+    return pallas_kernels.fused_experts(*arrays, clamp=clamp, implementation=implementation)
 
 
 def _write(is_interleaved: bool, implementation: Choice, *arrays: Any) -> Any:

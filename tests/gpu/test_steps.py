@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SPLIT = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}  # heads that four devices divide
 KERNELS_A_LAYER = 12  # 8 is the goal
+EXPERT_KERNELS_A_LAYER = 19
 KERNELS_BESIDE = 16  # embedding, rotation, tables, head, sampling
 # Temporary memory, MiB, a quarter above what was found: of 64 decode rows mostly their logits, of prompts activations.
 DECODE_MIB = {2: 4, 16: 20, 64: 60}
@@ -109,6 +110,50 @@ def test_a_step_in_which_a_model_drafts_is_one_graph():
     program = aot.compile_step(MODELS["llama-3.1-8b"], rows=16, drafting=drafting)
     print(f"{program.kernels} kernels, {program.temporary_bytes / MIB:.1f} MiB")
     assert not program.violations(True, 5 * DECODE_MIB[64] * MIB)
+
+
+# Qwen3-30B-A3B, 4 of its 48 layers.
+EXPERTS = SHAPES["llama-3.1-8b"] | {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048},
+    **{"num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 151936},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    **{"decoder_sparse_step": 1, "mlp_only_layers": []},
+}
+EXPERTS_MIB = {16: 12, 64: 48, 2048: 192}  # of temporary memory on one device
+
+
+def loops_and_copies(program: aot.Program, devices: int) -> list[str]:
+    """Find loops, and arrays of all experts that are made: copies of a layer's weights, or others of their size."""
+    inner = 768 // devices
+    sizes = "|".join(f"128,{one},{other}" for one, other in ((2 * inner, 2048), (2048, inner), (inner, 2048)))
+    made = rf"= \w+\[(?:{sizes})\]\S* (?!parameter|get-tuple-element|bitcast)[\w-]+\(.*"
+    return re.findall(r"= .* while\(.*", program.text) + re.findall(made, program.text)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_decode_step_with_experts_is_one_graph(rows, devices):
+    """Ten launches a layer without its experts, of which three are norms of queries and keys."""
+    program = aot.compile_step(EXPERTS, rows=rows, devices=devices)
+    layers, sums = EXPERTS["num_hidden_layers"], program.all_reduces
+    print(f"{(program.kernels - KERNELS_BESIDE) / layers:.1f} kernels, {program.temporary_bytes / MIB:.1f} MiB")
+    most = EXPERT_KERNELS_A_LAYER * layers + KERNELS_BESIDE if devices == 1 else None
+    assert not program.violations(True, EXPERTS_MIB[rows] * MIB, most)
+    assert not loops_and_copies(program, devices)
+    assert sums == (0 if devices == 1 else 2 * layers + 1)
+    assert program.text.count('custom_call_target="triton_kernel_call_ffi"') == 6 * layers + 2
+
+
+def test_a_ragged_step_with_experts_has_no_loop():
+    program = aot.compile_step(EXPERTS, tokens=2048)
+    print(f"{program.outside}, {program.temporary_bytes / MIB:.1f} MiB")
+    assert not program.violations(False, EXPERTS_MIB[2048] * MIB)
+    assert not loops_and_copies(program, 1)
+
+
+def test_a_loop_over_experts_is_seen():
+    program = aot.compile_step(EXPERTS | {"num_hidden_layers": 1}, tokens=2048, kernels={"fused_experts": "xla"})
+    assert any(" while(" in one for one in loops_and_copies(program, 1))
 
 
 @pytest.mark.parametrize("size", [{"rows": 2}, {"rows": 64}, {"tokens": 512}], ids=str)
