@@ -8,8 +8,8 @@ A cache of int8 or of 8-bit floats has scales beside it, [N, K, P] float32: a st
 scale. Others have none. A cache of bytes, uint8, holds the bits of 8-bit floats, whose type is then given as `float8`:
 for XLA's CPU back end, which moves bytes, but converts a whole array of 8-bit floats to take or store a few of them.
 
-Apart from those, `sample` chooses tokens from logits. R rows of a batch, V vocabulary. `fused_experts` is the
-feed-forward of a mixture of experts: E experts of width F, n of them for each token.
+Apart from those, `sample` chooses tokens from logits. R rows of a batch, V vocabulary. `fused_topk` and
+`fused_experts` are the feed-forward of a mixture of experts: E experts of width F, n of them for each token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int, Num, UInt
 from pallas_kernels import choice
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 from pallas_kernels.choice import Choice, Site, capability_of
-from pallas_kernels.experts.xla import Activation
+from pallas_kernels.experts.xla import Activation, Scores
 from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.sampling.xla import MOST_TOKENS
 
@@ -37,8 +37,8 @@ SCALED = ("int8", *FLOAT8, "uint8")  # types of caches with scales
 # others, as of a head that is not quantized, stay with XLA. Part of the key under which JAX keeps what it has traced.
 linear_by = jax.make_user_context(default_value=None)
 
-# `with fused_experts_by(choice):` names the implementation of mixtures of experts that are traced inside, likewise.
-fused_experts_by = jax.make_user_context(default_value=None)
+# Likewise of the choice of experts, and of their products.
+fused_topk_by, fused_experts_by = (jax.make_user_context(default_value=None) for _ in range(2))
 
 
 class Written(NamedTuple):
@@ -271,6 +271,28 @@ def linear(
     site = Site("", dtype=str(x.dtype), **static)
     chosen = implementation or _product_by(site)
     return _dispatch("linear", chosen, site, static, (x, weight, scales, zeros))
+
+
+def fused_topk(
+    scores: Float[Array, "T E"],
+    bias: Float[Array, " E"] | None = None,
+    *,
+    per_token: int,
+    kind: Scores = "softmax",
+    is_normalised: bool = False,
+    scale: float = 1.0,
+    implementation: str | Choice | None = None,
+) -> tuple[Int[Array, "T n"], Float[Array, "T n"]]:
+    """Choose the `per_token` experts of each token that a router scored highest: their numbers and weights, [T, n].
+
+    Weights are the softmax or sigmoid of a token's `scores` [T, E], float32, those of the chosen divided by their sum
+    where `is_normalised`, times `scale`. A `bias` [E], float32, counts in the choice and not in weights. Of equals the
+    lowest is chosen first; NaN is above all.
+    """
+    if not 1 <= per_token <= scores.shape[1]:
+        raise ValueError(f"{per_token} of {scores.shape[1]} experts cannot be chosen")
+    static = {"per_token": per_token, "kind": kind, "is_normalised": is_normalised, "scale": scale}
+    return _dispatch("fused_topk", implementation, Site(""), static, (scores, bias))
 
 
 def fused_experts(

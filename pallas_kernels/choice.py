@@ -34,6 +34,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "sample": {"xla": "sampling.xla", "triton": "sampling.triton_kernels"},
     "linear": {"xla": "linear.xla", "triton": "linear.triton_kernels", "native": "native.linear"},
+    "fused_topk": {"xla": "experts.xla", "triton": "experts.triton_kernels"},
     "fused_experts": {"xla": "experts.xla", "triton": "experts.triton_kernels"},
 }
 OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them

@@ -82,6 +82,7 @@ EXPERTS = {
     128: (256, 64, 8, 3),
     0: (64, 32, 4, 2),
 }
+CHOOSE = Tuning(1, 1)
 PLANNED = 4096  # assignments that a program of the plan visits at once, 8 with each thread
 # Of `sample`, which was not measured: columns of a program, and of a group whose largest logit is remembered.
 SURVEY, SURVEYED, GROUPED = Tuning(4, 1), 2048, 64

@@ -1,7 +1,7 @@
 """Mixtures of experts: their weights, the router's choice, and the chosen experts' products, for one shard of "tp".
 
-Inside `pallas_kernels.fused_experts_by` a kernel makes the products of experts that are not quantized; the forms here
-are for the rest.
+Inside `pallas_kernels.fused_experts_by` a kernel makes the products of experts that are not quantized, and inside
+`fused_topk_by` another one chooses them where they form no groups; what is here is for the rest.
 
 Each expert is split over the shards as a plain feed-forward is, so every shard computes a part of every expert and one
 all-reduce sums them. Nothing is dropped: shapes are static, but every token reaches all experts it chose. Knows no
@@ -107,6 +107,17 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, axis: str) -> A
 def route(experts: Experts, weights: Arrays, x: Array) -> tuple[Array, Array]:
     """Choose each token's experts and weigh them: their numbers and weights, both [T, n], the weights in float32."""
     scores = layers.linear(x, weights["router"], weights.get("router_bias"))  # [T, E]
+    kernel = pallas_kernels.fused_topk_by.value
+    if kernel is not None and experts.groups == 1:
+        return pallas_kernels.fused_topk(
+            scores,
+            weights.get("choice_bias"),
+            per_token=experts.per_token,
+            kind=experts.scores,
+            is_normalised=experts.is_normalised,
+            scale=experts.scale,
+            implementation=kernel,
+        )
     scores = jax.nn.sigmoid(scores) if experts.scores == "sigmoid" else jax.nn.softmax(scores, axis=-1)
     candidates = scores + weights["choice_bias"] if experts.choice_bias else scores
     if experts.groups > 1:

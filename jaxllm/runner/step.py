@@ -162,7 +162,11 @@ def on_shards(
 @contextmanager
 def products_of(model: StepModel) -> Iterator[None]:
     """Have products that are traced inside done as was chosen; nothing is set for XLA's own, which are the default."""
-    ways = {"linear": pallas_kernels.linear_by, "fused_experts": pallas_kernels.fused_experts_by}
+    ways = {
+        "linear": pallas_kernels.linear_by,
+        "fused_topk": pallas_kernels.fused_topk_by,
+        "fused_experts": pallas_kernels.fused_experts_by,
+    }
     with ExitStack() as entered:
         for operation, by in ways.items():
             if model.kernels[operation].name != "xla":

@@ -1,1 +1,1 @@
-"""The experts that tokens chose: both products of each, the activation between them, and the weighted sum."""
+"""Mixtures of experts: which ones each token chooses, and what these give, weighed and summed."""

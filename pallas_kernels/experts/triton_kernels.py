@@ -1,6 +1,6 @@
-"""The experts that tokens chose for NVIDIA GPUs, in Triton's language: three launches, whatever was chosen.
+"""Mixtures of experts for NVIDIA GPUs, in Triton's language: one launch to choose and three to multiply.
 
-`plan` sorts the N assignments of tokens to experts and cuts each expert's into tiles; `multiply_up` and `multiply_down`
+What is launched does not depend on what was chosen. `plan` sorts the N assignments of tokens to experts and cuts each expert's into tiles; `multiply_up` and `multiply_down`
 are products of a tile with its expert's weights, which each read where they lie. How many tiles there are only the
 device knows, so a grid has as many as there can be, and programs behind the last one return at once: no loop around
 the kernels, and the same CUDA graph for every choice. Nothing is summed with atomics: the n results of a token are
@@ -25,17 +25,67 @@ from jax import Array
 
 from pallas_kernels import triton_bridge, tuning
 from pallas_kernels.choice import Site
-from pallas_kernels.experts.xla import Activation
+from pallas_kernels.experts.xla import Activation, Scores
 from pallas_kernels.triton_bridge import call
 
 
 def refusal(operation: str, site: Site) -> str | None:
-    """Say why this cannot multiply there; None where it can."""
+    """Say why this cannot do an operation there; None where it can."""
+    if operation == "fused_topk":
+        return triton_bridge.refusal(replace(site, cache_dtype=site.dtype))
     if site.kind != "float":
         return f"experts of {site.kind} are XLA's to multiply"
     if site.dtype == "float32" and not triton_bridge.is_interpreted():
         return "experts of float32 are XLA's to multiply"
     return triton_bridge.refusal(replace(site, cache_dtype=site.dtype))
+
+
+@triton.jit
+def choose(
+    scores,
+    bias,
+    chosen,
+    gates,
+    E: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,
+    SCALE: tl.constexpr,
+    BINS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """Choose the experts of a token, one after another, as it has few; grid (tokens,). BINS and PLACES hold E and n.
+
+    Compared are integers that are ordered as the floats are, so that no number of an expert is chosen that is none.
+    """
+    lowest: tl.constexpr = -(2**31)  # below what any float becomes
+    token = tl.program_id(0)
+    experts, places = tl.arange(0, BINS), tl.arange(0, PLACES)
+    is_expert = experts < E
+    score = tl.load(scores + token * E + experts, mask=is_expert, other=float("-inf"))
+    if IS_SIGMOID:
+        score = tl.sigmoid(score)
+    else:
+        score = tl.exp(score - tl.max(score))
+        score = score / tl.sum(score)
+    candidate = score
+    if bias is not None:
+        candidate += tl.load(bias + experts, mask=is_expert, other=0.0)
+    bits = candidate.to(tl.int32, bitcast=True)
+    keys = tl.where(candidate == candidate, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)  # NaN of both signs
+    keys = tl.where(is_expert, keys, lowest)
+    best, kept = tl.zeros((PLACES,), tl.int32), tl.zeros((PLACES,), tl.float32)
+    for place in tl.static_range(PER_TOKEN):
+        winner = tl.argmax(keys, axis=0)
+        is_winner = experts == winner
+        best = tl.where(places == place, winner, best)
+        kept = tl.where(places == place, tl.sum(tl.where(is_winner, score, 0.0)), kept)
+        keys = tl.where(is_winner, lowest, keys)
+    if IS_NORMALISED:
+        kept = kept / (tl.sum(kept) + 1e-20)
+    here = token * PER_TOKEN + places
+    tl.store(chosen + here, best, mask=places < PER_TOKEN)
+    tl.store(gates + here, kept * SCALE, mask=places < PER_TOKEN)
 
 
 @triton.jit
@@ -250,6 +300,36 @@ def multiply_down(
             _down(inner, weight, bias, order, out, expert, first, count, D, F, BM // 2, BN, BK)
     elif count > 0:
         _down(inner, weight, bias, order, out, expert, first, count, D, F, BM, BN, BK)
+
+
+def fused_topk(
+    scores: Array,
+    bias: Array | None,
+    *,
+    per_token: int,
+    kind: Scores,
+    is_normalised: bool,
+    scale: float,
+    capability: int | None,
+) -> tuple[Array, Array]:
+    """See `pallas_kernels.fused_topk`."""
+    tokens, experts = scores.shape
+    chosen, gates = call(
+        choose,
+        (scores.astype(jnp.float32), bias),
+        [jax.ShapeDtypeStruct((tokens, per_token), dtype) for dtype in (jnp.int32, jnp.float32)],
+        (tokens,),
+        tuning.CHOOSE,
+        capability,
+        E=experts,
+        PER_TOKEN=per_token,
+        IS_SIGMOID=kind == "sigmoid",
+        IS_NORMALISED=is_normalised,
+        SCALE=scale,
+        BINS=triton.next_power_of_2(experts),
+        PLACES=triton.next_power_of_2(per_token),
+    )
+    return chosen, gates
 
 
 def num_tiles(assignments: int, experts: int, size: int) -> int:

@@ -1,6 +1,6 @@
-"""The experts that tokens chose, one after another: the reference, and what runs where nothing better can.
+"""Mixtures of experts by XLA: the reference, and what runs where nothing better can.
 
-Every token is multiplied with every expert, and what it did not choose is left out: E / n times the work of the chosen
+Experts are multiplied one after another. Every token is multiplied with every expert, and what it did not choose is left out: E / n times the work of the chosen
 ones, in memory for one expert at a time.
 """
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+Scores = Literal["softmax", "sigmoid"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 FUNCTIONS = {
     "silu": jax.nn.silu,
@@ -20,6 +21,18 @@ FUNCTIONS = {
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
 }
+
+
+def fused_topk(
+    scores: Array, bias: Array | None, *, per_token: int, kind: Scores, is_normalised: bool, scale: float
+) -> tuple[Array, Array]:
+    """See `pallas_kernels.fused_topk`."""
+    scores = jax.nn.sigmoid(scores) if kind == "sigmoid" else jax.nn.softmax(scores, axis=-1)
+    chosen = lax.top_k(scores if bias is None else scores + bias, per_token)[1]
+    gates = jnp.take_along_axis(scores, chosen, axis=1)
+    if is_normalised:
+        gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
+    return chosen, gates * scale
 
 
 def fused_experts(

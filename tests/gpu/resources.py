@@ -82,6 +82,8 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         routed = (_ints(tokens, per_token), _array((tokens, per_token), "float32"))
         weights, own = ([_array(shape, "bfloat16") for shape in each] for each in (shapes, biases))
         found[f"fused_experts of {tokens} tokens, {model}"] = (_experts, (*weights, *routed, *own))
+    arrays = (_array((64, 128), "float32"), _array((128,), "float32"))
+    found["fused_topk of 64 tokens, 8 of 128 experts"] = (_topk, arrays)
     qkv, cache = _array((64, 48, 128), "bfloat16"), _array((BLOCKS, 8, BLOCK_TOKENS, 128), "bfloat16")
     arrays = (qkv, cache, cache, _ints(64), _ints(64), _array((64, 32), "float32"), None)
     found["write_kv of 64 tokens, neighbours, half of a head"] = (partial(_write, True), arrays)
@@ -163,6 +165,10 @@ def _linear(kind: Kind, implementation: Choice, *arrays: Any) -> Any:
 def _experts(implementation: Choice, *arrays: Any) -> Any:
     clamp = 7.0 if len(arrays) > 5 else None
     return pallas_kernels.fused_experts(*arrays, clamp=clamp, implementation=implementation)
+
+
+def _topk(implementation: Choice, *arrays: Any) -> Any:
+    return pallas_kernels.fused_topk(*arrays, per_token=8, is_normalised=True, implementation=implementation)
 
 
 def _write(is_interleaved: bool, implementation: Choice, *arrays: Any) -> Any:

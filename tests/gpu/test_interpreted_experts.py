@@ -92,6 +92,25 @@ def test_tiles_of_every_routing_are_what_the_loop_gives(seed: int, monkeypatch: 
         np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-6, atol=2e-5)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_experts_are_chosen_as_the_router_does(seed: int):
+    """Equal scores and infinite ones too; a row with NaN gets experts that there are, and NaN for weights."""
+    rng = np.random.default_rng(seed)
+    count, per_token = ((4, 1), (60, 4), (128, 8), (3, 3), (256, 6), (9, 2))[seed]
+    scores = np.round(rng.standard_normal((33, count)) * 2, 1).astype(np.float32)
+    scores[1], scores[2, : count // 2], scores[3, 0] = 0.5, -np.inf, np.nan
+    bias = jnp.asarray(rng.standard_normal(count, np.float32)) if seed % 2 else None
+    own = {"per_token": per_token, "kind": "sigmoid" if seed % 2 else "softmax", "is_normalised": seed > 2}
+    run = partial(pallas_kernels.fused_topk, jnp.asarray(scores), bias, scale=1.5, **own)
+    (chosen, gates), (right, weights) = run(implementation=TRITON), run(implementation="xla")
+    assert chosen.dtype == jnp.int32 and gates.dtype == jnp.float32
+    others = np.arange(33) != 3
+    np.testing.assert_array_equal(chosen[others], right[others])
+    np.testing.assert_allclose(gates[others], weights[others], rtol=1e-5, atol=1e-7)
+    assert chosen[3, 0] == 0 and len(set(chosen[3].tolist()) & set(range(count))) == per_token
+    assert np.isnan(gates[3, 0])
+
+
 def planned(chosen: np.ndarray, count: int, size: int, visited: int = 256) -> tuple[np.ndarray, np.ndarray]:
     """Make the plan: places in order of experts, and [3, tiles]."""
     flat = jnp.asarray(chosen.reshape(-1))
@@ -203,11 +222,12 @@ def test_an_engine_with_this_kernel_says_the_same(case: str, monkeypatch: pytest
     own = triton_kernels.call
     monkeypatch.setattr(triton_kernels, "call", lambda *given, **of: (next(ran), own(*given, **of))[1])
     for name in ("xla", "triton"):
-        with LLM(str(paths.GOLDEN / case), kernels=[f"fused_experts={name}"], **settings) as llm:
+        kernels = [f"{operation}={name}" for operation in ("fused_topk", "fused_experts")]
+        with LLM(str(paths.GOLDEN / case), kernels=kernels, **settings) as llm:
             prompt = {"prompt_token_ids": [5, 9, 3, 7, 11, 2]}
             (output,) = llm.generate([prompt], params, use_tqdm=False)
         said.append(output.outputs[0])
-        assert (next(ran) > 3) == (name == "triton")
+        assert (next(ran) > 4) == (name == "triton")
     assert said[0].token_ids == said[1].token_ids
     found = ([next(iter(each.values())).logprob for each in one.logprobs] for one in said)
     np.testing.assert_allclose(*found, rtol=0, atol=1e-4)
