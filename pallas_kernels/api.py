@@ -360,8 +360,10 @@ def _dispatch(
 
 def _run(operation: str, chosen: Choice, static: dict[str, Any], arrays: tuple[Any, ...]) -> Any:
     own = getattr(choice.module(operation, chosen.name), operation)
-    device = {"capability": chosen.capability} if chosen.name == "triton" else {}
-    return own(*arrays, **static, **device)
+    there: dict[str, Any] = {"capability": chosen.capability} if chosen.name == "triton" else {}
+    if there and operation == "fused_experts":
+        there["is_deterministic"] = chosen.is_deterministic
+    return own(*arrays, **static, **there)
 
 
 def _check_heads(q: Array, k_cache: Array, v_cache: Array | None, value_size: int | None) -> None:

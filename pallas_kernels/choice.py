@@ -61,15 +61,17 @@ class Site:
     shards: int = 1  # devices that a model is divided among, its vocabulary included
     kind: str = "float"  # of a weight's numbers
     rounds_rows: bool = False  # that it is multiplied with
+    is_deterministic: bool = False  # a row's bits may not depend on what else is in its batch
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An implementation that was chosen, with what it must know of the device that it will be compiled for."""
+    """An implementation that was chosen, with what it must know of where it will run."""
 
     name: str
     capability: int | None = None
     reason: str = ""  # why it is not the one that would be best
+    is_deterministic: bool = False  # as of `Site`
 
     def __str__(self) -> str:
         return self.name
@@ -117,12 +119,12 @@ def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
         reason = refusal(operation, name, site)
         if reason is not None:
             raise ValueError(f"{operation}={name}: {reason}")
-        return Choice(name, site.capability)
+        return Choice(name, site.capability, "", site.is_deterministic)
     reference = implementations(operation)[0]
     reasons = []
     for preferred in PREFERRED.get(site.platform, {}).get(operation, ()):
         reason = refusal(operation, preferred, site)
         if reason is None:
-            return Choice(preferred, site.capability, "; ".join(reasons))
+            return Choice(preferred, site.capability, "; ".join(reasons), site.is_deterministic)
         reasons.append(f"not {preferred}: {reason}")
-    return Choice(reference, site.capability, "; ".join(reasons))
+    return Choice(reference, site.capability, "; ".join(reasons), site.is_deterministic)

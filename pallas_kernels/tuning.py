@@ -129,14 +129,16 @@ def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind
     return Linear(most, size, width, splits, Tuning(warps, stages))
 
 
-def of_experts(capability: int | None, assignments: int, experts: int, dtype: str) -> Experts:
+def of_experts(
+    capability: int | None, assignments: int, experts: int, dtype: str, is_deterministic: bool = False
+) -> Experts:
     """Choose for so many assignments: a tile has a power of two of them, at most 5/4 of an expert's average."""
     average = assignments // experts
     size = min(max(1 << max((average * 5 // 4).bit_length() - 1, 0), 16), 128)
     rows, columns, warps, stages = EXPERTS[0 if dtype == "float32" else size]
     if generation(capability) == 80:  # whose sums of 256 rows leave no register
         rows = min(rows, 128)
-    return Experts(size, average >= 16, rows, columns, Tuning(warps, stages))
+    return Experts(size, average >= 16 and not is_deterministic, rows, columns, Tuning(warps, stages))
 
 
 def of_plan(assignments: int) -> tuple[int, Tuning]:

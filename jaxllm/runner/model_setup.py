@@ -148,6 +148,7 @@ def choose_kernels(
         shards=config.tensor_parallel_size,
         kind="float" if scheme is None else scheme.kind,
         rounds_rows=scheme is not None and scheme.rounds_rows,
+        is_deterministic=config.deterministic,
     )
     asked = {}
     for text in config.kernels:

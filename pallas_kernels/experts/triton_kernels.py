@@ -8,7 +8,8 @@ weighed and added in their order, by XLA, in the kernel that uses them.
 
 A weight's rows are those of the first matrix that tensor cores multiply, 64 at once on Hopper, and assignments are the
 columns of the second, so that a tile may be as narrow as 8. An expert's last tile, if it is at most half full, is
-multiplied as half a tile. A row of the results has the same bits whatever else is in its tile.
+multiplied as half a tile. That may be with another instruction (mma.sync for 8, wgmma for 16), so in deterministic mode
+tiles are whole: an assignment's sums are then made by the same instructions whatever else was chosen.
 """
 
 # pyright: reportMissingImports=false
@@ -351,11 +352,12 @@ def fused_experts(
     clamp: float | None,
     clamp_slope: float,
     capability: int | None,
+    is_deterministic: bool,
 ) -> Array:
     """See `pallas_kernels.fused_experts`."""
     (tokens, width), (experts, _, inner_width) = x.shape, down.shape
     total = chosen.size
-    tile = tuning.of_experts(capability, total, experts, str(x.dtype))
+    tile = tuning.of_experts(capability, total, experts, str(x.dtype), is_deterministic)
     count = num_tiles(total, experts, tile.assignments)
     sizes = {"D": width, "F": inner_width, "TILES": count, "BM": tile.assignments, "BK": tile.columns}
     sizes["HALVES"] = tile.has_halves

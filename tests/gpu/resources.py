@@ -76,7 +76,9 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         weight = _array((rows, columns // 2 if stored == "uint8" else columns), stored)
         arrays = (_array((tokens, columns), "bfloat16"), weight, _array((groups, rows), "float32"))
         found[f"linear of {tokens} tokens, {kind}"] = (partial(_linear, kind), arrays)
-    for (model, (count, per_token, width, inner, has_bias)), tokens in itertools.product(EXPERTS.items(), (16, 256, 2048)):
+    for (model, (count, per_token, width, inner, has_bias)), tokens in itertools.product(
+        EXPERTS.items(), (16, 256, 2048)
+    ):
         shapes = [(tokens, width), (count, 2 * inner, width), (count, width, inner)]
         biases = [(count, 2 * inner), (count, width)] if has_bias else []
         routed = (_ints(tokens, per_token), _array((tokens, per_token), "float32"))

@@ -165,7 +165,14 @@ def test_wide_tiles_would_make_many(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_row_has_the_same_bits_whatever_else_is_there():
-    """So a deterministic step, in which one program computes all, may have this kernel."""
+    """So a deterministic step, in which one program computes all, may have this kernel.
+
+    There tiles are whole: half of one may be multiplied by another instruction, which shows on a GPU alone.
+    """
+    assert pallas_kernels.resolve("fused_experts", Site("gpu", 90, "bfloat16", is_deterministic=True)).is_deterministic
+    assert tuning.of_experts(90, 2048, 128, "bfloat16").has_halves
+    assert not tuning.of_experts(90, 2048, 128, "bfloat16", True).has_halves
+    whole = Choice("triton", is_deterministic=True)
     spec, experts, arrays = mixture(3, experts={"count": 6, "per_token": 2, "ffn_width": 40}, width=64)
     rng = np.random.default_rng(3)
     x = rng.standard_normal((48, spec.width)).astype(np.float32)
@@ -174,7 +181,7 @@ def test_a_row_has_the_same_bits_whatever_else_is_there():
     def run(*given: np.ndarray) -> np.ndarray:
         x, chosen, gates = map(jnp.asarray, given)
         weights = arrays["expert_up"], arrays["expert_down"]
-        return np.asarray(pallas_kernels.fused_experts(x, *weights, chosen, gates, implementation=TRITON))
+        return np.asarray(pallas_kernels.fused_experts(x, *weights, chosen, gates, implementation=whole))
 
     alone = run(x, chosen, gates)
     places = rng.permutation(48)
@@ -211,7 +218,8 @@ def test_what_is_not_its_to_multiply_stays_with_the_other_forms(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow), pytest.param("mixtral", marks=pytest.mark.slow)]
+    "case",
+    ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow), pytest.param("mixtral", marks=pytest.mark.slow)],
 )
 def test_an_engine_with_this_kernel_says_the_same(case: str, monkeypatch: pytest.MonkeyPatch):
     """The whole step of a small random model, once with XLA's products."""

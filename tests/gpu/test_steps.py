@@ -21,7 +21,7 @@ pytest.importorskip("jax_cuda13_plugin")
 
 import pallas_kernels
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.model import decoder
+from jaxllm.model import decoder, moe
 from jaxllm.model.families import read_spec
 from jaxllm.model.parameters import Scheme
 from jaxllm.runner.drafting import Drafting
@@ -151,9 +151,25 @@ def test_a_ragged_step_with_experts_has_no_loop():
     assert not loops_and_copies(program, 1)
 
 
-def test_a_loop_over_experts_is_seen():
-    program = aot.compile_step(EXPERTS | {"num_hidden_layers": 1}, tokens=2048, kernels={"fused_experts": "xla"})
+def test_a_deterministic_step_with_experts_is_one_graph():
+    config = EXPERTS | {"num_hidden_layers": 1}
+    program = aot.compile_step(config, tokens=256, variant=Variant.FULL, is_deterministic=True)
+    assert not program.violations(True, 600 * MIB)
+    assert not loops_and_copies(program, 1)
+
+
+def test_a_loop_over_experts_and_a_weight_that_is_made_are_seen(monkeypatch):
+    config = EXPERTS | {"num_hidden_layers": 1}
+    program = aot.compile_step(config, tokens=2048, kernels={"fused_experts": "xla"})
     assert any(" while(" in one for one in loops_and_copies(program, 1))
+    by_kernel = moe.by_kernel
+
+    def doubling(spec, experts, weights, *given):
+        return by_kernel(spec, experts, weights | {"expert_down": 2 * weights["expert_down"]}, *given)
+
+    monkeypatch.setattr(moe, "by_kernel", doubling)
+    (found,) = loops_and_copies(aot.compile_step(config, rows=16), 1)
+    assert found.startswith("= bf16[128,2048,768]")
 
 
 @pytest.mark.parametrize("size", [{"rows": 2}, {"rows": 64}, {"tokens": 512}], ids=str)
