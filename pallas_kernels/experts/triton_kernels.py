@@ -1,10 +1,10 @@
 """Mixtures of experts for NVIDIA GPUs, in Triton's language: one launch to choose and three to multiply.
 
-What is launched does not depend on what was chosen. `plan` sorts the N assignments of tokens to experts and cuts each expert's into tiles; `multiply_up` and `multiply_down`
-are products of a tile with its expert's weights, which each read where they lie. How many tiles there are only the
-device knows, so a grid has as many as there can be, and programs behind the last one return at once: no loop around
-the kernels, and the same CUDA graph for every choice. Nothing is summed with atomics: the n results of a token are
-weighed and added in their order, by XLA, in the kernel that uses them.
+What is launched does not depend on what was chosen. `plan` sorts the N assignments of tokens to experts and cuts each
+expert's into tiles; `multiply_up` and `multiply_down` are products of a tile with its expert's weights, which each read
+where they lie. How many tiles there are only the device knows, so a grid has as many as there can be, and programs
+behind the last one return at once: no loop around the kernels, and one CUDA graph for every choice. Nothing is summed
+with atomics: the n results of a token are weighed and added in their order, by XLA, in the kernel that uses them.
 
 A weight's rows are those of the first matrix that tensor cores multiply, 64 at once on Hopper, and assignments are the
 columns of the second, so that a tile may be as narrow as 8. An expert's last tile, if it is at most half full, is
@@ -334,7 +334,7 @@ def fused_topk(
 
 
 def num_tiles(assignments: int, experts: int, size: int) -> int:
-    """Return how many tiles there can be at the most: every expert has a last one, which may hold a single assignment."""
+    """Return how many tiles there can be at the most: every expert has a last one, which may have one assignment."""
     used = min(assignments, experts)
     return used + (assignments - used) // size
 

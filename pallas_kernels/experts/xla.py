@@ -1,7 +1,7 @@
 """Mixtures of experts by XLA: the reference, and what runs where nothing better can.
 
-Experts are multiplied one after another. Every token is multiplied with every expert, and what it did not choose is left out: E / n times the work of the chosen
-ones, in memory for one expert at a time.
+Experts are multiplied one after another. Every token is multiplied with every expert, and what it did not choose is
+left out: E / n times the work of the chosen ones, in memory for one expert at a time.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def mixture(seed: int, **own: Any) -> tuple[Spec, Experts, dict[str, jax.Array]]
     return spec, experts, arrays
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
 def test_tiles_of_every_routing_are_what_the_loop_gives(seed: int, monkeypatch: pytest.MonkeyPatch):
     """Sizes that nothing divides, every number of assignments in a tile, with halves and without."""
     rng = np.random.default_rng(seed)
@@ -173,7 +173,7 @@ def test_a_row_has_the_same_bits_whatever_else_is_there():
     assert tuning.of_experts(90, 2048, 128, "bfloat16").has_halves
     assert not tuning.of_experts(90, 2048, 128, "bfloat16", True).has_halves
     whole = Choice("triton", is_deterministic=True)
-    spec, experts, arrays = mixture(3, experts={"count": 6, "per_token": 2, "ffn_width": 40}, width=64)
+    spec, _, arrays = mixture(3, experts={"count": 6, "per_token": 2, "ffn_width": 40}, width=64)
     rng = np.random.default_rng(3)
     x = rng.standard_normal((48, spec.width)).astype(np.float32)
     chosen, gates = routing(rng, "random", 48, 6, 2), rng.random((48, 2)).astype(np.float32)

@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 SPLIT = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}  # heads that four devices divide
 KERNELS_A_LAYER = 12  # 8 is the goal
-EXPERT_KERNELS_A_LAYER = 19
+EXPERT_KERNELS_A_LAYER = 15  # and one that takes a place beside: 14 is the goal
 KERNELS_BESIDE = 16  # embedding, rotation, tables, head, sampling
 # Temporary memory, MiB, a quarter above what was found: of 64 decode rows mostly their logits, of prompts activations.
 DECODE_MIB = {2: 4, 16: 20, 64: 60}
@@ -130,10 +130,10 @@ def loops_and_copies(program: aot.Program, devices: int) -> list[str]:
     return re.findall(r"= .* while\(.*", program.text) + re.findall(made, program.text)
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_decode_step_with_experts_is_one_graph(rows, devices):
-    """Ten launches a layer without its experts, of which three are norms of queries and keys."""
+    """Sixteen launches a layer: ten up to its router, three of them for norms of queries and keys, six from there on."""
     program = aot.compile_step(EXPERTS, rows=rows, devices=devices)
     layers, sums = EXPERTS["num_hidden_layers"], program.all_reduces
     print(f"{(program.kernels - KERNELS_BESIDE) / layers:.1f} kernels, {program.temporary_bytes / MIB:.1f} MiB")
@@ -168,8 +168,8 @@ def test_a_loop_over_experts_and_a_weight_that_is_made_are_seen(monkeypatch):
         return by_kernel(spec, experts, weights | {"expert_down": 2 * weights["expert_down"]}, *given)
 
     monkeypatch.setattr(moe, "by_kernel", doubling)
-    (found,) = loops_and_copies(aot.compile_step(config, rows=16), 1)
-    assert found.startswith("= bf16[128,2048,768]")
+    found = loops_and_copies(aot.compile_step(config, rows=16), 1)
+    assert any(one.startswith("= bf16[128,2048,768]") for one in found)
 
 
 @pytest.mark.parametrize("size", [{"rows": 2}, {"rows": 64}, {"tokens": 512}], ids=str)
