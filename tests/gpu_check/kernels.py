@@ -30,6 +30,9 @@ ROWS, CONTEXTS = (1, 16, 64, 256), (1024, 8192, 32768)
 PROMPTS = ((1, 1024), (1, 8192), (1, 32768), (16, 1024))
 CACHES = ("int8", "float8_e4m3fn")
 TOKENS = (1, 16, 64, 256, 8192)
+# E, n, D, F of Qwen3-30B-A3B.
+EXPERTS, TINY_EXPERTS = (128, 8, 2048, 768), (4, 2, 32, 24)
+ROUTED = (2, 16, 64, 256, 2048)
 SLOW_TOKENS = 65536  # in the cache, up to which implementations are timed that are never the default
 SLOW_PROMPT = 1024
 DECODE_AIM, DECODE_FROM, PREFILL_AIM = 0.80, 32768, 0.60
@@ -69,6 +72,10 @@ def run(check: Check) -> None:
         what = f"write_kv, {largest}, {tokens} tokens"
         _all(check, ceilings, "write_kv", what, heads[largest], dtype, True,
              lambda tokens=tokens: _write(heads[largest], tokens, dtype))  # fmt: skip
+    for tokens in (3,) if check.is_dry else ROUTED:
+        what = f"fused_experts, Qwen3-30B-A3B, {tokens} tokens"
+        _all(check, ceilings, "fused_experts", what, heads[largest], dtype, tokens <= 64,
+             lambda tokens=tokens: _experts(TINY_EXPERTS if check.is_dry else EXPERTS, tokens, dtype))  # fmt: skip
 
 
 def _decode(
@@ -158,6 +165,28 @@ def _write(heads: Heads, tokens: int, dtype: str) -> Case:
 
     arrays = (qkv, measuring.noise(cache, dtype, 1), measuring.noise(cache, dtype, 2))
     return Case(step, arrays, 2 * qkv.nbytes + 2 * turn[0].nbytes, 0)
+
+
+def _experts(sizes: tuple[int, int, int, int], tokens: int, dtype: str) -> Case:
+    """Make tokens that choose at random, each turn other experts."""
+    count, per_token, width, inner = sizes
+    random = np.random.default_rng(0)
+    chosen = np.argsort(random.random((tokens, count)), axis=1)[:, :per_token].astype(np.int32)
+    up, down = measuring.noise((count, 2 * inner, width), dtype), measuring.noise((count, width, inner), dtype, 1)
+    x = measuring.noise((tokens, width), dtype, 2)
+
+    def step(implementation: Any) -> measuring.Step:
+        def multiply(number: jax.Array, arrays: Any) -> tuple[jax.Array, Any]:
+            x, up, down, chosen, gates = arrays
+            moved = (chosen + number) % count
+            out = pallas_kernels.fused_experts(x, up, down, moved, gates, implementation=implementation)
+            return out, arrays
+
+        return multiply
+
+    arrays = (x, up, down, jnp.asarray(chosen), jnp.asarray(random.random(chosen.shape), jnp.float32))
+    read = len(np.unique(chosen)) * (up.nbytes + down.nbytes) // count
+    return Case(step, arrays, read + 2 * x.nbytes, 6 * chosen.size * width * inner)
 
 
 def _torch(
