@@ -8,7 +8,8 @@ A cache of int8 or of 8-bit floats has scales beside it, [N, K, P] float32: a st
 scale. Others have none. A cache of bytes, uint8, holds the bits of 8-bit floats, whose type is then given as `float8`:
 for XLA's CPU back end, which moves bytes, but converts a whole array of 8-bit floats to take or store a few of them.
 
-Apart from those, `sample` chooses tokens from logits. R rows of a batch, V vocabulary.
+Apart from those, `sample` chooses tokens from logits. R rows of a batch, V vocabulary. `fused_topk` and
+`fused_experts` are the feed-forward of a mixture of experts: E experts of width F, n of them for each token.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jaxtyping import Bool, Float, Int, Num, UInt
 from pallas_kernels import choice
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 from pallas_kernels.choice import Choice, Site, capability_of
+from pallas_kernels.experts.xla import Scores
 from pallas_kernels.linear.fused_xla import ACTIVATIONS, Activation
 from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.sampling.xla import MOST_TOKENS
@@ -35,6 +37,9 @@ SCALED = ("int8", *FLOAT8, "uint8")  # types of caches with scales
 # `with linear_by(choice):` names the implementation of products that are traced inside, of those that it can do; the
 # others, as of a head that is not quantized, stay with XLA. Part of the key under which JAX keeps what it has traced.
 linear_by = jax.make_user_context(default_value=None)
+
+# Likewise of the choice of experts, and of their products.
+fused_topk_by, fused_experts_by = (jax.make_user_context(default_value=None) for _ in range(2))
 
 
 class Norm(NamedTuple):
@@ -317,6 +322,58 @@ def fused_linear(
     return _dispatch("fused_linear", implementation, Site("", dtype=str(x.dtype)), static, arrays)
 
 
+def fused_topk(
+    scores: Float[Array, "T E"],
+    bias: Float[Array, " E"] | None = None,
+    *,
+    per_token: int,
+    kind: Scores = "softmax",
+    is_normalised: bool = False,
+    scale: float = 1.0,
+    implementation: str | Choice | None = None,
+) -> tuple[Int[Array, "T n"], Float[Array, "T n"]]:
+    """Choose the `per_token` experts of each token that a router scored highest: their numbers and weights, [T, n].
+
+    Weights are the softmax or sigmoid of a token's `scores` [T, E], float32, those of the chosen divided by their sum
+    where `is_normalised`, times `scale`. A `bias` [E], float32, counts in the choice and not in weights. Of equals the
+    lowest is chosen first; NaN is above all.
+    """
+    if not 1 <= per_token <= scores.shape[1]:
+        raise ValueError(f"{per_token} of {scores.shape[1]} experts cannot be chosen")
+    static = {"per_token": per_token, "kind": kind, "is_normalised": is_normalised, "scale": scale}
+    return _dispatch("fused_topk", implementation, Site(""), static, (scores, bias))
+
+
+def fused_experts(
+    x: Float[Array, "T D"],
+    up: Float[Array, "E O D"],
+    down: Float[Array, "E D F"],
+    chosen: Int[Array, "T n"],
+    gates: Float[Array, "T n"],
+    up_bias: Float[Array, "E O"] | None = None,
+    down_bias: Float[Array, "E D"] | None = None,
+    *,
+    activation: Activation = "silu",
+    clamp: float | None = None,
+    clamp_slope: float = 1.702,
+    implementation: str | Choice | None = None,
+) -> Float[Array, "T D"]:
+    """Multiply each token of `x` [T, D] with the n experts that it chose, and weigh and sum the results: float32.
+
+    `chosen` [T, n] are numbers below E, and `gates` [T, n] their weights. Of an expert, `up` has 2 F rows: the
+    activation of the first F products multiplies the others; `down` has D. Each has a bias where there is one. With a
+    `clamp` c the F numbers are instead g · σ(`clamp_slope` · g) · (u + 1), of g at most c and u from -c to c (gpt-oss).
+    They are rounded to the type of `x`, sums are float32. Each result may be rounded to that type once it is weighed.
+    """
+    if up.shape[0] != down.shape[0] or up.shape[1] != 2 * down.shape[2]:
+        raise ValueError(f"experts {up.shape} and {down.shape} do not fit: 2 F rows of D, and D rows of F")
+    if not x.dtype == up.dtype == down.dtype:
+        raise ValueError(f"tokens of {x.dtype} do not go with experts of {up.dtype} and {down.dtype}")
+    static = {"activation": activation, "clamp": clamp, "clamp_slope": clamp_slope}
+    arrays = (x, up, down, chosen, gates, up_bias, down_bias)
+    return _dispatch("fused_experts", implementation, Site("", dtype=str(x.dtype)), static, arrays)
+
+
 def _product_by(site: Site) -> str | Choice:
     """Return what `linear_by` says, or "xla" where that cannot do a product.
 
@@ -352,8 +409,10 @@ def _dispatch(
 
 def _run(operation: str, chosen: Choice, static: dict[str, Any], arrays: tuple[Any, ...]) -> Any:
     own = getattr(choice.module(operation, chosen.name), operation)
-    device = {"capability": chosen.capability} if chosen.name in choice.COMPILED else {}
-    return own(*arrays, **static, **device)
+    there: dict[str, Any] = {"capability": chosen.capability} if chosen.name in choice.COMPILED else {}
+    if there and operation == "fused_experts":
+        there["is_deterministic"] = chosen.is_deterministic
+    return own(*arrays, **static, **there)
 
 
 def _check_heads(q: Array, k_cache: Array, v_cache: Array | None, value_size: int | None) -> None:

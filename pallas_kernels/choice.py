@@ -39,6 +39,8 @@ MODULES: dict[str, dict[str, str]] = {
     "sample": {"xla": "sampling.xla", "triton": "sampling.triton_kernels"},
     "linear": {"xla": "linear.xla", "triton": "linear.triton_kernels", "native": "native.linear"},
     "fused_linear": {"xla": "linear.fused_xla", "triton": "linear.fused_triton"},
+    "fused_topk": {"xla": "experts.xla", "triton": "experts.triton_kernels"},
+    "fused_experts": {"xla": "experts.xla", "triton": "experts.triton_kernels"},
 }
 COMPILED = ("triton", "flashinfer")  # whose functions are told the capability, since they compile when they are traced
 OLDEST_TRITON = (3, 6)  # whose kernels take what JAX gives them
@@ -73,11 +75,12 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An implementation that was chosen, with what it must know of the device that it will be compiled for."""
+    """An implementation that was chosen, with what it must know of where it will run."""
 
     name: str
     capability: int | None = None
     reason: str = ""  # why it is not the one that would be best
+    is_deterministic: bool = False  # as of `Site`
 
     def __str__(self) -> str:
         return self.name
@@ -151,12 +154,12 @@ def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
         reason = refusal(operation, name, site)
         if reason is not None:
             raise ValueError(f"{operation}={name}: {reason}")
-        return Choice(name, site.capability)
+        return Choice(name, site.capability, "", site.is_deterministic)
     reference = implementations(operation)[0]
     reasons = []
     for preferred in _preferred(operation, site):
         reason = refusal(operation, preferred, site)
         if reason is None:
-            return Choice(preferred, site.capability, "; ".join(reasons))
+            return Choice(preferred, site.capability, "; ".join(reasons), site.is_deterministic)
         reasons.append(f"not {preferred}: {reason}")
-    return Choice(reference, site.capability, "; ".join(reasons))
+    return Choice(reference, site.capability, "; ".join(reasons), site.is_deterministic)

@@ -60,6 +60,16 @@ class Linear(NamedTuple):
     tuning: Tuning
 
 
+class Experts(NamedTuple):
+    """Of `fused_experts`: assignments of a tile, rows of a weight of a program, columns visited at once."""
+
+    assignments: int
+    has_halves: bool  # a tile that is at most half full is multiplied as half a tile
+    rows: int  # of the second product; the first has half of them for gates, and half for what these multiply
+    columns: int
+    tuning: Tuning
+
+
 COMBINE, COMBINED = Tuning(2, 1), 16  # pieces at once
 COPY, COPIED = Tuning(4, 1), 2048  # numbers of a block that a program copies
 LEAST_KEYS, MOST_SPLITS = 256, 32
@@ -85,6 +95,19 @@ FUSED = {
     True: ((8, 16, 256, 4, 5), (16, 16, 256, 4, 5), (32, 64, 64, 4, 4), (64, 64, 64, 8, 4)),
 }
 MOST_FUSED_TOKENS = 64
+# Of `fused_experts`, not measured here, by the assignments of a tile, and 0 for float32: rows, columns, warps, stages.
+# Near to what vLLM measured on an H200 for 128 experts of 768 (fused_moe/configs: 16 x 128 x 128 up to 128 tokens,
+# 128 x 256 x 64 from 1,024 on). There a tile has twice what an expert gets on average, so that weights are read once;
+# here about as much as that, and halves: of 256 to 8,192 random tokens at most 1.3 times the useful sums, and not 2.0.
+EXPERTS = {
+    16: (128, 128, 4, 3),
+    32: (128, 128, 4, 3),
+    64: (128, 64, 4, 4),
+    128: (256, 64, 8, 3),
+    0: (64, 32, 4, 2),
+}
+CHOOSE = Tuning(1, 1)
+PLANNED = 4096  # assignments that a program of the plan visits at once, 8 with each thread
 # Of `sample`, which was not measured: columns of a program, and of a group whose largest logit is remembered.
 SURVEY, SURVEYED, GROUPED = Tuning(4, 1), 2048, 64
 # One program does a row with filters, so it is large: columns visited at once, and of those listed with 16 bounds.
@@ -181,6 +204,31 @@ def of_fused_linear(capability: int | None, tokens: int, rows: int, columns: int
         size //= 2
     width = min(width, max(16, 1 << (columns - 1).bit_length()))
     return Linear(most, size, width, 1, Tuning(warps, min(stages, 1 + -(-columns // width))))
+
+
+def of_experts(
+    capability: int | None, assignments: int, experts: int, dtype: str, is_deterministic: bool = False
+) -> Experts:
+    """Choose for so many assignments: a tile has a power of two of them, at most 5/4 of an expert's average."""
+    average = assignments // experts
+    size = min(max(1 << max((average * 5 // 4).bit_length() - 1, 0), 16), 128)
+    rows, columns, warps, stages = EXPERTS[0 if dtype == "float32" else size]
+    if generation(capability) == 80:  # whose sums of 256 rows leave no register
+        rows = min(rows, 128)
+    return Experts(size, average >= 16 and not is_deterministic, rows, columns, Tuning(warps, stages))
+
+
+def of_plan(assignments: int) -> tuple[int, Tuning]:
+    """Choose for the plan of so many assignments: how many are visited at once."""
+    block = min(max(1 << (assignments - 1).bit_length(), 128), PLANNED)
+    return block, Tuning(max(block // 256, 4), 1)
+
+
+def fitting(rows: int, size: int) -> int:
+    """Halve the rows of a block, down to 32, until those that lie behind the last of `size` are an eighth at most."""
+    while rows > 32 and -(-size // rows) * rows * 8 > 9 * size:
+        rows //= 2
+    return rows
 
 
 def write_tokens(tokens: int) -> int:

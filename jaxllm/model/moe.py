@@ -1,5 +1,8 @@
 """Mixtures of experts: their weights, the router's choice, and the chosen experts' products, for one shard of "tp".
 
+Inside `pallas_kernels.fused_experts_by` a kernel makes the products of experts that are not quantized, and inside
+`fused_topk_by` another one chooses them where they form no groups; what is here is for the rest.
+
 Each expert is split over the shards as a plain feed-forward is, so every shard computes a part of every expert and one
 all-reduce sums them. Nothing is dropped: shapes are static, but every token reaches all experts it chose. Knows no
 collective and no layer order. Letters: T tokens, D width, E experts, F an expert's width (on this shard), n experts per
@@ -15,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+import pallas_kernels
 from jaxllm.model import layers
 from jaxllm.model.parameters import Part, Weight
-from jaxllm.model.quantized import floats
+from jaxllm.model.quantized import Quantized, floats
 from jaxllm.model.spec import Experts, Spec
 
 Arrays = dict[str, Any]  # by name: an Array each, or a Quantized
@@ -75,17 +79,21 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, axis: str) -> A
     """Compute this shard's part of what the experts give for `x` [T, D]: [T, D] float32, to be summed over shards."""
     chosen, gates = route(experts, weights, x)
     routed = {name: weight for name, weight in weights.items() if name.startswith("expert_")}
-    total = lax.platform_dependent(
-        routed,
-        x,
-        chosen,
-        gates,
-        cpu=partial(by_tiles, spec, experts, skips=True),
-        default=partial(_by_size, spec, experts),
-    )
-    if experts.bias:  # whole on every shard, so only one of them adds it
-        bias = _spread(experts, chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
-        total = total + jnp.where(lax.axis_index(axis) == 0, bias, 0.0)
+    kernel = pallas_kernels.fused_experts_by.value
+    if kernel is not None and not isinstance(weights["expert_up"], Quantized):
+        total = by_kernel(spec, experts, routed, x, chosen, gates, axis, kernel)
+    else:
+        total = lax.platform_dependent(
+            routed,
+            x,
+            chosen,
+            gates,
+            cpu=partial(by_tiles, spec, experts, skips=True),
+            default=partial(_by_size, spec, experts),
+        )
+        if experts.bias:  # whole on every shard, so only one of them adds it
+            bias = _spread(experts, chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
+            total = total + jnp.where(lax.axis_index(axis) == 0, bias, 0.0)
     if experts.shared_width:
         gate, up = jnp.split(layers.linear(x, weights["shared_up"]), 2, axis=-1)
         inner = layers.activate(gate, spec.activation) * up
@@ -99,6 +107,17 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, axis: str) -> A
 def route(experts: Experts, weights: Arrays, x: Array) -> tuple[Array, Array]:
     """Choose each token's experts and weigh them: their numbers and weights, both [T, n], the weights in float32."""
     scores = layers.linear(x, weights["router"], weights.get("router_bias"))  # [T, E]
+    kernel = pallas_kernels.fused_topk_by.value
+    if kernel is not None and experts.groups == 1:
+        return pallas_kernels.fused_topk(
+            scores,
+            weights.get("choice_bias"),
+            per_token=experts.per_token,
+            kind=experts.scores,
+            is_normalised=experts.is_normalised,
+            scale=experts.scale,
+            implementation=kernel,
+        )
     scores = jax.nn.sigmoid(scores) if experts.scores == "sigmoid" else jax.nn.softmax(scores, axis=-1)
     candidates = scores + weights["choice_bias"] if experts.choice_bias else scores
     if experts.groups > 1:
@@ -112,6 +131,35 @@ def route(experts: Experts, weights: Arrays, x: Array) -> tuple[Array, Array]:
     if experts.is_normalised:
         gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
     return chosen, gates * experts.scale
+
+
+def by_kernel(
+    spec: Spec,
+    experts: Experts,
+    weights: Arrays,
+    x: Array,
+    chosen: Array,
+    gates: Array,
+    axis: str,
+    implementation: pallas_kernels.Choice,
+) -> Array:
+    """Multiply as a kernel does that was chosen for all numbers of tokens: [T, D] float32, biases included."""
+    up_bias, down_bias = weights.get("expert_up_bias"), weights.get("expert_down_bias")
+    if down_bias is not None:  # whole on every shard, so only one of them adds it
+        down_bias = jnp.where(lax.axis_index(axis) == 0, down_bias, jnp.zeros_like(down_bias))
+    return pallas_kernels.fused_experts(
+        x,
+        weights["expert_up"],
+        weights["expert_down"],
+        chosen,
+        gates,
+        up_bias,
+        down_bias,
+        activation=spec.activation,
+        clamp=experts.clamp,
+        clamp_slope=experts.clamp_slope,
+        implementation=implementation,
+    )
 
 
 def by_tiles(

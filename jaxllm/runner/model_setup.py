@@ -40,7 +40,10 @@ from jaxllm.sampling.vocab_parallel import MOST_TOKENS
 from jaxllm.version import __version__
 from pallas_kernels import Choice, Site
 
-OPERATIONS = ("write_kv", "paged_decode", "paged_prefill", "sample", "linear", "fused_linear")  # of a step
+OPERATIONS = (  # of a step
+    *("write_kv", "paged_decode", "paged_prefill", "sample", "linear"),
+    *("fused_linear", "fused_topk", "fused_experts"),
+)
 GPU_SHARE = 0.97  # of the remaining memory; the rest is for programs' code and for tuning later ones
 CPU_SHARE = 0.25  # of the free memory, for KV blocks: other programs of a laptop need memory too
 TOKEN_COST = {"cpu": 120, "gpu": 4}  # see `Limits`; measured by tests/benchmarks/verifying.py, on no GPU yet

@@ -12,8 +12,8 @@ of one shard.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,10 +159,19 @@ def on_shards(
     )
 
 
-def products_of(model: StepModel) -> AbstractContextManager[Any]:
+@contextmanager
+def products_of(model: StepModel) -> Iterator[None]:
     """Have products that are traced inside done as was chosen; nothing is set for XLA's own, which are the default."""
-    chosen = model.kernels["linear"]
-    return nullcontext() if chosen.name == "xla" else pallas_kernels.linear_by(chosen)
+    ways = {
+        "linear": pallas_kernels.linear_by,
+        "fused_topk": pallas_kernels.fused_topk_by,
+        "fused_experts": pallas_kernels.fused_experts_by,
+    }
+    with ExitStack() as entered:
+        for operation, by in ways.items():
+            if model.kernels[operation].name != "xla":
+                entered.enter_context(by(model.kernels[operation]))
+        yield
 
 
 def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:

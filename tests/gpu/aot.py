@@ -113,11 +113,13 @@ def kernels_of(
     asked: Mapping[str, str] | None = None,
     scheme: Scheme | None = None,
     cache: str | None = None,
+    is_deterministic: bool = False,
 ) -> dict[str, Choice]:
     """Choose kernels as an engine on H200 does; `asked` are names by operation, `cache` the type of its arrays."""
     heads, kv_heads = heads_per_shard(spec, devices)
     site = Site("gpu", CAPABILITY, dtype, cache or dtype, heads, kv_heads, spec.head_size, shards=devices)
     site = replace(site, kind=scheme.kind if scheme else "float", value_size=spec.latent and spec.latent.rank)
+    site = replace(site, is_deterministic=is_deterministic)
     return {
         operation: pallas_kernels.resolve(operation, site, (asked or {}).get(operation)) for operation in OPERATIONS
     }
@@ -161,7 +163,19 @@ def compile_step(
     (shape,) = (replace(one, adapters=adapters) for one in shapes if one.tokens == (tokens or rows))
     options = {**step.compiler_options("gpu", is_deterministic), **({} if is_deterministic else FIXED), **(flags or {})}
     return compile_shape(
-        spec, geometry, shape, devices, variant, dtype, kernels, donates, options, drafting, scheme, cache
+        spec,
+        geometry,
+        shape,
+        devices,
+        variant,
+        dtype,
+        kernels,
+        donates,
+        options,
+        drafting,
+        scheme,
+        cache,
+        is_deterministic,
     )
 
 
@@ -178,6 +192,7 @@ def compile_shape(
     drafting: Drafting | None = None,
     scheme: Scheme | None = None,
     cache: str | None = None,
+    is_deterministic: bool = False,
 ) -> Program:
     """Compile one program."""
     over = mesh(devices)
@@ -186,7 +201,7 @@ def compile_shape(
     extras = Extras(spec.vocab_size)
     stored = jnp.dtype(cache or dtype)
     state = device_state.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype), drafting, stored)
-    chosen = kernels_of(spec, devices, dtype, kernels, scheme, cache)
+    chosen = kernels_of(spec, devices, dtype, kernels, scheme, cache, is_deterministic)
     adapter = lora.abstract(spec, over, dtype, RANK) if shape.adapters else ()
     model = step.StepModel(
         spec=spec,

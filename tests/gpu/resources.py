@@ -56,6 +56,12 @@ FUSED: dict[str, tuple[int, int, set[str]]] = {
     "8B up": (28672, 4096, {"norm", "activation"}),
     "8B down": (4096, 14336, {"residual"}),
 }
+# Experts, chosen for a token, width, an expert's width, and whether there are biases and a clamp: of one device.
+EXPERTS = {
+    "Qwen3-30B-A3B": (128, 8, 2048, 768, False),
+    "Mixtral-8x7B": (8, 2, 4096, 14336, False),
+    "gpt-oss-20b": (32, 4, 2880, 2880, True),
+}
 VOCABULARIES = (32000, 152064)  # of Llama 2 and Qwen2.5 7B
 BLOCKS, BLOCK_TOKENS, CONTEXT, TILE = 512, 16, 256, 32  # CONTEXT in blocks
 
@@ -92,6 +98,16 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     for (name, (rows, columns, own)), tokens in itertools.product(FUSED.items(), (1, 16, 64)):
         arrays = (_array((tokens, columns), "bfloat16"), _array((rows, columns), "bfloat16"))
         found[f"fused_linear of {tokens} tokens, {name}"] = (partial(_fused, own), arrays)
+    for (model, (count, per_token, width, inner, has_bias)), tokens in itertools.product(
+        EXPERTS.items(), (16, 256, 2048)
+    ):
+        shapes = [(tokens, width), (count, 2 * inner, width), (count, width, inner)]
+        biases = [(count, 2 * inner), (count, width)] if has_bias else []
+        routed = (_ints(tokens, per_token), _array((tokens, per_token), "float32"))
+        weights, own = ([_array(shape, "bfloat16") for shape in each] for each in (shapes, biases))
+        found[f"fused_experts of {tokens} tokens, {model}"] = (_experts, (*weights, *routed, *own))
+    arrays = (_array((64, 128), "float32"), _array((128,), "float32"))
+    found["fused_topk of 64 tokens, 8 of 128 experts"] = (_topk, arrays)
     qkv, cache = _array((64, 48, 128), "bfloat16"), _array((BLOCKS, 8, BLOCK_TOKENS, 128), "bfloat16")
     arrays = (qkv, cache, cache, _ints(64), _ints(64), _array((64, 32), "float32"), None)
     found["write_kv of 64 tokens, neighbours, half of a head"] = (partial(_write, True), arrays)
@@ -206,6 +222,15 @@ def _fused(own: set[str], implementation: Choice, x: Any, weight: Any) -> Any:
         activation="silu" if "activation" in own else None,
         implementation=implementation,
     )
+
+
+def _experts(implementation: Choice, *arrays: Any) -> Any:
+    clamp = 7.0 if len(arrays) > 5 else None
+    return pallas_kernels.fused_experts(*arrays, clamp=clamp, implementation=implementation)
+
+
+def _topk(implementation: Choice, *arrays: Any) -> Any:
+    return pallas_kernels.fused_topk(*arrays, per_token=8, is_normalised=True, implementation=implementation)
 
 
 def _write(is_interleaved: bool, implementation: Choice, *arrays: Any) -> Any:

@@ -61,6 +61,30 @@ def test_tiles_of_latents_are_multiplied_with_wgmma_on_hopper_alone(found, capab
     assert tiles == [capability == 90] * 4
 
 
+def test_experts_are_multiplied_with_wgmma_on_hopper(found, capability):
+    """Few assignments too: a weight's rows are the first matrix, so that tiles may be narrow."""
+    products = [kernel["wgmma"] for name, kernel in found.items() if "fused_experts" in name and "multiply" in name]
+    assert len(products) == 2 * 3 * len(resources.EXPERTS)
+    assert all(products) if capability == 90 else not any(products)
+
+
+def loads(width: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Name the kinds of loads of products with experts: of 16 bytes into shared memory, and single numbers."""
+    monkeypatch.setitem(resources.EXPERTS, "these", (32, 4, width, width, True))
+    monkeypatch.setattr(resources, "read", lambda compiled: compiled.asm["ptx"])
+    kernels = resources.measure(*resources.calls()[f"fused_experts of {tokens} tokens, these"], 90)
+    text = kernels["multiply_up"] + kernels["multiply_down"]
+    copied = re.findall(r"cp\.async\.\w+\.shared\.global [^;]*?\], (0x\w+)", text)
+    return {f"copy of {int(size, 16)}" for size in copied} | set(re.findall(r"ld\.global\.[\w.:]*b\d+", text))
+
+
+@pytest.mark.parametrize("tokens", [16, 2048])
+def test_weights_of_experts_are_read_16_bytes_at_once(tokens, monkeypatch):
+    """What else is read are the numbers of tiles and assignments, and biases. Rows of 2,884 numbers are not aligned."""
+    assert loads(2880, tokens, monkeypatch) == {"copy of 16", "ld.global.b32", "ld.global.b16"}
+    assert "copy of 16" not in loads(2884, tokens, monkeypatch)
+
+
 def test_resources_are_those_of_the_table(found, capability):
     """Registers may change with a version of the assembler, a little; a kernel that needs more is seen."""
     whole = json.loads(resources.TABLE.read_text())

@@ -21,7 +21,7 @@ pytest.importorskip("jax_cuda13_plugin")
 
 import pallas_kernels
 from jaxllm.embedded import MODEL_DIR
-from jaxllm.model import decoder
+from jaxllm.model import decoder, moe
 from jaxllm.model.families import read_spec
 from jaxllm.model.parameters import Scheme
 from jaxllm.runner.drafting import Drafting
@@ -38,9 +38,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": SHAPES["llama-3.1-8b"],
 }
 SPLIT = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}  # heads that four devices divide
-KERNELS_A_LAYER = 7  # four products, to write the cache, to attend, and to combine where rows are few
+KERNELS_A_LAYER = 7  # four products, to write the cache, to attend, and to combine
 UNFUSED = 13  # a layer, where norms, residuals and activations are kernels of their own
 KERNELS_BESIDE = 16  # embedding, rotation, tables, the division of keys, final norm, head, sampling
+EXPERT_KERNELS_A_LAYER = 15  # of four layers, with 16 beside, so that one more in each is seen; 14 is the goal
 # Temporary memory, MiB, a quarter above what was found: of 64 decode rows mostly their logits, of prompts activations.
 DECODE_MIB = {2: 4, 16: 20, 64: 60}
 RAGGED_MIB = {
@@ -151,6 +152,67 @@ def test_a_step_in_which_a_model_drafts_is_one_graph():
     program = aot.compile_step(MODELS["llama-3.1-8b"], rows=16, drafting=drafting)
     print(f"{program.kernels} kernels, {program.temporary_bytes / MIB:.1f} MiB")
     assert not program.violations(True, 5 * DECODE_MIB[64] * MIB)
+
+
+# Qwen3-30B-A3B, 4 of its 48 layers.
+EXPERTS = SHAPES["llama-3.1-8b"] | {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048},
+    **{"num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 151936},
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+    **{"decoder_sparse_step": 1, "mlp_only_layers": []},
+}
+EXPERTS_MIB = {16: 12, 64: 48, 2048: 192}  # of temporary memory on one device
+
+
+def loops_and_copies(program: aot.Program, devices: int) -> list[str]:
+    """Find loops, and arrays of all experts that are made: copies of a layer's weights, or others of their size."""
+    inner = 768 // devices
+    sizes = "|".join(f"128,{one},{other}" for one, other in ((2 * inner, 2048), (2048, inner), (inner, 2048)))
+    made = rf"= \w+\[(?:{sizes})\]\S* (?!parameter|get-tuple-element|bitcast)[\w-]+\(.*"
+    return re.findall(r"= .* while\(.*", program.text) + re.findall(made, program.text)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("rows", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_decode_step_with_experts_is_one_graph(rows, devices):
+    """Less than fifteen launches a layer: attention's, with three for norms of queries and keys, and the experts'."""
+    program = aot.compile_step(EXPERTS, rows=rows, devices=devices)
+    layers, sums = EXPERTS["num_hidden_layers"], program.all_reduces
+    print(f"{(program.kernels - KERNELS_BESIDE) / layers:.1f} kernels, {program.temporary_bytes / MIB:.1f} MiB")
+    most = EXPERT_KERNELS_A_LAYER * layers + KERNELS_BESIDE if devices == 1 else None
+    assert not program.violations(True, EXPERTS_MIB[rows] * MIB, most)
+    assert not loops_and_copies(program, devices)
+    assert sums == (0 if devices == 1 else 2 * layers + 1)
+    found = program.text.count('custom_call_target="triton_kernel_call_ffi"')
+    assert found == (9 * layers + 2 if devices == 1 else 8 * layers)
+
+
+def test_a_ragged_step_with_experts_has_no_loop():
+    program = aot.compile_step(EXPERTS, tokens=2048)
+    print(f"{program.outside}, {program.temporary_bytes / MIB:.1f} MiB")
+    assert not program.violations(False, EXPERTS_MIB[2048] * MIB)
+    assert not loops_and_copies(program, 1)
+
+
+def test_a_deterministic_step_with_experts_is_one_graph():
+    config = EXPERTS | {"num_hidden_layers": 1}
+    program = aot.compile_step(config, tokens=256, variant=Variant.FULL, is_deterministic=True)
+    assert not program.violations(True, 600 * MIB)
+    assert not loops_and_copies(program, 1)
+
+
+def test_a_loop_over_experts_and_a_weight_that_is_made_are_seen(monkeypatch):
+    config = EXPERTS | {"num_hidden_layers": 1}
+    program = aot.compile_step(config, tokens=2048, kernels={"fused_experts": "xla"})
+    assert any(" while(" in one for one in loops_and_copies(program, 1))
+    by_kernel = moe.by_kernel
+
+    def doubling(spec, experts, weights, *given):
+        return by_kernel(spec, experts, weights | {"expert_down": 2 * weights["expert_down"]}, *given)
+
+    monkeypatch.setattr(moe, "by_kernel", doubling)
+    found = loops_and_copies(aot.compile_step(config, rows=16), 1)
+    assert any(one.startswith("= bf16[128,2048,768]") for one in found)
 
 
 @pytest.mark.parametrize("size", [{"rows": 2}, {"rows": 64}, {"tokens": 512}], ids=str)

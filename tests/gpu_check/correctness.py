@@ -44,6 +44,7 @@ class Shape(NamedTuple):
     softcap: float | None = None
     has_sinks: bool = False
     value_size: int | None = None
+    experts: tuple[int, int, int, int, bool] = (4, 2, 32, 24, True)  # E, n, D, F, and whether there are biases
 
     @property
     def options(self) -> dict[str, Any]:
@@ -71,6 +72,11 @@ MODELS = (
     Shape("DeepSeek-V2-Lite", 16, 1, 576, value_size=512),
     Shape("DeepSeek-V3", 128, 1, 576, value_size=512),
 )
+MIXTURES = (  # of which attention is not compared
+    Shape("Qwen3-30B-A3B", 32, 4, 128, experts=(128, 8, 2048, 768, False)),
+    Shape("gpt-oss-20b", 64, 8, 64, experts=(32, 4, 2880, 2880, True)),
+)
+ROUTED, DRY_ROUTED = (16, 300), (3, 20)  # tokens
 DRY = (((EDGES[2],), (TYPES[2],)), ((EDGES[6],), (TYPES[5],)))
 LENGTHS, DRY_LENGTHS = (0, 1, 16, 17, 150, 1030, 4100), (0, 1, 17, 90)  # the longest is divided among programs
 CHUNKS, DRY_CHUNKS = ((0, 40), (100, 1), (7, 130), (1000, 33)), ((0, 5), (20, 40))  # positions and queries
@@ -103,11 +109,17 @@ def run(check: Check) -> None:
 def _cases(is_dry: bool) -> Iterator[tuple[str, Shape, str, str]]:
     """Give operation, shape and types; what is served most comes first, should time run out."""
     yield "sample", EDGES[2] if is_dry else MODELS[0], "float16", "float16"  # of which it uses none
+    for shape in EDGES[:1] if is_dry else MIXTURES:
+        yield "fused_topk", shape, "float32", "float32"
+        for dtype in ("float32",) if is_dry else ("bfloat16", "float16"):
+            yield "fused_experts", shape, dtype, dtype
     for shapes, types in DRY if is_dry else ((MODELS, TYPES), (EDGES, EDGE_TYPES)):
         for dtype, cache_dtype in types:
             for shape in shapes:
                 for operation in OPERATIONS:
-                    if operation != "sample" and (operation != "fused_linear" or dtype == cache_dtype):
+                    if operation not in ("sample", "fused_topk", "fused_experts") and (
+                        operation != "fused_linear" or dtype == cache_dtype
+                    ):
                         yield operation, shape, dtype, cache_dtype
 
 
@@ -301,6 +313,50 @@ def _fused(shape: Shape, dtype: str, _cache_dtype: str, is_dry: bool) -> Distanc
     return lambda chosen: max(map(_distance, multiply(chosen, False), wanted))
 
 
+def _topk(shape: Shape, _dtype: str, _cache_dtype: str, _is_dry: bool) -> Distance:
+    """Choose experts by scores that are far enough apart; compare weights, laid out over all experts."""
+    count, per_token, *_ = shape.experts
+    random = np.random.default_rng(0)
+    scores = jnp.asarray(random.permuted(np.tile(np.arange(count) / 8, (300, 1)), axis=1), jnp.float32)
+    own = {"per_token": per_token, "is_normalised": True, "scale": 1.5}
+
+    def weights(implementation: str | Choice) -> np.ndarray:
+        found = np.zeros(scores.shape, np.float32)
+        chosen, gates = jax.jit(partial(pallas_kernels.fused_topk, **own, implementation=implementation))(scores)
+        np.put_along_axis(found, np.asarray(chosen), np.asarray(gates), axis=1)
+        return found
+
+    wanted = weights("xla")
+    return lambda chosen: _distance(jnp.asarray(weights(chosen)), jnp.asarray(wanted))
+
+
+def _experts(shape: Shape, dtype: str, _cache_dtype: str, is_dry: bool) -> Distance:
+    """Multiply few tokens and many, of which half choose the same experts; compare with products in float32."""
+    count, per_token, width, inner, has_bias = shape.experts
+    random = np.random.default_rng(0)
+
+    def normal(*sizes: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal(sizes, np.float32) * sizes[-1] ** -0.5).astype(dtype)
+
+    weights = [normal(count, 2 * inner, width), normal(count, width, inner)]
+    biases = [normal(count, 2 * inner), normal(count, width)] if has_bias else []
+    own = {"clamp": 7.0 if has_bias else None}
+    cases = []
+    for tokens in DRY_ROUTED if is_dry else ROUTED:
+        chosen = np.argsort(random.random((tokens, count)), axis=1)[:, :per_token].astype(np.int32)
+        chosen[tokens // 2 :] = chosen[0]
+        gates = jnp.asarray(random.random(chosen.shape), jnp.float32)
+        given = normal(tokens, width), *weights, jnp.asarray(chosen), gates, *biases
+        exact = [one.astype(jnp.float32) if jnp.issubdtype(one.dtype, jnp.floating) else one for one in given]
+        cases.append((given, jax.jit(partial(pallas_kernels.fused_experts, **own, implementation="xla"))(*exact)))
+
+    def distance(chosen: Choice) -> float:
+        run = jax.jit(partial(pallas_kernels.fused_experts, **own, implementation=chosen))
+        return max(_distance(run(*given), wanted) for given, wanted in cases)
+
+    return distance
+
+
 OPERATIONS: dict[str, Callable[[Shape, str, str, bool], Distance]] = {
     "paged_decode": _decode,
     "paged_prefill": _prefill,
@@ -308,6 +364,8 @@ OPERATIONS: dict[str, Callable[[Shape, str, str, bool], Distance]] = {
     "copy_blocks": _copy,
     "sample": _sample,
     "fused_linear": _fused,
+    "fused_topk": _topk,
+    "fused_experts": _experts,
 }
 
 

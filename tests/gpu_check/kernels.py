@@ -39,6 +39,9 @@ TINY_LAYERS: dict[str, tuple[int, int, int]] = {"tiny": (64, 128, 96)}
 FEW = (1, 16, 64)
 CACHES = ("int8", "float8_e4m3fn")
 TOKENS = (1, 16, 64, 256, 8192)
+# E, n, D, F of Qwen3-30B-A3B.
+EXPERTS, TINY_EXPERTS = (128, 8, 2048, 768), (4, 2, 32, 24)
+ROUTED = (2, 16, 64, 256, 2048)
 SLOW_TOKENS = 65536  # in the cache, up to which implementations are timed that are never the default
 SLOW_PROMPT = 1024
 RIVALS = ("flashinfer",)  # of the usual best on a GPU; timed beside it on every shape
@@ -92,6 +95,10 @@ def run(check: Check) -> None:
             _all(check, ceilings, "fused_linear", what, heads[model], dtype, True,
                  lambda layer=layer, tokens=tokens: measuring.products(
                      *layer, tokens, dtype, _pool(check)))  # fmt: skip
+    for tokens in (3,) if check.is_dry else ROUTED:
+        what = f"fused_experts, Qwen3-30B-A3B, {tokens} tokens"
+        _all(check, ceilings, "fused_experts", what, heads[largest], dtype, tokens <= 64,
+             lambda tokens=tokens: _experts(TINY_EXPERTS if check.is_dry else EXPERTS, tokens, dtype))  # fmt: skip
 
 
 def _latents(check: Check, ceilings: dict[str, float]) -> None:
@@ -222,6 +229,28 @@ def _write(heads: Heads, tokens: int, dtype: str) -> Case:
 
     arrays = (qkv, measuring.noise(cache, dtype, 1), measuring.noise(cache, dtype, 2))
     return Case(step, arrays, 2 * qkv.nbytes + 2 * turn[0].nbytes, 0)
+
+
+def _experts(sizes: tuple[int, int, int, int], tokens: int, dtype: str) -> Case:
+    """Make tokens that choose at random, each turn other experts."""
+    count, per_token, width, inner = sizes
+    random = np.random.default_rng(0)
+    chosen = np.argsort(random.random((tokens, count)), axis=1)[:, :per_token].astype(np.int32)
+    up, down = measuring.noise((count, 2 * inner, width), dtype), measuring.noise((count, width, inner), dtype, 1)
+    x = measuring.noise((tokens, width), dtype, 2)
+
+    def step(implementation: Any) -> measuring.Step:
+        def multiply(number: jax.Array, arrays: Any) -> tuple[jax.Array, Any]:
+            x, up, down, chosen, gates = arrays
+            moved = (chosen + number) % count
+            out = pallas_kernels.fused_experts(x, up, down, moved, gates, implementation=implementation)
+            return out, arrays
+
+        return multiply
+
+    arrays = (x, up, down, jnp.asarray(chosen), jnp.asarray(random.random(chosen.shape), jnp.float32))
+    read = len(np.unique(chosen)) * (up.nbytes + down.nbytes) // count
+    return Case(step, arrays, read + 2 * x.nbytes, 6 * chosen.size * width * inner)
 
 
 def _torch(
