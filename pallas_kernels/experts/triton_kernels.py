@@ -17,6 +17,7 @@ tiles are whole: an assignment's sums are then made by the same instructions wha
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -359,7 +360,7 @@ def fused_experts(
     total = chosen.size
     tile = tuning.of_experts(capability, total, experts, str(x.dtype), is_deterministic)
     count = num_tiles(total, experts, tile.assignments)
-    sizes = {"D": width, "F": inner_width, "TILES": count, "BM": tile.assignments, "BK": tile.columns}
+    sizes: dict[str, Any] = {"D": width, "F": inner_width, "TILES": count, "BM": tile.assignments, "BK": tile.columns}
     sizes["HALVES"] = tile.has_halves
     block, planned = tuning.of_plan(total)
     order, tiles = call(
