@@ -1,4 +1,4 @@
-"""Kernels for serving language models: paged attention, the writing of its cache, and the choice of tokens.
+"""Kernels for serving language models: paged attention and its cache, products, experts, and the choice of tokens.
 
 Imports jax and numpy, never jaxllm. Every operation takes `implementation`; None picks the best one for the platform
 that the program is compiled for. An engine asks `resolve` once, and names what that says from then on.
