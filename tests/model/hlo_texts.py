@@ -32,6 +32,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
 }
 
+_NO_MEMORY = SimpleNamespace(temp_size_in_bytes=0, output_size_in_bytes=0, alias_size_in_bytes=0)
+
 
 def texts_of(folder: Path, **settings: Any) -> dict[str, str]:
     """Trace all programs of an engine with a model; return their texts by name. A UserError if it cannot be."""
@@ -41,7 +43,7 @@ def texts_of(folder: Path, **settings: Any) -> dict[str, str]:
         text = lowered.as_text()
         name = text.split("module @", 1)[1].split()[0]
         texts[name] = text
-        return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=0))
+        return SimpleNamespace(memory_analysis=lambda: _NO_MEMORY)
 
     config = EngineConfig(
         model=str(folder),
