@@ -128,7 +128,12 @@ def test_blocks_are_copied():
         np.testing.assert_array_equal(np.asarray(got[0])[[0, 2]], np.asarray(k_cache)[[1, 7]])
 
 
-@pytest.mark.parametrize("case", [*CASES[2:9], CASES[12]], ids=str)
+SCALED = [*CASES[2:9], CASES[12]]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (at % 3 > 0)) for at, case in enumerate(SCALED)], ids=str
+)
 def test_caches_with_scales(case):
     """What is stored with scales and attended to is what the reference makes of it, and near the exact one.
 

@@ -319,7 +319,7 @@ def test_what_a_decode_step_of_8b_weighs_and_how_much_of_it_changes_its_address(
     print(f"{program.serialized_bytes} bytes, {[len(each) for each in distinct]} of PTX, {program.buffers}")
     assert len(program.payloads) == program.text.count('custom_call_target="triton_kernel_call_ffi"') == 7 * 32 + 2
     assert len(distinct) == 9, "to write, to attend, to combine, four products, to look at the logits and to choose"
-    assert max(map(len, distinct)) < 100 << 10 and sum(map(len, program.payloads)) < 5 * MIB
+    assert max(map(len, distinct)) < 100 << 10 and sum(map(len, program.payloads)) < 7 * MIB
     assert program.serialized_bytes < 5 * MIB
     assert program.buffers.allocations["temporary"] == program.buffers.allocations["sent"] == 1
     assert program.buffers.allocations["returned"] == 1
