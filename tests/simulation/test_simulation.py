@@ -19,8 +19,8 @@ from tests.simulation.tally import RARE, Tally, play
 from tests.simulation.trace import Trace, make_trace
 from tests.simulation.world import World
 
-STEPS = 50_000  # in all; `make test` plays the first part, CI the others, and `make simulate` millions
-PARTS = 6
+STEPS = 130_000  # in all, within which every rare fault happens; `make test` plays the first part, CI the others
+PARTS = 16
 MUTANT_STEPS = 100_000  # within which a planted bug must be found
 # What seeds 0 to 5 come to, in any process; it changes with the scheduler's plans, the traces, or what requests get.
 DIGEST = "4bfdc795"
