@@ -23,10 +23,10 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Num, UInt
 
 from pallas_kernels import choice
+from pallas_kernels.activations import ACTIVATIONS, Activation
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 from pallas_kernels.choice import Choice, Site, capability_of
 from pallas_kernels.experts.xla import Scores
-from pallas_kernels.linear.fused_xla import ACTIVATIONS, Activation
 from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.sampling.xla import MOST_TOKENS
 

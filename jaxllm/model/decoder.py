@@ -29,6 +29,7 @@ from jaxllm.model.pooler import Pooler
 from jaxllm.model.quantized import fitted
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
 from pallas_kernels import Choice
+from pallas_kernels.activations import activate, gated
 
 Leaf = TypeVar("Leaf")
 Arrays = dict[str, Any]  # by name, inside or outside a layer: an Array each, or a Quantized
@@ -427,11 +428,7 @@ def _mlp(spec: Spec, weights: Arrays, x: Array, axis: str) -> Array:
 
 def _run_mlp(spec: Spec, weights: Arrays, x: Array, linear: Callable[..., Array], axis: str) -> Array:
     inner = linear("up", x, weights["up"], weights.get("up_bias"))  # [T, (2) F / X], float32
-    if spec.mlp_gated:
-        gate, up = jnp.split(inner, 2, axis=-1)
-        inner = layers.activate(gate, spec.activation) * up
-    else:
-        inner = layers.activate(inner, spec.activation)
+    inner = gated(inner, spec.activation) if spec.mlp_gated else activate(inner, spec.activation)
     return _row_parallel(inner.astype(x.dtype), weights, "down", linear, axis)
 
 

@@ -1,7 +1,7 @@
-"""The arithmetic inside a decoder: products, norms, rotations, activations. Pure functions of arrays.
+"""The arithmetic inside a decoder: products, norms, rotations. Pure functions of arrays.
 
 What every layer calls is a function of its own to JAX, and so traced once (step.py says what that saves).
-Knows no layer order, no collective and no cache. Norms, rotations and activations are computed in float32 and returned
+Knows no layer order, no collective and no cache. Norms and rotations are computed in float32 and returned
 in the type they were given; products accumulate in float32, those of 8-bit integers exactly. Letters: T tokens,
 D width, H heads, C head size.
 """
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 import pallas_kernels
 from jaxllm.model.quantized import Quantized, floats
-from jaxllm.model.spec import Activation, BandScaling, LinearScaling, NormKind, PairScaling, Rope, YarnScaling
+from jaxllm.model.spec import BandScaling, LinearScaling, NormKind, PairScaling, Rope, YarnScaling
 
 
 @jax.jit
@@ -61,17 +61,6 @@ def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float,
     if bias is not None:
         wide = wide + bias.astype(jnp.float32)
     return wide.astype(x.dtype)
-
-
-def activate(x: Array, kind: Activation) -> Array:
-    """Apply the feed-forward's nonlinearity elementwise."""
-    functions = {
-        "silu": jax.nn.silu,
-        "gelu": partial(jax.nn.gelu, approximate=False),
-        "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-        "relu": jax.nn.relu,
-    }
-    return functions[kind](x)
 
 
 def softcap(x: Array, cap: float | None) -> Array:

@@ -23,6 +23,7 @@ from jaxllm.model import layers
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.quantized import Quantized, floats
 from jaxllm.model.spec import Experts, Spec
+from pallas_kernels.activations import gated
 
 Arrays = dict[str, Any]  # by name: an Array each, or a Quantized
 
@@ -95,8 +96,7 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, axis: str) -> A
             bias = _spread(experts, chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
             total = total + jnp.where(lax.axis_index(axis) == 0, bias, 0.0)
     if experts.shared_width:
-        gate, up = jnp.split(layers.linear(x, weights["shared_up"]), 2, axis=-1)
-        inner = layers.activate(gate, spec.activation) * up
+        inner = gated(layers.linear(x, weights["shared_up"]), spec.activation)
         shared = layers.linear(inner.astype(x.dtype), weights["shared_down"])  # [T, D]
         if experts.shared_gate:
             shared = shared * jax.nn.sigmoid(layers.linear(x, weights["shared_weight"]))
@@ -247,11 +247,7 @@ def _tile_size(tokens: int, experts: Experts) -> int:
 
 
 def _gated(spec: Spec, experts: Experts, inner: Array) -> Array:
-    gate, up = jnp.split(inner, 2, axis=-1)  # [..., F] each
-    if experts.clamp is None:
-        return layers.activate(gate, spec.activation) * up
-    gate, up = jnp.minimum(gate, experts.clamp), jnp.clip(up, -experts.clamp, experts.clamp)
-    return gate * jax.nn.sigmoid(experts.clamp_slope * gate) * (up + 1.0)
+    return gated(inner, spec.activation, experts.clamp, experts.clamp_slope)
 
 
 def _spread(experts: Experts, chosen: Array, gates: Array) -> Array:

@@ -20,6 +20,7 @@ from jaxllm.model import layers
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.spec import Activation as Elementwise
 from jaxllm.pooling_params import PoolingParams
+from pallas_kernels.activations import activate
 
 Pooling = Literal["cls", "last", "mean"]
 Activation = Elementwise | Literal["tanh"]
@@ -93,7 +94,7 @@ def apply(pooler: Pooler, top: Mapping[str, Any], pooled: Float[Array, "R D"]) -
         name = f"pool_{number}"
         x = layers.linear(x, top[name], top.get(f"{name}_bias"))
         if dense.activation is not None:
-            x = jnp.tanh(x) if dense.activation == "tanh" else layers.activate(x, dense.activation)
+            x = jnp.tanh(x) if dense.activation == "tanh" else activate(x, dense.activation)
         if dense.norm:
             x = layers.norm(x, top[f"{name}_norm"], None, "layer", dense.norm_eps)
     return x

@@ -26,9 +26,10 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels import triton_bridge, tuning
+from pallas_kernels.activations import Activation
 from pallas_kernels.choice import Site
 from pallas_kernels.experts.xla import Scores
-from pallas_kernels.linear.fused_xla import Activation
+from pallas_kernels.triton_activations import gated
 from pallas_kernels.triton_bridge import call
 
 
@@ -136,23 +137,6 @@ def plan(
 
 
 @triton.jit
-def _activated(gate, up, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, SLOPE: tl.constexpr):
-    if CLAMP is not None:
-        gate = tl.minimum(gate, CLAMP, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.minimum(up, CLAMP, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.maximum(up, -CLAMP, propagate_nan=tl.PropagateNan.ALL)
-        return gate * tl.sigmoid(SLOPE * gate) * (up + 1.0)
-    elif ACTIVATION == "silu":
-        return gate * tl.sigmoid(gate) * up
-    elif ACTIVATION == "gelu":
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
-        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    else:
-        return tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL) * up
-
-
-@triton.jit
 def _up(
     x,
     weight,
@@ -195,7 +179,7 @@ def _up(
     if bias is not None:
         gates += tl.load(bias + own).to(tl.float32)[:, None]
         ups += tl.load(bias + own + F).to(tl.float32)[:, None]
-    result = tl.trans(_activated(gates, ups, ACTIVATION, CLAMP, SLOPE).to(inner.dtype.element_ty))
+    result = tl.trans(gated(gates, ups, ACTIVATION, CLAMP, SLOPE).to(inner.dtype.element_ty))
     inner_at = inner + (first + places).to(tl.int64)[:, None] * F + rows[None, :]
     tl.store(inner_at, result, mask=(places < count)[:, None] & (rows < F)[None, :])
 

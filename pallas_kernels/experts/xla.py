@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.linear.fused_xla import Activation, activate
+from pallas_kernels.activations import Activation, gated
 
 Scores = Literal["softmax", "sigmoid"]
 
@@ -60,12 +60,3 @@ def fused_experts(
     experts = jnp.arange(len(up), dtype=chosen.dtype)
     total, _ = lax.scan(add, jnp.zeros(x.shape, jnp.float32), (experts, up, down, up_bias, down_bias))
     return total
-
-
-def gated(inner: Array, activation: Activation, clamp: float | None, clamp_slope: float) -> Array:
-    """Multiply the activation of the first half of the last axis with the second half."""
-    gate, up = jnp.split(inner, 2, axis=-1)
-    if clamp is None:
-        return activate(gate, activation) * up
-    gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)
-    return gate * jax.nn.sigmoid(clamp_slope * gate) * (up + 1.0)

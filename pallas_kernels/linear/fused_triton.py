@@ -24,8 +24,9 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels import triton_bridge, tuning
+from pallas_kernels.activations import Activation
 from pallas_kernels.choice import Site
-from pallas_kernels.linear.fused_xla import Activation
+from pallas_kernels.triton_activations import gated
 from pallas_kernels.triton_bridge import call
 
 
@@ -39,18 +40,6 @@ def refusal(operation: str, site: Site) -> str | None:
         # A token's numbers are multiplied with the gain before its norm makes them small, which float16 need not hold.
         return f"it is for bfloat16, not {site.dtype}"
     return triton_bridge.refusal(replace(site, cache_dtype=site.dtype))
-
-
-@triton.jit
-def _activate(x, KIND: tl.constexpr):
-    if KIND == "silu":
-        return x * tl.sigmoid(x)
-    elif KIND == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_tanh":  # 1 + tanh(y) is 2 sigmoid(2 y)
-        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        return tl.maximum(x, 0.0)
 
 
 @triton.jit
@@ -111,7 +100,7 @@ def multiply_fused(
         sums += tl.load(bias + stored_row, mask=is_stored_row, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION is not None:
         gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BN, BM)), (1, 2, 0)))
-        sums = _activate(gate, ACTIVATION) * up
+        sums = gated(gate, up, ACTIVATION, None, 0.0)
     places = tokens.to(tl.int64)[:, None] * O + rows[None, :]
     is_result = (rows < O)[None, :]
     if T is not None:

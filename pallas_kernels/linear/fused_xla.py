@@ -5,17 +5,11 @@ Rounded where a decoder rounds that does these one after another. Letters: T row
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal, get_args
-
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.activations import Activation, gated
 from pallas_kernels.linear.xla import linear
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 def fused_linear(
@@ -35,21 +29,9 @@ def fused_linear(
     if bias is not None:
         product = product + bias.astype(jnp.float32)
     if activation is not None:
-        gate, up = jnp.split(product, 2, axis=-1)
-        product = activate(gate, activation) * up
+        product = gated(product, activation)
     product = product.astype(x.dtype)
     return product if residual is None else residual + product
-
-
-def activate(x: Array, kind: Activation) -> Array:
-    """Apply an activation elementwise."""
-    functions = {
-        "silu": jax.nn.silu,
-        "gelu": partial(jax.nn.gelu, approximate=False),
-        "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-        "relu": jax.nn.relu,
-    }
-    return functions[kind](x)
 
 
 def _normed(x: Array, gain: Array, eps: float, is_plus_one: bool) -> Array:

@@ -18,7 +18,7 @@ import pallas_kernels
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import UserError
 from pallas_kernels import Choice, Norm, Site, tuning
-from pallas_kernels.linear.fused_xla import ACTIVATIONS
+from pallas_kernels.activations import ACTIVATIONS
 from tests.support import paths
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -28,7 +28,6 @@ pytest.importorskip("triton")
 from pallas_kernels.linear import fused_triton
 
 TOKENS, ROWS, COLUMNS = (1, 2, 7, 8, 9, 16, 17, 33, 63, 64), (1, 16, 40, 64, 70, 130), (16, 24, 100, 256, 320, 777)
-SLOW = ("qwen3", "gemma")  # families whose engine runs with ALL=1
 LITTLE = 33 << 10  # bytes under way on each multiprocessor that an H200's memory takes, 4.3 TB/s for 1 us
 # The products of a layer: rows of a matrix, columns, and whether there is a second matrix.
 PRODUCTS = {
@@ -84,6 +83,14 @@ def test_a_product_is_what_one_after_another_gives(activation: Any, norm: str | 
         assert found.dtype == jnp.float32
         wanted = exact(x, weight, bias, whole, residual, activation, 1e-3)
         np.testing.assert_allclose(np.asarray(found), wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_no_number_stays_none(activation: Any):
+    """So that a step says that its logits are not finite."""
+    x = jnp.asarray([[1.0] * 16, [math.nan] * 16], jnp.float32)
+    found = pallas_kernels.fused_linear(x, jnp.ones((8, 16)), activation=activation, implementation=Choice("triton"))
+    assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
 
 
 def test_a_token_has_the_same_bits_wherever_it_is():

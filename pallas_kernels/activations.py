@@ -1,0 +1,36 @@
+"""The nonlinearities of feed-forwards, plain and gated; in Triton's language they are in `triton_activations.py`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+def activate(x: Array, kind: Activation) -> Array:
+    """Apply a nonlinearity elementwise."""
+    functions = {
+        "silu": jax.nn.silu,
+        "gelu": partial(jax.nn.gelu, approximate=False),
+        "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+        "relu": jax.nn.relu,
+    }
+    return functions[kind](x)
+
+
+def gated(inner: Array, kind: Activation, clamp: float | None = None, slope: float = 1.702) -> Array:
+    """Multiply the activation of the first half of the last axis with the second half: [..., 2 F] to [..., F].
+
+    With a `clamp` c, gates g and others u give g · σ(`slope` · g) · (u + 1), of g at most c, u from -c to c (gpt-oss).
+    """
+    gate, up = jnp.split(inner, 2, axis=-1)
+    if clamp is None:
+        return activate(gate, kind) * up
+    gate, up = jnp.minimum(gate, clamp), jnp.clip(up, -clamp, clamp)
+    return gate * jax.nn.sigmoid(slope * gate) * (up + 1.0)

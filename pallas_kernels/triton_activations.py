@@ -1,0 +1,33 @@
+"""The nonlinearities of `activations.py` in Triton's language. NaN stays NaN, as it does there."""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """Apply a nonlinearity elementwise."""
+    if KIND == "silu":
+        return x * tl.sigmoid(x)
+    elif KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def gated(gate, up, KIND: tl.constexpr, CLAMP: tl.constexpr, SLOPE: tl.constexpr):
+    """Multiply the activation of `gate` with `up`; with a CLAMP as gpt-oss does."""
+    if CLAMP is None:
+        return activate(gate, KIND) * up
+    else:
+        gate = tl.minimum(gate, CLAMP, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, CLAMP, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -CLAMP, propagate_nan=tl.PropagateNan.ALL)
+        return gate * tl.sigmoid(SLOPE * gate) * (up + 1.0)
