@@ -23,10 +23,10 @@ class Tuning(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Of `paged_decode`: keys that are visited at once, and among how many programs they are divided."""
+    """Of `paged_decode`: keys that are visited at once, and among how many programs all rows' keys are divided."""
 
     keys: int
-    programs: int  # for one head of keys, that a device runs at once
+    programs: int  # that a device runs at once, for a head of keys or a block of heads over latents
     splits: int  # of one row at most, where its length alone decides; a power of two
     least_keys: int  # that a program is worth
     tuning: Tuning
@@ -70,13 +70,12 @@ class Experts(NamedTuple):
     tuning: Tuning
 
 
-COMBINE, COMBINED = Tuning(2, 1), 16  # pieces at once
+COMBINE, JOINED_VALUES, JOINED_PIECES = Tuning(2, 1), 128, 16  # of a piece, and pieces, at once
 COPY, COPIED = Tuning(4, 1), 2048  # numbers of a block that a program copies
 LEAST_KEYS, MOST_SPLITS = 256, 32
 RESIDENT = 4  # programs of `paged_decode` on a multiprocessor: 128 threads of at most 128 of its 65,536 registers
 # Of latent attention. A piece is written and read in float32: for each row as many bytes as about four keys have.
 LEAST_LATENTS, LATENTS_OF_A_ROW = 128, 4
-JOIN, JOINED_VALUES, JOINED_PIECES = Tuning(4, 1), 128, 32
 # Of `linear`, not measured, by the bits of a number, and 32 for float32 tokens: tokens, rows, columns, warps, stages.
 # Three programs of the first kind have 48 KB under way on a multiprocessor of an H200, and Little's law asks for 33.
 # With 128 tokens a number becomes a float once for as many products: 4 of 8 clocks that the tensor cores are busy.
@@ -124,13 +123,19 @@ def of_decode(
 ) -> Decode:
     """Choose for `rows` sequences of at most `context` tokens."""
     found = _find("paged_decode", capability, head_size, dtype, cache_dtype)
-    programs = RESIDENT * PROCESSORS[generation(capability)]
+    own = Tuning(found["warps"], found["stages"])
+    return _shared(capability, rows, kv_heads, context, found["keys"], RESIDENT, LEAST_KEYS, own)
+
+
+def _shared(
+    capability: int | None, rows: int, each: int, context: int, keys: int, resident: int, least: int, own: Tuning
+) -> Decode:
+    """Choose for rows that are `each` so many programs' by themselves, of which a multiprocessor has `resident`."""
+    programs = resident * PROCESSORS[generation(capability)]
     splits = 1
-    while splits < MOST_SPLITS and 2 * rows * kv_heads * splits < programs and splits * LEAST_KEYS < context:
+    while splits < MOST_SPLITS and 2 * rows * each * splits < programs and splits * least < context:
         splits *= 2
-    return Decode(
-        found["keys"], max(programs // kv_heads, 1), splits, LEAST_KEYS, Tuning(found["warps"], found["stages"])
-    )
+    return Decode(keys, max(programs // each, 1), splits, least, own)
 
 
 def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, cache_dtype: str) -> Prefill:
@@ -160,24 +165,11 @@ def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -
     return Latent(size, 32, own != 90 or size < 64, 1, Tuning(8, 4))
 
 
-def least_latents(chosen: Latent) -> int:
-    """Return how many keys a program of latent attention is worth."""
-    return max(LEAST_LATENTS, LATENTS_OF_A_ROW * chosen.rows)
-
-
-def latent_splits(capability: int | None, programs: int, context: int, chosen: Latent) -> int:
-    """Return among how many programs a context is divided at most, where without it there are so many.
-
-    The time is that of the device's turns, in keys: those of a piece, 64 to begin with, and what a piece costs.
-    """
-    room = PROCESSORS[generation(capability)] * chosen.programs
-    most = min(room, context // least_latents(chosen))
-
-    def taken(splits: int) -> float:
-        own = context / splits + 64 + (LATENTS_OF_A_ROW * chosen.rows if splits > 1 else 0)
-        return -(-programs * splits // room) * own
-
-    return min(range(1, max(most, 1) + 1), key=taken)
+def of_latent_decode(capability: int | None, rows: int, heads: int, context: int, chosen: Latent) -> Decode:
+    """Divide `rows` sequences of at most `context` tokens, to which `heads` attend as was chosen."""
+    least = max(LEAST_LATENTS, LATENTS_OF_A_ROW * chosen.rows)
+    blocks = -(-heads // chosen.rows)
+    return _shared(capability, rows, blocks, context, chosen.keys, chosen.programs, least, chosen.tuning)
 
 
 def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind: str, dtype: str) -> Linear:

@@ -14,6 +14,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.attention.arguments import AttentionArgs
+from pallas_kernels.tuning import Decode
+
 
 class Pieces(NamedTuple):
     """All int32; a row's pieces follow one another, and a row without keys has one piece without any."""
@@ -25,12 +28,20 @@ class Pieces(NamedTuple):
     count: Array  # [R]: how many a row has
 
 
-def evenly(lengths: Array, context: int, window: int | None, visited: int, programs: int, least: int) -> Pieces:
-    """Divide the keys that rows of `lengths` [R] see into R + `programs` pieces at most, of at least `least` keys.
+def divide(lengths: Array, context: int, args: AttentionArgs, chosen: Decode) -> Pieces:
+    """Divide rows of `lengths` [R], of at most `context` keys, as a kernel was chosen to have them."""
+    lengths = lengths.astype(jnp.int32)
+    if args.batch_invariant:
+        return by_own_length(lengths, args.window, chosen.keys, chosen.splits, chosen.least_keys)
+    return evenly(lengths, context, args.window, chosen.keys, chosen.programs, chosen.least_keys)
 
-    No piece is longer than `least`, or an even share of all keys and a sixteenth of it, rounded up to `visited` keys,
-    those of one visit: rows that nearly fill the programs, as 64 with 8 heads do, are not cut. No row is longer than
-    `context`.
+
+def evenly(lengths: Array, context: int, window: int | None, visited: int, programs: int, least: int) -> Pieces:
+    """Divide the keys that rows of `lengths` [R] see into R + `programs` pieces at most.
+
+    A row is cut where it is longer than `least` keys and than an even share of all keys and a sixteenth of it, so that
+    rows that nearly fill the programs, as 64 with 8 heads do, are not cut. Its pieces are whole visits, of `visited`
+    keys, and as equal as these allow. No row is longer than `context`.
     """
     begins = _begins(lengths, window, visited)
     keys = lengths - begins
@@ -42,7 +53,7 @@ def evenly(lengths: Array, context: int, window: int | None, visited: int, progr
 
 
 def by_own_length(lengths: Array, window: int | None, visited: int, splits: int, least: int) -> Pieces:
-    """Divide each row's keys into `splits` pieces at most, of at least `least` keys; R · `splits` pieces in all."""
+    """Cut each row that is longer than `least` keys into `splits` equal pieces at most; R · `splits` pieces in all."""
     begins = _begins(lengths, window, visited)
     count = jnp.minimum(-(-(lengths - begins) // least), splits)
     return _cut(begins, lengths, count, visited, len(lengths) * splits)

@@ -10,7 +10,6 @@ Online softmax with base 2 (Milakov & Gimelshein 2018; Dao 2023, arXiv:2307.0869
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -20,15 +19,14 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels import triton_bridge, tuning
-from pallas_kernels.attention import triton_latent
+from pallas_kernels.attention import triton_latent, triton_pieces
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
-from pallas_kernels.attention.division import by_own_length, evenly
+from pallas_kernels.attention.division import divide
+from pallas_kernels.attention.triton_pieces import LOG2_E, LOWEST
 from pallas_kernels.choice import Site
 from pallas_kernels.triton_bridge import call
 
-LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)
-_LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of these is 0, of two infinities NaN
 _LARGEST = 256  # coordinates of a head; longer ones are for `triton_latent`
 _SMALLEST = 16  # rows and coordinates of a matrix that tensor cores multiply
 
@@ -103,7 +101,7 @@ def _visit(
         is_seen = is_there[None, :] & (keys[None, :] <= place[:, None])
         if WINDOW is not None:
             is_seen = is_seen & (keys[None, :] > place[:, None] - WINDOW)
-        scores = tl.where(is_seen, scores, _LOWEST)
+        scores = tl.where(is_seen, scores, LOWEST)
     highest = tl.maximum(carry_highest, tl.max(scores, 1))
     weights = tl.exp2(scores - highest[:, None])
     if MASKED:
@@ -151,6 +149,7 @@ def attend(
     piece_counts,
     out,
     parts,
+    sums,
     H: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
@@ -168,7 +167,7 @@ def attend(
     """Attend with BM rows of one tile and one key-value head; grid (tiles, key-value heads x row blocks).
 
     Where there are pieces (`division.Pieces`, without `first`) tile b is piece b of a decode row, of which `lengths`
-    counts the keys; `starts` and `positions` are None.
+    counts the keys; `starts` and `positions` are None. `parts` and `sums` are those of `triton_pieces.py`.
     """
     number = tl.program_id(0)
     head = tl.program_id(1) % K
@@ -203,7 +202,7 @@ def attend(
         mask = is_row[:, None] & (coordinates < C)[None, :]
         queries = tl.load(q + own[:, None] * C + coordinates[None, :], mask=mask, other=0.0)
         values = tl.zeros((BM, VP), tl.float32)
-        highest = tl.full((BM,), _LOWEST, tl.float32)
+        highest = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
         if sinks is not None:
             if pieces == 1:  # else they are added where the pieces are brought together
@@ -229,53 +228,10 @@ def attend(
             tl.store(out + own[:, None] * V + values_at[None, :], result.to(out.dtype.element_ty), mask=is_stored)
         if parts is not None:
             if pieces > 1:
-                # Each piece is V values, the highest score and the sum of weights of one head.
-                part = (number * H + head * G + rows % G) * (V + 2)
-                tl.store(parts + part[:, None] + values_at[None, :], values, mask=is_stored)
-                tl.store(parts + part + V, highest, mask=is_row)
-                tl.store(parts + part + V + 1, total, mask=is_row)
-
-
-@triton.jit
-def combine(
-    parts,
-    piece_first,
-    piece_counts,
-    sinks,
-    out,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    VP: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Bring the pieces of a decode row's head together; grid (rows, heads). Rows of one piece are left alone."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    count = tl.load(piece_counts + row)
-    if count > 1:
-        first = tl.load(piece_first + row)
-        values_at = tl.arange(0, VP)
-        values = tl.zeros((VP,), tl.float32)
-        highest = _LOWEST
-        total = 0.0
-        if sinks is not None:
-            highest = tl.load(sinks + head).to(tl.float32) * _LOG2_E
-            total = 1.0
-        for at in range(0, count, AT_ONCE):
-            pieces = at + tl.arange(0, AT_ONCE)
-            is_there = pieces < count
-            part = ((first + pieces) * H + head) * (V + 2)
-            highests = tl.load(parts + part + V, mask=is_there, other=_LOWEST)
-            totals = tl.load(parts + part + V + 1, mask=is_there, other=0.0)
-            mask = is_there[:, None] & (values_at < V)[None, :]
-            own = tl.load(parts + part[:, None] + values_at[None, :], mask=mask, other=0.0)
-            higher = tl.maximum(highest, tl.max(highests, 0))
-            shrink = tl.exp2(highest - higher)
-            weights = tl.where(is_there, tl.exp2(highests - higher), 0.0)
-            values = values * shrink + tl.sum(own * weights[:, None], 0)
-            total = total * shrink + tl.sum(weights * totals, 0)
-            highest = higher
-        tl.store(out + (row * H + head) * V + values_at, (values / total).to(out.dtype.element_ty), mask=values_at < V)
+                part = number * H + head * G + rows % G
+                tl.store(parts + part[:, None] * V + values_at[None, :], values, mask=is_stored)
+                tl.store(sums + 2 * part, highest, mask=is_row)
+                tl.store(sums + 2 * part + 1, total, mask=is_row)
 
 
 def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: int | None) -> Array:
@@ -286,45 +242,23 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
     kv_heads, width = args.kv_heads, args.value_width
     context = args.tables.shape[1] * args.k_cache.shape[2]
     chosen = tuning.of_decode(capability, rows, kv_heads, q.shape[2], str(q.dtype), str(args.k_cache.dtype), context)
-    lengths = lengths.astype(jnp.int32)
-    if args.batch_invariant:
-        pieces = by_own_length(lengths, args.window, chosen.keys, chosen.splits, chosen.least_keys)
-    else:
-        pieces = evenly(lengths, context, args.window, chosen.keys, chosen.programs, chosen.least_keys)
+    pieces = divide(lengths, context, args, chosen)
     constants = _constants(q, args)
-    count = len(pieces.row)
-    outputs = [jax.ShapeDtypeStruct((rows, heads, width), q.dtype)]
-    if count > rows:
-        outputs.append(jax.ShapeDtypeStruct((count, heads, width + 2), jnp.float32))
-    else:
-        constants["parts"] = None
-    out, *parts = call(
+    apart = triton_pieces.outputs(pieces, rows, heads, width)
+    if not apart:
+        constants |= {"parts": None, "sums": None}
+    out, *written = call(
         attend,
         (q, *_cache(args), args.tables, lengths, None, None, args.sinks, *pieces[:3], pieces.count),
-        outputs,
-        (count, kv_heads),
+        [jax.ShapeDtypeStruct((rows, heads, width), q.dtype), *apart],
+        (len(pieces.row), kv_heads),
         chosen.tuning,
         capability,
         **constants,
         BM=_padded(heads // kv_heads),
         BN=chosen.keys,
     )
-    if not parts:
-        return out
-    (out,) = call(
-        combine,
-        (parts[0], pieces.first, pieces.count, args.sinks, out),
-        [jax.ShapeDtypeStruct(out.shape, out.dtype)],
-        (rows, heads),
-        tuning.COMBINE,
-        capability,
-        aliases={4: 0},
-        H=heads,
-        V=width,
-        VP=constants["VP"],
-        AT_ONCE=tuning.COMBINED,
-    )
-    return out
+    return triton_pieces.joined(out, written, pieces, args.sinks, capability)
 
 
 def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, capability: int | None) -> Array:
@@ -338,15 +272,17 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, cap
     shape = (q.shape[0], heads, width)
     blocks = -(-rows // chosen.rows)
     untouched = jnp.zeros(shape, q.dtype)  # what queries in no tile give
+    no_pieces = [None] * 4
     (out,) = call(
         attend,
-        (q, *_cache(args), args.tables, tiles.length, tiles.start, tiles.position, args.sinks, *[None] * 4, untouched),
+        (q, *_cache(args), args.tables, tiles.length, tiles.start, tiles.position, args.sinks, *no_pieces, untouched),
         [jax.ShapeDtypeStruct(shape, q.dtype)],
         (len(tiles.start), kv_heads * blocks),
         chosen.tuning,
         capability,
         aliases={14: 0},
         parts=None,
+        sums=None,
         **_constants(q, args),
         BM=chosen.rows,
         BN=chosen.keys,

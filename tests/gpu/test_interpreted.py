@@ -78,19 +78,18 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_are(batch_invariant, mo
 def test_tiles_and_pieces_of_latents(rows, case, monkeypatch):
     """As 16-bit caches have them: heads of several tokens in a tile, contexts in several pieces."""
     monkeypatch.setattr(tuning, "of_latent", lambda *_: Latent(rows, 32, rows < 64, 2, Tuning(8, 3)))
-    monkeypatch.setattr(tuning, "least_latents", lambda _: 16)
-    monkeypatch.setattr(tuning, "latent_splits", lambda *_: 10)
+    monkeypatch.setattr(tuning, "LEAST_LATENTS", 16)
+    monkeypatch.setattr(tuning, "LATENTS_OF_A_ROW", 0)
     monkeypatch.setattr(tuning, "JOINED_PIECES", 2)
     test_attention.test_decode_matches_the_naive_loop(case, TRITON)
     test_attention.test_ragged_prefill_matches_the_naive_loop(case, TRITON)
 
 
-def test_latents_are_divided_so_that_they_fill_the_device():
+def test_as_many_programs_share_latents_as_run_at_once():
     lite, large = (tuning.of_latent(90, heads, "bfloat16", "bfloat16") for heads in (16, 128))
-    rooms = {rows: rows * tuning.latent_splits(90, rows, 4096, lite) for rows in (1, 2, 16, 33, 64, 256)}
-    assert rooms == {1: 32, 2: 64, 16: 256, 33: 264, 64: 256, 256: 256}, "of 264 at most, 128 keys each at least"
-    assert tuning.latent_splits(90, 2, 4096, large) == 16
-    assert tuning.latent_splits(90, 64 * 2, 4096, large) == 1
+    assert tuning.of_latent_decode(90, 64, 16, 4096, lite).programs == 2 * 132
+    assert tuning.of_latent_decode(90, 64, 128, 4096, large).programs == 132 // 2
+    assert tuning.of_latent_decode(90, 64, 128, 4096, large).least_keys == 256
 
 
 def test_latents_are_chosen_and_other_long_heads_are_not():

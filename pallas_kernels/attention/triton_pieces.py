@@ -1,0 +1,100 @@
+"""The pieces of decode rows (division.py) brought together, in Triton's language, for all that attend in pieces.
+
+A piece of a row is, for each head, V sums of weighted values, the highest score, and the sum of weights; scores are in
+base 2. Sums of values are apart from the two others, so that they are stored and loaded 16 bytes at once.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from pallas_kernels import tuning
+from pallas_kernels.attention.division import Pieces
+from pallas_kernels.triton_bridge import call
+
+LOG2_E = math.log2(math.e)
+_LOG2_E = tl.constexpr(LOG2_E)
+LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of these is 0, of two infinities NaN
+
+
+def outputs(pieces: Pieces, rows: int, heads: int, width: int) -> list[jax.ShapeDtypeStruct]:
+    """Describe what a kernel writes for pieces: values [B, H, V] and two sums [B, H, 2]; none where no row is cut."""
+    count = len(pieces.row)
+    return [] if count == rows else [jax.ShapeDtypeStruct((count, heads, size), jnp.float32) for size in (width, 2)]
+
+
+@triton.jit
+def combine(
+    values,
+    sums,
+    piece_first,
+    piece_counts,
+    sinks,
+    out,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Bring BV values of the pieces of a row's head together; grid (rows, heads, blocks of V).
+
+    Rows of one piece are left alone.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    columns = tl.program_id(2) * BV + tl.arange(0, BV)
+    count = tl.load(piece_counts + row)
+    if count > 1:
+        first = tl.load(piece_first + row)
+        result = tl.zeros((BV,), tl.float32)
+        highest = LOWEST
+        total = 0.0
+        if sinks is not None:
+            highest = tl.load(sinks + head).to(tl.float32) * _LOG2_E
+            total = 1.0
+        for at in range(0, count, AT_ONCE):
+            pieces = at + tl.arange(0, AT_ONCE)
+            is_there = pieces < count
+            own = (first + pieces) * H + head
+            highests = tl.load(sums + 2 * own, mask=is_there, other=LOWEST)
+            totals = tl.load(sums + 2 * own + 1, mask=is_there, other=0.0)
+            mask = is_there[:, None] & (columns < V)[None, :]
+            found = tl.load(values + own[:, None] * V + columns[None, :], mask=mask, other=0.0)
+            higher = tl.maximum(highest, tl.max(highests, 0))
+            shrink = tl.exp2(highest - higher)
+            weights = tl.where(is_there, tl.exp2(highests - higher), 0.0)
+            result = result * shrink + tl.sum(found * weights[:, None], 0)
+            total = total * shrink + tl.sum(weights * totals, 0)
+            highest = higher
+        out_at = out + (row * H + head) * V + columns
+        tl.store(out_at, (result / total).to(out.dtype.element_ty), mask=columns < V)
+
+
+def joined(out: Array, written: list[Array], pieces: Pieces, sinks: Array | None, capability: int | None) -> Array:
+    """Put the results of rows of several pieces, `written` as `outputs` says, into `out` [R, H, V]."""
+    if not written:
+        return out
+    rows, heads, width = out.shape
+    columns = min(triton.next_power_of_2(width), tuning.JOINED_VALUES)
+    (out,) = call(
+        combine,
+        (*written, pieces.first, pieces.count, sinks, out),
+        [jax.ShapeDtypeStruct(out.shape, out.dtype)],
+        (rows, heads, triton.cdiv(width, columns)),
+        tuning.COMBINE,
+        capability,
+        aliases={5: 0},
+        H=heads,
+        V=width,
+        BV=columns,
+        AT_ONCE=tuning.JOINED_PIECES,
+    )
+    return out
