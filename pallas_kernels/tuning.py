@@ -61,10 +61,11 @@ LINEAR = {
     32: ((16, 64, 32, 4, 2), (32, 64, 32, 4, 2)),
 }
 LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # visits that a program is worth
-# Of `sample`, which was not measured: columns of a program, and of a group whose largest logit is remembered.
-SURVEY, SURVEYED, GROUPED = Tuning(4, 1), 2048, 64
-# One program does a row with filters, so it is large: columns visited at once, and of those listed with 16 bounds.
-FINISH, FINISH_FILTERED, VISITED, SEARCHED = Tuning(1, 1), Tuning(16, 1), 4096, 1024
+# Of `sample`, which was not measured: columns of a program.
+SURVEY, SURVEYED, FINISH = Tuning(4, 1), 2048, Tuning(1, 1)
+# Of rows with filters: columns of a group whose largest logit is remembered, bins of a row, tokens with noise of a program that are visited at once, listed ones that 16 bounds are.
+GROUPED, BINS, DRAWN, SEARCHED = 256, 1024, 256, 512
+FRAME, SETTLE = Tuning(4, 1), Tuning(8, 1)
 
 
 def generation(capability: int | None) -> int:
