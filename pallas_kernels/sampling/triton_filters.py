@@ -300,8 +300,8 @@ def pick(
         places = at + tl.arange(0, BD)
         is_there = places < num_kept
         columns = start + tl.load(own + places, mask=is_there, other=0).to(tl.int32)
-        x = _scaled(logits, columns, is_there, temperature, row)
-        scores = _drawn(x, columns, temperature, keys, positions, row)
+        known = _scaled(logits, columns, is_there, temperature, row)
+        scores = _drawn(known, columns, temperature, keys, positions, row)
         is_better = scores > highest  # ids rise
         highest = tl.where(is_better, scores, highest)
         found = tl.where(is_better, columns, found)
@@ -363,23 +363,29 @@ def settle(
                 logits, listed, number, temperature, frames, min_p, row,
                 tl.load(cuts + row * _CUT + _SURE), until, bound, above, wanted, True, BL, BINS,
             )  # fmt: skip
-        highest = tl.full((BL,), _IMPOSSIBLE, tl.float32)
-        found = tl.full((BL,), _MOST_INT, tl.int32)
-        for at in range(0, number, BL):
-            places = at + tl.arange(0, BL)
-            is_there = places < number
-            columns = tl.load(listed + places, mask=is_there, other=0)
-            x = _scaled(logits, columns, is_there, temperature, row)
-            scores = _drawn(x, columns, temperature, keys, positions, row)
-            scores = tl.where(is_there & (_ordered(x) >= bound), scores, _IMPOSSIBLE)
-            is_better = (scores > highest) | ((scores == highest) & (columns < found))
-            highest = tl.where(is_better, scores, highest)
-            found = tl.where(is_better, columns, found)
-        other = tl.max(highest, 0)
-        rival = tl.min(tl.where(highest == other, found, _MOST_INT), 0)
+        other, rival = _best(logits, listed, number, bound, temperature, keys, positions, row, BL)
         is_better = (other > score) | ((other == score) & (rival < token))
         token = tl.where(is_better, rival, token)
     tl.store(tokens + row, tl.where(token < V, token, 0))  # nothing is kept where nothing is finite
+
+
+@triton.jit
+def _best(logits, listed, number, bound, temperature, keys, positions, row, BL: tl.constexpr):
+    """Return the best score of listed tokens from a bound up, and its id."""
+    highest = tl.full((BL,), _IMPOSSIBLE, tl.float32)
+    found = tl.full((BL,), _MOST_INT, tl.int32)
+    for at in range(0, number, BL):
+        places = at + tl.arange(0, BL)
+        is_there = places < number
+        columns = tl.load(listed + places, mask=is_there, other=0)
+        x = _scaled(logits, columns, is_there, temperature, row)
+        scores = _drawn(x, columns, temperature, keys, positions, row)
+        scores = tl.where(is_there & (_ordered(x) >= bound), scores, _IMPOSSIBLE)
+        is_better = (scores > highest) | ((scores == highest) & (columns < found))
+        highest = tl.where(is_better, scores, highest)
+        found = tl.where(is_better, columns, found)
+    score = tl.max(highest, 0)
+    return score, tl.min(tl.where(highest == score, found, _MOST_INT), 0)
 
 
 @triton.jit

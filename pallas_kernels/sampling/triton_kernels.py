@@ -66,7 +66,8 @@ def finish(best, ids, are_finite, tokens, is_finite, PIECES: tl.constexpr, PP: t
     tl.store(is_finite + row, tl.min(tl.load(are_finite + part, mask=is_there, other=1), 0))
     scores = tl.load(best + part, mask=is_there, other=_IMPOSSIBLE)
     found = tl.load(ids + part, mask=is_there, other=_MOST_INT)
-    tl.store(tokens + row, tl.min(tl.where(scores == tl.max(scores, 0), found, _MOST_INT), 0))
+    token = tl.min(tl.where(scores == tl.max(scores, 0), found, _MOST_INT), 0)
+    tl.store(tokens + row, token)
 
 
 def sample(
