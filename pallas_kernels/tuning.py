@@ -63,8 +63,9 @@ LINEAR = {
 LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # visits that a program is worth
 # Of `sample`, which was not measured: columns of a program.
 SURVEY, SURVEYED, FINISH = Tuning(4, 1), 2048, Tuning(1, 1)
-# Of rows with filters: columns of a group whose largest logit is remembered, bins of a row, tokens with noise of a program that are visited at once, listed ones that 16 bounds are.
-GROUPED, BINS, DRAWN, SEARCHED = 256, 1024, 256, 512
+# Of rows with filters: columns of a group whose largest logit is remembered, bins of a row, tokens of a program whose
+# noise is made at once, and listed tokens that are compared with 16 bounds at once.
+GROUPED, BINS, DRAWN, SEARCHED = 256, 1024, 512, 512
 FRAME, SETTLE = Tuning(4, 1), Tuning(8, 1)
 
 

@@ -1,10 +1,10 @@
 """Choosing tokens of rows with filters on NVIDIA GPUs, in Triton's language: six kernels, and no row in one program.
 
 A filter keeps the tokens from some logit up. That logit is searched for among bins, evenly spaced below the likeliest
-token: `fill` adds each token to its bin with integer atomics, whose sums are the same in any order, and `cut` reads
-between which bins the logit lies. All of `pick`'s programs make the noise of what is above, and list the tokens of those
-bins; there are a few hundred, of which `settle` finds the logit to the last bit. `measure` and `frame` come before, so
-that bins lie close: with top_k only above the k-th largest maximum of groups, with top_p only where enough mass is.
+token: `fill` adds each token to its bin with integer atomics, whose sums are the same in any order, and `cut` reads in
+which bins the logit can lie. `pick` makes the noise of what is above and lists the tokens of those bins, some hundreds,
+among which `settle` finds the logit to the last bit. `measure` and `frame` come first, so that bins lie close: with
+top_k they reach to the k-th largest maximum of groups, with top_p no farther than there is mass that matters.
 
 What is farther below the likeliest token than 20.8 has no mass, and noise spans 20.42 at most, so it can never win
 either: bins need not reach farther than _FARTHEST, and a top_k that does has no effect.
@@ -47,11 +47,16 @@ def _ordered(x):
 
 
 @triton.jit
+def _divisor(temperature, row):
+    warmth = tl.load(temperature + row)
+    return tl.where(warmth > 0.0, warmth, 1.0)
+
+
+@triton.jit
 def _scaled(logits, ids, mask, temperature, row):
     """Read a row's logits at ids and divide them, in greedy rows by 1; impossible where there is NaN, or no token."""
     x = tl.load(logits + ids, mask=mask, other=_IMPOSSIBLE)
-    warmth = tl.load(temperature + row)
-    return tl.div_rn(tl.where(x == x, x, _IMPOSSIBLE), tl.where(warmth > 0.0, warmth, 1.0))
+    return tl.div_rn(tl.where(x == x, x, _IMPOSSIBLE), _divisor(temperature, row))
 
 
 @triton.jit
@@ -88,21 +93,26 @@ def measure(
     BN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Look at BN columns of a row: largest and least logit, largest ones of groups, sum of weights; (rows, pieces)."""
+    """Look at BN columns of a row: largest and least logit, largest ones of groups, sum of weights; (rows, pieces).
+
+    They are not divided yet, which a quotient's order allows; of the sum, rounded as it comes, two digits matter.
+    """
     row = tl.program_id(0)
     piece = tl.program_id(1)
     part = row * tl.num_programs(1) + piece
     columns = piece * BN + tl.arange(0, BN)
-    x = _scaled(logits + row.to(tl.int64) * V, columns, columns < V, temperature, row)
-    raw = tl.load(logits + row.to(tl.int64) * V + columns, mask=columns < V, other=0.0)
-    tl.store(are_finite + part, tl.min((tl.abs(raw) < _INFINITE).to(tl.int32), 0))
+    is_token = columns < V
+    x = tl.load(logits + row.to(tl.int64) * V + columns, mask=is_token, other=0.0)
+    tl.store(are_finite + part, tl.min((tl.abs(x) < _INFINITE).to(tl.int32), 0))
+    x = tl.where(is_token & (x == x), x, _IMPOSSIBLE)
     groups = tl.max(tl.reshape(x, (BN // GROUP, GROUP)), 1)
     tl.store(tops + part.to(tl.int64) * (BN // GROUP) + tl.arange(0, BN // GROUP), groups)
     highest = tl.max(groups, 0)
     is_possible = x > _IMPOSSIBLE
     tl.store(highs + part, highest)
     tl.store(lows + part, tl.min(tl.where(is_possible, x, _INFINITE), 0))
-    tl.store(sums + part, tl.sum(tl.where(is_possible, tl.exp(x - highest), 0.0), 0))
+    weights = tl.exp((x - highest) * (1.0 / _divisor(temperature, row)))
+    tl.store(sums + part, tl.sum(tl.where(is_possible, weights, 0.0), 0))
 
 
 @triton.jit
@@ -137,10 +147,12 @@ def frame(
     is_there = pieces < PIECES
     part = row * PIECES + pieces
     tl.store(is_finite + row, tl.min(tl.load(are_finite + part, mask=is_there, other=1), 0))
+    divisor = _divisor(temperature, row)
     maxima = tl.load(highs + part, mask=is_there, other=_IMPOSSIBLE)
-    highest = tl.max(maxima, 0)
-    lowest = tl.min(tl.load(lows + part, mask=is_there, other=_INFINITE), 0)
-    weights = tl.load(sums + part, mask=is_there, other=0.0) * tl.exp(maxima - highest)
+    top = tl.max(maxima, 0)
+    highest = tl.div_rn(top, divisor)
+    lowest = tl.div_rn(tl.min(tl.load(lows + part, mask=is_there, other=_INFINITE), 0), divisor)
+    weights = tl.load(sums + part, mask=is_there, other=0.0) * tl.exp((maxima - top) * (1.0 / divisor))
     total = tl.sum(tl.where(maxima > _IMPOSSIBLE, weights, 0.0), 0)
 
     count = tl.load(top_k + row)
@@ -154,7 +166,7 @@ def frame(
         if is_counted:
             if count <= G:  # the k-th largest of the groups' maxima is no larger than that of all tokens
                 groups = tl.arange(0, GP)
-                largest = tl.load(tops + row.to(tl.int64) * G + groups, mask=groups < G, other=_IMPOSSIBLE)
+                largest = _scaled(tops + row.to(tl.int64) * G, groups, groups < G, temperature, row)
                 ranks = _ordered(largest)
                 low = tl.full((), _LEAST_INT, tl.int64)
                 high = _ordered(highest).to(tl.int64) + 1
@@ -358,7 +370,7 @@ def settle(
             mass += more
         if until >= 0:
             above = tl.load(cuts + row * _CUT + _SURE_MASS)
-            wanted = tl.load(top_p + row) * mass.to(tl.float32)
+            wanted = tl.maximum(tl.load(top_p + row) * mass.to(tl.float32), 1.0)  # one token is left in any case
             bound, _ = _searched(
                 logits, listed, number, temperature, frames, min_p, row,
                 tl.load(cuts + row * _CUT + _SURE), until, bound, above, wanted, True, BL, BINS,
