@@ -14,10 +14,8 @@ from tests.kernels.test_sample import FILTERS, Rows, random_rows
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton")
-
-import triton.language as tl
-from triton.runtime import interpreter
+tl = pytest.importorskip("triton.language")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 from pallas_kernels.sampling import triton_filters
 
@@ -103,7 +101,7 @@ def test_programs_run_in_any_order(any_order: list[tuple[int, ...]], monkeypatch
     """Sums in bins and the list of the undecided are made by programs that do not wait for each other."""
     monkeypatch.setattr(tuning, "BINS", 8)
     rows = random_rows(4, 5000, "rounded", 1)
-    rows.temperature[:] = 1.0
+    rows.temperature = np.ones(4, np.float32)
     rows.top_k[:] = 0, 0, 100, 4000
     rows.top_p[:] = 0.5, 0.9, 0.9, 0.99
     assert_like_the_reference(rows, ("top_k", "top_p"))
@@ -114,7 +112,8 @@ def test_programs_run_in_any_order(any_order: list[tuple[int, ...]], monkeypatch
 
 def test_bins_that_do_not_reach_far_enough_are_seen(monkeypatch: pytest.MonkeyPatch):
     rows = random_rows(8, 1000, "spread", 3)
-    rows.temperature[:], rows.top_k[:], rows.top_p[:] = 3.0, 0, 0.999
+    rows.temperature = np.full(8, 3, np.float32)
+    rows.top_k[:], rows.top_p[:] = 0, 0.999
     assert_like_the_reference(rows, ("top_p",))
     monkeypatch.setattr(triton_filters, "_FARTHEST", tl.constexpr(1.0))
     with pytest.raises(AssertionError):
