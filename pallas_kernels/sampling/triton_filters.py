@@ -293,30 +293,31 @@ def pick(
     sure = tl.load(cuts + row * _CUT + _SURE)
     is_within = (bins >= sure) & (bins <= tl.load(cuts + row * _CUT + _UNTIL))
     is_listed = is_open & (is_within | (bins == tl.load(cuts + row * _CUT + _LIMIT)))
-    one = is_listed.to(tl.int32)
-    number = tl.sum(one, 0)
-    if number > 0:
-        # Programs come in any order, and so do tokens in the list.
-        at = tl.atomic_add(num_listed + row, number, sem="relaxed")
-        tl.store(listed + row.to(tl.int64) * V + at + tl.cumsum(one, 0) - one, start + within, mask=is_listed)
-
     is_kept = is_open & (bins < sure)
-    one = is_kept.to(tl.int32)
-    own = kept + part.to(tl.int64) * BN
-    tl.store(own + tl.cumsum(one, 0) - one, within.to(tl.int16), mask=is_kept)
-    tl.debug_barrier()  # it is read by other threads than wrote it
+    # Both are counted at once, in halves of an integer: a program has 2**15 columns at most.
+    one = is_kept.to(tl.int32) + (is_listed.to(tl.int32) << 16)
+    both = tl.sum(one, 0)
     highest = tl.full((BD,), _IMPOSSIBLE, tl.float32)
     found = tl.full((BD,), _MOST_INT, tl.int32)
-    num_kept = tl.sum(one, 0)
-    for at in range(0, num_kept, BD):
-        places = at + tl.arange(0, BD)
-        is_there = places < num_kept
-        columns = start + tl.load(own + places, mask=is_there, other=0).to(tl.int32)
-        known = _scaled(logits, columns, is_there, temperature, row)
-        scores = _drawn(known, columns, temperature, keys, positions, row)
-        is_better = scores > highest  # ids rise
-        highest = tl.where(is_better, scores, highest)
-        found = tl.where(is_better, columns, found)
+    if both > 0:
+        before = tl.cumsum(one, 0) - one
+        if both >> 16 > 0:
+            # Programs come in any order, and so do tokens in the list.
+            at = tl.atomic_add(num_listed + row, both >> 16, sem="relaxed")
+            tl.store(listed + row.to(tl.int64) * V + at + (before >> 16), start + within, mask=is_listed)
+        own = kept + part.to(tl.int64) * BN
+        tl.store(own + (before & 0xFFFF), within.to(tl.int16), mask=is_kept)
+        tl.debug_barrier()  # it is read by other threads than wrote it
+        num_kept = both & 0xFFFF
+        for at in range(0, num_kept, BD):
+            places = at + tl.arange(0, BD)
+            is_there = places < num_kept
+            columns = start + tl.load(own + places, mask=is_there, other=0).to(tl.int32)
+            known = _scaled(logits, columns, is_there, temperature, row)
+            scores = _drawn(known, columns, temperature, keys, positions, row)
+            is_better = scores > highest  # ids rise
+            highest = tl.where(is_better, scores, highest)
+            found = tl.where(is_better, columns, found)
     score = tl.max(highest, 0)
     tl.store(best + part, score)
     tl.store(ids + part, tl.min(tl.where(highest == score, found, _MOST_INT), 0))

@@ -14,11 +14,12 @@ from tests.kernels.test_sample import FILTERS, Rows, random_rows
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
-tl = pytest.importorskip("triton.language")
-interpreter = pytest.importorskip("triton.runtime.interpreter")
+pytest.importorskip("triton")
 
 from pallas_kernels.sampling import triton_filters
 
+tl = pytest.importorskip("triton.language")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 TRITON = Choice("triton", 90)
 
 
