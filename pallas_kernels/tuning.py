@@ -107,10 +107,12 @@ EXPERTS = {
 }
 CHOOSE = Tuning(1, 1)
 PLANNED = 4096  # assignments that a program of the plan visits at once, 8 with each thread
-# Of `sample`, which was not measured: columns of a program, and of a group whose largest logit is remembered.
-SURVEY, SURVEYED, GROUPED = Tuning(4, 1), 2048, 64
-# One program does a row with filters, so it is large: columns visited at once, and of those listed with 16 bounds.
-FINISH, FINISH_FILTERED, VISITED, SEARCHED = Tuning(1, 1), Tuning(16, 1), 4096, 1024
+# Of `sample`, which was not measured: columns of a program.
+SURVEY, SURVEYED, FINISH = Tuning(4, 1), 2048, Tuning(1, 1)
+# Of rows with filters: columns of a group whose largest logit is remembered, bins of a row, tokens of a program whose
+# noise is made at once, and listed tokens that are compared with 16 bounds at once.
+GROUPED, BINS, DRAWN, SEARCHED = 256, 1024, 512, 512
+FRAME, SETTLE = Tuning(4, 1), Tuning(8, 1)
 
 
 def generation(capability: int | None) -> int:

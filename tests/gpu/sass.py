@@ -230,7 +230,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"put what is found into {TABLE.name}")
     options = parser.parse_args()
     found = everything(90, options.name)
-    kept = json.loads(TABLE.read_text()) if options.write and options.name else {}
+    known = json.loads(TABLE.read_text()) if options.write and options.name else {}
+    kept = {name: row for name, row in known.items() if not re.search(options.name, name.partition(": ")[2])}
     lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in (kept | found).items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
     if options.write:

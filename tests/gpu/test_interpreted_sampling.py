@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import Choice, Site
+from pallas_kernels import Choice, Site, tuning
 from tests.kernels.test_sample import FILTERS, Rows, random_rows
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+from pallas_kernels.sampling import triton_filters
+
+tl = pytest.importorskip("triton.language")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 TRITON = Choice("triton", 90)
 
 
@@ -61,6 +65,60 @@ def test_large_vocabularies_are_searched_in_several_visits():
     rows.top_p[:] = 0.9, 0.9, 1.0, 0.9999
     rows.min_p[:] = 0, 0, 0, 0.1
     assert_like_the_reference(rows, FILTERS[-1])
+
+
+@pytest.mark.parametrize("size", [2500, pytest.param(9000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["rounded", "close", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("peaked", "tied"))]
+)
+def test_limits_are_found_to_the_last_token(kind: str, size: int, monkeypatch: pytest.MonkeyPatch):
+    """Whatever bins there are: few of them leave long lists, many hold a token or two. All rows are random."""
+    rows = random_rows(8, size, kind, size)
+    rows.temperature = np.random.default_rng(size).choice([0.3, 1.0, 3.0], 8).astype(np.float32)
+    rows.top_k = np.array([0, 0, 0, 40, size // 2, size - 1, 40, 300], np.int32)
+    rows.top_p = np.array([0.0, 0.95, np.nextafter(np.float32(1), np.float32(0)), 1, 0.9, 0.999, 0.5, 0.3], np.float32)
+    for bins in (4, tuning.BINS):
+        monkeypatch.setattr(tuning, "BINS", bins)
+        assert_like_the_reference(rows, FILTERS[-1] if size > 2500 else ("top_k", "top_p"))
+
+
+@pytest.fixture
+def any_order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Run the programs of each grid in an order of their own, and remember it."""
+    builder, ran = interpreter.interpreter_builder, []
+    set_index = builder.set_grid_idx
+
+    def set_another(*index: int) -> None:
+        places = np.random.default_rng(1).permutation(np.prod(builder.grid_dim))
+        place = places[np.ravel_multi_index(index, builder.grid_dim)]
+        ran.append(tuple(int(one) for one in np.unravel_index(place, builder.grid_dim)))
+        set_index(*ran[-1])
+
+    monkeypatch.setattr(builder, "set_grid_idx", set_another)
+    return ran
+
+
+def test_programs_run_in_any_order(any_order: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch):
+    """Sums in bins and the list of the undecided are made by programs that do not wait for each other."""
+    monkeypatch.setattr(tuning, "BINS", 8)
+    rows = random_rows(4, 5000, "rounded", 1)
+    rows.temperature = np.ones(4, np.float32)
+    rows.top_k[:] = 0, 0, 100, 4000
+    rows.top_p[:] = 0.5, 0.9, 0.9, 0.99
+    assert_like_the_reference(rows, ("top_k", "top_p"))
+    assert any_order != sorted(any_order) and set(any_order) >= {
+        (row, piece, 0) for row in range(4) for piece in range(3)
+    }
+
+
+def test_bins_that_do_not_reach_far_enough_are_seen(monkeypatch: pytest.MonkeyPatch):
+    rows = random_rows(8, 1000, "spread", 3)
+    rows.temperature = np.full(8, 3, np.float32)
+    rows.top_k[:], rows.top_p[:] = 0, 0.999
+    assert_like_the_reference(rows, ("top_p",))
+    monkeypatch.setattr(triton_filters, "_FARTHEST", tl.constexpr(1.0))
+    with pytest.raises(AssertionError):
+        assert_like_the_reference(rows, ("top_p",))
 
 
 def test_a_vocabulary_on_several_devices_is_refused():

@@ -76,6 +76,9 @@ def test_sampling_stays_in_the_graph(variant):
     program = aot.compile_step(MODELS["qwen2.5-0.5b"], rows=64, variant=variant)
     print(f"{program.kernels} kernels, {program.temporary_bytes / MIB:.1f} MiB")
     assert not program.violations(True, 320 * MIB)
+    launched = re.findall(r'custom_call_target="triton_kernel_call_ffi".*/sampling/', program.text)
+    assert len(launched) == (2 if variant is Variant.RANDOM else 6)
+    assert not re.findall(r"= s32\[64,1024\]\S* copy", program.text), "bins are filled in place"
 
 
 @pytest.mark.parametrize("tokens", [512, 2048])

@@ -61,6 +61,12 @@ def random_rows(count: int, size: int, kind: str, seed: int) -> Rows:
         logits[rng.random(logits.shape) < 0.6] = -np.inf
         logits[:, rng.integers(size)] = 1.0
         logits[-1:] = -np.inf if count > 1 else logits[-1:]
+    elif kind == "peaked":
+        logits[np.arange(count)[:, None], rng.integers(0, size, (count, 20))] += 6 + rng.exponential(5, (count, 20))
+    elif kind == "rounded":
+        logits = np.asarray(jnp.asarray(logits).astype(jnp.bfloat16).astype(jnp.float32))
+    elif kind == "close":
+        logits /= 300
     elif kind == "broken":
         for row in range(0, count, 2):
             logits[row, rng.integers(size)] = rng.choice([np.nan, np.inf, -np.inf])
