@@ -69,7 +69,7 @@ def paged(lengths: np.ndarray, most: int) -> tuple[np.ndarray, int]:
     """Give sequences blocks that are not neighbours; return the tables, and how many blocks there are."""
     wanted = [-(-int(length) // BLOCK) for length in lengths]
     free = np.random.default_rng(1).permutation(sum(wanted))
-    tables = np.full((len(lengths), most), sum(wanted))  # behind a sequence: a block that is nobody's
+    tables = np.full((len(lengths), most), sum(wanted))  # behind a sequence: a block that no sequence has
     for row, blocks in enumerate(wanted):
         tables[row, :blocks], free = free[:blocks], free[blocks:]
     return tables, sum(wanted) + 1
