@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE =
 # A file's fixtures are made once. Files in the order of tests/conftest.py, and not in xdist's own, by number of tests.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle clean
+.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot flashinfer gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle clean
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
@@ -56,7 +56,7 @@ simulate: $(VENV)/.dev  ## five million steps of the simulation, on all cores; S
 	$(VENV)/bin/python -m tests.simulation --processes 2 --steps $(or $(STEPS),5000000) --seed $(or $(SEED),0)
 
 release: test-slow test-optimized simulate fuzz soak overload bench  ## what CI leaves out, for some hours: before a release
-	$(MAKE) gpu-aot parity ALL=1
+	$(MAKE) gpu-aot parity flashinfer ALL=1
 
 check: $(VENV)/.dev  ## lint, format, types, which room may import which
 	$(VENV)/bin/ruff check .
@@ -81,6 +81,9 @@ gpu-aot: $(GPU_VENV)/.gpu $(GPU_VENV)/newer/.done  ## compile kernels and steps 
 	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py tests/gpu/test_sass.py -n 2 --dist loadgroup \
 		$(if $(ALL),-m "slow or not slow")
 	GPU_AOT=1 PYTHONPATH=$(GPU_VENV)/newer $(GPU_VENV)/bin/python -m pytest tests/gpu/test_jax_triton.py
+
+flashinfer: $(GPU_VENV)/flashinfer/.done  ## FlashInfer's decode kernel built by nvcc, and in compiled steps
+	GPU_AOT=1 PYTHONPATH=$(GPU_VENV)/flashinfer $(GPU_VENV)/bin/python -m pytest tests/gpu/test_flashinfer.py -m slow
 
 golden: $(PARITY_VENV)/.parity  ## make the committed golden outputs again; ONLY="llama qwen3"
 	$(PARITY_VENV)/bin/python -m tests.parity.make_golden $(ONLY)
@@ -173,6 +176,12 @@ $(RAY_VENV)/.ray: pyproject.toml tests/ray/requirements.txt
 # Beside the versions of the machine, those in which jax-triton's calls can be in CUDA graphs.
 $(GPU_VENV)/newer/.done: tests/gpu/requirements-newer.txt | $(GPU_VENV)/.gpu
 	$(PIP_QUIET) $(GPU_VENV)/bin/python $(PIP_INSTALL) --no-deps --upgrade --target $(GPU_VENV)/newer -r $<
+	touch $@
+
+# The package alone: its sources are compiled, and nothing of it is imported.
+$(GPU_VENV)/flashinfer/.done: pyproject.toml | $(GPU_VENV)/.gpu
+	$(PIP_QUIET) $(GPU_VENV)/bin/python $(PIP_INSTALL) --no-deps --upgrade --target $(@D) \
+		"$$(sed -n 's/^flashinfer = \["\(.*\)"\]/\1/p' pyproject.toml)"
 	touch $@
 
 $(GPU_VENV)/.gpu: pyproject.toml tests/gpu/requirements.txt

@@ -17,9 +17,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 from pallas_kernels.sampling import triton_filters
+from tests.gpu import traces
 
 tl = pytest.importorskip("triton.language")
-interpreter = pytest.importorskip("triton.runtime.interpreter")
 TRITON = Choice("triton", 90)
 
 
@@ -82,33 +82,16 @@ def test_limits_are_found_to_the_last_token(kind: str, size: int, monkeypatch: p
         assert_like_the_reference(rows, FILTERS[-1] if size > 2500 else ("top_k", "top_p"))
 
 
-@pytest.fixture
-def any_order(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Run the programs of each grid in an order of their own, and remember it."""
-    builder, ran = interpreter.interpreter_builder, []
-    set_index = builder.set_grid_idx
-
-    def set_another(*index: int) -> None:
-        places = np.random.default_rng(1).permutation(np.prod(builder.grid_dim))
-        place = places[np.ravel_multi_index(index, builder.grid_dim)]
-        ran.append(tuple(int(one) for one in np.unravel_index(place, builder.grid_dim)))
-        set_index(*ran[-1])
-
-    monkeypatch.setattr(builder, "set_grid_idx", set_another)
-    return ran
-
-
-def test_programs_run_in_any_order(any_order: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch):
+def test_programs_run_in_any_order(monkeypatch: pytest.MonkeyPatch):
     """Sums in bins and the list of the undecided are made by programs that do not wait for each other."""
     monkeypatch.setattr(tuning, "BINS", 8)
     rows = random_rows(4, 5000, "rounded", 1)
     rows.temperature = np.ones(4, np.float32)
     rows.top_k[:] = 0, 0, 100, 4000
     rows.top_p[:] = 0.5, 0.9, 0.9, 0.99
-    assert_like_the_reference(rows, ("top_k", "top_p"))
-    assert any_order != sorted(any_order) and set(any_order) >= {
-        (row, piece, 0) for row in range(4) for piece in range(3)
-    }
+    with traces.recorded(seed=1) as launches:
+        assert_like_the_reference(rows, ("top_k", "top_p"))
+    assert {launch.kernel: launch.programs for launch in launches}["pick"] == 4 * 3
 
 
 def test_bins_that_do_not_reach_far_enough_are_seen(monkeypatch: pytest.MonkeyPatch):
