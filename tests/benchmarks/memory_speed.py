@@ -53,12 +53,15 @@ Seconds = dict[tuple[Any, ...], float]
 
 
 def bandwidth(array: np.ndarray, threads: int) -> float:
-    """Return the bytes a second at which so many threads read an array."""
+    """Return the bytes a second at which so many threads read an array: the median of five times, one may be slow."""
     parts = np.array_split(array, threads)
+    taken = []
     with ThreadPoolExecutor(threads) as pool:
-        began = time.perf_counter()
-        list(pool.map(np.max, parts))
-        return array.nbytes / (time.perf_counter() - began)
+        for _ in range(5):
+            began = time.perf_counter()
+            list(pool.map(np.max, parts))
+            taken.append(time.perf_counter() - began)
+    return array.nbytes / statistics.median(taken)
 
 
 def answer(llm: LLM, lengths: Sequence[int]) -> tuple[float, float]:
