@@ -42,6 +42,8 @@ CAPABILITY = 90
 RANK = 16  # of adapters
 # A GPU's tuner decides whether a product is split over what it sums; without one it would be split by a rule of thumb.
 FIXED = {"xla_gpu_experimental_force_split_k": 1}
+# Of an executable, for each kernel that it launches; 7 to 18 are found.
+KERNEL_KIB = 24
 _LAUNCHED = "kCustomKernel kKernel kCustomCall kCublasLtMatmul kGemm kCopy kMemset32BitValue kMemzero".split()
 
 
@@ -94,6 +96,8 @@ class Program:
             found.append(f"{self.temporary_bytes} bytes of temporary memory, more than {temporary_bytes}")
         if kernels is not None and self.kernels > kernels:
             found.append(f"{self.kernels} kernels, more than {kernels}")
+        if self.serialized_bytes > KERNEL_KIB * 1024 * self.kernels:
+            found.append(f"an executable of {self.serialized_bytes} bytes for {self.kernels} kernels")
         return found
 
 
