@@ -31,7 +31,7 @@ LEFT_OUT = "not own_code and not its_box"  # seconds, in which nothing of ours a
 PROCESSORS = [f"--logits-processors=tests.server.test_verdicts:{name}" for name in ("no_change", "no_change_either")]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_hostile_input_and_faults_have_the_same_verdicts() -> None:
     """And the canaries fail that would be silent if the assertions of tests were gone as well."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-k", LEFT_OUT]

@@ -157,10 +157,10 @@ def test_beams_are_those_of_a_naive_search_and_change_nothing_beside_them(
     "setting",
     [
         {"num_kv_blocks": 20},
-        pytest.param({"async_scheduling": False, "enable_prefix_caching": False}, marks=pytest.mark.ci),
+        pytest.param({"async_scheduling": False, "enable_prefix_caching": False}, marks=pytest.mark.slow),
         pytest.param({"max_num_batched_tokens": 8, "num_kv_blocks": 20}, marks=pytest.mark.ci),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.ci),
-        pytest.param({"deterministic": True, "max_num_batched_tokens": 16}, marks=pytest.mark.ci),
+        pytest.param({"deterministic": True, "max_num_batched_tokens": 16}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

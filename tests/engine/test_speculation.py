@@ -94,7 +94,7 @@ CASES = [
             (MODEL_DIR, {"async_scheduling": False}, pytest.mark.slow),
             (GOLDEN / "qwen3", {"tensor_parallel_size": 2}, pytest.mark.slow),
             (GOLDEN / "gemma2", {"block_size": 1, "num_kv_blocks": 130}, pytest.mark.slow),
-            (GOLDEN / "deepseek-v3", {"tensor_parallel_size": 2, "async_scheduling": False}, pytest.mark.ci),
+            (GOLDEN / "deepseek-v3", {"tensor_parallel_size": 2, "async_scheduling": False}, pytest.mark.slow),
         )
     ),
     pytest.param(STORIES, 2000, {}, id="many", marks=pytest.mark.slow),

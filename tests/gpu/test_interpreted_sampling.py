@@ -33,10 +33,14 @@ def assert_like_the_reference(rows: Rows, filters: tuple[str, ...]) -> np.ndarra
     return tokens
 
 
+OTHER_SIZES = ((9, 5), (1, 128), (5, 4099))
+
+
 @pytest.mark.parametrize(
     ("kind", "count", "size"),
     [(kind, 9, 1000) for kind in ("spread", "tied", "flat", "huge", "banned", "broken")]
-    + [(kind, *size) for kind in ("spread", "tied", "broken") for size in ((9, 5), (1, 128), (5, 4099))],
+    + [("spread", *size) for size in OTHER_SIZES]
+    + [pytest.param(kind, *size, marks=pytest.mark.slow) for kind in ("tied", "broken") for size in OTHER_SIZES],
 )
 def test_tokens_are_those_of_the_reference(kind: str, count: int, size: int):
     for number, filters in enumerate([None, *FILTERS]):

@@ -308,7 +308,7 @@ NUM_STREAMS = 2000
 NUM_WATCHES = 20_000
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_thousands_of_streams_at_once(fake: ServingProcess) -> None:
     with unhurt(fake), Frames(fake.grpc) as frames:
         asked: list[int] = []

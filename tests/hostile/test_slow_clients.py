@@ -132,7 +132,7 @@ def num_slow_consumers(server: ServingProcess) -> int:
     return int(sum(map(float, counted)))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_hundreds_of_readers_that_stop_cost_little_and_are_let_go(fake: ServingProcess) -> None:
     with growth(fake.process.pid) as most, unhurt(fake):
         with stopped_over_http(fake) as num_http, stopped_over_grpc(fake) as num_grpc:

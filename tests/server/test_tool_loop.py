@@ -30,7 +30,7 @@ def say(client: OpenAI, messages: list[Any], streams: bool) -> dict[str, Any]:
     return message.to_dict()
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.slow)])
 def test_held_out_questions_are_answered_with_the_right_call_and_its_result(client: OpenAI, count: int) -> None:
     wrong = []
     for number, turn in enumerate(tool_loop.held_out(count)):

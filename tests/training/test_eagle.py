@@ -78,7 +78,7 @@ def test_what_is_written_is_read(begun, tmp_path: Path) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2**-8), params, loaded)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_loss_teaches_every_pass(begun, monkeypatch: pytest.MonkeyPatch) -> None:
     head, params, target, named = begun
     for name, value in (("ROWS", 2), ("LENGTH", 48), ("PASSES", 2)):

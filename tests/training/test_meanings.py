@@ -50,7 +50,7 @@ def test_what_fits_is_no_negative() -> None:
     assert np.array_equal(fitting(texts), expected)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_embedder_finds_what_is_meant() -> None:
     with LLM(str(EMBEDDER_DIR)) as llm:
 
