@@ -82,15 +82,22 @@ def test_sampling_stays_in_the_graph(variant):
     assert not re.findall(r"= s32\[64,1024\]\S* copy", program.text), "bins are filled in place"
 
 
-@pytest.mark.parametrize("tokens", [512, 2048])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [
+        *((model, 512) for model in MODELS),
+        *(pytest.param(model, 2048, marks=[pytest.mark.slow] * (model != "llama-3.1-8b")) for model in MODELS),
+    ],
+)
 def test_a_ragged_step_copies_nothing(model, tokens):
     program = aot.compile_step(MODELS[model], tokens=tokens)
     print(f"{program.outside}, {program.temporary_bytes / MIB:.1f} MiB")
     assert not program.violations(False, RAGGED_MIB[model][tokens] * MIB)
 
 
-@pytest.mark.parametrize(("rows", "adapters", "devices"), [(64, 1, 1), (64, 8, 1), (16, 4, 4)])
+@pytest.mark.parametrize(
+    ("rows", "adapters", "devices"), [pytest.param(64, 1, 1, marks=pytest.mark.slow), (64, 8, 1), (16, 4, 4)]
+)
 def test_a_step_with_adapters_is_one_graph_without_further_sums(rows, adapters, devices):
     program = aot.compile_step(MODELS["qwen2.5-0.5b"] | SPLIT, rows=rows, adapters=adapters, devices=devices)
     print(f"{program.kernels / 24:.1f} kernels a layer, {program.temporary_bytes / MIB:.1f} MiB")

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.parity
 FRESH_SEED = 13
 
 
-@pytest.mark.parametrize("case", make_pooled.CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (number % 2 > 0)) for number, case in enumerate(make_pooled.CASES)],
+)
 def test_fresh_models_agree(case, tmp_path):
     model, inputs = make_pooled.make_model(case, FRESH_SEED), make_pooled.make_inputs(case, FRESH_SEED)
     make_pooled.save(model, tmp_path)

@@ -166,7 +166,7 @@ def test_a_cache_that_is_reset_with_a_step_in_flight_can_be_replayed(tmp_path: P
     assert len(plans_of(tmp_path / "log")) > 2
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_text_that_ends_among_kept_drafts_can_be_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler knows tokens that the request does not have; what it indexes of them is hit later."""
     monkeypatch.setitem(model_setup.TOKEN_COST, "cpu", 0)  # so that all drafts are verified
