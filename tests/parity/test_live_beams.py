@@ -14,19 +14,17 @@ from tests.parity import make_golden
 pytestmark = pytest.mark.parity
 
 FAMILIES = ("llama", "gemma2", "gpt2", "qwen3-moe", "deepseek-v3")
-IN_CI = ("qwen3-moe",)  # transformers takes minutes for each of the others
 LENGTHS, PROMPTS_EACH = (3, 8, 17, 24, 31), 10  # tokens of a prompt; around a block's end, too
 MOST_TOKENS = 20
 TIE, TOLERANCE = 1e-5, 1e-4
 SEED = 3
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in IN_CI)) for case in FAMILIES]
-)
+@pytest.mark.slow  # transformers takes one to several minutes for each
+@pytest.mark.parametrize("case", FAMILIES)
 @pytest.mark.parametrize(
     ("lengths", "count"),
-    [((3, 17), 2), pytest.param(LENGTHS, PROMPTS_EACH, marks=pytest.mark.slow)],
+    [((3, 17), 2), (LENGTHS, PROMPTS_EACH)],
     ids=["few", "all"],
 )
 def test_beams_are_those_of_transformers(case, lengths, count, tmp_path):
