@@ -1,7 +1,7 @@
 """Production may run under `python -O`, which leaves out every assert; nothing that is promised may go with them.
 
 A server and an engine run without assertions, and are judged by tests that keep theirs: from outside, or by pytest,
-which turns the asserts of test modules into code. `make test-optimized` runs all tests so that CI has.
+which turns the asserts of test modules into code. `make test-optimized` runs all of CI's tests so.
 """
 
 from __future__ import annotations

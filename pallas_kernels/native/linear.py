@@ -19,7 +19,7 @@ from pallas_kernels.native import build
 # By the type of a weight: up to so many rows they are faster than XLA's. How many times, with 2, 16, 32 and 64 rows in
 # 12 layers of the 0.5B shape on two Zen 4 cores: bfloat16 2.0, 1.9, 1.6, 1.2; rows rounded to 8 bits 1.9, 1.5, 1.2,
 # 0.9; float32 1.2, 1.0, 1.0, 0.9, and 1.7 with 28; 8-bit floats beside bfloat16 5.5 (one row), 1.9, 1.15, 0.65. On a
-# processor without instructions for bfloat16 more rows than those of the last line were not measured.
+# processor without instructions for bfloat16 only fewer rows were measured.
 _HAS_BFLOAT16 = "avx512_bf16" in build.processor()
 MOST_ROWS = (
     {"float32": 28, "bfloat16": 64, "quantized": 32}

@@ -288,7 +288,8 @@ def test_a_deterministic_step_is_one_graph_in_which_no_sum_is_split(monkeypatch)
     products, split = re.findall(r" dot\(", program.text), re.findall(r"= f32\[\d+,\d+,\d+\]\S* dot\(", program.text)
     assert len(products) == 4 * 2 + 1 and not split
     assert not program.thunks["kGemm"] + program.thunks["kCublasLtMatmul"]
-    # Attention has one kernel for all tokens.
+    # A layer stores and attends, for all tokens in one kernel each; sampling with filters has six.
+    assert program.text.count('custom_call_target="triton_kernel_call_ffi"') == 2 * 2 + 6
     calls = re.findall(r'"triton_kernel_call_ffi".*?/attend/jit\((\w+)\)', program.text)
     assert calls == ["paged_decode"] * 2
     by_rule_of_thumb = compiled(flags={"xla_gpu_experimental_force_split_k": "0"}).text
