@@ -21,6 +21,9 @@ import numpy as np
 
 from jaxllm.scheduler.state import Plan
 
+# Fields begin at multiples of this many int32, 128 bytes. XLA passes the address of a field inside the buffer to a Triton
+# kernel (a dynamic-slice fusion), and the kernel's loads of 16 bytes fail on an address that is not a multiple of 16.
+ALIGNMENT = 32
 TILE = 32  # queries of one sequence that attend together in a ragged step
 MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # of `pack_masks`; the mask's words follow
 
@@ -206,11 +209,11 @@ def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
 
 
 def placed(sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Lay fields one behind the other: each one's offset, and its shape."""
+    """Return each field's offset, a multiple of `ALIGNMENT`, and its shape."""
     table, offset = {}, 0
     for name, size in sizes.items():
         table[name] = (offset, size)
-        offset += math.prod(size)
+        offset += -(-math.prod(size) // ALIGNMENT) * ALIGNMENT
     return table
 
 
