@@ -99,9 +99,12 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
 def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], says: Sequence[str]) -> Path:
     """Return the library that a compiler's command makes of `sources`: the one in `folder`, or a new one.
 
-    `says` is what the library depends on beside the command, the compiler and jaxlib. `Refused` says why there is none.
+    The key of a library holds the command, the versions of the compiler and of jaxlib, and the strings of `says`. It
+    leaves out folders of headers, so that all virtual environments of a user with the same versions share a library.
+    Raises `Refused` if the library cannot be built.
     """
-    depends = [*says, *command, _run([command[0], "--version"]), importlib.metadata.version("jaxlib")]
+    flags = [flag for flag in command if not flag.startswith("-I")]
+    depends = [*says, *flags, _run([command[0], "--version"]), importlib.metadata.version("jaxlib")]
     place = folder / f"{name}-{hashlib.sha256(chr(0).join(depends).encode()).hexdigest()[:24]}.so"
     return place if _is_whole(place) else _build(command, sources, place)
 

@@ -89,6 +89,14 @@ def test_what_is_not_finite_shows(kind: Kind) -> None:
     assert found[0].all() and not found[1:].any()
 
 
+def test_environments_share_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "_run", lambda command: "version 1")
+    monkeypatch.setattr(build, "_build", lambda command, sources, place: place)
+    commands = [["c++", "-O3", f"-I/home/{each}/include"] for each in "ab"] + [["c++", "-O2", "-I/home/a/include"]]
+    places = [build.kept(tmp_path, "kernels", command, [], ["digest"]) for command in commands]
+    assert places[0] == places[1] != places[2]
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_a_library_that_is_damaged_is_built_again(tmp_path: Path) -> None:
