@@ -57,6 +57,7 @@ ROUTES = {
     **{(method, "/ping"): (200, 200, 200, 200) for method in ("GET", "POST")},
     ("POST", "/invocations"): (401, 401, 400, 400),
     ("GET", "/openapi.json"): (200, 200, 200, 200),
+    ("GET", "/"): (200, 200, 200, 200),
     ("GET", "/docs"): (200, 200, 200, 200),
 }
 # Every gRPC service but health, which is open: whether its calls are an administrator's.
@@ -131,7 +132,14 @@ PATHS = [
     ),
     *("/ready/x", "/v1/models", "/v1/models/fake", "/version", "/load", "/nothing", "/v1/completions"),
     *("\\v1\\models", "/v1\\models", "/\\health", "/health%5c..%5cv1/models", "/v1/models%ff", "/%e2%81%84health"),
-    *("http://localhost/v1/models", "http://localhost/health/../v1/models", "http://health/v1/models", "*", "/"),
+    *(
+        "http://localhost/v1/models",
+        "http://localhost/health/../v1/models",
+        "http://health/v1/models",
+        "*",
+        "/%2f",
+        "//",
+    ),
     *("http://localhost:80/v1/models?/health", "https://localhost/v1/models", "//localhost/v1/models", "/.well-known"),
     *(
         "/metrics",

@@ -7,33 +7,58 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from html import escape
 from typing import Any
 
 _STYLE = """
+:root { color-scheme: light dark; --line: light-dark(#ccc, #444); --shown: light-dark(#f4f4f4, #1d1d1d); }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-details { border-bottom: 1px solid #ccc; padding: .4rem 0; } summary { cursor: pointer; }
-code, pre, textarea { font: 13px/1.4 ui-monospace, monospace; } textarea { width: 100%; height: 7rem; }
-td { padding: .1rem .8rem .1rem 0; vertical-align: top; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+details { border-bottom: 1px solid var(--line); padding: .4rem 0; } summary { cursor: pointer; }
+code, pre, textarea { font: 13px/1.4 ui-monospace, monospace; } textarea { width: 100%; box-sizing: border-box; }
+td { padding: .1rem .8rem .1rem 0; vertical-align: top; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--shown); padding: .5rem; }
+pre:empty { display: none; }
 """
-# Shows an answer as it comes, so that a stream is seen to be one.
+# Shows the text of a stream as it arrives, and JSON with one field a line.
 _SCRIPT = """
+const textOf = data => {
+  const choice = data.choices && data.choices[0], delta = data.delta;
+  if (choice) return choice.text ?? choice.delta?.reasoning ?? choice.delta?.content ?? "";
+  if (typeof delta === "string") return data.type.endsWith("text.delta") ? delta : "";
+  const text = delta?.text ?? delta?.thinking ?? data.message?.content ?? data.response;
+  return typeof text === "string" ? text : "";
+};
+const eventOf = line => {
+  try { return JSON.parse(line.replace(/^data: /, "")); } catch { return null; }
+};
 for (const form of document.forms) form.onsubmit = async event => {
   event.preventDefault();
-  const shown = form.querySelector("pre"), fields = form.elements, headers = {};
+  const [status, shown] = form.querySelectorAll("pre"), fields = form.elements, headers = {};
   const key = document.getElementById("key").value;
   if (key) headers.authorization = "Bearer " + key;
   if (fields.body) headers["content-type"] = "application/json";
   const path = fields.path.value.replace(/^[/]/, "");
-  shown.textContent = "…";
+  status.textContent = "…";
+  shown.textContent = "";
   try {
     const answer = await fetch(path, { method: form.dataset.method, headers, body: fields.body && fields.body.value });
-    shown.textContent = answer.status + " " + answer.statusText + "\\n";
+    const streams = /event-stream|ndjson/.test(answer.headers.get("content-type") || "");
+    status.textContent = answer.status + " " + answer.statusText + (streams ? ": the text of its events" : "");
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-    for (let piece; !(piece = await reader.read()).done;) shown.append(piece.value);
-  } catch (error) { shown.textContent = String(error); }
+    let text = "", rest = "";
+    for (let piece; !(piece = await reader.read()).done;) {
+      text += piece.value;
+      if (!streams) continue;
+      const lines = (rest + piece.value).split("\\n");
+      rest = lines.pop();
+      for (const data of lines.map(eventOf)) if (data) shown.append(data.error ? JSON.stringify(data) : textOf(data));
+    }
+    if (streams) return;
+    const whole = eventOf(text);
+    shown.textContent = whole === null ? text : JSON.stringify(whole, null, 2);
+  } catch (error) { status.textContent = String(error); }
 };
 """
 
@@ -58,18 +83,18 @@ HEADERS: Mapping[str, str] = {
 }
 
 
-def page_of(description: Mapping[str, Any]) -> bytes:
-    """Write the page of a description that `openapi.py` made."""
+def page_of(description: Mapping[str, Any], is_served: Callable[[str], bool]) -> bytes:
+    """Write the page of a description that `openapi.py` made, with the paths that this server serves."""
     title = escape(description["info"]["title"])
     operations = [
         part
         for path, methods in description["paths"].items()
+        if is_served(path)
         for method, operation in methods.items()
         for part in _operation(path, method.upper(), operation, description["components"]["schemas"])
     ]
     page = (
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        f"<title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>",
+        *_head(title),
         f"<p>{escape(description['info']['description'])} For tools: <a href=openapi.json>openapi.json</a>.",
         "<p><label>Key, where the server asks for one: <input id=key type=password autocomplete=off></label>",
         *operations,
@@ -78,13 +103,32 @@ def page_of(description: Mapping[str, Any]) -> bytes:
     return "\n".join(page).encode()
 
 
+def front_page(description: Mapping[str, Any], is_served: Callable[[str], bool]) -> bytes:
+    """Write the page at `/`: the paths of the API, and a link to the page on which they can be tried."""
+    paths = [path for path in description["paths"] if is_served(path)]
+    link = "<p>Try them at <a href=docs>/docs</a>. For tools: <a href=openapi.json>openapi.json</a>."
+    listed = "".join(f"<li><code>{escape(path)}</code>" for path in paths)
+    return "\n".join((*_head("jaxllm"), f"{link if '/docs' in paths else ''}<ul>{listed}</ul></html>")).encode()
+
+
+def _head(title: str) -> Iterator[str]:
+    yield "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    yield f"<title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>"
+
+
 def _operation(
     path: str, method: str, operation: Mapping[str, Any], schemas: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[str]:
     yield f"<details><summary><b>{method}</b> <code>{escape(path)}</code> {escape(operation['summary'])}</summary>"
     if "description" in operation:
         yield f"<p>{escape(operation['description'])}"
+    yield f"<form data-method={method}><input name=path size=40 value='{escape(path, quote=True)}'>"
+    yield "<button>Try it</button>"
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    if content:
+        example = json.dumps(content.get("example", {}), indent=2)
+        yield f"<textarea name=body rows={example.count(chr(10)) + 2}>{escape(example)}</textarea>"
+    yield "<pre></pre><pre></pre>"
     name = content.get("schema", {}).get("$ref", "").rpartition("/")[2]
     if name:
         required = schemas[name]["required"]
@@ -94,10 +138,7 @@ def _operation(
             yield f"<tr><td><code>{escape(field)}</code>{mark}<td>{escape(_type_of(schema))}"
             yield f"<td>{escape(schema.get('description', ''))}"
         yield "</table>"
-    yield f"<form data-method={method}><input name=path size=40 value='{escape(path, quote=True)}'>"
-    if content:
-        yield f"<textarea name=body>{escape(json.dumps(content.get('example', {}), indent=1))}</textarea>"
-    yield "<button>Try it</button><pre></pre></form></details>"
+    yield "</form></details>"
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:

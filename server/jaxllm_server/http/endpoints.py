@@ -18,8 +18,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxllm.errors import FeatureDisabledError, UserError
+from jaxllm.errors import FeatureDisabledError, UnavailableError, UserError
 from jaxllm.fleet.fleet_llm import FleetLLM
+from jaxllm.pooling_params import TASKS as POOLING_TASKS
 from jaxllm.version import __version__
 from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
 from jaxllm_server.http import docs_page
@@ -49,6 +50,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm.server.http")
 _MANY_TOKENS = 4096
+_POOLING_PATHS = frozenset({"/api/embed", *REPLIES})
+_GENERATING_PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/api/chat",
+        "/api/generate",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/cancel",
+        "/v1/responses/{response_id}/input_items",
+    }
+)
 _MOST_TOLD = 256  # names of ignored fields that the log has: a client can make up any number of them
 
 
@@ -63,6 +80,7 @@ class Endpoints:
         self._tracer = tracer
         self._places = Places("requests", options.max_rpcs)
         self._bodies = BodyReader(serving, options)
+        self._pages: dict[tuple[str, tuple[str, ...]], bytes] = {}  # by the function that wrote it, and the tasks
         self._told: set[str] = set()  # fields of which the log has said that they are ignored
         self._fingerprint = f"jaxllm-{__version__}"
         self._status = StatusEndpoints(serving, options, observer, self._bodies.json)
@@ -111,6 +129,7 @@ class Endpoints:
             gets["/tokenizer_info"] = self.tokenizer_info
         if not self._options.disable_fastapi_docs:
             gets |= {"/openapi.json": self.openapi, "/docs": self.docs}
+        gets["/"] = self.front_page
         deletes = {"/v1/responses/{response_id}": self._responses.delete}
         return [
             *(Route(path, _counted(path, self._gated(run)), methods=["POST"]) for path, run in posts.items()),
@@ -241,17 +260,44 @@ class Endpoints:
 
     async def openapi(self, request: Request) -> ASGIApp:
         """Describe these routes (OpenAPI 3.1)."""
-        return Response(self._description[0], media_type="application/json")
+        return Response(self._written_description, media_type="application/json")
 
     async def docs(self, request: Request) -> ASGIApp:
         """Show that description as a page on which the routes can be tried."""
-        return Response(self._description[1], media_type="text/html", headers=docs_page.HEADERS)
+        return self._page(docs_page.page_of)
+
+    async def front_page(self, request: Request) -> ASGIApp:
+        """List the paths of the API and link to the page on which they can be tried."""
+        return self._page(docs_page.front_page)
+
+    def _page(self, write: Callable[..., bytes]) -> Response:
+        """Return a page about the paths that this server has a use for, written once: requests need no key."""
+        try:
+            tasks = tuple(self._serving.tasks)
+        except UnavailableError:  # the model is being loaded
+            tasks = ("generate", *POOLING_TASKS)
+        key = write.__name__, tasks
+        if key not in self._pages:
+            self._pages[key] = write(self._description, partial(self._is_served, tasks))
+        return Response(self._pages[key], media_type="text/html", headers=docs_page.HEADERS)
 
     @cached_property
-    def _description(self) -> tuple[bytes, bytes]:
-        """The description, and the page of it: made once, since who may ask for them is not known."""
-        description = description_of(self.routes(), self._options.root_path)
-        return dumps(description), docs_page.page_of(description)
+    def _description(self) -> dict[str, Any]:
+        return description_of(self.routes(), self._options.root_path)
+
+    @cached_property
+    def _written_description(self) -> bytes:
+        return dumps(self._description)
+
+    def _is_served(self, tasks: Sequence[str], path: str) -> bool:
+        """Whether a model for `tasks` and the options of this server have a use for a path."""
+        if path in _POOLING_PATHS:
+            return tasks != ("generate",)
+        if path in _GENERATING_PATHS:
+            return "generate" in tasks
+        if path.endswith("_lora_adapter"):
+            return self._options.lora_root is not None
+        return path != "/drain" or isinstance(self._serving.engine, FleetLLM)
 
     def _gated(self, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[Request], Awaitable[ASGIApp]]:
         """Wrap an endpoint so that its requests count as being answered, body and answer included."""

@@ -20,7 +20,7 @@ from jaxllm_server.shared.options import LOOPBACK, ServerOptions
 
 CLIENT = "jaxllm.client"  # in a request's scope: the client's name
 PROBES = frozenset({b"/health", b"/live", b"/ready", b"/ping"})  # which have no key, and any host name
-OPEN_PATHS = PROBES | {b"/docs", b"/openapi.json"}  # those say the same on every server: a browser may read them
+OPEN_PATHS = PROBES | {b"/", b"/docs", b"/openapi.json"}  # the last three show which routes there are, and no request
 _WRONG_HOST = (
     "This server is not known by the name in the request's Host header. Start it with --allowed-hosts and that name, "
     "or let the proxy in front of it send `Host: localhost`."

@@ -295,8 +295,8 @@ def description_of(routes: Iterable[Route], root_path: str = "") -> dict[str, An
 def _operation(path: str, method: str, summary: str) -> dict[str, Any]:
     body = BODIES.get(path)
     content: dict[str, Any] = {"application/json": {}}
-    if path in ("/docs", "/metrics"):
-        content = {"text/html" if path == "/docs" else "text/plain": {"schema": _TEXT}}
+    if path in ("/", "/docs", "/metrics"):
+        content = {"text/plain" if path == "/metrics" else "text/html": {"schema": _TEXT}}
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{path.replace('/', '_').replace('{', '').replace('}', '')}",
         "summary": summary if body is None else body.summary,

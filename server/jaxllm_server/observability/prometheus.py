@@ -66,6 +66,7 @@ HTTP_ROUTES = (
     "/ping",
     "/invocations",
     "/tokenizer_info",
+    "/",
     "/openapi.json",
     "/docs",
     "/version",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,7 @@ from jaxllm_server.shared.chat_checks import check_tools
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import FakeServing, http_server
 
+LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 OPTIONS = ServerOptions(enable_tokenizer_info_endpoint=True)
 ROUTES = Endpoints(FakeServing(), OPTIONS, None, None).routes()
 DESCRIPTION = description_of(ROUTES)
@@ -164,10 +166,26 @@ def test_the_page_is_whole_and_says_what_the_document_does() -> None:
         and "default-src 'none'" in page.headers["content-security-policy"]
     )
     assert "://" not in text and " src=" not in text, "nothing is fetched from elsewhere"
-    for path, methods in document.json()["paths"].items():
-        assert f"<code>{path}</code>" in text and all(f"<b>{method.upper()}</b>" in text for method in methods)
-    for name in ("max_completion_tokens", "structured_outputs", "top_n"):
+    shown = set(re.findall(r"<code>(/.*?)</code>", text))
+    assert set(document.json()["paths"]) - shown == {"/api/embed", *REPLIES, "/drain", *LORA_PATHS}
+    for name in ("max_completion_tokens", "structured_outputs", "temperature"):
         assert f"<code>{name}</code>" in text
+
+
+@pytest.mark.parametrize("tasks", [("generate",), ("embed", "score")])
+def test_the_pages_show_what_a_server_answers(tasks: tuple[str, ...]) -> None:
+    serving = FakeServing(options=ServerOptions(lora_root="/"))
+    serving.tasks = tasks
+    with http_server(serving, serving.options) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+        front, page = http.get("/").text, http.get("/docs").text
+    for text in (front, page):
+        shown = set(re.findall(r"<code>(/.*?)</code>", text))
+        assert ("/v1/chat/completions" in shown) == ("generate" in tasks) != ("/v1/embeddings" in shown)
+        assert shown > {"/v1/models", "/tokenize", *LORA_PATHS}
+    assert "href=docs" in front
+
+
+def test_an_api_without_docs() -> None:
     with http_server(FakeServing(), ServerOptions(disable_fastapi_docs=True)) as port:
         for path in ("/docs", "/openapi.json"):
             assert httpx.get(f"http://127.0.0.1:{port}{path}").status_code == 404
