@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from jaxllm_server.http.sse import dumps
 from jaxllm_server.http.writers import NamedWriter
 from jaxllm_server.openai.messages import Body, text
 from jaxllm_server.responses.items import RESPONSE_PREFIX, Item, num_characters, references_of, response_id_of
-from jaxllm_server.responses.reply import ResponseReply
+from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
 from jaxllm_server.responses.store import LostError, ResponseStore, Stored, find_items, history_of, page_of
 from jaxllm_server.shared.client_quota import Places
 from jaxllm_server.shared.options import ServerOptions
@@ -197,14 +198,14 @@ class ResponseEndpoints:
         return _json(await self._bodies.run(write, size > _LARGE, client))
 
     def _sampling_of(self, reply: ResponseReply) -> dict[str, Any]:
-        """Return the numbers that a response repeats, with the model's defaults; what is wrong with them is raised."""
+        """Return the sampling parameters that a response repeats, and the clock; raises `UserError` for a wrong one."""
         try:
             params = self._serving.params_of(reply.calls[0])
         except UserError as error:
             if error.parameter is not None:
                 error.parameter = reply.names.get(error.parameter, error.parameter)
             raise
-        return {"temperature": params.temperature, "top_p": params.top_p}
+        return {**{name: getattr(params, name) for name in REPEATED_NUMBERS}, "clock": time.time}
 
     def _chain(self, body: Body, client: str) -> Mapping[str, Stored]:
         """Return the responses from which a request goes on, by their ids."""

@@ -6,7 +6,7 @@ Pure functions of their arguments. Knows no HTTP, no engine and nothing of what 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Literal
@@ -58,6 +58,7 @@ _UNBUILT = {
 }
 # One output, and log-probabilities of it alone: this API has no place for others.
 _SAMPLING = SAMPLING - {"n", "max_tokens", "prompt_logprobs", "logprob_token_ids", "repetition_detection"}
+REPEATED_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # with the model's defaults
 _REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # texts that a response repeats, without effect
 _OF_TEMPLATE = frozenset({"chat_template_kwargs", "enable_thinking", "think", "thinking"})  # as in chats
 _FIELDS = (
@@ -151,6 +152,8 @@ class ResponseReply:
             **request.texts_of(fields, _REPEATED),
         }
         self._head: dict[str, Any] = {}
+        self._clock: Callable[[], float] = float  # that of `begin`
+        self._completed_at: int | None = None
         self._output = Output(self.request_id)
         self._status: Status = "queued"
         self._error: dict[str, Any] | None = None
@@ -159,8 +162,9 @@ class ResponseReply:
         self._is_before_content = self._form.shows_reasoning
 
     def begin(self, head: Mapping[str, Any]) -> None:
-        """Take in `id`, `created` (seconds since 1970), `model`, `temperature` and `top_p`."""
-        rest = {name: head[name] for name in ("model", "temperature", "top_p")}
+        """Take in `id`, `created`, `clock` (both of seconds since 1970), `model` and REPEATED_NUMBERS."""
+        rest = {name: head[name] for name in ("model", *REPEATED_NUMBERS)}
+        self._clock = head["clock"]
         self._head = {"id": head["id"], "object": "response", "created_at": head["created"], **rest}
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
@@ -181,6 +185,8 @@ class ResponseReply:
             events += self._output.add(part.reasoning, part.text, calls, self._logprobs(part))
             if part.finish_reason is not None:
                 self._status = _STATUSES.get(part.finish_reason, "completed")
+                if self._status == "completed":
+                    self._completed_at = int(self._clock())
                 events += self._output.end(is_whole=self._status == "completed")
         return self._numbered(events)
 
@@ -212,6 +218,7 @@ class ResponseReply:
         is_cut = self._status == "incomplete"
         return {
             **self._head,
+            "completed_at": self._completed_at,
             "status": self._status,
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,

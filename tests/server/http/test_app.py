@@ -500,7 +500,7 @@ def test_other_routes(server):
 @pytest.mark.parametrize(
     ("path", "code", "message"),
     [
-        ("/", "unknown_url", "There is nothing at /."),
+        ("/nothing", "unknown_url", "There is nothing at /nothing."),
         ("/redoc", "unknown_url", "There is nothing at /redoc."),
         ("/v2", "unknown_url", "There is nothing at /v2."),
         ("/%0a" + "x" * 500, "unknown_url", f"There is nothing at /\\n{'x' * 126}."),

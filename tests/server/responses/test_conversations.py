@@ -23,13 +23,14 @@ from pydantic import TypeAdapter
 from jaxllm.outputs import Logprob
 from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
-from jaxllm_server.responses.reply import ResponseReply
+from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
 from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import FakeServing, http_server
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ITEMS: TypeAdapter[Any] = TypeAdapter(list[ResponseItem])
+NUMBERS = dict.fromkeys(REPEATED_NUMBERS, 1.0)
 TOOLS = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}]
 WORDS = ["Once", " upon", " a", "\n", " ", "é", "中", "<", "</", "<tool", '{"a":', "\U0001f98a", "<think>", "."]
 ENDS = {"stop": "completed", "length": "incomplete", "context": "incomplete", "abort": "cancelled"}
@@ -210,7 +211,7 @@ def test_log_probabilities_are_those_of_the_message() -> None:
     for parts in (pieces, *whole, pieces[:4], pieces[:3], harmony):
         body = {"input": "Hi", "include": ["message.output_text.logprobs"], "tools": TOOLS}
         reply = ResponseReply(body, ServerOptions(reasoning_parser="qwen3"), "r1")
-        reply.begin({"id": "resp_r1", "created": 1, "model": "m", "temperature": 1.0, "top_p": 1.0})
+        reply.begin({"id": "resp_r1", "created": 1, "model": "m", **NUMBERS, "clock": lambda: 7.5})
         told = []
         for number, (own, thought, text, made, num_reasoning) in enumerate(parts):
             logprobs = [{each: Logprob(-0.5, 1, token)} for each, token in enumerate(own)]

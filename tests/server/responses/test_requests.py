@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm_server.responses.items import MOST_PARTS, items_of, messages_of, references_of, response_id_of
-from jaxllm_server.responses.reply import _FIELDS, ResponseReply
-from jaxllm_server.shared.calls import Call, NamedTool
+from jaxllm_server.responses.reply import _FIELDS, REPEATED_NUMBERS, ResponseReply
+from jaxllm_server.shared.calls import Call, Chunk, NamedTool, Part, Usage
 from jaxllm_server.shared.options import ServerOptions
 
+NUMBERS = dict.fromkeys(REPEATED_NUMBERS, 1.0)
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 OTHER = {"type": "function", "name": "sub", "description": "takes away"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
@@ -207,8 +208,29 @@ def test_a_choice_of_tools_is_repeated_as_it_was_read() -> None:
     for choice in ("auto", {"type": "function", "name": "add"}, allowed):
         given = choice if isinstance(choice, str) else {**choice, "more": "x" * 1000}
         own = reply(tools=[TOOL], tool_choice=given)
-        own.begin({"id": "resp_r", "created": 1, "model": "m", "temperature": 1.0, "top_p": 1.0})
+        own.begin({"id": "resp_r", "created": 1, "model": "m", **NUMBERS, "clock": lambda: 7.5})
         assert own.snapshot()["tool_choice"] == choice
+
+
+# The fields that the schema of Open Responses requires of a response, null or not.
+REQUIRED = (
+    "id object created_at completed_at status incomplete_details model previous_response_id instructions output error "
+    "tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty top_logprobs "
+    "temperature reasoning usage max_output_tokens max_tool_calls store background service_tier metadata "
+    "safety_identifier prompt_cache_key"
+).split()
+
+
+@pytest.mark.parametrize(("finish", "completed_at"), [("stop", 7), ("length", None), (None, None)])
+def test_a_response_has_every_field(finish: str | None, completed_at: int | None) -> None:
+    own = reply()
+    own.begin({"id": "resp_r", "created": 1, "model": "m", **NUMBERS, "clock": lambda: 7.5})
+    part = Part(0, "A", "", [], [1], None, finish, None, None, 0)
+    own.events(0, Chunk("r1", [part], None, Usage(), None, finish is not None))
+    found = own.snapshot()
+    assert set(REQUIRED) <= found.keys()
+    assert found["completed_at"] == completed_at
+    assert all(found[name] == 1.0 for name in REPEATED_NUMBERS)
 
 
 def test_what_cannot_go_together() -> None:
@@ -260,5 +282,5 @@ def test_whatever_comes_is_a_call_or_a_users_error(body: dict[str, Any], asked: 
     except UserError as error:
         assert error.parameter in {*body, "input"} and len(str(error)) < 500
         return
-    own.begin({"id": "resp_r1", "created": 1, "model": "m", "temperature": 1.0, "top_p": 1.0})
+    own.begin({"id": "resp_r1", "created": 1, "model": "m", **NUMBERS, "clock": lambda: 7.5})
     json.dumps([own.snapshot(), own.items, own.calls[0].messages])
