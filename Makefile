@@ -24,7 +24,11 @@ export PYTHONDONTWRITEBYTECODE =
 # A file's fixtures are made once. Files in the order of tests/conftest.py, and not in xdist's own, by number of tests.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot flashinfer gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle clean
+.PHONY: help run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check format parity gpu-aot flashinfer gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z][a-z-]*\):.*  ## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS="$$(printf '\t')" read -r name text; do \
+		printf '%-16s %s\n' "$$name" "$$text"; done
 
 run: $(VENV)/.run  ## install, then generate text with the embedded model
 	$(VENV)/bin/jaxllm generate "Once upon a time" "There was once" --max-tokens 64
