@@ -22,6 +22,7 @@ from typing import Any
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.errors import EngineError, RequestFailedError, UserError
 from jaxllm.fleet import messages
+from jaxllm.log_lines import LineFormatter
 from jaxllm.metrics import StepReport
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -240,8 +241,9 @@ def _own(error: Exception) -> Exception:
 def main() -> int:
     """Be the replica that standard input describes; end with it."""
     settings = Settings(**messages.unpack(sys.stdin.buffer.read()))
-    line = f"%(asctime)s %(levelname)s replica {settings.number} %(name)s: %(message)s"
-    logging.basicConfig(level=logging.WARNING, format=line)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(f"%(asctime)s %(levelname)s replica {settings.number} %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("jaxllm").setLevel(settings.log_level)
     if settings.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, settings.cores)  # before anything counts them

@@ -21,8 +21,8 @@ import numpy as np
 
 from jaxllm.scheduler.state import Plan
 
-# Fields begin at multiples of this many int32, 128 bytes. XLA passes the address of a field inside the buffer to a Triton
-# kernel (a dynamic-slice fusion), and the kernel's loads of 16 bytes fail on an address that is not a multiple of 16.
+# Fields begin at multiples of this number of int32, 128 bytes. XLA passes the address of a field inside the buffer to a
+# Triton kernel (a dynamic-slice fusion), and such a call fails with an address that is not a multiple of 16.
 ALIGNMENT = 32
 TILE = 32  # queries of one sequence that attend together in a ragged step
 MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # of `pack_masks`; the mask's words follow

@@ -25,6 +25,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.errors import UserError
 from jaxllm.file_limit import raise_file_limit
+from jaxllm.log_lines import LineFormatter
 from jaxllm.replay.recording import FileRecorder
 from jaxllm_server.observability.log_limit import Seldom
 from jaxllm_server.shared.options import ServerOptions
@@ -67,8 +68,8 @@ def configure_logging() -> None:
     """Write the log to standard error, without what libraries write about themselves and clients."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(Seldom("uvicorn.error", "jaxllm.server.http"))  # what any connection makes them say
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=line, handlers=[handler])
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # writes about every back end that is missing
     logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # writes that it begins without a folder
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # writes what our own lines say

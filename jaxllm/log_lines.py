@@ -1,0 +1,22 @@
+"""A log in which every line has its time and level."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+
+class LineFormatter(logging.Formatter):
+    """Format each line of a message, such as the report of a start, as a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the formatted lines; a traceback follows the last of them as it is."""
+        *lines, last = record.getMessage().splitlines() or [""]
+        records = []
+        for line in lines:
+            own = copy.copy(record)
+            own.msg, own.args, own.exc_info, own.exc_text, own.stack_info = line, None, None, None, None
+            records.append(super().format(own))
+        own = copy.copy(record)
+        own.msg, own.args = last, None
+        return "\n".join([*records, super().format(own)])
