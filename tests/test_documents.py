@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -47,6 +48,35 @@ def blocks(document: str) -> list[Block]:
     return [Block(*found.group("reason", "kind", "code")) for found in BLOCK.finditer((ROOT / document).read_text())]
 
 
+@pytest.mark.slow
+def test_readme_in_the_environment_that_it_makes(tmp_path: Path) -> None:
+    """Every block runs with the packages that README's own commands, and no others, have installed before it."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    shutil.copytree(ROOT, tmp_path / "clone", ignore=shutil.ignore_patterns(".*", "*.egg-info", "node_modules"))
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    own["PATH"] = f"{tmp_path / 'venv' / 'bin'}:{own['PATH']}"
+
+    def command(block: Block) -> list[str]:
+        installs = re.findall(r"^.*# (pip install .*)$", block.code, re.MULTILINE) if block.kind == "python" else []
+        for line in installs:
+            subprocess.run(["bash", "-euc", line], cwd=tmp_path / "clone", env=own, check=True)
+        return ["python", "-c", block.code] if block.kind == "python" else ["bash", "-euc", block.code]
+
+    server = None
+    try:
+        for block in (block for block in blocks("README.md") if block.reason is None):
+            if STARTS_SERVER.match(block.code.strip()):
+                server = subprocess.Popen(["jaxllm", "serve"], cwd=tmp_path / "clone", env=own)
+                await_ready(server)
+                continue
+            done = subprocess.run(command(block), cwd=tmp_path / "clone", env=own, timeout=SECONDS, check=False)
+            assert done.returncode == 0, block.code
+    finally:
+        if server is not None:
+            server.terminate()
+            assert server.wait(60) == 0
+
+
 def environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return os.environ | {"PATH": path, "PYTHONPATH": f"{ROOT}:{ROOT / 'server'}"}
@@ -57,18 +87,21 @@ def served(folder: Path) -> Iterator[None]:
     """Serve the embedded model at the ports that the documents name; SIGTERM must end it with code 0."""
     server = subprocess.Popen(["jaxllm", "serve"], cwd=folder, env=environment())
     try:
-        for _ in range(600):
-            assert server.poll() is None
-            with suppress(httpx.HTTPError):
-                if httpx.get("http://localhost:8000/ready", timeout=5).status_code == 200:
-                    break
-            time.sleep(0.2)
-        else:
-            raise AssertionError("the server did not become ready")
+        await_ready(server)
         yield
     finally:
         server.terminate()
         assert server.wait(60) == 0
+
+
+def await_ready(server: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert server.poll() is None
+        with suppress(httpx.HTTPError):
+            if httpx.get("http://localhost:8000/ready", timeout=5).status_code == 200:
+                return
+        time.sleep(0.2)
+    raise AssertionError("the server did not become ready")
 
 
 def run(block: Block, folder: Path) -> None:
