@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,6 @@ from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.tracing import Tracer
-    from jaxllm_server.shared.calls import Chunk
     from jaxllm_server.shared.serving import Serving
 
 _LARGE = 256 << 10  # bytes of JSON that are read or written beside the event loop: 1 ms (measured)
@@ -50,11 +49,9 @@ class KeepingWriter(NamedWriter):
         self._response = reply.snapshot
         self._keep = keep
 
-    def whole(self, chunks: Sequence[Chunk]) -> bytes:
-        """Return the whole answer."""
-        content = super().whole(chunks)
+    def finish(self, content: bytes) -> None:
+        """Keep the whole answer."""
         self._keep(content)
-        return content
 
     def end(self) -> bytes:
         """Return the last events."""
