@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxllm.errors import UserError
 
-MOST_FIELDS = 2**18  # of a message and those inside, as often as they are there: 50 ms of the parser
+MOST_FIELDS = 2**16  # of a message and those inside, as often as they are there: 10 ms of the parser
 # The parser's tables take a key's low bits for its bucket. Of keys below this bound few can share one; all ids of
 # tokens are below it.
 LARGEST_KEY = 2**20 - 1
