@@ -31,13 +31,13 @@ _FLAGS = re.IGNORECASE | re.ASCII | re.DOTALL | re.VERBOSE | re.UNICODE
 
 
 class Work:
-    """What several expressions may cost together, in states entered; a hundred real adapters take a part of it."""
+    """A budget of several expressions together, in states entered; a hundred real adapters use a part of it."""
 
     def __init__(self, most: int = 2_000_000) -> None:
         self.left = most
 
     def spend(self, amount: int) -> None:
-        """Take from what is left; ValueError when it is used up."""
+        """Reduce the budget; ValueError when it is used up."""
         self.left -= amount
         if self.left < 0:
             raise ValueError("it takes too long")
@@ -163,7 +163,7 @@ class _Automaton:
         return self._sequence(inner, follows, flags)
 
     def _leaf(self, code: Any, value: Any, flags: int) -> Callable[[str], Any]:
-        """Have `re` say whether one character matches one part."""
+        """Return a test by `re` of one character against one part."""
         key = str(code), str(value), flags
         if key not in self._leaves:
             state = _parser.State()

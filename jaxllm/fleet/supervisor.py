@@ -233,7 +233,7 @@ class Supervisor:
                 replica.lost.set()
 
     def _warn(self, text: str, why: object) -> None:
-        """Log once a second at most: strangers can have as much written as they like."""
+        """Log once a second at most: strangers cause as many warnings as they like."""
         now = time.monotonic()
         if now - self._warned >= WARN_SECONDS:
             self._warned = now

@@ -22,7 +22,7 @@ MAX_TEXT = 2**13  # characters of a literal: what must come next is tokenized an
 MAX_GBNF_RULES = 500  # gbnf_to_lark walks all of them for each one
 
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*([A-Za-z0-9][\w-]*)[ \t]*::=")
-# A text that is not closed is matched to its end, and refused: it would be searched anew from each quote in it.
+# A text that is not closed is matched to its end, and refused: else the search would start again at each quote in it.
 _GBNF_PARTS = re.compile(r'#[^\n]*|"(?:\\.|[^"\\])*(?:"|(?P<open>))|\[(?:\\.|[^\]\\])*(?:\]|(?P<open_class>))')
 _GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.", re.DOTALL)
 _SET_OPERATIONS = ("&&", "--", "~~")  # of Rust's classes; in GBNF plain characters

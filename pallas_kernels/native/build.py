@@ -109,7 +109,7 @@ def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], s
 
 
 def _own(folder: Path) -> Path:
-    """Return the folder if nobody else can put a library there, else a new one of this process alone."""
+    """Return the folder if no other user can put a library there, else a new one of this process alone."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & _OTHERS_WRITE:

@@ -191,7 +191,7 @@ class Gate(grpc.aio.ServerInterceptor):
             yield asked[0]
 
     async def _parse(self, raw: bytes, parse: Callable[[bytes], Message]) -> Message:
-        """Parse a message that holds no more than may be parsed; a large one beside the event loop."""
+        """Parse a message that holds no more than may be parsed; a large one off the event loop."""
         if len(raw) <= _LARGE_MESSAGE:
             return _parsed_message(raw, parse)
         return await asyncio.get_running_loop().run_in_executor(self._parsers, _parsed_message, raw, parse)

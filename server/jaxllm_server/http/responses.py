@@ -280,7 +280,7 @@ class ResponseEndpoints:
         return _json(await self._written(job, client))
 
     async def _written(self, job: Job, client: str) -> bytes:
-        """Write a response as far as it has come; beside the event loop if it repeats a long request."""
+        """Write a response as far as it has come; off the event loop if it repeats a long request."""
         response = job.reply.snapshot()
         if job.num_bytes <= _LARGE:
             return dumps(response)

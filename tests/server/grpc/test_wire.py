@@ -1,4 +1,4 @@
-"""What a message holds is counted before it is parsed, wherever it stands; the parser's worst is out of reach."""
+"""All fields of a message are counted before it is parsed, nested ones too; the worst case of the parser is refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_all_that_repeats_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_that_share_a_bucket_are_not_parsed() -> None:
-    """Multiples of a power of two, up to the largest key: as many of them as there are."""
+    """Multiples of a power of two, up to the largest key: all of them."""
     sampling = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["sampling"].number
     for step in (1 << 16, 1 << 20, 1 << 13, 1 << 10, 1 << 6):
         keys = range(0, min(step << 15, (1 << 32) - 1), step)
