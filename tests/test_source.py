@@ -153,8 +153,7 @@ REPEATS = (constants.MAX_REPEAT, constants.MIN_REPEAT)
 MANY = 64  # repetitions that count as unbounded
 MADE_AT_RUN_TIME = {
     "jaxllm/text/special_token_guard.py": 2,  # signs between two characters; an alternation of escaped texts
-    "jaxllm/model/lora_config.py": 1,  # an adapter's, whose folder is as trusted as a model's
-    "jaxllm/model/stored_formats.py": 1,  # a config.json's, of at most 500 characters, for names of modules
+    "jaxllm/linear_expression.py": 1,  # without repetitions and alternations
 }
 # Their input is the operator's own: flags, reports, programs that XLA wrote.
 NOT_ON_INPUT = ("jaxllm/bench/", "jaxllm/commands/")

@@ -24,9 +24,10 @@ from jaxllm.engine.prompts import Prompt, checked_ids, parts_of
 from jaxllm.errors import RequestFailedError, UnavailableError, UserError, late
 from jaxllm.fleet import node
 from jaxllm.fleet.choose import digests_of
+from jaxllm.fleet.door import Door
 from jaxllm.fleet.replica import Replica, Routed
 from jaxllm.fleet.router import NONE_TAKES_WORK, Router
-from jaxllm.fleet.supervisor import Door, Supervisor
+from jaxllm.fleet.supervisor import Supervisor
 from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import Load, Observer, summed
 from jaxllm.outputs import RequestOutput

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -39,6 +40,7 @@ CLASSES: Mapping[str, type[Any]] = {
 _ERRORS = {name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)}
 _TUPLE, _OBJECT, _ERROR, _ARRAY, _SET = range(1, 6)
 MOST_BYTES = 1 << 30  # of a frame
+_MOST_LEVELS = 32  # of objects within objects: each takes the reader 20 kB of the stack, and ours have six at most
 _LENGTH = struct.Struct("!I")
 
 
@@ -47,9 +49,9 @@ def pack(value: Any) -> bytes:
     return msgpack.Packer(default=_encoded, strict_types=True).pack(value)
 
 
-def unpack(packed: bytes) -> Any:
+def unpack(packed: bytes, level: int = 0) -> Any:
     """Read a value; ValueError for what no `pack` has written."""
-    return msgpack.unpackb(packed, ext_hook=_decoded, strict_map_key=False)
+    return msgpack.unpackb(packed, ext_hook=partial(_decoded, level + 1), strict_map_key=False)
 
 
 def frame(messages: list[bytes]) -> bytes:
@@ -90,8 +92,10 @@ def _encoded(value: Any) -> Any:
     raise TypeError(f"a {name} cannot be sent")
 
 
-def _decoded(code: int, packed: bytes) -> Any:
-    value = unpack(packed)
+def _decoded(level: int, code: int, packed: bytes) -> Any:
+    if level > _MOST_LEVELS:
+        raise ValueError(f"objects within objects, more than {_MOST_LEVELS} deep")
+    value = unpack(packed, level)
     return _DECODERS[code](value)
 
 

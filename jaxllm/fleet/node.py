@@ -22,6 +22,7 @@ from typing import Any
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.errors import EngineError, RequestFailedError, UserError
 from jaxllm.fleet import messages
+from jaxllm.fleet.door import Greeting
 from jaxllm.log_lines import LineFormatter
 from jaxllm.metrics import StepReport
 from jaxllm.outputs import FinishReason, RequestOutput
@@ -106,7 +107,8 @@ class Node:
 
     async def run(self, settings: Settings) -> bool:
         """Answer until the connection ends, or "stop" is said; return whether it was."""
-        self._say("hello", __version__, settings.number, settings.key)
+        number = "" if settings.number is None else str(settings.number)
+        self._writer.write(Greeting(__version__, number, settings.key.encode()).pack())
         tasks = [asyncio.ensure_future(work()) for work in (self._write, self._beat, self._start)]
         try:
             while True:

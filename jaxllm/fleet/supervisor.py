@@ -6,9 +6,7 @@ Belongs to the event loop. Knows connections and processes; what replicas say, a
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import ssl
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -16,14 +14,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from jaxllm.checks import shown
 from jaxllm.errors import EngineDeadError, UnavailableError, UserError
 from jaxllm.fleet import messages, node
+from jaxllm.fleet.door import Door, DoorListener, Greeting, is_same_key, read_greeting
 from jaxllm.fleet.replica import Replica
 from jaxllm.version import __version__
 
 _log = logging.getLogger(__name__)
+WARN_SECONDS = 1.0  # between two warnings about strangers
 LOOK_SECONDS = 0.25  # between two looks at a replica
-HELLO_SECONDS = 10.0  # that a connection has to say who it is
 START_SECONDS = 120.0  # that a process has to connect: it imports JAX first
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a replica is started again; doubled each time …
 WELL_SECONDS = 60.0  # … unless it has served for so long
@@ -41,14 +41,6 @@ class Listener(Protocol):
 
     def hopeless(self, error: Exception) -> None:
         """Do without any: none can be started."""
-
-
-class Door(NamedTuple):
-    """Where replicas of other machines connect."""
-
-    address: str  # HOST:PORT
-    key: str
-    tls: ssl.SSLContext | None = None
 
 
 class End(NamedTuple):
@@ -80,6 +72,8 @@ class Supervisor:
         self._hang_timeout, self._module, self._door = hang_timeout, module, door
         self._folder = tempfile.TemporaryDirectory(prefix="jaxllm-fleet-")
         self._servers: list[asyncio.Server] = []
+        self._listener_from_afar: DoorListener | None = None
+        self._warned = -WARN_SECONDS
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
@@ -87,13 +81,12 @@ class Supervisor:
         path = str(Path(self._folder.name) / "socket")
         self._servers.append(await asyncio.start_unix_server(self._connected, path))
         if self._door is not None:
-            host, port = node.split_address(self._door.address)
+            self._listener_from_afar = DoorListener(self._door, self._connected_from_afar)
             try:
-                server = await asyncio.start_server(self._connected_from_afar, host, port, ssl=self._door.tls)
+                await self._listener_from_afar.start(*node.split_address(self._door.address))
             except OSError as error:
                 message = f"data_parallel_address {self._door.address}: {error.strerror}."
                 raise UserError(message, "data_parallel_address") from error
-            self._servers.append(server)
         for replica in self._replicas:
             self._spawn(self._keep(replica, path) if replica.is_local else self._watch(replica))
 
@@ -120,6 +113,8 @@ class Supervisor:
         await asyncio.gather(*(replica.reap() for replica in self._replicas))
         for server in self._servers:
             server.close()
+        if self._listener_from_afar is not None:
+            await self._listener_from_afar.close()
         self._folder.cleanup()
 
     async def drain(self, replica: Replica) -> None:
@@ -210,37 +205,50 @@ class Supervisor:
         """Hear a replica out."""
         replica = None
         try:
-            async with asyncio.timeout(HELLO_SECONDS):
-                (name, version, number, key), *said = await messages.read_frame(reader)
-            found = self._find(name, version, number, key, is_local)
+            found = self._find(await read_greeting(reader), is_local)
             if isinstance(found, str):
-                _log.warning("a replica is refused: %s", found)
+                self._warn("a replica is refused: %s", found)
                 writer.write(messages.frame([messages.pack(("refused", found))]))
                 await writer.drain()
                 return
             replica = found
+            if not is_local and self._listener_from_afar is not None:
+                self._listener_from_afar.admit()
             replica.connect(writer)
+            said: list[Any] = []
             while replica.is_connected_by(writer):
                 replica.heard = time.monotonic()
                 self._listener.heard(replica, said)
                 said = await messages.read_frame(reader)
         except (EOFError, OSError, TimeoutError):
             pass  # it has gone, or is none
-        except Exception:
-            _log.exception("what a replica says makes no sense, and its connection is closed")
+        except Exception as error:
+            if replica is None:
+                self._warn("a connection to the fleet's address is closed: %s", error)
+            else:
+                _log.exception("what a replica says makes no sense, and its connection is closed")
         finally:
             writer.close()
             if replica is not None and replica.is_connected_by(writer):
                 replica.lost.set()
 
-    def _find(self, name: str, version: str, number: int | None, key: str, is_local: bool) -> Replica | str:
+    def _warn(self, text: str, why: object) -> None:
+        """Log once a second at most: strangers cause as many warnings as they like."""
+        now = time.monotonic()
+        if now - self._warned >= WARN_SECONDS:
+            self._warned = now
+            _log.warning(text, why)
+
+    def _find(self, greeting: Greeting, is_local: bool) -> Replica | str:
         """Return the replica that has connected, or why it is none."""
-        if name != "hello" or version != __version__:
-            return f"it is of version {version}, this server of {__version__}"
         if is_local:
-            return self._replicas[number] if number is not None else "it has no number"
+            number = greeting.number
+            known = number.isdecimal() and int(number) < len(self._replicas)
+            return self._replicas[int(number)] if known else "it has no number"
         assert self._door is not None
-        if not hmac.compare_digest(str(key).encode(), self._door.key.encode()):
+        if not is_same_key(greeting.key, self._door.key):
             return "its key is wrong"
+        if greeting.version != __version__:
+            return f"it is of version {shown(greeting.version)}, this server of {__version__}"
         free = (each for each in self._replicas if not each.is_local and not each.connected.is_set())
         return next(free, "as many replicas are connected as data_parallel_size allows")

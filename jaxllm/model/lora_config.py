@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.linear_expression import Expression, Work
 
 CONFIG = "adapter_config.json"
 
@@ -45,9 +46,10 @@ def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
     if kind != "LORA":
         raise UserError(f"{CONFIG}: peft_type is {kind!r:.80}; only LORA is supported.", "peft_type")
     left = dict(fields)
-    is_targeted = _read_targets(left)
-    ranks = _read_table(left, "rank_pattern", _is_rank)
-    alphas = _read_table(left, "alpha_pattern", _is_number)
+    work = Work()
+    is_targeted = _read_targets(left, work)
+    ranks = _read_table(left, "rank_pattern", _is_rank, work)
+    alphas = _read_table(left, "alpha_pattern", _is_number, work)
     rank = _checked("r", left.pop("r", 8), _is_rank)
     alpha = _checked("lora_alpha", left.pop("lora_alpha", 8), _is_number)
     is_stabilized = left.pop("use_rslora", False)
@@ -71,7 +73,7 @@ def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
     return LoraConfig(is_targeted, rank_of, scale_of)
 
 
-def _read_targets(fields: dict[str, Any]) -> _Matches:
+def _read_targets(fields: dict[str, Any], work: Work) -> _Matches:
     """Take the fields that say which modules are changed, as PEFT's check_target_module_exists reads them."""
     targets, excluded = fields.pop("target_modules", None), fields.pop("exclude_modules", None)
     layers, containers = fields.pop("layers_to_transform", None), fields.pop("layers_pattern", None)
@@ -89,9 +91,9 @@ def _read_targets(fields: dict[str, Any]) -> _Matches:
         raise _refusal("layers_to_transform", layers, "needs target_modules to be a list")
     if containers and not layers:
         raise _refusal("layers_pattern", containers, "needs layers_to_transform")
-    is_excluded = _named("exclude_modules", excluded or [])
+    is_excluded = _named("exclude_modules", excluded or [], work)
     every = isinstance(targets, str) and targets.lower() == "all-linear"
-    is_named = _named("target_modules", ".*" if every else targets)
+    is_named = _named("target_modules", ".*" if every else targets, work)
 
     def is_targeted(module: str) -> bool:
         if is_excluded(module) or not is_named(module):
@@ -113,10 +115,10 @@ def _layer_of(module: str, containers: list[str]) -> int | None:
     return None
 
 
-def _named(field: str, given: str | list[str]) -> _Matches:
+def _named(field: str, given: str | list[str], work: Work) -> _Matches:
     """Match the whole name by an expression, or its end, from a dot on, by names."""
     if isinstance(given, str):
-        return _following(field, given)
+        return _following(field, given, work)
     names = frozenset(given)
 
     def is_named(module: str) -> bool:
@@ -126,13 +128,15 @@ def _named(field: str, given: str | list[str]) -> _Matches:
     return is_named
 
 
-def _read_table(fields: dict[str, Any], field: str, is_right: Callable[[Any], bool]) -> Callable[[str, Any], Any]:
+def _read_table(
+    fields: dict[str, Any], field: str, is_right: Callable[[Any], bool], work: Work
+) -> Callable[[str, Any], Any]:
     """Take a table of numbers by expressions for the ends of names; the first that matches counts."""
     table = fields.pop(field, None) or {}
     if not isinstance(table, dict):
         raise _refusal(field, table, "must be an object")
     rows = [
-        (_following(field, name, r"(?:.*\.)?"), _checked(f"{field} of {name:.80}", value, is_right))
+        (_following(field, name, work, r"(?:.*\.)?"), _checked(f"{field} of {name:.80}", value, is_right))
         for name, value in table.items()
     ]
 
@@ -142,13 +146,20 @@ def _read_table(fields: dict[str, Any], field: str, is_right: Callable[[Any], bo
     return find
 
 
-def _following(field: str, pattern: str, before: str = "") -> _Matches:
+def _following(field: str, pattern: str, work: Work, before: str = "") -> _Matches:
     """Match the whole name by an expression, with `before` in front of it."""
     try:
-        own = re.compile(f"{before}(?:{pattern})")
-    except (re.error, RecursionError, OverflowError) as error:
-        raise _refusal(field, pattern, f"is no expression: {error}") from None
-    return lambda module: own.fullmatch(module) is not None
+        own = Expression(f"{before}(?:{pattern})", work)
+    except ValueError as error:
+        raise _refusal(field, pattern, f"is no expression that can be followed: {error}") from None
+
+    def matches(module: str) -> bool:
+        try:
+            return own.fullmatch(module)
+        except ValueError as error:
+            raise _refusal(field, pattern, f"cannot be followed: {error}") from None
+
+    return matches
 
 
 def _is_names(value: Any) -> bool:

@@ -5,12 +5,13 @@ Reads no tensors; stored_matrices.py does. What a format can say and is not buil
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from jaxllm.errors import UserError
+from jaxllm.linear_expression import Expression
 from jaxllm.model.config_fields import Fields
 from jaxllm.model.parameters import Scheme
 from pallas_kernels import Kind
@@ -21,6 +22,7 @@ Layout = Literal["packed", "plain", "gptq", "awq", "mxfp4"]
 
 _KEY = "quantization_config"
 _LONGEST_PATTERN = 500  # characters
+_expression = lru_cache(maxsize=64)(Expression)
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,11 @@ class Stored:
             return "experts" in module.split(".")
         if module == "lm_head" and not self.has_head:
             return False
-        is_meant = "Linear" in self.targets or any(_names(target, module) for target in self.targets)
-        return is_meant and not any(_names(name, module) for name in self.ignored)
+        try:
+            is_meant = "Linear" in self.targets or any(_names(target, module) for target in self.targets)
+            return is_meant and not any(_names(name, module) for name in self.ignored)
+        except ValueError as error:
+            raise UserError(f"config.json, {_KEY}: an expression cannot be followed: {error}.", _KEY) from None
 
 
 def read_stored(config: Mapping[str, Any]) -> Stored | None:
@@ -71,7 +76,7 @@ def read_stored(config: Mapping[str, Any]) -> Stored | None:
 def _names(name: str, module: str) -> bool:
     """Whether a name of an ignore list means a module: an expression its beginning, another name some of its parts."""
     if name.startswith("re:"):
-        return re.match(name.removeprefix("re:"), module) is not None
+        return _expression(name.removeprefix("re:")).match(module)
     return f".{name}." in f".{module}."
 
 
@@ -85,7 +90,7 @@ def _module_names(fields: Fields, key: str) -> tuple[str, ...]:
             if len(name) > _LONGEST_PATTERN:
                 raise ValueError(f"it is longer than {_LONGEST_PATTERN} characters")
             _names(name, "")
-        except (re.error, RecursionError, OverflowError, ValueError) as error:
+        except ValueError as error:
             raise UserError(f"config.json, {_KEY}: {key} has no expression in {name!r:.80}: {error}.", _KEY) from None
     return tuple(names)
 

@@ -22,13 +22,14 @@ MAX_TEXT = 2**13  # characters of a literal: what must come next is tokenized an
 MAX_GBNF_RULES = 500  # gbnf_to_lark walks all of them for each one
 
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*([A-Za-z0-9][\w-]*)[ \t]*::=")
-_GBNF_PARTS = re.compile(r'#[^\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')
+# A text that is not closed is matched to its end, and refused: else the search would start again at each quote in it.
+_GBNF_PARTS = re.compile(r'#[^\n]*|"(?:\\.|[^"\\])*(?:"|(?P<open>))|\[(?:\\.|[^\]\\])*(?:\]|(?P<open_class>))')
 _GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.", re.DOTALL)
 _SET_OPERATIONS = ("&&", "--", "~~")  # of Rust's classes; in GBNF plain characters
 
 # As llguidance's lexer (parser/src/lark/lexer.rs), as far as it takes to tell names from texts.
 _LARK = re.compile(
-    r'(?P<text>(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/)'
+    r'(?P<text>(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*(?:"|(?P<open>))|/(?:\\.|[^/\\])+(?:/|(?P<open_expression>)))'
     r"|(?P<special><[^<>\s]+>)|(?P<keyword>%(?:json|llguidance|regex))\b|(?P<attribute>(?<![a-z_])[a-z_]+)\s*=|(?P<bracket>[(){}\[\]])"
     r"|(?P<colon>:)"
 )
@@ -75,6 +76,8 @@ def _converted(gbnf: str, first_rule: str) -> str:
 def _spelled(found: re.Match[str]) -> str:
     """Write a literal or a class so that gbnf_to_lark keeps its meaning: it shortens escapes with leading zeros."""
     part = found[0]
+    if found["open"] is not None or found["open_class"] is not None:
+        raise _refusal(f"is no GBNF: it has a text or a class that is not closed: {shown(part)}")
     if part.startswith("#"):
         return ""
     if part.startswith("["):
@@ -103,6 +106,8 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any]) -> str:
     while (found := _LARK.search(lark, position)) is not None:
         written.append(lark[position : found.end()])
         position = found.end()
+        if found["open"] is not None or found["open_expression"] is not None:
+            raise _refusal(f"has a text or an expression that is not closed: {shown(found[0])}")
         if found["special"]:
             raise _refusal(f"asks for the token {shown(found[0])}; only texts can be asked for")
         if found["attribute"] and found["attribute"] not in _ATTRIBUTES:

@@ -15,6 +15,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -31,6 +32,7 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-pthread", "-w")
 _NEEDED = frozenset({"avx2", "fma", "f16c"})  # as Linux calls them
 _LONGEST_BUILD = 300  # seconds; the longer source takes 10 on a core of 3 GHz
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger(__name__)
 _building = threading.Lock()
 
@@ -105,8 +107,32 @@ def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], s
     """
     flags = [flag for flag in command if not flag.startswith("-I")]
     depends = [*says, *flags, _run([command[0], "--version"]), importlib.metadata.version("jaxlib")]
-    place = folder / f"{name}-{hashlib.sha256(chr(0).join(depends).encode()).hexdigest()[:24]}.so"
-    return place if _is_whole(place) else _build(command, sources, place)
+    place = _own(folder) / f"{name}-{hashlib.sha256(chr(0).join(depends).encode()).hexdigest()[:24]}.so"
+    return place if _is_safe(place) and _is_whole(place) else _build(command, sources, place)
+
+
+def _own(folder: Path) -> Path:
+    """Return the folder if no other user can put a library there, else a new one of this process alone."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & _OTHERS_WRITE:
+            folder.chmod(0o700)
+    except OSError:
+        pass  # of root, perhaps, and to be read only
+    if _is_safe(folder):
+        return folder
+    if folder.exists():
+        _log.warning("kernels are not kept in %s, which other users own or can write", folder)
+    return Path(tempfile.mkdtemp(prefix="jaxllm-"))
+
+
+def _is_safe(path: Path) -> bool:
+    """Whether a file or folder is this user's or root's, and only they can write it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid in (0, os.getuid()) and not found.st_mode & _OTHERS_WRITE
 
 
 def processor() -> frozenset[str]:
@@ -145,6 +171,7 @@ def _build(command: list[str], sources: Sequence[Path], place: Path) -> Path:
         _run([*command, *objects, "-o", str(made)])
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
+        made.chmod(0o755)
         made.replace(place)
     finally:
         if place.parent != Path(folder):

@@ -251,8 +251,8 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Asy
         return AsyncLLM(config, progress=progress, recorder=_recorder(config, options), adapters=adapters, **bounds)
     if options.record is not None:
         raise UserError("record is not supported with data_parallel_size above 1.", "record")
+    from jaxllm.fleet.door import Door
     from jaxllm.fleet.fleet_llm import FleetLLM
-    from jaxllm.fleet.supervisor import Door
 
     door = None
     if options.data_parallel_address is not None:

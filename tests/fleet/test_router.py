@@ -11,9 +11,10 @@ import pytest
 from jaxllm import SamplingParams, UserError
 from jaxllm.errors import UnavailableError
 from jaxllm.fleet import messages
+from jaxllm.fleet.door import Door, Greeting
 from jaxllm.fleet.replica import Replica, Routed
 from jaxllm.fleet.router import Router
-from jaxllm.fleet.supervisor import Door, Supervisor
+from jaxllm.fleet.supervisor import Supervisor
 from jaxllm.metrics import Load, Metrics
 from jaxllm.version import __version__
 
@@ -136,7 +137,7 @@ def test_a_replica_that_is_lost_is_not_heard_any_more() -> None:
         def say(*said: Any) -> None:
             reader.feed_data(messages.frame([messages.pack(each) for each in said]))
 
-        say(("hello", __version__, None, "key"))
+        reader.feed_data(Greeting(__version__, "", b"key").pack())
         hearing = asyncio.ensure_future(supervisor._connected_from_afar(reader, old))
         say(("one",))
         while listener.said != [("one",)]:
@@ -153,20 +154,20 @@ def test_a_replica_that_is_lost_is_not_heard_any_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hello", "why"),
+    ("greeting", "why"),
     [
-        (("hello", __version__, None, "another"), "its key is wrong"),
-        (("hello", "0.0", None, "key"), "it is of version 0.0"),
-        (("hello", __version__, None, "key"), "as many replicas are connected"),
+        (Greeting(__version__, "", b"another"), "its key is wrong"),
+        (Greeting("0.0", "", b"key"), "it is of version '0.0'"),
+        (Greeting(__version__, "", b"key"), "as many replicas are connected"),
     ],
 )
-def test_who_is_refused_hears_why(hello: tuple[Any, ...], why: str) -> None:
+def test_who_is_refused_hears_why(greeting: Greeting, why: str) -> None:
     async def run() -> None:
         replica = Replica(0, is_local=False)
         replica.connected.set()
         supervisor = supervising(replica, Noting())
         connection, reader = Connection(), asyncio.StreamReader()
-        reader.feed_data(messages.frame([messages.pack(hello)]))
+        reader.feed_data(greeting.pack())
         await supervisor._connected_from_afar(reader, connection)
         assert connection.is_closed and why.encode() in connection.written
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import hashlib
+import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -154,3 +157,35 @@ def test_an_engine_of_two_devices_says_the_same() -> None:
             outputs = llm.generate(["Once upon a time", "Tim and Lily went"], params, use_tqdm=False)
             said.append([output.outputs[0].token_ids for output in outputs])
     assert said[0] == said[1]
+
+
+def test_a_library_that_others_could_have_written_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    built: list[Path] = []
+
+    def _build(command: list[str], sources: object, place: Path) -> Path:
+        built.append(place)
+        content = b"a library"
+        place.write_bytes(content + hashlib.sha256(content).digest())
+        place.chmod(0o755)
+        return place
+
+    monkeypatch.setattr(build, "_build", _build)
+    folder = tmp_path / "native"
+    keep = partial(build.kept, folder, "kernels", ["true"], [], [])
+    place = keep()
+    assert place.parent == folder and keep() == place and len(built) == 1, "it is built once"
+    for mode in (0o775, 0o757, 0o777):
+        place.chmod(mode)
+        keep()
+    assert len(built) == 4, "a file that others can write is built anew"
+    folder.chmod(0o777)
+    keep()
+    assert folder.stat().st_mode & 0o777 == 0o700 and len(built) == 4, "our own folder is closed to others"
+    if os.getuid() == 0:
+        os.chown(folder, 4321, 4321)
+    monkeypatch.setattr(build.os, "getuid", lambda: 1234)
+    elsewhere = keep()
+    assert elsewhere.parent not in (folder, tmp_path) and len(built) == 5, "another user's folder is not used"
+    shutil.rmtree(elsewhere.parent)

@@ -57,6 +57,9 @@ class ScriptedServing:
         self.engine: Any = FakeEngine(has_adapters=options.lora_root is not None)
         self.adapters = ServedAdapters(self.engine, options, self.names)
 
+    async def off_loop(self, client: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.to_thread(function, *arguments)
+
     def check_room(self, client: str) -> None:
         self.askers.append(client)
 

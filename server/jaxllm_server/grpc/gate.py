@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from jaxllm.errors import DeadlineError, EngineError, UserError
 from jaxllm.freed_memory import return_freed_memory
+from jaxllm_server.grpc import wire
 from jaxllm_server.grpc.error_details import Failure, failure_of
 from jaxllm_server.grpc.health import CONTROL, HEALTH
 from jaxllm_server.grpc.service import REQUEST_ID, first
@@ -45,6 +47,7 @@ _MAX_HEALTH_MESSAGES = 32
 _HEALTH_SECONDS = 1.0
 _HEALTH_LEAST_SECONDS = 0.05
 _SPAN = {"rpc.system": "grpc"}
+_LARGE_MESSAGE = 1 << 13  # bytes: 5 ms of its check
 _KINDS = {
     (False, False): "unary_unary",
     (False, True): "unary_stream",
@@ -71,6 +74,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._health: dict[asyncio.Timeout, float] = {}  # of messages being received: when each began, in order
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
         self._returns_memory: asyncio.TimerHandle | None = None
+        self._parsers = ThreadPoolExecutor(1, "jaxllm-parse")
 
     async def intercept_service(
         self,
@@ -108,7 +112,7 @@ class Gate(grpc.aio.ServerInterceptor):
             if handler.request_streaming:
                 result = behaviour(self._parsed(raws, parse, asked), context)
             else:
-                asked.append(_parse(await receive(context), parse))
+                asked.append(await self._parse(await receive(context), parse))
                 result = behaviour(asked[0], context)
             if not hasattr(result, "__aiter__"):
                 return await result
@@ -183,8 +187,14 @@ class Gate(grpc.aio.ServerInterceptor):
                 raise self._did_not_come() from None
             if raw is None:
                 return
-            asked[:] = [_parse(raw, parse)]
+            asked[:] = [await self._parse(raw, parse)]
             yield asked[0]
+
+    async def _parse(self, raw: bytes, parse: Callable[[bytes], Message]) -> Message:
+        """Parse a message that holds no more than may be parsed; a large one off the event loop."""
+        if len(raw) <= _LARGE_MESSAGE:
+            return _parsed_message(raw, parse)
+        return await asyncio.get_running_loop().run_in_executor(self._parsers, _parsed_message, raw, parse)
 
     async def _answer(
         self, method: str, context: grpc.aio.ServicerContext, respond: Respond, raws: AsyncIterator[bytes]
@@ -275,7 +285,8 @@ def _request_id(context: grpc.aio.ServicerContext) -> str:
     return first(context.trailing_metadata(), REQUEST_ID) or ""
 
 
-def _parse(raw: bytes, parse: Callable[[bytes], Message]) -> Message:
+def _parsed_message(raw: bytes, parse: Any) -> Message:
+    wire.check(raw, parse.__self__.DESCRIPTOR)  # it is the class's own
     try:
         return parse(raw)
     except DecodeError as error:

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 Asked = TypeVar("Asked", "Call", "PoolCall")
 Item = TypeVar("Item")
 REQUEST_ID = "x-request-id"
+_LARGE_REQUEST = 1 << 13  # bytes
 _LEAST_REMAINING = 0.001  # seconds before its deadline at which a call can still be answered
 _MAX_METADATA_CHARS = 256
 _API_REVISION = 5  # counts the additions to jaxllm.v1
@@ -66,7 +68,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: ServicerContext
     ) -> inference_pb2.GenerateResponse:
         """Answer once every sequence has ended."""
-        chunks, reply = self._begin(request, context, stream=False)
+        chunks, reply = await self._begin(request, context, stream=False)
         async with aclosing(chunks):
             chunk = await anext(chunks)
             await context.send_initial_metadata(((REQUEST_ID, chunk.request_id),))
@@ -74,7 +76,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def StreamGenerate(self, request: inference_pb2.GenerateRequest, context: ServicerContext) -> None:
         """Send what is new as it comes; nothing, headers included, before the first tokens, so that retries work."""
-        chunks, reply = self._begin(request, context, stream=True)
+        chunks, reply = await self._begin(request, context, stream=True)
         is_first = True
         async with aclosing(chunks), Writer(context, self._stall_timeout) as writer:
             async for chunk in chunks:
@@ -130,15 +132,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Turn text or a conversation into token ids."""
         most = self._serving.options.max_json_depth
-        call = messages.tokenize_call_of(request, max_json_depth=most)
-        ids = await self._serving.tokenize(replace(call, client=self._client_of(context)))
+        client = self._client_of(context)
+        call = await self._read(client, request, messages.tokenize_call_of, max_json_depth=most)
+        ids = await self._serving.tokenize(replace(call, client=client))
         return inference_pb2.TokenizeResponse(token_ids=ids, max_model_len=self._serving.engine.model.max_model_len)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: ServicerContext
     ) -> inference_pb2.DetokenizeResponse:
         """Turn token ids into text."""
-        ids = messages.detokenize_ids_of(request)
+        ids = await self._read(self._client_of(context), request, messages.detokenize_ids_of)
         self._serving.check_model(request.model)
         text = await self._serving.detokenize(ids, self._client_of(context), request.model)
         return inference_pb2.DetokenizeResponse(text=text)
@@ -183,13 +186,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             model.has_chat = self._serving.options.chat_template is not None or known.has_chat_template
             yield model
 
-    def _begin(
+    async def _begin(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext, *, stream: bool
     ) -> tuple[AsyncGenerator[Chunk, None], replies.Reply]:
         """Return the chunks that answer a request, of which none is computed yet, and how to write them."""
         request_id, is_hint, client = self._admit(request, context)
         most = self._serving.options.max_json_depth
-        call = messages.call_of(request, request_id, stream=stream, max_json_depth=most)
+        call = await self._read(client, request, messages.call_of, request_id, stream=stream, max_json_depth=most)
         call = replace(call, client=client)
         model = self._serving.check_model(request.model, request.adapter)
         generate = self._serving.generate
@@ -201,7 +204,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> tuple[str, str, list[PoolResult]]:
         """Compute all that a call asks for; return its id and the model's name as well."""
         request_id, is_hint, client = self._admit(request, context)
-        call = replace(messages.pool_call_of(request, request_id), client=client)
+        call = replace(await self._read(client, request, messages.pool_call_of, request_id), client=client)
 
         async def pool(call: PoolCall) -> list[PoolResult]:
             async with aclosing(self._serving.pool(call)) as results:
@@ -232,6 +235,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if _can_be_metadata(request_id):
             context.set_trailing_metadata(((REQUEST_ID, request_id),))
         return request_id, bool(hint), client
+
+    async def _read(self, client: str, request: Message, read: Callable[..., Item], *given: Any, **named: Any) -> Item:
+        """Read a request; a large one, of which every part is looked at, beside the event loop."""
+        if request.ByteSize() <= _LARGE_REQUEST:
+            return read(request, *given, **named)
+        return await self._serving.off_loop(client, partial(read, request, *given, **named))
 
     def _client_of(self, context: ServicerContext) -> str:
         key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # the gate has let it in

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from jaxllm.errors import UserError
 from jaxllm_server.http.error_bodies import ClientGone, log_failure
 from jaxllm_server.http.protocol import transport_of
-from jaxllm_server.http.sse import dumps
+from jaxllm_server.http.sse import dumps, dumps_large
 from jaxllm_server.http.writers import EventReply, Writer
 from jaxllm_server.openai.messages import Reply
 from jaxllm_server.openai.pooling import PoolReply
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 AnyReply = TypeVar("AnyReply", Reply | EventReply, PoolReply)
 _MANY_NUMBERS = 1 << 16  # of an answer that is written beside the event loop: 13 ms (measured)
+_MANY_VALUES = 1 << 12  # log-probabilities of an answer that is written beside the event loop
+_CHARACTERS = 32  # of text that take as long as one
+_PIECE = 1 << 20  # bytes of a whole answer that are handed over at once: the next waits until most of them have left
 _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events
@@ -75,6 +78,20 @@ class Answer(ABC, Generic[AnyReply]):
         return parameter if parameter is None else self.reply.names.get(parameter, parameter)
 
 
+class _Begun:
+    """Outputs of a call whose prompt has log-probabilities, which the first event of each may repeat."""
+
+    def __init__(self, num_values: int) -> None:
+        self._num_values = num_values
+        self._indices: set[int] = set()
+
+    def begin(self, chunk: Chunk) -> int:
+        """Return how many values of the prompt a chunk's events repeat at most."""
+        new = {part.index for part in chunk.outputs} - self._indices
+        self._indices |= new
+        return len(new) * self._num_values
+
+
 @dataclass(frozen=True)
 class TextAnswer(Answer[Reply | EventReply]):
     """The answer to a request for text."""
@@ -92,7 +109,13 @@ class TextAnswer(Answer[Reply | EventReply]):
                 chunks[number] = chunk
         if self.prepare is not None:
             await self.prepare()
-        await send_json(send, self.writer.whole([chunks[number] for number in sorted(chunks)]))
+        ordered = [chunks.pop(number) for number in sorted(chunks)]
+        if sum(map(_num_values, ordered)) > _MANY_VALUES:
+            content = await self.serving.off_loop(self.client, self.writer.whole, ordered, dumps_large)
+        else:
+            content = self.writer.whole(ordered)
+        self.writer.finish(content)
+        await send_json(send, content)
 
     async def _stream(self, scope: Scope, send: Send) -> None:
         writer = self.writer
@@ -104,9 +127,10 @@ class TextAnswer(Answer[Reply | EventReply]):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             is_whole = True
             try:
-                await _send_events(send, writer.events(*first))
+                begun: dict[int, _Begun] = {}
+                await _send_events(send, await self._events(*first, begun))
                 async for number, chunk in items:
-                    await _send_events(send, writer.events(number, chunk))
+                    await _send_events(send, await self._events(number, chunk, begun))
                 ending = writer.end()
             except Exception as error:  # too late for a status
                 is_whole = False
@@ -115,6 +139,15 @@ class TextAnswer(Answer[Reply | EventReply]):
             await send({"type": "http.response.body", "body": ending})
         if not is_whole and (transport := transport_of(scope)) is not None:
             transport.close()
+
+    async def _events(self, number: int, chunk: Chunk, begun: dict[int, _Begun]) -> bytes:
+        """Write a chunk's events; those that repeat a long prompt's log-probabilities, beside the event loop."""
+        if chunk.prompt is not None and chunk.prompt.logprobs is not None:
+            begun[number] = _Begun(_num_prompt_values(chunk))
+        own = begun.get(number)
+        if own is None or own.begin(chunk) <= _MANY_VALUES:
+            return self.writer.events(number, chunk)
+        return await self.serving.off_loop(self.client, self.writer.events, number, chunk)
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
         """Yield the chunks of all calls as they come, each with its call's number."""
@@ -181,12 +214,33 @@ async def send_json(send: Send, content: bytes) -> None:
     """Send a whole answer."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
+    await _send_pieces(send, content, more=False)
+
+
+async def _send_pieces(send: Send, content: bytes, more: bool) -> None:
+    for start in range(0, max(len(content), 1), _PIECE):
+        is_last = start + _PIECE >= len(content)
+        piece = content if start == 0 and is_last else content[start : start + _PIECE]
+        await send({"type": "http.response.body", "body": piece, "more_body": more or not is_last})
+
+
+def _num_values(chunk: Chunk) -> int:
+    """Return how many log-probabilities a chunk holds at most as it is written, and its characters in such units."""
+    count = sum(sum(map(len, part.logprobs or ())) + len(part.text) // _CHARACTERS for part in chunk.outputs)
+    if chunk.prompt is not None and chunk.prompt.logprobs is not None:
+        count += len(chunk.outputs) * _num_prompt_values(chunk)
+    return count
+
+
+def _num_prompt_values(chunk: Chunk) -> int:
+    if chunk.prompt is None or chunk.prompt.logprobs is None:
+        return 0
+    return sum(len(entry) for entry in chunk.prompt.logprobs if entry is not None)
 
 
 async def _send_events(send: Send, events: bytes) -> None:
     if events:
-        await send({"type": "http.response.body", "body": events, "more_body": True})
+        await _send_pieces(send, events, more=True)
 
 
 async def _disconnected(receive: Receive) -> None:

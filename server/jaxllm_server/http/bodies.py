@@ -64,6 +64,17 @@ class Bodies:
         finally:
             self._bound.add(client, -held)
 
+    @contextmanager
+    def kept(self, client: str, num_bytes: int) -> Iterator[None]:
+        """Count what was made of a body, and is held without a connection, while the block runs.
+
+        Raises:
+            OverloadedError: if there is no room for it.
+        """
+        with self.place(client) as grow:
+            grow(num_bytes)
+            yield
+
 
 class BodyReader:
     """Reads bodies of JSON."""
@@ -72,6 +83,7 @@ class BodyReader:
         self._serving = serving
         self._options = options
         self._bodies = Bodies(options.most_receiving_bytes, options.max_body_bytes)
+        self.background = Bodies(options.most_receiving_bytes, options.max_body_bytes)  # of responses being made
 
     async def json(self, request: Request) -> dict[str, Any]:
         """Read a request's JSON, up to the bound of its size."""
@@ -91,6 +103,7 @@ class BodyReader:
         client = request.scope[CLIENT]
         with self._bodies.place(client) as grow:
             body = await self._receive(request, grow)
+            request.scope["jaxllm"]["body_bytes"] = len(body)
             is_large = len(body) > _LARGE_BODY
 
             def parse() -> Result:

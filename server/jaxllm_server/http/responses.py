@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, aclosing
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,18 +25,17 @@ from jaxllm_server.http.answers import TextAnswer, while_connected
 from jaxllm_server.http.bodies import BodyReader
 from jaxllm_server.http.error_bodies import Refusal, log_failure
 from jaxllm_server.http.guard import CLIENT
-from jaxllm_server.http.sse import dumps
+from jaxllm_server.http.sse import dumps, dumps_large
 from jaxllm_server.http.writers import NamedWriter
 from jaxllm_server.openai.messages import Body, text
 from jaxllm_server.responses.items import RESPONSE_PREFIX, Item, num_characters, references_of, response_id_of
 from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
-from jaxllm_server.responses.store import LostError, ResponseStore, Stored, find_items, history_of, page_of
+from jaxllm_server.responses.store import LostError, ResponseStore, Stored, find_items, history_of, ordered, page_of
 from jaxllm_server.shared.client_quota import Places
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxllm_server.observability.tracing import Tracer
-    from jaxllm_server.shared.calls import Chunk
     from jaxllm_server.shared.serving import Serving
 
 _LARGE = 256 << 10  # bytes of JSON that are read or written beside the event loop: 1 ms (measured)
@@ -51,11 +51,9 @@ class KeepingWriter(NamedWriter):
         self._response = reply.snapshot
         self._keep = keep
 
-    def whole(self, chunks: Sequence[Chunk]) -> bytes:
-        """Return the whole answer."""
-        content = super().whole(chunks)
+    def finish(self, content: bytes) -> None:
+        """Keep the whole answer."""
         self._keep(content)
-        return content
 
     def end(self) -> bytes:
         """Return the last events."""
@@ -69,12 +67,15 @@ class KeepingWriter(NamedWriter):
         return events
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """A response that is made in the background."""
 
     task: asyncio.Task[None]
     reply: ResponseReply
+    num_bytes: int  # of the body, and of the conversation before it
+    kept: asyncio.Future[None]  # done when the response is in the store
+    writing: asyncio.Future[bytes] | None = None
 
 
 class ResponseEndpoints:
@@ -120,7 +121,8 @@ class ResponseEndpoints:
 
         if reply.is_background:
             reply.begin(head)
-            return self._begin(request, reply, response_id, keep)
+            num_bytes = request.scope["jaxllm"]["body_bytes"] + sum(each.size for each in chain.values())
+            return await self._begin(request, reply, response_id, keep, num_bytes)
         writer = KeepingWriter(reply, head, keep) if reply.is_kept else NamedWriter(reply, head)
         return TextAnswer(**parts, writer=writer)
 
@@ -152,7 +154,7 @@ class ResponseEndpoints:
             raise UnsupportedError("A kept response is not streamed by jaxllm: leave stream out.", "stream")
         client, response_id = _asked(request)
         job = self._jobs.get((client, response_id))
-        return _json(self._find(client, response_id).response if job is None else dumps(job.reply.snapshot()))
+        return _json(self._find(client, response_id).response if job is None else await self._written(job, client))
 
     async def delete(self, request: Request) -> ASGIApp:
         """Forget a response; one that is being made is ended first."""
@@ -167,9 +169,10 @@ class ResponseEndpoints:
         client, response_id = _asked(request)
         job = await self._end_job(client, response_id)
         if job is not None:
-            return _json(dumps(job.reply.snapshot()))
+            return _json(await self._written(job, client))
         response = self._find(client, response_id).response
-        if not json.loads(response)["background"]:
+        read = partial(json.loads, response)
+        if not (await self._bodies.run(read, len(response) > _LARGE, client))["background"]:
             message = "Cannot cancel a synchronous response."
             raise Refusal(400, message, "INVALID_PARAMETER", parameter="response_id")
         return _json(response)
@@ -191,8 +194,8 @@ class ResponseEndpoints:
 
         def write() -> bytes:
             own = json.loads(chain[-1].items) if job is None else job.reply.items
-            items = [*history_of(chain[:-1] if job is None else chain), *own]
-            return dumps(page_of(items, int(limit), after, order == "asc"))
+            items = ordered(chain[:-1] if job is None else chain, own, order == "asc")
+            return dumps_large(page_of(items, int(limit), after))
 
         size = sum(stored.size for stored in chain)
         return _json(await self._bodies.run(write, size > _LARGE, client))
@@ -235,28 +238,55 @@ class ResponseEndpoints:
         is_large = sum(stored.size for stored in found) > _LARGE
         return await self._bodies.run(partial(find_items, found, ids), is_large, client) if found else {}
 
-    def _begin(
-        self, request: Request, reply: ResponseReply, response_id: str, keep: Callable[[bytes], None]
+    async def _begin(
+        self,
+        request: Request,
+        reply: ResponseReply,
+        response_id: str,
+        keep: Callable[[bytes], None],
+        num_bytes: int,
     ) -> ASGIApp:
-        """Start to make a response, which has a place among the server's requests until it ends."""
+        """Start to make a response, which has a place among the server's requests and its bodies until it is kept."""
         client, name = request.scope[CLIENT], request.scope["jaxllm"]["name"]
-        held = ExitStack()
-        held.enter_context(self._places.place())
-        job = Job(asyncio.ensure_future(self._make(reply, client, request.headers.get("traceparent"))), reply)
+        with ExitStack() as places:
+            places.enter_context(self._places.place())
+            places.enter_context(self._bodies.background.kept(client, num_bytes))
+            held = places.pop_all()
+        task = asyncio.ensure_future(self._make(reply, client, request.headers.get("traceparent")))
+        job = Job(task, reply, num_bytes, asyncio.get_running_loop().create_future())
         self._jobs[client, response_id] = job
 
-        def end(task: asyncio.Task[None]) -> None:
+        def finish(writing: asyncio.Future[bytes]) -> None:
             held.close()
             del self._jobs[client, response_id]
+            job.kept.set_result(None)
+            if not writing.cancelled() and writing.exception() is None:
+                keep(writing.result())
+
+        def end(task: asyncio.Task[None]) -> None:
             if task.cancelled():
                 reply.cancel()
             elif (error := task.exception()) is not None:
                 log_failure(name, error)
                 reply.failure(error)
-            keep(dumps(reply.snapshot()))
+            if num_bytes > _LARGE:
+                job.writing = asyncio.ensure_future(self._written(job, client))
+                job.writing.add_done_callback(finish)
+            else:
+                written: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+                written.set_result(dumps(reply.snapshot()))
+                finish(written)
 
-        job.task.add_done_callback(end)  # and not a `finally`: a task that is cancelled at once does not even begin
-        return _json(dumps(reply.snapshot()))
+        task.add_done_callback(end)  # and not a `finally`: a task that is cancelled at once does not even begin
+        return _json(await self._written(job, client))
+
+    async def _written(self, job: Job, client: str) -> bytes:
+        """Write a response as far as it has come; off the event loop if it repeats a long request."""
+        response = job.reply.snapshot()
+        if job.num_bytes <= _LARGE:
+            return dumps(response)
+        response["output"] = deepcopy(response["output"])  # which may grow while it is written
+        return await self._bodies.run(partial(dumps_large, response), True, client)
 
     async def _make(self, reply: ResponseReply, client: str, traceparent: str | None) -> None:
         (call,) = reply.calls
@@ -277,7 +307,7 @@ class ResponseEndpoints:
         job = self._jobs.get((client, response_id))
         if job is not None:
             job.task.cancel()
-            await asyncio.wait([job.task])
+            await asyncio.wait([job.kept])
         return job
 
     def _find(self, client: str, response_id: str) -> Stored:

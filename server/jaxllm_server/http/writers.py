@@ -5,12 +5,14 @@ A reply says what an answer holds, as plain data; a writer of this module puts i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from jaxllm_server.http.sse import DONE, EventWriter, dumps, event, named_event
 from jaxllm_server.openai.messages import Reply, error_body_of
 from jaxllm_server.shared.calls import Call, Chunk
+
+Write: TypeAlias = Callable[[Any], bytes]
 
 
 class Writer(Protocol):
@@ -18,8 +20,12 @@ class Writer(Protocol):
 
     media_type: bytes  # of a stream
 
-    def whole(self, chunks: Sequence[Chunk]) -> bytes:
-        """Return the whole answer; one chunk for each call."""
+    def whole(self, chunks: Sequence[Chunk], write: Write = dumps) -> bytes:
+        """Return the whole answer; one chunk for each call. Called in any thread."""
+        ...
+
+    def finish(self, content: bytes) -> None:
+        """Take note of the whole answer as it was written."""
         ...
 
     def events(self, number: int, chunk: Chunk) -> bytes:
@@ -78,9 +84,12 @@ class ChunkWriter:
         self._head = head
         self._writer = EventWriter({"object": reply.chunk_object, **head})
 
-    def whole(self, chunks: Sequence[Chunk]) -> bytes:
+    def whole(self, chunks: Sequence[Chunk], write: Write = dumps) -> bytes:
         """Return the whole answer."""
-        return dumps({"object": self._reply.object, **self._head, **self._reply.response(chunks)})
+        return write({"object": self._reply.object, **self._head, **self._reply.response(chunks)})
+
+    def finish(self, content: bytes) -> None:
+        """Keep nothing."""
 
     def events(self, number: int, chunk: Chunk) -> bytes:
         """Return what a chunk adds."""
@@ -105,9 +114,12 @@ class NamedWriter:
         self._reply = reply
         reply.begin(head)
 
-    def whole(self, chunks: Sequence[Chunk]) -> bytes:
+    def whole(self, chunks: Sequence[Chunk], write: Write = dumps) -> bytes:
         """Return the whole answer."""
-        return dumps(self._reply.response(chunks))
+        return write(self._reply.response(chunks))
+
+    def finish(self, content: bytes) -> None:
+        """Keep nothing."""
 
     def events(self, number: int, chunk: Chunk) -> bytes:
         """Return what a chunk adds."""

@@ -33,6 +33,7 @@ from jaxllm_server.openai.messages import (
     usage_fields,
     usage_without,
 )
+from jaxllm_server.shared.answer_size import AnswerSize
 from jaxllm_server.shared.calls import Call, Chunk, Part, PromptInfo, Usage
 from jaxllm_server.shared.options import ServerOptions
 
@@ -88,8 +89,11 @@ class CompletionReply:
         self.request_id = request_id if own_id is None else own_id
         shared = shared_call_fields(fields)
         most = options.max_request_id_chars
+        repeats = self._echoes_logprobs or self.form.shows_prompt_logprobs
+        answer_size = AnswerSize(self._num_outputs if repeats else 1)
         self.calls: Sequence[Call] = [
             Call(
+                answer_size=answer_size,
                 prompt=prompt,
                 suffix=suffix,
                 sampling=sampling,

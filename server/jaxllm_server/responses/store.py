@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from jaxllm.errors import UserError
 from jaxllm_server.responses.items import Item
@@ -104,7 +105,23 @@ class ResponseStore:
 
 def history_of(chain: Iterable[Stored]) -> list[Item]:
     """Return the items of a conversation: what each response was asked, and what it answered."""
-    return [item for stored in chain for item in (*json.loads(stored.items), *json.loads(stored.response)["output"])]
+    return [item for stored in chain for item in _items_of(stored)]
+
+
+def _items_of(stored: Stored) -> list[Item]:
+    return [*json.loads(stored.items), *json.loads(stored.response)["output"]]
+
+
+def ordered(chain: Sequence[Stored], own: Sequence[Item], is_ascending: bool) -> Iterator[Item]:
+    """Give the items of a conversation and those of its next input; of those before, one response is read at a time."""
+    if is_ascending:
+        for stored in chain:
+            yield from _items_of(stored)
+        yield from own
+    else:
+        yield from reversed(own)
+        for stored in reversed(chain):
+            yield from reversed(_items_of(stored))
 
 
 def find_items(stored: Iterable[Stored], ids: Collection[str]) -> dict[str, Item]:
@@ -112,16 +129,15 @@ def find_items(stored: Iterable[Stored], ids: Collection[str]) -> dict[str, Item
     return {item["id"]: item for item in history_of(stored) if item["id"] in ids}
 
 
-def page_of(items: Sequence[Item], limit: int, after: str | None, is_ascending: bool) -> dict[str, object]:
-    """Return a part of a list of items as the API lists them: so many behind the one with the id `after`.
+def page_of(items: Iterator[Item], limit: int, after: str | None) -> dict[str, object]:
+    """Return a part of the items of a list as the API lists them: `limit` of those after the one with the id `after`.
 
     Raises:
         UserError: naming `after`, if no item has that id.
     """
-    ordered = items if is_ascending else items[::-1]
-    start = 0 if after is None else next((number for number, each in enumerate(ordered, 1) if each["id"] == after), -1)
-    if start < 0:
+    if after is not None and not any(each["id"] == after for each in items):
         raise UserError("after must be the id of one of the items.", "after")
-    page = ordered[start : start + limit]
+    found = list(islice(items, limit + 1))
+    page = found[:limit]
     ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
-    return {"object": "list", "data": page, **ends, "has_more": start + limit < len(ordered)}
+    return {"object": "list", "data": page, **ends, "has_more": len(found) > limit}

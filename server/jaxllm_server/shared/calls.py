@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from jaxllm.outputs import Logprob
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
+from jaxllm_server.shared.answer_size import AnswerSize
 
 Finish = Literal["stop", "length", "repetition", "context", "time_limit", "abort", "tool_calls"]
 
@@ -61,6 +62,7 @@ class Call:
     adapter: str = ""
     time_limit: float | None = None  # seconds after which the answer ends with what there is
     include_reasoning: bool = True
+    answer_size: AnswerSize = field(default_factory=AnswerSize, compare=False)  # one for all calls of a request
     scores_prompt: bool = False  # no output is wanted; the one token that an engine samples at least is not shown
 
 

@@ -139,6 +139,7 @@ class Serving:
                 model = self.engine.model if adapter is None else adapter.language.model
                 prompt = await self.prompt_of(call, params, model)
             self._check_length(call, params, prompt)
+            self._check_size(call, params, len(prompt["prompt_token_ids"]))
             if call.suffix is not None and not params.ignore_eos:
                 stop_ids = (*params.stop_token_ids, *fill_in_middle.stop_ids(model.tokenizer))
                 params = replace(params, stop_token_ids=stop_ids)
@@ -310,6 +311,17 @@ class Serving:
         longest = self.engine.model.max_model_len
         if asked is not None and not is_cut and isinstance(ids, Sequence) and len(ids) + asked > longest:
             raise too_long(longest, len(ids), asked)
+
+    def _check_size(self, call: Call, params: SamplingParams, num_prompt: int) -> None:
+        """Refuse an answer that would hold too many log-probabilities; outputs of a stream are sent as they come."""
+        model = self.engine.model
+        per_prompt, per_output = (
+            0 if asked is None else 1 + (model.vocab_size if asked == -1 else asked)
+            for asked in (params.prompt_logprobs, None if call.stream else params.logprobs)
+        )
+        room = max(1, model.max_model_len - num_prompt)
+        num_output = params.n * (room if params.max_tokens is None else min(room, params.max_tokens))
+        call.answer_size.add(num_prompt * per_prompt, num_output * per_output, model.max_model_len)
 
 
 def given_of(params: SamplingParams) -> dict[str, Any]:

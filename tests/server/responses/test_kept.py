@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from jaxllm.errors import EngineDeadError, OverloadedError
-from jaxllm_server.responses.store import LostError, ResponseStore, Stored
+from jaxllm_server.responses.store import LostError, ResponseStore, Stored, ordered, page_of
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.fake_serving import SCRIPT, FakeServing, http_server
 
@@ -245,3 +245,53 @@ def test_background_responses_have_places_like_others() -> None:
         for answer in begun[:2]:
             assert ended(client, answer.json()["id"])["status"] == "completed"
         assert client.post("/responses", json={"input": "Hi", "background": True}).status_code == 200
+
+
+def test_background_responses_have_room_for_their_bodies() -> None:
+    """A large tool is held until its response is kept, and nothing is held after; others have the other half."""
+    text = "x" * 600_000
+    tools = [{"type": "function", "name": "f", "description": text, "parameters": {"type": "object"}}]
+    with serving(max_body_bytes=1 << 20, max_receiving_bytes=2 << 20) as (fake, client):
+        for _ in range(2):
+            fake.delay = 0.3
+            body = {"input": "Hi", "background": True, "tools": tools}
+            begun = [client.post("/responses", json=body) for _ in range(4)]
+            assert [answer.status_code for answer in begun] == [200, 429, 429, 429]
+            assert begun[0].json()["status"] == "queued" and begun[0].json()["tools"][0]["description"] == text
+            small = client.post("/responses", json={"input": "Hi", "background": True})
+            assert small.status_code == 200, "small ones have room whatever others hold"
+            deleted = client.delete(f"/responses/{small.json()['id']}")
+            assert deleted.status_code == 200
+            fake.delay = 0.0
+            cancelled = client.post(f"/responses/{begun[0].json()['id']}/cancel").json()
+            assert cancelled["status"] in ("cancelled", "completed")
+            assert client.get(f"/responses/{cancelled['id']}").json() == cancelled
+            assert client.delete(f"/responses/{cancelled['id']}").status_code == 200
+            assert client.get(f"/responses/{cancelled['id']}").status_code == 404
+
+
+def test_pages_are_slices_of_the_whole_list() -> None:
+    draws = random.Random(3)
+    for _ in range(200):
+        count = draws.randrange(1, 5)
+        names = [[f"{turn}-{number}" for number in range(draws.randrange(1, 4))] for turn in range(2 * count + 1)]
+        lists = [[{"id": each} for each in own] for own in names]
+        chain = [
+            Stored(json.dumps({"output": lists[2 * turn + 1]}).encode(), json.dumps(lists[2 * turn]).encode(), None)
+            for turn in range(count)
+        ]
+        is_ascending, limit = draws.random() < 0.5, draws.randrange(1, 9)
+        whole = [each for own in lists for each in own][:: 1 if is_ascending else -1]
+        after = draws.choice([None, *(each["id"] for each in whole)])
+        start = 0 if after is None else whole.index({"id": after}) + 1
+        page = page_of(ordered(chain, lists[-1], is_ascending), limit, after)
+        assert page["data"] == whole[start : start + limit]
+        assert page["has_more"] == (start + limit < len(whole))
+
+
+def test_a_short_page_reads_no_more_of_a_conversation_than_it_shows() -> None:
+    unreadable = Stored(b"no JSON", b"no JSON", None)
+    last = Stored(json.dumps({"output": [{"id": "b"}]}).encode(), json.dumps([{"id": "a"}]).encode(), None)
+    own: list[dict[str, Any]] = [{"id": "c"}]
+    page = page_of(ordered([unreadable, last], own, is_ascending=False), 2, None)
+    assert [each["id"] for each in page["data"]] == ["c", "b"] and page["has_more"]  # type: ignore[union-attr]

@@ -1,0 +1,153 @@
+"""Where replicas of other machines connect, and the greeting by which they prove that they may.
+
+Until its key is checked a peer is a stranger: 1 KiB is read of it, which is split at line ends and not decoded, and
+16 strangers may be connected at once. The oldest makes room for the next, so that silent ones keep no replica out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+import ssl
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from jaxllm.errors import UserError
+
+_log = logging.getLogger(__name__)
+HELLO_SECONDS = 10.0  # for a TLS handshake, and again for a greeting
+MOST_STRANGERS = 16
+MOST_GREETING = 1024  # bytes
+_FAREWELL_SECONDS = 1.0  # for the end of TLS
+_RETRY_SECONDS = 0.5  # after a want of descriptors or memory
+_BACKLOG = 64
+_LENGTH = struct.Struct("!H")
+
+Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Door(NamedTuple):
+    """Where replicas of other machines connect."""
+
+    address: str  # HOST:PORT
+    key: str
+    tls: ssl.SSLContext | None = None
+
+
+class Greeting(NamedTuple):
+    """The first bytes of a connection."""
+
+    version: str
+    number: str  # of a replica of the front end's own machine; else empty
+    key: bytes
+
+    def pack(self) -> bytes:
+        """Write it; UserError for a key that is too long."""
+        text = b"\n".join((self.version.encode(), self.number.encode(), self.key))
+        if len(text) > MOST_GREETING:
+            raise UserError(f"The key of a fleet may have some {MOST_GREETING - 64} bytes.", "admin_api_key")
+        return _LENGTH.pack(len(text)) + text
+
+
+async def read_greeting(reader: asyncio.StreamReader) -> Greeting:
+    """Wait for a greeting, at most `HELLO_SECONDS`; ValueError for anything else."""
+    async with asyncio.timeout(HELLO_SECONDS):
+        (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if size > MOST_GREETING:
+            raise ValueError("no greeting of a replica")
+        version, number, key = (await reader.readexactly(size)).split(b"\n", 2)
+    return Greeting(version.decode("ascii", "replace"), number.decode("ascii", "replace"), key)
+
+
+def is_same_key(given: bytes, key: str) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(given, key.encode())
+
+
+class DoorListener:
+    """Accepts connections and bounds those that have not greeted. Belongs to the event loop."""
+
+    def __init__(self, door: Door, connected: Connected) -> None:
+        """`connected` reads the greeting and calls `admit` with the writer once it has checked the key."""
+        self._tls, self._connected = door.tls, connected
+        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._admitted: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and return the port; OSError where that cannot be done."""
+        loop = asyncio.get_running_loop()
+        family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+        except OSError:
+            listener.close()
+            raise
+        self._accepting = asyncio.ensure_future(self._accept(listener))
+        return listener.getsockname()[1]
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listener:
+            while True:
+                try:
+                    peer, _ = await loop.sock_accept(listener)
+                except OSError as error:
+                    _log.warning("no connection of a replica can be accepted: %s", error.strerror)
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    continue
+                if len(self._strangers) >= MOST_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    oldest.cancel()
+                task = asyncio.ensure_future(self._serve(peer))
+                self._strangers[task] = None
+                task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        self._admitted.discard(task)
+
+    def admit(self) -> None:
+        """Count the connection of the running task as a replica's from now on."""
+        task = asyncio.current_task()
+        if task is not None and task in self._strangers:
+            del self._strangers[task]
+            self._admitted.add(task)
+
+    async def _serve(self, peer: socket.socket) -> None:
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        loop = asyncio.get_running_loop()
+        limit, farewell = (None, None) if self._tls is None else (HELLO_SECONDS, _FAREWELL_SECONDS)
+        transport: asyncio.WriteTransport | None = None
+        try:
+            with suppress(OSError):  # of a TLS handshake too
+                transport, _ = await loop.connect_accepted_socket(
+                    lambda: protocol, peer, ssl=self._tls, ssl_handshake_timeout=limit, ssl_shutdown_timeout=farewell
+                )
+                await self._connected(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+                transport.close()  # a refusal is still sent
+        except asyncio.CancelledError:
+            if transport is not None:
+                transport.abort()
+            raise
+        finally:
+            if transport is None:
+                peer.close()
+
+    async def close(self) -> None:
+        """Listen no more and end all connections."""
+        accepting = [] if self._accepting is None else [self._accepting]
+        tasks = [*accepting, *self._strangers, *self._admitted]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

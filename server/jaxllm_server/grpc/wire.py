@@ -1,0 +1,105 @@
+"""Counts what a message holds before it is parsed: the parser, in C, lets nothing else of the process run.
+
+8 MiB of empty messages take it 0.6 s, and 320 kB of a map's keys that fall into one bucket of its table 3 s (measured).
+Pure: bytes and descriptors in, an error or nothing out.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from jaxllm.errors import UserError
+
+MOST_FIELDS = 2**16  # of a message and those inside, as often as they are there: 10 ms of the parser
+# The parser's tables take a key's low bits for its bucket. Of keys below this bound few can share one; all ids of
+# tokens are below it.
+LARGEST_KEY = 2**20 - 1
+_VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)
+_LONGEST_VARINT = 10  # bytes
+_KEY = 1  # the number of a map's key in its entries
+
+
+class _Shape(NamedTuple):
+    """What is looked at in a message."""
+
+    name: str
+    has_integer_keys: bool  # it is an entry of such a map
+    repeats: bool  # it, or a message inside of it, has fields that repeat
+    inner: dict[int, Any]  # descriptors by the numbers of fields that are looked into
+
+
+class _Malformed(Exception):
+    pass
+
+
+def check(raw: bytes, descriptor: Any) -> None:
+    """Raise a UserError for a message that holds too much. One that is none is left to the parser."""
+    if not _shape(descriptor).repeats:
+        return
+    left: list[tuple[int, int, Any]] = [(0, len(raw), descriptor)]
+    num_fields = 0
+    try:
+        while left:
+            at, end, of = left.pop()
+            shape = _shape(of)
+            while at < end:
+                num_fields += not shape.has_integer_keys
+                if num_fields > MOST_FIELDS:
+                    raise UserError(f"The message holds more than {MOST_FIELDS} fields, those inside of it counted.")
+                tag, at = _varint(raw, at)
+                kind, number = tag & 7, tag >> 3
+                if kind == _VARINT:
+                    value, at = _varint(raw, at)
+                    if shape.has_integer_keys and number == _KEY and value > LARGEST_KEY:
+                        raise UserError(f"{shape.name} has a key above {LARGEST_KEY}.", shape.name)
+                elif kind == _BYTES:
+                    size, at = _varint(raw, at)
+                    inner = shape.inner.get(number)
+                    if inner is not None and size:
+                        left.append((at, min(at + size, end), inner))
+                    at += size
+                else:
+                    at += 8 if kind == _FIXED64 else 4 if kind == _FIXED32 else 0
+    except _Malformed:
+        return
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    if at < len(raw) and raw[at] < 128:
+        return raw[at], at + 1
+    value = shift = 0
+    for place in range(at, min(at + _LONGEST_VARINT, len(raw))):
+        byte = raw[place]
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, place + 1
+        shift += 7
+    raise _Malformed
+
+
+@lru_cache(maxsize=256)
+def _shape(descriptor: Any) -> _Shape:
+    name = descriptor.full_name.split(".")[-1]
+    has_integer_keys = False
+    if descriptor.GetOptions().map_entry:
+        name = next((each.name for each in descriptor.containing_type.fields if each.message_type is descriptor), name)
+        has_integer_keys = (
+            descriptor.fields_by_number[_KEY].cpp_type != descriptor.fields_by_number[_KEY].CPPTYPE_STRING
+        )
+    inner = {each.number: each.message_type for each in descriptor.fields if _repeats(each.message_type, frozenset())}
+    return _Shape(name, has_integer_keys, _repeats(descriptor, frozenset()), inner)
+
+
+def _repeats(descriptor: Any, seen: frozenset[str]) -> bool:
+    """Whether a message, or one inside of it, has what takes memory and time by its number."""
+    if descriptor is None or descriptor.full_name in seen:
+        return False
+    if descriptor.GetOptions().map_entry:
+        return True
+    for each in descriptor.fields:
+        is_counted = each.message_type is not None or each.cpp_type == each.CPPTYPE_STRING
+        if is_counted and each.is_repeated:
+            return True
+    within = seen | {descriptor.full_name}
+    return any(_repeats(each.message_type, within) for each in descriptor.fields)

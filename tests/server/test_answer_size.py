@@ -1,0 +1,56 @@
+"""An answer's log-probabilities are counted before any is computed; a large answer is written in pieces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm import UserError
+from jaxllm_server.http import sse
+from jaxllm_server.shared.answer_size import MOST_VALUES, AnswerSize
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=60,
+)
+
+
+@given(PLAIN)
+@settings(deadline=None, max_examples=200)
+def test_an_answer_in_pieces_is_the_same_bytes(value: object) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sse, "_FEW", 3)
+        assert sse.dumps_large(value) == sse.dumps(value)
+
+
+def test_no_piece_is_large() -> None:
+    """Each piece holds the interpreter while it is written, so none may be long."""
+    entries = [{f"token {number}": -0.5 * number for number in range(21)} for _ in range(3000)]
+    answer = {"choices": [{"text": "a", "logprobs": {"tokens": ["a"] * 3000, "top_logprobs": entries}}] * 3}
+    pieces = list(sse._pieces(answer))
+    assert json.loads(b"".join(pieces)) == answer
+    assert max(map(len, pieces)) < 200_000
+
+
+def test_all_calls_of_a_request_are_counted_together() -> None:
+    size = AnswerSize(copies=128)
+    calls = 0
+    with pytest.raises(UserError, match="ask for fewer"):
+        while calls < 8:
+            size.add(300 * 21, 128 * 16 * 21, 2048)
+            calls += 1
+    assert calls == 1
+    for context in (2048, 131_072):  # one context of any length, with all that may be asked for
+        AnswerSize().add(21 * context, 0, context)
+        AnswerSize().add(0, 21 * context, context)
+    with pytest.raises(UserError):
+        AnswerSize().add(0, 128 * 21 * 2048, 2048)
+    AnswerSize().add(MOST_VALUES, 0, 1)
