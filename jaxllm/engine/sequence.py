@@ -145,7 +145,7 @@ class Sequence:
         assert result.logprob is not None and result.rank is not None
         assert result.top_ids is not None and result.top_logprobs is not None
         value = float(result.logprob[row])
-        chosen = Logprob(value, int(result.rank[row]), tokenizer.token_text(token))
+        chosen = _logprob(tokenizer, token, value, int(result.rank[row]))
         top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
         for score in result.scores:  # a row of more than a step reports
             if score.of.sequence_id == self.sequence_id and score.of.position >= len(self.group.prompt_token_ids):
@@ -156,7 +156,7 @@ class Sequence:
             assert result.reported is not None
             for other, logprob in zip(reported, result.reported[row, : len(reported)].tolist(), strict=True):
                 if other not in entry:
-                    entry[other] = Logprob(logprob, None, tokenizer.token_text(other))
+                    entry[other] = _logprob(tokenizer, other, logprob, None)
         self.logprobs.append(entry)
         self.cumulative_logprob += value
 
@@ -198,6 +198,11 @@ class Sequence:
             self.text.append(text)
 
 
+def _logprob(tokenizer: Tokenizer, token: int, logprob: float, rank: int | None) -> Logprob:
+    text = tokenizer.token_text(token)
+    return Logprob(logprob, rank, text, tokenizer.raw_bytes(token) if "\ufffd" in text else None)
+
+
 def _entry(
     tokenizer: Tokenizer, token: int, chosen: Logprob, count: int, top_ids: np.ndarray, top_logprobs: np.ndarray
 ) -> dict[int, Logprob]:
@@ -206,7 +211,7 @@ def _entry(
     entry = {token: chosen}
     for rank, (other, logprob) in enumerate(zip(top_ids[:end].tolist(), top_logprobs[:end].tolist(), strict=True), 1):
         if other not in entry:
-            entry[other] = Logprob(logprob, rank, tokenizer.token_text(other))
+            entry[other] = _logprob(tokenizer, other, logprob, rank)
     return entry
 
 
@@ -240,7 +245,7 @@ class SequenceGroup:
         """Take in the log-probabilities of one of the prompt's tokens."""
         assert self.num_prompt_logprobs is not None
         token = score.of.token
-        chosen = Logprob(score.logprob, score.rank, tokenizer.token_text(token))
+        chosen = _logprob(tokenizer, token, score.logprob, score.rank)
         self.prompt_logprobs[score.of.position] = _entry(
             tokenizer, token, chosen, self.num_prompt_logprobs, score.top_ids, score.top_logprobs
         )

@@ -1,8 +1,8 @@
 """Chat templates: a conversation written out as the text a model was trained on.
 
 A template is jinja2 source from a model's folder; callers cannot send one. It runs in jinja2's sandbox
-(template_environment.py) and gets plain values only, in the shape that it takes (template_shapes.py). Its variables have
-transformers' names. Knows no tokenizers and no files.
+(template_environment.py) and gets plain values only, in the shape that it takes (template_shapes.py). Its variables
+have transformers' names. Knows no tokenizers and no files.
 """
 
 from __future__ import annotations

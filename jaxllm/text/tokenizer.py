@@ -305,6 +305,13 @@ class Tokenizer:
         piece = self.piece(token_id)
         return piece.decode(errors="replace") if isinstance(piece, bytes) else piece[1]
 
+    def raw_bytes(self, token_id: int) -> bytes | None:
+        """Give a token's bytes where they are no whole characters, so that `token_text` cannot show them."""
+        piece = self.piece(token_id)
+        if not isinstance(piece, bytes) or "\ufffd" not in piece.decode(errors="replace"):
+            return None
+        return piece
+
     def is_text(self, token_id: int) -> bool:
         """Whether a token is a text of its own: neither special nor a part of a character."""
         text = "" if token_id in self.special_ids else self.token_text(token_id)

@@ -153,11 +153,9 @@ def as_transformers(source: str, messages: list[Message], tools: list[Message] |
     """Return what transformers renders; None where the template raises."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+    arguments: dict[str, Any] = {"tools": tools, "bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
     try:
-        (text,), _ = render_jinja_template(
-            [messages], tools=tools, chat_template=source, add_generation_prompt=True, **variables
-        )
+        (text,), _ = render_jinja_template([messages], chat_template=source, **arguments)
     except Exception:
         return None
     return text

@@ -420,4 +420,4 @@ def logprobs_of(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> dic
 
 def _token(token: int, entry: Logprob, form: Form) -> dict[str, Any]:
     name = token_name(token, entry, form)
-    return {"token": name, "logprob": finite(entry), "bytes": list(name.encode())}
+    return {"token": name, "logprob": finite(entry), "bytes": list(entry.decoded_bytes)}

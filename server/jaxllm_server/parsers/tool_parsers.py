@@ -65,10 +65,20 @@ class ToolParser(MarkerReader, ABC):
         self._feed(text)
         return self._taken()
 
-    def finish(self) -> tuple[str, list[ToolCallDelta]]:
-        """Return what was held back, now that no text follows. A call that was cut off keeps the arguments it has."""
-        self._end()
+    def finish(self, is_cut_off: bool = False) -> tuple[str, list[ToolCallDelta]]:
+        """Return what was held back, now that no text follows. A call that was cut off keeps the arguments it has.
+
+        `is_cut_off`: the text ends where a bound was reached, so that what is held is a piece of a marker or of a call.
+        """
+        if is_cut_off:
+            self._drop()
+        else:
+            self._end()
         return self._taken()
+
+    def _drop(self) -> None:
+        """Forget what is held, which is neither content nor a call."""
+        self._held, self._partial = [], ""
 
     @abstractmethod
     def _end(self) -> None:
