@@ -7,7 +7,9 @@ decides what that means for the request.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -42,6 +44,7 @@ class Sequence:
     tokens: array[int]  # of prompt and output, int32; only appended to before its end
     detokenizer: Detokenizer
     matcher: StopMatcher
+    stop_tokens: Mapping[int, str] = MappingProxyType({})  # special tokens that are stop strings, where texts skip them
     seed: int = 0
     row: np.ndarray | None = None  # its packed row of the sampling state, see sampling.pack_row
     extras: np.ndarray | None = None  # its packed extras, see sampling.Extras
@@ -116,6 +119,15 @@ class Sequence:
         if self.num_read > self.params.min_tokens:
             self.matcher, delta = match_stops(self.matcher, delta)  # text of min_tokens cannot end it
         self._append(delta)
+        if tokens and tokens[-1] in self.stop_tokens and self.num_read > self.params.min_tokens:
+            self._stop_at(tokenizer, self.stop_tokens[tokens[-1]])
+
+    def _stop_at(self, tokenizer: Tokenizer, stop: str) -> None:
+        """End at a stop string that the text leaves out, unless another one came before it."""
+        self.flush(tokenizer)
+        if self.matcher.matched is None:
+            self.matcher = replace(self.matcher, matched=stop)
+            self._append("")
 
     def flush(self, tokenizer: Tokenizer) -> None:
         """Append the text that was held back, now that no token follows."""

@@ -708,9 +708,10 @@ def test_a_stream_begins_with_the_role_and_adds_up():
 
 def test_reasoning_comes_beside_the_content():
     told = deltas(chat(stream=True), chunk(part("", reasoning="hm")), chunk(part("4", reasoning="!")))
-    assert told[1:] == [{"reasoning": "hm"}, {"reasoning": "!", "content": "4"}]
+    both = [dict.fromkeys(("reasoning", "reasoning_content"), text) for text in ("hm", "!")]
+    assert told[1:] == [both[0], {**both[1], "content": "4"}]
     (choice,) = chat().response([chunk(part("", reasoning="hm", finish_reason="length"))])["choices"]
-    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "reasoning": "hm"}
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, **both[0]}
 
 
 CALLS = [
