@@ -48,8 +48,12 @@ class Stored:
             return "experts" in module.split(".")
         if module == "lm_head" and not self.has_head:
             return False
+        return not self.leaves_out(module)
+
+    def leaves_out(self, module: str) -> bool:
+        """Return whether config.json says that the matrix of a module is not quantized."""
         is_meant = "Linear" in self.targets or any(_names(target, module) for target in self.targets)
-        return is_meant and not any(_names(name, module) for name in self.ignored)
+        return not is_meant or any(_names(name, module) for name in self.ignored)
 
 
 def read_stored(config: Mapping[str, Any]) -> Stored | None:
@@ -58,7 +62,13 @@ def read_stored(config: Mapping[str, Any]) -> Stored | None:
     if not fields.has(_KEY):
         return None
     own = fields.inner(_KEY)
-    method = own.take("quant_method", str, "unknown")
+    if not own.has("quant_method"):
+        raise UserError(
+            f"config.json: {_KEY} has no quant_method, so its format is unknown; it must be one of "
+            f"{', '.join(_READERS)}.",
+            _KEY,
+        )
+    method = own.take("quant_method", str)
     if method not in _READERS:
         raise UserError(
             f"config.json: {_KEY} ({method:.80}) is not supported, only {', '.join(_READERS)}; "

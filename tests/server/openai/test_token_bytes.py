@@ -1,4 +1,4 @@
-"""Log-probabilities have the bytes that tokens stand for, for tokenizers of every kind: together they are the text's."""
+"""Log-probabilities have the bytes that tokens stand for: together those of the text, for tokenizers of every kind."""
 
 from __future__ import annotations
 
