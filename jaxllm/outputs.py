@@ -23,7 +23,7 @@ class Logprob:
 
     @property
     def decoded_bytes(self) -> bytes:
-        """The UTF-8 that the token stands for in the text."""
+        """The UTF-8 bytes of the token in the text."""
         return (self.decoded_token or "").encode() if self.raw_bytes is None else self.raw_bytes
 
 

@@ -123,7 +123,7 @@ class Sequence:
             self._stop_at(tokenizer, self.stop_tokens[tokens[-1]])
 
     def _stop_at(self, tokenizer: Tokenizer, stop: str) -> None:
-        """End at a stop string that the text leaves out, unless another one came before it."""
+        """End at a stop string that the text skips, unless an earlier stop string matched."""
         self.flush(tokenizer)
         if self.matcher.matched is None:
             self.matcher = replace(self.matcher, matched=stop)

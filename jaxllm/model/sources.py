@@ -183,7 +183,7 @@ def _check_shape(tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
 
 
 def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: Stored | None, name: str) -> None:
-    """Refuse a tensor that is no matrix of a quantized format and whose type is none of floats."""
+    """Refuse an unquantized tensor with a type other than a float."""
     if isinstance(tensor, Matrix) or tensor.is_float:
         return
     if stored is None:

@@ -51,7 +51,7 @@ class Stored:
         return not self.leaves_out(module)
 
     def leaves_out(self, module: str) -> bool:
-        """Return whether config.json says that the matrix of a module is not quantized."""
+        """Return whether config.json excludes the matrix of a module from quantization."""
         is_meant = "Linear" in self.targets or any(_names(target, module) for target in self.targets)
         return not is_meant or any(_names(name, module) for name in self.ignored)
 

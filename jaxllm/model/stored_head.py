@@ -1,7 +1,7 @@
-"""A head that a checkpoint stores beside the embedding that config.json ties it to.
+"""Detects an output head that differs from the embedding to which config.json ties it.
 
 Most are copies of the embedding. One that differs is the model's own, which transformers takes as well. Reads tensors
-by their names; knows nothing of devices.
+by their names, on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROWS = 4096  # that are compared at once
 
 
 def with_stored_head(folder: Path, spec: Spec, family: Family) -> Spec:
-    """Return the decoder of a folder with its own head, where it stores one that is no copy of the embedding."""
+    """Return `spec`, untied if the folder stores a head that differs from the embedding."""
     has_files = (folder / INDEX).is_file() or (folder / SINGLE).is_file()
     if not spec.tie_embeddings or not has_files or orbax_checkpoint.is_here(folder):
         return spec

@@ -2,7 +2,7 @@
 
 A template is jinja2 source from a model's folder; callers cannot send one. It runs in jinja2's sandbox
 (template_environment.py) and gets plain values only, in the shape that it takes (template_shapes.py). Its variables
-have transformers' names. Knows no tokenizers and no files.
+have transformers' names. Independent of tokenizers and files.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def render(
 
 
 def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatTemplate:
-    """Compile a chat template, and try out what it takes; `variables` are those that every rendering is given.
+    """Compile a chat template and find its message shape; every rendering gets `variables`.
 
     Raises `UserError` with the line where its syntax is wrong.
     """
@@ -109,7 +109,7 @@ def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyTyp
 
 
 def _generated(program: jinja2.Template, arguments: Mapping[str, Any], most: int) -> str:
-    """Return what a template writes, at most so many characters."""
+    """Return the rendered text; raise if it is longer than `most` characters."""
     import jinja2
 
     pieces, length = [], 0

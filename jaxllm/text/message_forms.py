@@ -1,6 +1,6 @@
-"""Messages of a conversation in the shape that a chat template takes (template_shapes.py says which that is).
+"""Converts messages to the shape that a chat template reads (found by template_shapes.py).
 
-Knows no template and no special tokens.
+Independent of templates and special tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ReadArguments = Callable[[str, str], Any]
 def shaped(
     messages: Sequence[Mapping[str, Any]], shape: Shape, read_arguments: ReadArguments | None
 ) -> list[dict[str, Any]]:
-    """Return a conversation in the shape that its template takes, without keys that are None, as in transformers.
+    """Return a conversation in the template's shape; keys with the value None are removed, as in transformers.
 
     Without `read_arguments`, the arguments of calls have their form (`shaped_arguments`) already.
 
     Raises:
-        UserError: naming `messages`, for what is no conversation or has no such shape.
+        UserError: naming `messages`, for an invalid conversation or one that cannot be converted.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise UserError("messages must be a list of at least one message.", "messages")
@@ -97,7 +97,7 @@ def _shaped(message: Any, name: str, shape: Shape, read: ReadArguments | None) -
 
 
 def _set_blank(own: dict[str, Any], shape: Shape) -> None:
-    """Write the content of a message that has none, in place."""
+    """Set the content of a message without text, in place."""
     blank: Blank = shape.blank
     if own.get("tool_calls"):
         if "content" in own and not shape.loses_calls_beside_empty:
@@ -132,7 +132,7 @@ def _fitting_content(content: Any, shape: Shape, role: str, name: str) -> Any:
     if isinstance(content, str):
         return content if shape.takes_text(role) else [{"type": "text", "text": content}]
     if not isinstance(content, list | tuple):
-        return content  # the template reports what is wrong with it
+        return content  # the template reports the error
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     for at, part in enumerate(parts):
         kind = part.get("type", "text") if isinstance(part, Mapping) else _KINDS.get(type(part), "array")

@@ -1,7 +1,7 @@
 """At which message of a conversation a chat template failed, and at which of its values.
 
 jinja2 puts a template's lines and variables into the traceback of an exception: a message is found there as the object
-that it is, and its value by the names of fields in the line that failed. Knows nothing of what templates write.
+by identity, and its value by the names of fields in the line that failed.
 """
 
 from __future__ import annotations

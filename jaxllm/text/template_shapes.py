@@ -2,7 +2,7 @@
 
 Templates differ: one branches on `content is none` where another adds to it, one concatenates a call's arguments as
 text where another walks over an object, and a thought has three names. transformers leaves the choice to its caller;
-here a template is tried once with each shape, and the one in which everything shows is taken. Knows no tokenizers.
+here a template is rendered once with each shape, and the first shape that renders whole is used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 Message: TypeAlias = dict[str, Any]
 # Renders a conversation; None where the template raises, or writes far too much.
 Show: TypeAlias = Callable[[list[Message]], str | None]
-Blank: TypeAlias = Literal["missing", "null", "empty"]  # how a content is written that is none
+Blank: TypeAlias = Literal["missing", "null", "empty"]  # the form for null content
 
 CALLER = "assistant with calls"  # in place of a role: some templates write such a message's content another way
 BLANKS: Mapping[Blank, Message] = {"missing": {}, "null": {"content": None}, "empty": {"content": ""}}
@@ -46,10 +46,10 @@ TOOL: Message = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a template takes."""
+    """The shape in which a template reads messages."""
 
-    parts: frozenset[str]  # roles whose content may be a list of parts
-    texts: frozenset[str]  # roles whose content may be one text
+    parts: frozenset[str]  # roles for which content may be a list of parts
+    texts: frozenset[str]  # roles for which content may be one text
     blank: Blank  # an assistant's message without content and calls
     blank_beside_calls: Blank
     loses_calls_beside_empty: bool  # a call does not show where the content is ""
@@ -68,13 +68,13 @@ class Shape:
         return self._like(role) in self.texts
 
     def _like(self, role: str) -> str:
-        """Return the role whose content is written as this one's: a user's, unless another was seen."""
+        """Return the role that was probed for this one: user, if the role itself never rendered."""
         role = "system" if role == "developer" else role
         return role if role in self.parts | self.texts else "user"
 
 
 def find_shape(show: Show, source: str) -> Shape:
-    """Find the shape of a template, whose source is given, by rendering with `show`."""
+    """Find the shape of a template with the given source by rendering with `show`."""
     kinds = {"user": _kinds(show, lambda message: [[message]], "user")}
     user, answer = _turn("user", "Hi.", kinds), _turn("assistant", "Yes.", kinds)
     calls = _Calls(show, user, answer)
@@ -101,9 +101,10 @@ class _Calls:
     def __init__(self, show: Show, user: Message, answer: Message) -> None:
         self._show = show
         self._user, self._answer = user, answer
+        self._blank: Blank
         self._id, self._arguments, self._blank = self._form()
         self.caller: Message = {"tool_calls": [_call(self._id, self._arguments)]}
-        self.answers: Message = {"tool_call_id": self._id, "name": _NAME}  # what a result says of its call
+        self.answers: Message = {"tool_call_id": self._id, "name": _NAME}  # keys of a tool message
         is_shown, takes_objects = self._shows(self.message()), isinstance(self._arguments, dict)
         takes_cut_off = any(
             text is not None for text in self._texts(self.message(tool_calls=[_call(self._id, _CUT_OFF)]))
@@ -144,7 +145,7 @@ class _Calls:
     def _form(self) -> tuple[str, Any, Blank]:
         """Return id, arguments and content of a call that shows.
 
-        An object goes before a text: it is written as the model has seen it, whatever a client's spacing.
+        Objects are preferred to text: the template then formats them as in training.
         """
         for own_id, arguments in product(_IDS, (_OBJECT, json.dumps(_OBJECT))):
             calls = [_call(own_id, arguments)]
@@ -185,7 +186,7 @@ def _kinds(show: Show, around: Callable[[Message], list[list[Message]]], role: s
 def _best_blank(
     texts: Callable[[Message], Iterable[str | None]], is_whole: Callable[[str], bool] = lambda text: True
 ) -> Blank | None:
-    """Return how a content that is none is to be written: what shows most often, and then what writes least."""
+    """Return the form for null content: it renders whole most often, then its text is shortest."""
     found: dict[Blank, list[str]] = {}
     for name, blank in BLANKS.items():
         whole = [text for text in texts({"role": "assistant", **blank}) if text is not None and is_whole(text)]

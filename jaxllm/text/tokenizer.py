@@ -352,7 +352,7 @@ class Tokenizer:
         `chat_template` is a template, or the name of one of the model's; by default the model's "tool_use" template
         when there are tools, else its default. `continue_final_message` leaves the last message open for the model to
         go on with. `kwargs` are variables for the template, which runs in jinja2's immutable sandbox and gets messages
-        in the shape that it takes: arguments of calls may come as objects or as JSON text.
+        in its shape: arguments of calls may be objects or JSON text.
         """
         template = self._compile(self._template_source(chat_template, tools))
         return render(

@@ -304,7 +304,7 @@ def test_a_config_that_lies_is_refused_in_one_line(tmp_path, name, path, value, 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_refusal_contradicts_the_config(tmp_path, name):
-    """Of each matrix in every format one tensor left out, under a config that says it is quantized, or says nothing."""
+    """Remove one tensor of a matrix in every format, with and without a quantization_config."""
     config, stored, _ = quantized_model(name, LLAMA)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     for tensor in [each for each in stored if "layers.1.mlp.up_proj" in each and not each.endswith("input_scale")]:

@@ -1,7 +1,7 @@
 """Generated conversations, and how transformers renders them in each shape that a template may want.
 
 An oracle for `template_shapes.py` that shares no code with it: whole conversations instead of small ones, and the
-renderer of transformers instead of ours.
+renderer of transformers instead of jaxllm's.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ TOOLS: list[Message] = [
 class Form:
     """A shape of all messages."""
 
-    joined: frozenset[str]  # roles whose parts are joined
+    joined: frozenset[str]  # roles for which parts are joined
     listed: bool  # texts are lists of a part
     arguments: Literal["object", "text"]
-    blank: Literal["missing", "null", "empty"]  # beside calls, of what is null
+    blank: Literal["missing", "null", "empty"]  # null content of messages with calls
     short_ids: bool
-    empty_is_null: bool = False  # beside calls
+    empty_is_null: bool = False  # in messages with calls
     thought: str = ""  # "part": of the content
 
 
@@ -63,7 +63,7 @@ def all_forms() -> list[Form]:
 def conversation(rng: Random, with_tools: bool, thoughts: bool) -> tuple[list[Message], set[str]]:
     """Return a conversation as a client sends it, and the words that a rendering is expected to have.
 
-    Texts, names and arguments are words of their own; contents are texts, lists of parts, empty or null.
+    Texts, names and arguments are unique words; contents are texts, lists of parts, empty or null.
     """
     words: set[str] = set()
     number = 0
@@ -150,7 +150,7 @@ def _short(call_id: str) -> str:
 
 
 def as_transformers(source: str, messages: list[Message], tools: list[Message] | None) -> str | None:
-    """Return what transformers renders; None where the template raises."""
+    """Render with transformers; return None if the template raises."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     arguments: dict[str, Any] = {"tools": tools, "bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}

@@ -1,4 +1,4 @@
-"""Small chat templates of our own, each in the shape of a published family's: what it reads, and how it fails.
+"""Small chat templates, each in the shape of a published family's: the same inputs, the same failures.
 
 The texts of the families' own templates are their makers'; `test_template_shapes.py` reads those from a folder.
 """

@@ -1,4 +1,4 @@
-"""Conversations reach a chat template in the shape that it takes: byte for byte what transformers renders."""
+"""Messages are converted to a chat template's shape: the text is byte for byte that of transformers."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def _logprobs(
 ) -> dict[str, list[Any]] | None:
     """Return log-probabilities in the form of this API; `offset` moves on.
 
-    The first token of an echoed prompt has none: `first` is that token.
+    `first` is the first token of an echoed prompt, which has no log-probability.
     """
     if entries is None or form.num_logprobs is None:
         return None
@@ -306,7 +306,7 @@ def _logprobs(
 
 
 def _named(candidates: Mapping[int, Logprob], form: Form) -> dict[str, float]:
-    """Return candidates by their names; what reads as the sampled or a likelier one does goes by its id."""
+    """Return candidates by their names; a candidate with the same text as an earlier one is named by its id."""
     named: dict[str, float] = {}
     for token, entry in candidates.items():
         name = _name(token, entry, form)

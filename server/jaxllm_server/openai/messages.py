@@ -318,7 +318,7 @@ def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:
 
 
 def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -> str:
-    """Return what a token is called in log-probabilities; a part of a character by its bytes, as OpenAI writes them."""
+    """Return a token's name in log-probabilities: its text, or its bytes in OpenAI's notation."""
     if form.tokens_as_ids or not entry.decoded_token:
         return f"token_id:{token}"
     if entry.raw_bytes is None:

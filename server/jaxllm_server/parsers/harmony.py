@@ -70,7 +70,7 @@ class _Messages(MarkerReader):
         return self._taken()
 
     def finish(self, is_cut_off: bool) -> list[_Piece]:
-        """Return what was held back. A header that was cut off is none of the text, nor is a piece of a marker then."""
+        """Return the text held back, without an unfinished header, nor a partial marker of a truncated output."""
         if not is_cut_off and not "".join(self._header).startswith("<"):
             self._end_header(is_text=True)
         self._close()

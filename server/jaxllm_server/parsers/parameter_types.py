@@ -68,7 +68,7 @@ def _listed(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _schemas_of(schema: Mapping[str, Any], parameter: str) -> Iterator[Mapping[str, Any]]:
-    """Give the schemas that say something of a parameter: its own, or those that it combines or refers to."""
+    """Yield the schemas that constrain a parameter: its own, or those that it combines or refers to."""
     properties = schema.get("properties")
     waiting = [properties.get(parameter)] if isinstance(properties, Mapping) else []
     for _ in range(_MOST_SCHEMAS):

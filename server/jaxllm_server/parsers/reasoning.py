@@ -42,7 +42,7 @@ class ReasoningParser(Protocol):
         ...
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
-        """Return what was held back, now that no text follows; a piece of a tag is dropped if that was cut off."""
+        """Return the text held back at the end of an output, without a partial tag if it was truncated."""
         ...
 
 
@@ -162,7 +162,7 @@ class TagParser:
         return reasoning, content
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
-        """Return what was held back, now that no text follows; a piece of a tag is dropped if that was cut off."""
+        """Return the text held back at the end of an output, without a partial tag if it was truncated."""
         held = "" if is_cut_off else "".join([*self._space, self._held])
         self._space, self._held = [], ""
         return (held, "") if self.is_reasoning else ("", held)

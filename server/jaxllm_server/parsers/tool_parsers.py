@@ -66,9 +66,9 @@ class ToolParser(MarkerReader, ABC):
         return self._taken()
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """Return what was held back, now that no text follows. A call that was cut off keeps the arguments it has.
+        """Return the text held back at the end of an output. A truncated call keeps the arguments so far.
 
-        `is_cut_off`: the text ends where a bound was reached, so that what is held is a piece of a marker or of a call.
+        With `is_cut_off` the output reached a bound: held text is part of a marker or of a call, and is dropped.
         """
         if is_cut_off:
             self._drop()
@@ -77,7 +77,7 @@ class ToolParser(MarkerReader, ABC):
         return self._taken()
 
     def _drop(self) -> None:
-        """Forget what is held, which is neither content nor a call."""
+        """Drop held text, which is neither content nor a call."""
         self._held, self._partial = [], ""
 
     @abstractmethod

@@ -107,9 +107,9 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def with_read_arguments(messages: Sequence[Any], shape: Shape, max_json_depth: int) -> list[Any]:
-    """Return messages whose calls have their arguments as the chat template takes them: objects, or JSON text.
+    """Return messages with the arguments of calls in the chat template's form: objects, or JSON text.
 
-    What only Python's parser would take is refused, as in a body.
+    JSON is read as strictly as in a body.
 
     Raises:
         UserError: naming `messages`, and in its text which arguments.

@@ -104,9 +104,9 @@ class OutputForms:
         )
 
     def _tool_parsers(self, call: Call) -> Callable[[], tuple[CallReader, ToolParser | None]] | None:
-        """Return what makes readers of an output's tool calls: of those in its content, and of those in its reasoning.
+        """Return a factory of two readers of tool calls, for an output's content and for its reasoning.
 
-        None where none are looked for.
+        None if the request has no tools.
         """
         form = self.tool_form
         style = "" if form is None else form.ids

@@ -160,7 +160,7 @@ class _Splitter:
 
 
 def _read(parser: CallReader, text: str, is_over: bool, is_cut_off: bool) -> tuple[str, list[ToolCallDelta]]:
-    """Return what of a text is no call, and the pieces of calls in it; all that is held where the text is over."""
+    """Return the text outside of calls and the pieces of calls; flush the parser at the end of the text."""
     rest, calls = parser.push(text)
     if is_over:
         last, last_calls = parser.finish(is_cut_off)

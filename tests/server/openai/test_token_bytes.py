@@ -1,4 +1,4 @@
-"""Log-probabilities have the bytes that tokens stand for: together those of the text, for tokenizers of every kind."""
+"""The bytes in log-probabilities concatenate to the UTF-8 of the text, for tokenizers of every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs that were cut off, and calls before the end of the reasoning: no piece of a marker or of a call is a text."""
+"""Truncated outputs, and calls before the end of the reasoning: no part of a marker or of a call becomes text."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_generated_output_at_every_cut(style: str, calls: Calls, data: st.Data
 @settings(max_examples=8, deadline=None)
 @given(calls=_CALLS, data=st.data())
 def test_a_call_before_the_end_of_the_reasoning_is_one(style: str, calls: Calls, data: st.DataObject) -> None:
-    """Whether the end comes after it or never; the call that follows the end has the next number."""
+    """With and without an end tag after it; a call after the end tag has the next index."""
     reasoning = data.draw(st.sampled_from(sorted(TAGGED)))
     tag = TAGGED[reasoning].ends[0]
     write = data.draw(st.sampled_from(WRITERS[style]))
@@ -137,7 +137,7 @@ def test_what_was_reported(style: str, text: str, content: str) -> None:
     assert read(style, None, [text], "length")[0] == content
     calls = read(style, None, [text], "length")[2]
     assert all("</" not in arguments for _, arguments in calls)
-    # By itself an output ends with what it says.
+    # An output that ends with EOS keeps its text.
     assert style == "openai" or calls or read(style, None, [text], "stop")[0] == text
 
 

@@ -145,7 +145,7 @@ _SCALAR = st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from([0.5,
     form=st.sampled_from(["enum", "const", "anyOf", "$ref"]),
 )
 def test_a_listed_value_comes_back_as_it_is(data: st.DataObject, values: list[Any], form: str) -> None:
-    """Written as models write it, where the schema names no type; of values that are written alike any may come."""
+    """Spelled as models do, in a schema without a type; any of several values with the same spelling may result."""
     listed: dict[str, Any] = {"enum": values}
     if form == "const":
         values = values[:1]
