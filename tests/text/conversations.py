@@ -7,7 +7,7 @@ renderer of transformers instead of jaxllm's.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import combinations, product
 from random import Random
@@ -166,7 +166,7 @@ def fitting_form(source: str, seeds: range, *, with_tools: bool) -> Form:
     forms = all_forms()
     scores = dict.fromkeys(forms, 0)
     for seed in seeds:
-        messages, words = conversation(Random(seed), with_tools, thoughts=False)
+        messages, words = conversation(Random(seed), with_tools and seed % 2 == 0, thoughts=False)
         for form in forms:
             text = as_transformers(source, in_form(messages, form), TOOLS if with_tools else None)
             if text is not None:
@@ -174,4 +174,10 @@ def fitting_form(source: str, seeds: range, *, with_tools: bool) -> Form:
                 scores[form] += 100 * shown - 60 * sum(
                     text.count(ugly) for ugly in ("None", "null", "{'", "'text'", '"text"')
                 )
-    return max(forms, key=scores.__getitem__)
+    best = max(forms, key=scores.__getitem__)
+    shown = {best: 0, replace(best, thought="part"): 0}
+    for seed in seeds:
+        messages, _ = conversation(Random(seed), with_tools, thoughts=True)
+        for form in shown:
+            shown[form] += (as_transformers(source, in_form(messages, form), TOOLS) or "").count("idea")
+    return max(shown, key=shown.__getitem__)
