@@ -460,7 +460,8 @@ class NoTokenizer(Tokenizer):
 
     vocab_size = property(_refuse)
     encode_first = encode_last = encode_pair = _refuse
-    config = token = token_id = encode = check_length = end_of = decode = apply_chat_template = encode_chat = _refuse
+    config = token = token_id = encode = check_length = end_of = decode = _refuse
+    apply_chat_template = encode_chat = template_shape = _refuse
 
 
 @dataclass(frozen=True, slots=True)
