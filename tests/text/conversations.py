@@ -179,5 +179,6 @@ def fitting_form(source: str, seeds: range, *, with_tools: bool) -> Form:
     for seed in seeds:
         messages, _ = conversation(Random(seed), with_tools, thoughts=True)
         for form in shown:
-            shown[form] += (as_transformers(source, in_form(messages, form), TOOLS) or "").count("idea")
+            text = as_transformers(source, in_form(messages, form), TOOLS) or ""
+            shown[form] += text.count("idea") if "'thinking'" not in text else -1
     return max(shown, key=shown.__getitem__)
