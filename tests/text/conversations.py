@@ -7,6 +7,7 @@ renderer of transformers instead of jaxllm's.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import combinations, product
@@ -180,5 +181,5 @@ def fitting_form(source: str, seeds: range, *, with_tools: bool) -> Form:
         messages, _ = conversation(Random(seed), with_tools, thoughts=True)
         for form in shown:
             text = as_transformers(source, in_form(messages, form), TOOLS) or ""
-            shown[form] += text.count("idea") if "'thinking'" not in text else -1
+            shown[form] += text.count("idea") if not re.search("['\"]thinking['\"]", text) else -1
     return max(shown, key=shown.__getitem__)
