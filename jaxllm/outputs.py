@@ -19,6 +19,12 @@ class Logprob:
     logprob: float
     rank: int | None = None  # 1 is the likeliest; None for a token that only logprob_token_ids names
     decoded_token: str | None = None
+    raw_bytes: bytes | None = None  # of a token that is a part of a character; None: those of `decoded_token`
+
+    @property
+    def decoded_bytes(self) -> bytes:
+        """The UTF-8 bytes of the token in the text."""
+        return (self.decoded_token or "").encode() if self.raw_bytes is None else self.raw_bytes
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from jaxllm.model.checkpoint import INDEX
 from jaxllm.model.families import read_spec
 from jaxllm.model.files import inside
 from jaxllm.model.pooler_files import read_pooler
+from jaxllm.model.stored_head import with_stored_head
 
 _KEPT = (
     *("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "README*"),
@@ -38,6 +39,7 @@ def convert(source: str, target: Path, revision: str | None = None, progress: bo
         raise UserError(f"{folder} holds an Orbax checkpoint already; copy the folder.", "model")
     config = weights.read_config(folder)
     spec, family = read_spec(config)
+    spec = with_stored_head(folder, spec, family)
     parts = weights.stored_parts(folder, spec, family, read_pooler(folder, config, spec, family))
     num_bytes = sum(part.values.nbytes for part in parts.values())
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -310,10 +310,19 @@ class InputProcessor:
             tokens=array("i", ids),
             detokenizer=detokenizer.begin(model.tokenizer, ids, params.skip_special_tokens),
             matcher=matcher,
+            stop_tokens=stop_tokens_of(params, model.tokenizer),
             repetition=RepetitionDetector(params.repetition_detection) if params.repetition_detection else None,
             constraint=None if grammar is None else grammar.begin(),
             logprobs=[] if group.search is None and is_reported else None,
         )
+
+
+def stop_tokens_of(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the special tokens that are stop strings, which a text without special tokens would never show."""
+    if not params.stop or not params.skip_special_tokens:
+        return {}
+    found = {tokenizer.token_id(stop): stop for stop in params.stop if tokenizer.is_special(stop)}
+    return {token: stop for token, stop in found.items() if token is not None}
 
 
 def read_prompt(

@@ -7,7 +7,9 @@ decides what that means for the request.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -42,6 +44,7 @@ class Sequence:
     tokens: array[int]  # of prompt and output, int32; only appended to before its end
     detokenizer: Detokenizer
     matcher: StopMatcher
+    stop_tokens: Mapping[int, str] = MappingProxyType({})  # special tokens that are stop strings, where texts skip them
     seed: int = 0
     row: np.ndarray | None = None  # its packed row of the sampling state, see sampling.pack_row
     extras: np.ndarray | None = None  # its packed extras, see sampling.Extras
@@ -116,6 +119,15 @@ class Sequence:
         if self.num_read > self.params.min_tokens:
             self.matcher, delta = match_stops(self.matcher, delta)  # text of min_tokens cannot end it
         self._append(delta)
+        if tokens and tokens[-1] in self.stop_tokens and self.num_read > self.params.min_tokens:
+            self._stop_at(tokenizer, self.stop_tokens[tokens[-1]])
+
+    def _stop_at(self, tokenizer: Tokenizer, stop: str) -> None:
+        """End at a stop string that the text skips, unless an earlier stop string matched."""
+        self.flush(tokenizer)
+        if self.matcher.matched is None:
+            self.matcher = replace(self.matcher, matched=stop)
+            self._append("")
 
     def flush(self, tokenizer: Tokenizer) -> None:
         """Append the text that was held back, now that no token follows."""
@@ -145,7 +157,7 @@ class Sequence:
         assert result.logprob is not None and result.rank is not None
         assert result.top_ids is not None and result.top_logprobs is not None
         value = float(result.logprob[row])
-        chosen = Logprob(value, int(result.rank[row]), tokenizer.token_text(token))
+        chosen = _logprob(tokenizer, token, value, int(result.rank[row]))
         top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
         for score in result.scores:  # a row of more than a step reports
             if score.of.sequence_id == self.sequence_id and score.of.position >= len(self.group.prompt_token_ids):
@@ -156,7 +168,7 @@ class Sequence:
             assert result.reported is not None
             for other, logprob in zip(reported, result.reported[row, : len(reported)].tolist(), strict=True):
                 if other not in entry:
-                    entry[other] = Logprob(logprob, None, tokenizer.token_text(other))
+                    entry[other] = _logprob(tokenizer, other, logprob, None)
         self.logprobs.append(entry)
         self.cumulative_logprob += value
 
@@ -198,6 +210,11 @@ class Sequence:
             self.text.append(text)
 
 
+def _logprob(tokenizer: Tokenizer, token: int, logprob: float, rank: int | None) -> Logprob:
+    text = tokenizer.token_text(token)
+    return Logprob(logprob, rank, text, tokenizer.raw_bytes(token) if "\ufffd" in text else None)
+
+
 def _entry(
     tokenizer: Tokenizer, token: int, chosen: Logprob, count: int, top_ids: np.ndarray, top_logprobs: np.ndarray
 ) -> dict[int, Logprob]:
@@ -206,7 +223,7 @@ def _entry(
     entry = {token: chosen}
     for rank, (other, logprob) in enumerate(zip(top_ids[:end].tolist(), top_logprobs[:end].tolist(), strict=True), 1):
         if other not in entry:
-            entry[other] = Logprob(logprob, rank, tokenizer.token_text(other))
+            entry[other] = _logprob(tokenizer, other, logprob, rank)
     return entry
 
 
@@ -240,7 +257,7 @@ class SequenceGroup:
         """Take in the log-probabilities of one of the prompt's tokens."""
         assert self.num_prompt_logprobs is not None
         token = score.of.token
-        chosen = Logprob(score.logprob, score.rank, tokenizer.token_text(token))
+        chosen = _logprob(tokenizer, token, score.logprob, score.rank)
         self.prompt_logprobs[score.of.position] = _entry(
             tokenizer, token, chosen, self.num_prompt_logprobs, score.top_ids, score.top_logprobs
         )

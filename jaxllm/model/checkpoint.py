@@ -67,8 +67,7 @@ class Tensor:
         """View the tensor in the mapped file; types other than 16, 32 and 64-bit floats are a UserError."""
         if self.dtype not in _DTYPES:
             raise UserError(
-                f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(_DTYPES)} can be read "
-                "(config.json's quantization_config does not say that it is quantized)."
+                f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(_DTYPES)} can be read."
             )
         return self._view(_DTYPES[self.dtype])
 
@@ -85,6 +84,15 @@ class Tensor:
         if self.dtype not in types:
             raise UserError(f"{self.file.name}: tensor {self.name} has type {self.dtype}, not {' or '.join(types)}.")
         return self._view((_DTYPES | _CODES)[self.dtype])
+
+    @property
+    def is_float(self) -> bool:
+        """Whether `values` can be read."""
+        return self.dtype in _DTYPES
+
+    def raw(self) -> np.ndarray:
+        """View the tensor's bytes in the mapped file."""
+        return np.frombuffer(self.mapping, np.uint8, self.num_bytes, self.start)
 
     def _view(self, dtype: np.dtype) -> np.ndarray:
         return np.frombuffer(self.mapping, dtype, math.prod(self.shape), self.start).reshape(self.shape)

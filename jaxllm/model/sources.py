@@ -20,6 +20,7 @@ from jaxllm.model.family import Family
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.rows import Rows, in_tensors
+from jaxllm.model.stored_formats import Stored
 from jaxllm.model.stored_matrices import Matrix, Side, collect
 
 _PIECE_BYTES = 32 * 2**20  # copied before the pages read are given back
@@ -164,9 +165,10 @@ def _find_parts(
     for source, name in zip(found, names, strict=True):
         shape = (rows[name], *weight.one[1:])
         shape = shape[::-1] if source.is_transposed else shape
+        _check_type(weight, source.tensor, family.stored, name)
         _check_shape(source.tensor, shape if source.expert is None else (weight.stack or 0, *shape))
         if family.stored is not None and weight.is_product:
-            _check_scheme(weight, source.tensor)
+            _check_scheme(weight, source.tensor, family.stored, name)
     return names, tuple(found)
 
 
@@ -180,11 +182,28 @@ def _check_shape(tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
         tensor.values()  # refuses a type that cannot be read
 
 
-def _check_scheme(weight: Weight, tensor: Tensor | Matrix) -> None:
+def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: Stored | None, name: str) -> None:
+    """Refuse an unquantized tensor with a type other than a float."""
+    if isinstance(tensor, Matrix) or tensor.is_float:
+        return
+    if stored is None:
+        why = "config.json has no quantization_config that says how it is quantized"
+    elif weight.scheme is not None:
+        scales = f"{name.removesuffix('weight')}{stored.scale}" if stored.layout == "plain" else "its scales"
+        why = f"the checkpoint lacks {scales}, without which a matrix of {stored.method} cannot be read"
+    elif stored.leaves_out(name.removesuffix(".weight")):
+        why = f"quantization_config in config.json ({stored.method}) leaves it out"
+    else:
+        why = f"of {stored.method} it is read unquantized only"
+    raise UserError(f"{tensor.file.name}: tensor {tensor.name} has type {tensor.dtype}, but {why}.", "model")
+
+
+def _check_scheme(weight: Weight, tensor: Tensor | Matrix, stored: Stored, name: str) -> None:
     """Refuse a matrix that is quantized though config.json says that it is not, or the other way round."""
-    if isinstance(tensor, Matrix) != (weight.scheme is not None):
-        fault = "is quantized" if isinstance(tensor, Matrix) else "is not quantized"
-        raise UserError(
-            f"{tensor.file.name}: tensor {tensor.name} {fault}, quantization_config in config.json says the opposite.",
-            "quantization_config",
-        )
+    if isinstance(tensor, Matrix) == (weight.scheme is not None):
+        return
+    fault = "is quantized" if isinstance(tensor, Matrix) else "is not quantized"
+    why = "quantization_config in config.json says the opposite"
+    if isinstance(tensor, Matrix) and not stored.leaves_out(name.removesuffix(".weight")):
+        why = f"but of {stored.method} it is read unquantized only"
+    raise UserError(f"{tensor.file.name}: tensor {tensor.name} {fault}, {why}.", "quantization_config")

@@ -50,9 +50,13 @@ class Stored:
             return "experts" in module.split(".")
         if module == "lm_head" and not self.has_head:
             return False
+        return not self.leaves_out(module)
+
+    def leaves_out(self, module: str) -> bool:
+        """Return whether config.json excludes the matrix of a module from quantization."""
         try:
             is_meant = "Linear" in self.targets or any(_names(target, module) for target in self.targets)
-            return is_meant and not any(_names(name, module) for name in self.ignored)
+            return not is_meant or any(_names(name, module) for name in self.ignored)
         except ValueError as error:
             raise UserError(f"config.json, {_KEY}: an expression cannot be followed: {error}.", _KEY) from None
 
@@ -63,7 +67,13 @@ def read_stored(config: Mapping[str, Any]) -> Stored | None:
     if not fields.has(_KEY):
         return None
     own = fields.inner(_KEY)
-    method = own.take("quant_method", str, "unknown")
+    if not own.has("quant_method"):
+        raise UserError(
+            f"config.json: {_KEY} has no quant_method, so its format is unknown; it must be one of "
+            f"{', '.join(_READERS)}.",
+            _KEY,
+        )
+    method = own.take("quant_method", str)
     if method not in _READERS:
         raise UserError(
             f"config.json: {_KEY} ({method:.80}) is not supported, only {', '.join(_READERS)}; "

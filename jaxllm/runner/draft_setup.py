@@ -20,6 +20,7 @@ from jaxllm.model import draft_model, eagle, eagle_files, weights
 from jaxllm.model.decoder import Params
 from jaxllm.model.families import Family, read_spec
 from jaxllm.model.spec import Spec
+from jaxllm.model.stored_head import with_stored_head
 from jaxllm.runner.drafting import Drafting
 from jaxllm.speculative_config import SpeculativeConfig
 from pallas_kernels import Choice
@@ -48,6 +49,7 @@ def choose(
         drafting = Drafting(own.num_speculative_tokens, spec=head.spec, head=head, kernels=kernels_of(head.spec))
         return drafting, DraftFolder(folder, None)
     spec, family = read_spec(weights.read_config(folder), longest)
+    spec = with_stored_head(folder, spec, family)
     if family.stored is not None:
         raise UserError(f"{own.model} is quantized, which a draft model cannot be.", "speculative_config")
     draft_model.check(spec, target)

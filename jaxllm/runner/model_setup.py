@@ -30,6 +30,7 @@ from jaxllm.model.pooler import Pooler
 from jaxllm.model.pooler_files import most_tokens, read_pooler
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.model.stored_formats import Stored
+from jaxllm.model.stored_head import with_stored_head
 from jaxllm.runner import aot_manifest, device_state, draft_setup, memory_plan
 from jaxllm.runner.draft_setup import DraftFolder
 from jaxllm.runner.drafting import Drafting
@@ -169,6 +170,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
     checkpoint = weights.read_config(folder)
     spec, family = read_spec(checkpoint, config.max_model_len)
+    spec = with_stored_head(folder, spec, family)
     own_pooler = read_pooler(folder, checkpoint, spec, family, config.runner, config.pooler_config)
     devices = choose_devices(config)
     platform = devices[0].platform

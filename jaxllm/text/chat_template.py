@@ -1,35 +1,38 @@
 """Chat templates: a conversation written out as the text a model was trained on.
 
 A template is jinja2 source from a model's folder; callers cannot send one. It runs in jinja2's sandbox
-(template_environment.py) and gets plain values only. Its variables have transformers' names. Knows no tokenizers and no
-files.
+(template_environment.py) and gets plain values only, in the shape that it takes (template_shapes.py). Its variables
+have transformers' names. Independent of tokenizers and files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.errors import UserError
+from jaxllm.text import template_errors
+from jaxllm.text.template_shapes import TOOL, Message, Shape, find_shape
 
 if TYPE_CHECKING:
     import jinja2
 
 MAX_TEXT = 1 << 25  # characters that a template may render: several times the largest body that a server accepts
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
-# JSON's names for the kinds of values that cannot be a part of a content.
-_KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", list: "array"}
+_MAX_TRIAL = 1 << 18  # characters of a rendering by which a template's shape is found: one message and a preamble
 _CONTINUES_HERE = "JAXLLM_CONTINUES_HERE"
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template and what it takes for a message's content."""
+    """A compiled template, and the shape in which it takes messages."""
 
     program: jinja2.Template
-    takes_parts: bool  # whether it iterates over the parts of a content
-    takes_text: bool  # whether it accepts a content that is one text
+    shape: Shape
+    words_by_line: Mapping[int, frozenset[str]]  # names of fields that a line reads
 
 
 def render(
@@ -43,19 +46,16 @@ def render(
 ) -> str:
     """Write a conversation with a template of `compile_template`.
 
-    `tools` are JSON schemas. `variables` are passed to the template as they are. `continue_final_message` leaves the
-    last message open. For a template that does not iterate over parts, a content that is a list of text parts becomes
-    one text, a line each. Raises `UserError` where the messages are malformed or the template rejects them.
+    `messages` have the template's shape (message_forms.py). `tools` are JSON schemas. `variables` are passed to the
+    template as they are. `continue_final_message` leaves the last message open. Raises `UserError` where the template
+    rejects the conversation, with the message that it was at.
     """
     if continue_final_message and add_generation_prompt:
         raise UserError(
             "continue_final_message and add_generation_prompt exclude each other; set one of them to False.",
             "continue_final_message",
         )
-    conversation = _plain_messages(messages)
-    for index, message in enumerate(conversation):
-        if "content" in message:
-            message["content"] = _fitting_content(message["content"], template, f"messages[{index}]")
+    conversation: list[dict[str, Any]] = _plain(list(messages), "messages")
     if continue_final_message:
         _mark_end(conversation[-1])
     arguments = {
@@ -67,32 +67,30 @@ def render(
     }
     import jinja2
 
-    pieces, length = [], 0
     try:
-        for piece in template.program.generate(arguments):
-            length += len(piece)
-            if length > MAX_TEXT:
-                raise jinja2.TemplateError(f"it renders to more than {MAX_TEXT} characters.")
-            pieces.append(piece)
-    except (jinja2.TemplateError, OverflowError) as error:
-        raise UserError(f"The chat template rejects this conversation: {_one_line(error)}", "messages") from error
-    except Exception as error:  # any exception of Python, whose message would name Python's classes
-        reason = "a value in it is not of the kind that the template expects."
-        raise UserError(f"The chat template rejects this conversation: {reason}", "messages") from error
-    text = "".join(pieces)
+        text = _generated(template.program, arguments, MAX_TEXT)
+    except Exception as error:
+        is_own = isinstance(error, jinja2.TemplateError | OverflowError)
+        # Of any other exception the message would name Python's classes.
+        reason = _one_line(error) if is_own else "a value in it is not of the kind that the template expects"
+        at = template_errors.place_of(error, conversation, template.words_by_line)
+        raise UserError(f"The chat template rejects this conversation: {reason}{at}", "messages") from error
     return _cut_at_mark(text) if continue_final_message else text
 
 
-def compile_template(source: str) -> ChatTemplate:
-    """Compile a chat template. Raises `UserError` with the line where its syntax is wrong."""
+def compile_template(source: str, variables: Mapping[str, Any] = MappingProxyType({})) -> ChatTemplate:
+    """Compile a chat template and find its message shape; every rendering gets `variables`.
+
+    Raises `UserError` with the line where its syntax is wrong.
+    """
     import jinja2
 
-    from jaxllm.text.template_environment import content_kinds, make_environment
+    from jaxllm.text.template_environment import make_environment
 
     environment = make_environment()
     try:
-        takes_parts, takes_text = content_kinds(environment.parse(source))
-        return ChatTemplate(environment.from_string(source), takes_parts, takes_text)
+        words = template_errors.words_by_line(environment.parse(source))
+        program = environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(
             f"The chat template is not valid in line {error.lineno}: {error.message}", "chat_template"
@@ -100,35 +98,27 @@ def compile_template(source: str) -> ChatTemplate:
     except Exception as error:  # Python's own compiler has limits
         raise UserError(f"The chat template cannot be compiled: {_one_line(error)}", "chat_template") from error
 
+    def show(messages: list[Message]) -> str | None:
+        arguments = {"documents": None, **variables, "messages": messages, "add_generation_prompt": True}
+        for tools in ([TOOL], None):
+            with suppress(Exception):  # whatever a template raises for a conversation that it does not take
+                return _generated(program, arguments | {"tools": tools}, _MAX_TRIAL)
+        return None
 
-def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copy a conversation as plain values, without keys that are None (`"content": null` in the OpenAI API)."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise UserError("messages must be a list of at least one message.", "messages")
-    conversation = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise UserError(f"messages[{index}] must be an object with a role and a content.", "messages")
-        conversation.append(_plain({key: value for key, value in message.items() if value is not None}, "messages"))
-    return conversation
+    return ChatTemplate(program, find_shape(show, source), words)
 
 
-def _fitting_content(content: Any, template: ChatTemplate, name: str) -> Any:
-    """Return a content in the form that the template accepts: a text, or a list of text parts."""
-    if isinstance(content, str):
-        return content if template.takes_text else [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        return content  # the template reports what is wrong with it
-    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    for at, part in enumerate(parts):
-        kind = part.get("type", "text") if isinstance(part, dict) else _KINDS[type(part)]
-        if kind != "text":
-            raise UnsupportedError(
-                f"{name}.content[{at}] is a part of type {kind!r}; jaxllm accepts parts of text only.", "messages", kind
-            )
-        if not isinstance(part.get("text"), str):
-            raise UserError(f"{name}.content[{at}] must have a text.", "messages")
-    return parts if template.takes_parts else "\n".join(part["text"] for part in parts)
+def _generated(program: jinja2.Template, arguments: Mapping[str, Any], most: int) -> str:
+    """Return the rendered text; raise if it is longer than `most` characters."""
+    import jinja2
+
+    pieces, length = [], 0
+    for piece in program.generate(arguments):
+        length += len(piece)
+        if length > most:
+            raise jinja2.TemplateError(f"it renders to more than {most} characters.")
+        pieces.append(piece)
+    return "".join(pieces)
 
 
 def _one_line(error: BaseException) -> str:

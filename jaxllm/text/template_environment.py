@@ -48,30 +48,6 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def content_kinds(tree: nodes.Template) -> tuple[bool, bool]:
-    """Return whether a template iterates over the parts of a message's content, and whether it accepts a plain text.
-
-    Detected as vLLM detects the "content format": by loops over `content`, or over a variable assigned from it.
-    """
-
-    def is_content(node: nodes.Node) -> bool:
-        if isinstance(node, nodes.Filter) and node.node is not None:
-            return is_content(node.node)
-        if isinstance(node, nodes.Getitem):
-            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-        return (isinstance(node, nodes.Getattr) and node.attr == "content") or (
-            isinstance(node, nodes.Name) and node.name in names
-        )
-
-    names: set[str] = set()
-    for assignment in tree.find_all(nodes.Assign):
-        if isinstance(assignment.target, nodes.Name) and is_content(assignment.node):
-            names.add(assignment.target.name)
-    takes_parts = any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
-    asks = any(test.name in ("string", "iterable", "sequence", "mapping") for test in tree.find_all(nodes.Test))
-    return takes_parts, asks or not takes_parts
-
-
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 

@@ -21,8 +21,10 @@ from typing import Any, Literal, NoReturn
 
 from jaxllm.errors import UserError, too_long
 from jaxllm.text import special_token_guard
-from jaxllm.text.chat_template import RESERVED, ChatTemplate, compile_template, render
+from jaxllm.text.chat_template import RESERVED, compile_template, render
+from jaxllm.text.message_forms import ReadArguments, read_json, shaped
 from jaxllm.text.special_token_guard import Disguise, SpecialTokens
+from jaxllm.text.template_shapes import Shape
 from jaxllm.text.tokenizer_files import read_tokenizer_files, typed_errors
 
 _ANCHOR = "a"  # a token text that no decoder changes: stands for "some text came before"
@@ -85,7 +87,8 @@ class Tokenizer:
         self._adds_eos = adds_eos
         self._appended: int | None = None  # a token that ends every text
         self._chat_templates = dict(chat_templates)
-        self._compile = functools.lru_cache(maxsize=16)(compile_template)
+        compile_own = functools.partial(compile_template, variables=named_tokens)
+        self._compile = functools.lru_cache(maxsize=16)(compile_own)
         self._pieces: dict[int, Piece] = {}
         self.name = name
         self._has_types = has_types
@@ -302,6 +305,13 @@ class Tokenizer:
         piece = self.piece(token_id)
         return piece.decode(errors="replace") if isinstance(piece, bytes) else piece[1]
 
+    def raw_bytes(self, token_id: int) -> bytes | None:
+        """Give a token's bytes where they are no whole characters, so that `token_text` cannot show them."""
+        piece = self.piece(token_id)
+        if not isinstance(piece, bytes) or "\ufffd" not in piece.decode(errors="replace"):
+            return None
+        return piece
+
     def is_text(self, token_id: int) -> bool:
         """Whether a token is a text of its own: neither special nor a part of a character."""
         text = "" if token_id in self.special_ids else self.token_text(token_id)
@@ -341,11 +351,13 @@ class Tokenizer:
 
         `chat_template` is a template, or the name of one of the model's; by default the model's "tool_use" template
         when there are tools, else its default. `continue_final_message` leaves the last message open for the model to
-        go on with. `kwargs` are variables for the template. The template runs in jinja2's immutable sandbox.
+        go on with. `kwargs` are variables for the template, which runs in jinja2's immutable sandbox and gets messages
+        in its shape: arguments of calls may be objects or JSON text.
         """
+        template = self._compile(self._template_source(chat_template, tools))
         return render(
-            self._template(chat_template, tools),
-            messages,
+            template,
+            shaped(messages, template.shape, read_json),
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
@@ -362,12 +374,14 @@ class Tokenizer:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        read_arguments: ReadArguments | None = read_json,
     ) -> tuple[str, list[int]]:
         """Give a conversation's text, as `apply_chat_template` does, and its token ids.
 
         Special tokens are the template's alone: spelled in a message, a role, a tool or a variable they are ordinary
         text (see chat_tokens.py). `add_special_tokens` adds what the model expects around a prompt to what the template
-        writes. Raises `UserError`, also for variables that are arguments of this method.
+        writes. `read_arguments` reads those of calls; None where they have the template's form already. Raises
+        `UserError`, also for variables that are arguments of this method.
         """
         variables = dict(chat_template_kwargs or {})
         taken = next((name for name in RESERVED if name in variables), None)
@@ -376,12 +390,13 @@ class Tokenizer:
         source = self._template_source(chat_template, tools)
         with typed_errors(self._refusal):
             special = self._special_tokens
+            template = self._compile(source)
+            messages = shaped(messages, template.shape, read_arguments)
             disguise = Disguise(special, [messages, tools, variables, source, self._named_tokens])
             try:
-                if isinstance(messages, list | tuple):
-                    special_token_guard.check_roles(special, messages)
+                special_token_guard.check_roles(special, messages)
                 text = render(
-                    self._compile(source),
+                    template,
                     disguise.put_on(messages, "messages"),
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
@@ -408,8 +423,9 @@ class Tokenizer:
             raise UserError("The model's tokenizer changes a prompt that it puts something around.", "tokenizer")
         return whole[:start], whole[start + len(text) :]
 
-    def _template(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
-        return self._compile(self._template_source(chosen, tools))
+    def template_shape(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Shape:
+        """Return the shape in which the template that `encode_chat` would choose takes messages."""
+        return self._compile(self._template_source(chosen, tools)).shape
 
     def _template_source(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if chosen is not None:
@@ -444,7 +460,8 @@ class NoTokenizer(Tokenizer):
 
     vocab_size = property(_refuse)
     encode_first = encode_last = encode_pair = _refuse
-    config = token = token_id = encode = check_length = end_of = decode = apply_chat_template = encode_chat = _refuse
+    config = token = token_id = encode = check_length = end_of = decode = _refuse
+    apply_chat_template = encode_chat = template_shape = _refuse
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from jaxllm.engine.input_processor import stop_tokens_of
 from jaxllm.engine.sequence import Sequence as OutputSequence
 from jaxllm.errors import UserError
 from jaxllm.sampling.sampler import needs
@@ -95,6 +96,7 @@ def check_sample(kind: str, prompt: Sequence[int], output: Sequence[int], given:
         tokens=array("i", prompt),
         detokenizer=begin(tokenizer, prompt, params.skip_special_tokens),
         matcher=StopMatcher.of(params.stop),
+        stop_tokens=stop_tokens_of(params, tokenizer),
     )
     deltas, end = [], None
     for number, token in enumerate(output, 1):
@@ -110,10 +112,16 @@ def check_sample(kind: str, prompt: Sequence[int], output: Sequence[int], given:
         return
     assert end is not None
     used = output[: sample.num_tokens]
-    pieces = list(stream_of(tokenizer, prompt, used, params.skip_special_tokens, len(used) == len(output)))
     held = min(params.min_tokens, len(used))
+    skipped = [tokenizer.token(token) in params.stop and token in tokenizer.special_ids for token in used[held:]]
+    stops_unseen = params.skip_special_tokens and bool(skipped) and skipped[-1]
+    is_end = len(used) == len(output) or stops_unseen
+    pieces = list(stream_of(tokenizer, prompt, used, params.skip_special_tokens, is_end))
     free, rest = "".join(pieces[:held]), "".join(pieces[held:])
     text, stop = stop_at(rest, params.stop)
+    if params.skip_special_tokens and stop is None:
+        assert not any(skipped[:-1])
+        stop = tokenizer.token(used[-1]) if stops_unseen else None
     expected = free + text + (stop if stop is not None and params.include_stop_str_in_output else "")
     assert "".join(deltas) == expected, (kind, prompt, output, given)
     assert end == (("stop", stop) if stop is not None else ("length", None))

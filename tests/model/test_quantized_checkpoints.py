@@ -302,6 +302,45 @@ def test_a_config_that_lies_is_refused_in_one_line(tmp_path, name, path, value, 
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_refusal_contradicts_the_config(tmp_path, name):
+    """Remove one tensor of a matrix in every format, with and without a quantization_config."""
+    config, stored, _ = quantized_model(name, LLAMA)
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    for tensor in [each for each in stored if "layers.1.mlp.up_proj" in each and not each.endswith("input_scale")]:
+        rest = {key: value for key, value in stored.items() if key != tensor}
+        for own, has_config in ((config, True), (plain, False)):
+            try:
+                load(write(tmp_path / "one", own, rest))
+            except UserError as error:
+                said = str(error)
+            else:
+                assert tensor.endswith("g_idx")
+                continue
+            assert not has_config or "has no quantization_config" not in said
+            assert not re.search("says the opposite|leaves it out|does not say", said)
+            if "fp8" in name and "scale" in tensor:
+                reason = f"lacks {tensor.removeprefix('model.')}" if has_config else "has no quantization_config"
+                assert reason in said
+
+
+def test_a_tensor_that_the_config_leaves_out_or_that_is_never_quantized(tmp_path):
+    config, stored, _ = quantized_model("fp8-blocks", LLAMA)
+    ignored = _changed(config, "modules_to_not_convert", ["down_proj"])
+    lone = {key: value for key, value in stored.items() if not key.endswith("down_proj.weight_scale_inv")}
+    with pytest.raises(UserError, match=r"type F8_E4M3, but quantization_config in config.json .fp8. leaves it out"):
+        load(write(tmp_path / "one", ignored, lone))
+    one = next(value for key, value in stored.items() if key.endswith("up_proj.weight"))
+    for key, value in {"lm_head.weight": one, "model.embed_tokens.weight": one}.items():
+        whole = stored[key]
+        codes = np.resize(value, whole.shape)
+        with pytest.raises(UserError, match=r"but of fp8 it is read unquantized only"):
+            load(write(tmp_path / "two", config, stored | {key: codes}))
+    del config["quantization_config"]["quant_method"]
+    with pytest.raises(UserError, match="quantization_config has no quant_method"):
+        load(write(tmp_path / "three", config, stored))
+
+
 def test_columns_in_another_order_are_refused_by_name(tmp_path):
     config, stored, _ = quantized_model("gptq", LLAMA)
     stored = {name: value[::-1] if name.endswith("g_idx") else value for name, value in stored.items()}

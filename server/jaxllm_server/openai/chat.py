@@ -212,16 +212,13 @@ class ChatReply:
             "content": None if has_more and not content else content,
             "refusal": None,
         }
-        if part.reasoning:
-            message["reasoning"] = part.reasoning
+        message |= _reasoning(part)
         if calls:
             message["tool_calls"] = list(calls.values())
         return message
 
     def _delta(self, part: Part) -> dict[str, Any]:
-        delta: dict[str, Any] = {}
-        if part.reasoning:
-            delta["reasoning"] = part.reasoning
+        delta: dict[str, Any] = _reasoning(part)
         if part.text:
             delta["content"] = part.text
         calls = [_tool_call_delta(call) for call in self._calls(part)]
@@ -391,6 +388,11 @@ def _num_logprobs(fields: Body) -> Any:
     return 0 if top is None else top
 
 
+def _reasoning(part: Part) -> dict[str, Any]:
+    """Return the reasoning under both of its names: vLLM's now, and the one before, which DeepSeek's API has too."""
+    return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
+
+
 def _choice(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -420,4 +422,4 @@ def logprobs_of(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> dic
 
 def _token(token: int, entry: Logprob, form: Form) -> dict[str, Any]:
     name = token_name(token, entry, form)
-    return {"token": name, "logprob": finite(entry), "bytes": list(name.encode())}
+    return {"token": name, "logprob": finite(entry), "bytes": list(entry.decoded_bytes)}

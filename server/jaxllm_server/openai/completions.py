@@ -5,6 +5,7 @@ Pure functions of their arguments. Knows no HTTP and no engine.
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2s
@@ -106,7 +107,7 @@ class CompletionReply:
         ]
         self._usages: dict[int, Usage] = {}
         self._prompts: dict[int, PromptInfo] = {}  # by call; a choice may begin long after its call's first chunk
-        self._lengths: dict[int, int] = {}  # choice that has begun -> characters sent so far, for text_offset
+        self._offsets: dict[int, _Offset] = {}  # of choices that have begun
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return choices and usage of the whole answer; one chunk for each call."""
@@ -141,18 +142,19 @@ class CompletionReply:
             if self.form.continuous_usage:
                 self._usages[number] = usage_without(chunk.usage, chunk.outputs[place:])
             index = number * self._num_outputs + part.index
-            is_first = index not in self._lengths
+            is_first = index not in self._offsets
             said = self.prompt_texts[number] if is_first and self.echo_of else ""
-            offset = self._lengths.get(index, len(said))
+            offset = self._offsets.get(index) or _Offset(len(said))
             if not (is_first and said) and not _says_something(part, self.form):
                 continue
             prompt = self._prompts.get(number) if is_first else None
             entries: Sequence[dict[int, Logprob] | None] | None = part.logprobs
-            first_text = ""
+            first = None
             if self._echoes_logprobs and prompt is not None and prompt.logprobs is not None:
-                entries, offset = [*prompt.logprobs, *(entries or ())], 0
-                first_text = _first_name(prompt, self.form)
-            logprobs, self._lengths[index] = _logprobs(entries, offset, self.form, first_text)
+                entries, offset = [*prompt.logprobs, *(entries or ())], _Offset(0)
+                first = prompt.token_ids[0], Logprob(0.0, None, prompt.first_text, prompt.first_bytes)
+            self._offsets[index] = offset
+            logprobs = _logprobs(entries, offset, self.form, first)
             choice = {
                 "index": index,
                 "text": said + part.text,
@@ -269,41 +271,52 @@ def _says_something(part: Part, form: Form) -> bool:
     )
 
 
-def _first_name(prompt: PromptInfo, form: Form) -> str:
-    """Return what a prompt's first token is called, which has no log-probability."""
-    return token_name(prompt.token_ids[0], Logprob(0.0, decoded_token=prompt.first_text), form)
+class _Offset:
+    """Where the next token's text begins: at the first character that the tokens before have not finished."""
+
+    def __init__(self, start: int) -> None:
+        self.characters = start
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
+
+    def add(self, new: bytes) -> None:
+        """Take in a token's bytes."""
+        self.characters += len(self._decode(new))
 
 
 def _logprobs(
-    entries: Sequence[dict[int, Logprob] | None] | None, offset: int, form: Form, first_name: str = ""
-) -> tuple[dict[str, list[Any]] | None, int]:
-    """Return log-probabilities in the form of this API, and where the text of the next token begins.
+    entries: Sequence[dict[int, Logprob] | None] | None, offset: _Offset, form: Form, first: tuple[int, Logprob] | None
+) -> dict[str, list[Any]] | None:
+    """Return log-probabilities in the form of this API; `offset` moves on.
 
-    The first token of an echoed prompt has none: `first_name` is what it is called.
+    `first` is the first token of an echoed prompt, which has no log-probability.
     """
     if entries is None or form.num_logprobs is None:
-        return None, offset
+        return None
     offsets: list[int] = []
     names: list[str] = []
     chosen: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     for candidates in entries:  # the sampled token first
-        if candidates is None:
-            offsets.append(offset)
-            names.append(first_name)
-            chosen.append(None)
-            tops.append(None)
-            offset += len(first_name)
+        pair = next(iter(candidates.items())) if candidates else first
+        if pair is None:
             continue
-        token, entry = next(iter(candidates.items()))
-        name = token_name(token, entry, form)
-        offsets.append(offset)
-        names.append(name)
-        chosen.append(finite(entry))
-        top: dict[str, float] = {}
-        for other, candidate in candidates.items():
-            # Two tokens may read the same, as pieces of characters do; the sampled and the likelier one counts.
-            top.setdefault(token_name(other, candidate, form), finite(candidate))
-        tops.append(top)
-        offset += len(entry.decoded_token or "")
-    return {"text_offset": offsets, "token_logprobs": chosen, "tokens": names, "top_logprobs": tops}, offset
+        token, entry = pair
+        offsets.append(offset.characters)
+        names.append(_name(token, entry, form))
+        chosen.append(finite(entry) if candidates else None)
+        tops.append(_named(candidates, form) if candidates else None)
+        offset.add(entry.decoded_bytes)
+    return {"text_offset": offsets, "token_logprobs": chosen, "tokens": names, "top_logprobs": tops}
+
+
+def _named(candidates: Mapping[int, Logprob], form: Form) -> dict[str, float]:
+    """Return candidates by their names; a candidate with the same text as an earlier one is named by its id."""
+    named: dict[str, float] = {}
+    for token, entry in candidates.items():
+        name = _name(token, entry, form)
+        named[name if name not in named else f"token_id:{token}"] = finite(entry)
+    return named
+
+
+def _name(token: int, entry: Logprob, form: Form) -> str:
+    return token_name(token, entry, form, before_bytes="bytes:")

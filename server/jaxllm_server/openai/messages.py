@@ -317,9 +317,13 @@ def usage_fields(usages: Iterable[Usage], form: Form) -> dict[str, Any]:
     return fields
 
 
-def token_name(token: int, entry: Logprob, form: Form) -> str:
-    """Return what a token is called in log-probabilities."""
-    return entry.decoded_token if entry.decoded_token and not form.tokens_as_ids else f"token_id:{token}"
+def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -> str:
+    """Return a token's name in log-probabilities: its text, or its bytes in OpenAI's notation."""
+    if form.tokens_as_ids or not entry.decoded_token:
+        return f"token_id:{token}"
+    if entry.raw_bytes is None:
+        return entry.decoded_token
+    return before_bytes + "".join(f"\\x{byte:02x}" for byte in entry.raw_bytes)
 
 
 def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:

@@ -47,6 +47,6 @@ class NamedCall:
         self._has_begun = True
         return "", [ToolCallDelta(0, self._make_id(self._name), self._name, text)]
 
-    def finish(self) -> tuple[str, list[ToolCallDelta]]:
+    def finish(self, is_cut_off: bool = False) -> tuple[str, list[ToolCallDelta]]:
         """Nothing is held back."""
         return "", []

@@ -69,9 +69,9 @@ class _Messages(MarkerReader):
         self._feed(text)
         return self._taken()
 
-    def finish(self) -> list[_Piece]:
-        """Return what was held back. A header that was cut off is none of the text."""
-        if not "".join(self._header).startswith("<"):
+    def finish(self, is_cut_off: bool) -> list[_Piece]:
+        """Return the text held back, without an unfinished header, nor a partial marker of a truncated output."""
+        if not is_cut_off and not "".join(self._header).startswith("<"):
             self._end_header(is_text=True)
         self._close()
         return self._taken()
@@ -179,6 +179,7 @@ class HarmonyReasoning:
     """Splits one output into reasoning and content; calls go on in the content, as `HarmonyParser` reads them."""
 
     markers = _MARKERS
+    may_hold_calls = False
 
     def __init__(self) -> None:
         self._messages = _Messages()
@@ -193,9 +194,9 @@ class HarmonyReasoning:
         """Take in more text; return the reasoning and the content that are certain now."""
         return self._split(self._messages.push(text))
 
-    def finish(self) -> tuple[str, str]:
+    def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
         """Return what was held back, now that no text follows."""
-        return self._split(self._messages.finish())
+        return self._split(self._messages.finish(is_cut_off))
 
     def _split(self, pieces: Sequence[_Piece]) -> tuple[str, str]:
         reasoning, content = [], []
@@ -231,7 +232,10 @@ class HarmonyParser(ToolParser):
         return self._taken()
 
     def _end(self) -> None:
-        self._take(self._messages.finish())
+        self._take(self._messages.finish(is_cut_off=False))
+
+    def _drop(self) -> None:
+        self._take(self._messages.finish(is_cut_off=True))
 
     def _take(self, pieces: Sequence[_Piece]) -> None:
         for piece in pieces:

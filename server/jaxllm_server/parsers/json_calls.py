@@ -16,12 +16,14 @@ from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser, is_name
 class ObjectCalls(ToolParser):
     """What reads the object of a call."""
 
+    _object: CallObject | None = None  # the last one that began
+
     @abstractmethod
     def _follow(self, call: CallObject) -> Callable[[str, int], int]:
         """Return the state that reads what follows a call's object, or what follows held text that was no call."""
 
     def _begin_object(self, needs_arguments: bool) -> None:
-        call = CallObject(needs_arguments)
+        call = self._object = CallObject(needs_arguments)
         self._read = lambda text, start: self._read_object(call, text, start)
 
     def _read_object(self, call: CallObject, text: str, start: int) -> int:
@@ -155,6 +157,13 @@ class LlamaParser(ObjectCalls):
         is_separator = self._num_calls and not self._partial and "".join(self._held).strip() in ("", ";")
         if self._read != self._read_between or not is_separator:
             self._give_up()
+
+    def _drop(self) -> None:
+        """Keep an object that no marker announced, and that has members which no call has."""
+        is_marked = self.markers[0] in "".join(self._held)
+        if self._object is not None and self._object.is_foreign and not is_marked:
+            self._give_up()
+        super()._drop()
 
 
 class ListCalls(ObjectCalls):

@@ -7,7 +7,7 @@ a parameter that the schema does not know. Pure.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,12 @@ from jaxllm_server.parsers.python_literal import as_json
 # Not JSON Schema's, but written in tools, as in vLLM's list.
 _OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
+)
+_NAMES: Mapping[type, str] = MappingProxyType(
+    {
+        **{str: "string", bool: "boolean", int: "integer", float: "number"},
+        **{type(None): "null", list: "array", dict: "object"},
+    }
 )
 _COMBINED = ("anyOf", "oneOf", "allOf")
 _MOST_SCHEMAS = 16  # that are looked at for one parameter: they may refer to each other
@@ -33,26 +39,52 @@ def schema_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any
 
 
 def types_of(schema: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
-    """Return the types that a parameter may have by its tool's schema, in their order; string if none is known."""
+    """Return the types that a parameter may have by its tool's schema, in their order; string if none is known.
+
+    Where a schema names none, they are those of the values that it lists.
+    """
+    types: list[str] = []
+    for own in _schemas_of(schema, parameter):
+        given = own.get("type")
+        if given is not None:
+            named = given[:_MOST_SCHEMAS] if isinstance(given, list) else [given]
+            types += [_OTHER_NAMES.get(each, each) for each in named if isinstance(each, str)]
+        else:
+            types += [_NAMES[type(value)] for value in _listed(own)]
+    return tuple(dict.fromkeys(types)) or ("string",)
+
+
+def choices_of(schema: Mapping[str, Any], parameter: str) -> list[Any]:
+    """Return the values that a parameter's schema lists, in their order."""
+    return [value for own in _schemas_of(schema, parameter) for value in _listed(own)]
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the values of `enum`, or the one of `const`."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else []
+
+
+def _schemas_of(schema: Mapping[str, Any], parameter: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the schemas that constrain a parameter: its own, or those that it combines or refers to."""
     properties = schema.get("properties")
     waiting = [properties.get(parameter)] if isinstance(properties, Mapping) else []
-    types: list[str] = []
     for _ in range(_MOST_SCHEMAS):
         if not waiting:
             break
         own = waiting.pop(0)
         if not isinstance(own, Mapping):
             continue
-        given, reference = own.get("type"), own.get("$ref")
-        if given is not None:
-            named = given[:_MOST_SCHEMAS] if isinstance(given, list) else [given]
-            types += [_OTHER_NAMES.get(each, each) for each in named if isinstance(each, str)]
+        reference = own.get("$ref")
+        if own.get("type") is not None or _listed(own):
+            yield own
         elif isinstance(reference, str):
             waiting.insert(0, _referred(reference, schema))
         else:
             kinds = next((own[name] for name in _COMBINED if isinstance(own.get(name), list)), [])
             waiting = [*kinds[:_MOST_SCHEMAS], *waiting[:_MOST_SCHEMAS]]
-    return tuple(dict.fromkeys(types)) or ("string",)
 
 
 def _referred(reference: str, root: Any) -> Any:
@@ -67,9 +99,12 @@ def is_text(types: Sequence[str]) -> bool:
     return tuple(types) == ("string",)
 
 
-def converted(text: str, types: Sequence[str]) -> str:
-    """Return the JSON of a value: of the first type that it can have."""
+def converted(text: str, types: Sequence[str], choices: Sequence[Any] = ()) -> str:
+    """Return the JSON of a value: the one of `choices` that the text is, else of the first type that it can have."""
     word = text.strip()
+    for value in choices:
+        if text == value or (not isinstance(value, str) and _is_written(word, value)):
+            return json.dumps(value, ensure_ascii=False)
     if word in ("null", "None") and ("null" in types or "string" not in types):
         return "null"
     value = None if is_text(types) else _json(word) or as_json(word)
@@ -81,6 +116,12 @@ def converted(text: str, types: Sequence[str]) -> str:
         if value is not None and _is_of(value, kind):
             return value
     return json.dumps(text, ensure_ascii=False)
+
+
+def _is_written(word: str, value: Any) -> bool:
+    """Return whether a word is how a value that is no string is written, in JSON or in Python."""
+    written = _json(word) or as_json(word)
+    return written is not None and json.dumps(json.loads(written)) == json.dumps(value)
 
 
 def _is_of(value: str, kind: str) -> bool:

@@ -28,6 +28,11 @@ class ReasoningParser(Protocol):
         ...
 
     @property
+    def may_hold_calls(self) -> bool:
+        """Whether a tool call in the reasoning stays in the text of that."""
+        ...
+
+    @property
     def is_reasoning(self) -> bool:
         """Whether the next character is reasoning, as far as the text so far says."""
         ...
@@ -36,8 +41,8 @@ class ReasoningParser(Protocol):
         """Take in more text; return the reasoning and the content that are certain now."""
         ...
 
-    def finish(self) -> tuple[str, str]:
-        """Return what was held back, now that no text follows."""
+    def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
+        """Return the text held back at the end of an output, without a partial tag if it was truncated."""
         ...
 
 
@@ -127,6 +132,8 @@ class TagParser:
     Otherwise there is reasoning only if the output begins with the start tag.
     """
 
+    may_hold_calls = True
+
     def __init__(self, form: TaggedReasoning, starts_inside: bool) -> None:
         self.markers = (*form.starts, *form.ends)
         self._form = form
@@ -154,9 +161,9 @@ class TagParser:
             content = text
         return reasoning, content
 
-    def finish(self) -> tuple[str, str]:
-        """Return what was held back, now that no text follows."""
-        held = "".join([*self._space, self._held])
+    def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
+        """Return the text held back at the end of an output, without a partial tag if it was truncated."""
+        held = "" if is_cut_off else "".join([*self._space, self._held])
         self._space, self._held = [], ""
         return (held, "") if self.is_reasoning else ("", held)
 

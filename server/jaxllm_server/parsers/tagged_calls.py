@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from jaxllm_server.parsers.named_calls import SectionedCalls
-from jaxllm_server.parsers.parameter_types import converted, is_text, schema_of, types_of
+from jaxllm_server.parsers.parameter_types import choices_of, converted, is_text, schema_of, types_of
 from jaxllm_server.parsers.tool_parsers import MakeId, is_name
 
 
@@ -135,7 +135,8 @@ class TaggedCalls(SectionedCalls):
         key = self._name.strip()
         before = ", " if self._has_begun else "{"
         opening = f"{before}{json.dumps(key, ensure_ascii=False)}: "
-        self._value = _Value(opening, types_of(self._schema, key), self._has_lines)
+        types, choices = types_of(self._schema, key), choices_of(self._schema, key)
+        self._value = _Value(opening, types, choices, self._has_lines)
         self._held = []
         self._read = self._read_value
 
@@ -185,6 +186,10 @@ class TaggedCalls(SectionedCalls):
         self._has_begun = False
         super()._refuse()
 
+    def _drop(self) -> None:
+        self._end_value()  # a piece of its end tag does not belong to it
+        super()._drop()
+
     def _end(self) -> None:
         if self._value is None:
             if not self._has_begun:
@@ -198,9 +203,10 @@ class TaggedCalls(SectionedCalls):
 class _Value:
     """Writes one parameter as JSON while its text comes: a string at once, any other value at its end."""
 
-    def __init__(self, opening: str, types: Sequence[str], has_lines: bool) -> None:
+    def __init__(self, opening: str, types: Sequence[str], choices: Sequence[Any], has_lines: bool) -> None:
         self._opening = opening  # the key and what stands around it; "" once it has been returned
         self._types = types
+        self._choices = choices
         self._is_text = is_text(types)
         self._has_lines = has_lines
         self._is_first = True
@@ -223,7 +229,7 @@ class _Value:
         """Return the rest."""
         if self._is_text:
             return self._begin() + '"'
-        return self._opening + converted("".join(self._text), self._types)
+        return self._opening + converted("".join(self._text), self._types, self._choices)
 
     def _begin(self) -> str:
         opening, self._opening = self._opening, ""

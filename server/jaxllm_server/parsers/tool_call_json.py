@@ -14,6 +14,7 @@ _SCALAR = frozenset(
     "+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 )  # of numbers, true, false, null
 _ARGUMENTS = ("arguments", "parameters")  # Hermes' name for them and Llama's
+_MEMBERS = frozenset({"name", "id", "type", "function", *_ARGUMENTS})  # that models write into a call
 
 MAX_NAME = 256  # characters of a tool's or a parameter's name: what is longer is text
 
@@ -63,6 +64,7 @@ class CallObject:
         self.is_call = False  # surely one; never taken back
         self.is_over = False
         self.is_broken = False  # over before its closing brace
+        self.is_foreign = False  # has a member that models do not write into a call
         self._needs_arguments = needs_arguments
         self._phase = _Phase.OPENING
         self._value: JsonValue | None = None  # being read
@@ -133,6 +135,7 @@ class CallObject:
         text, self._text = "".join(self._text), []
         if self._role is _Role.KEY:
             self._key = _string(text)
+            self.is_foreign = self.is_foreign or self._key not in _MEMBERS
             self._phase = _Phase.COLON
             return
         self._phase = _Phase.NEXT

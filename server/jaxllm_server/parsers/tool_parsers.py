@@ -65,10 +65,20 @@ class ToolParser(MarkerReader, ABC):
         self._feed(text)
         return self._taken()
 
-    def finish(self) -> tuple[str, list[ToolCallDelta]]:
-        """Return what was held back, now that no text follows. A call that was cut off keeps the arguments it has."""
-        self._end()
+    def finish(self, is_cut_off: bool = False) -> tuple[str, list[ToolCallDelta]]:
+        """Return the text held back at the end of an output. A truncated call keeps the arguments so far.
+
+        With `is_cut_off` the output reached a bound: held text is part of a marker or of a call, and is dropped.
+        """
+        if is_cut_off:
+            self._drop()
+        else:
+            self._end()
         return self._taken()
+
+    def _drop(self) -> None:
+        """Drop held text, which is neither content nor a call."""
+        self._held, self._partial = [], ""
 
     @abstractmethod
     def _end(self) -> None:

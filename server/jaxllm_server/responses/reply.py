@@ -272,9 +272,9 @@ def _from_content(entries: Sequence[dict[int, Logprob]], text: str) -> Sequence[
 
     How many tokens end the reasoning depends on the model's form, so the text is looked for among those of the tokens.
     """
-    ends = list(accumulate(len(next(iter(entry.values())).decoded_token or "") for entry in entries))
-    written = "".join(next(iter(entry.values())).decoded_token or "" for entry in entries)
-    start = max(written.rfind(text), 0) if text else len(written)
+    pieces = [next(iter(entry.values())).decoded_bytes for entry in entries]
+    ends, written = list(accumulate(map(len, pieces))), b"".join(pieces)
+    start = max(written.rfind(text.encode()), 0) if text else len(written)
     return entries[bisect_right(ends, start) :]
 
 

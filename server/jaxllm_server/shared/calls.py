@@ -90,6 +90,7 @@ class PromptInfo:
     num_cached: int
     logprobs: list[dict[int, Logprob] | None] | None = None  # where they were asked for, None for the first token
     first_text: str = ""  # of that token, with the log-probabilities
+    first_bytes: bytes | None = None  # as of `Logprob.raw_bytes`
 
 
 @dataclass(slots=True)

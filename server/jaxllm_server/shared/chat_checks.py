@@ -6,9 +6,12 @@ Pure. Knows no message of a protocol and no template.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jaxllm.errors import UserError, too_long
+from jaxllm.text.message_forms import ReadArguments, shaped_arguments
+from jaxllm.text.template_shapes import Shape
 from jaxllm_server.shared import strict_json
 
 MOST_MESSAGES = 16_384  # as many as one request of gRPC holds: 55 µs of a thread each, the shortest ones (measured)
@@ -103,17 +106,17 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
             raise UserError(message, "chat_template_kwargs")
 
 
-def with_parsed_arguments(messages: Sequence[Mapping[str, Any]], max_json_depth: int) -> list[Any]:
-    """Turn the arguments of earlier tool calls from JSON text into objects, which templates write out, as in vLLM.
+def with_read_arguments(messages: Sequence[Any], shape: Shape, max_json_depth: int) -> list[Any]:
+    """Return messages with the arguments of calls in the chat template's form: objects, or JSON text.
 
-    What is no JSON object stays text: the model wrote it so, or was cut off. What only Python's parser would take is
-    refused, as in a body.
+    JSON is read as strictly as in a body.
 
     Raises:
         UserError: naming `messages`, and in its text which arguments.
     """
     left = _MOST_BRACKETS
-    parsed = []
+    read = partial(_read, max_json_depth=max_json_depth)
+    all_read = []
     for index, message in enumerate(messages):
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
         if isinstance(calls, list):
@@ -121,11 +124,10 @@ def with_parsed_arguments(messages: Sequence[Mapping[str, Any]], max_json_depth:
             if left < 0:
                 raise UserError(f"messages may have at most {_MOST_BRACKETS} brackets in arguments.", "messages")
             path = f"messages[{index}].tool_calls"
-            own = [_with_parsed(call, max_json_depth, f"{path}[{i}].function") for i, call in enumerate(calls)]
-            content = message.get("content")  # OpenAI's clients send null, and templates read it
-            message = {**message, "tool_calls": own, "content": "" if content is None else content}
-        parsed.append(message)
-    return parsed
+            own = [_with_read(call, shape, f"{path}[{at}].function.arguments", read) for at, call in enumerate(calls)]
+            message = {**message, "tool_calls": own}
+        all_read.append(message)
+    return all_read
 
 
 def _arguments_of(call: Any) -> str | None:
@@ -139,19 +141,18 @@ def _num_brackets(call: Any) -> int:
     return arguments.count("[") + arguments.count("{")
 
 
-def _with_parsed(call: Any, max_json_depth: int, path: str) -> Any:
-    arguments = _arguments_of(call)
-    if arguments is None:
+def _with_read(call: Any, shape: Shape, name: str, read: ReadArguments) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "arguments" not in function:
         return call
-    return {**call, "function": {**call["function"], "arguments": _object_of(arguments, max_json_depth, path)}}
+    arguments = shaped_arguments(function["arguments"], shape, name, read)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _object_of(arguments: str, max_json_depth: int, path: str) -> Any:
-    name = f"{path}.arguments"
+def _read(arguments: str, name: str, *, max_json_depth: int) -> Any:
     try:
-        value = strict_json.read_value(arguments.encode("utf-8", "surrogatepass"), max_json_depth, name, in_thread=True)
+        return strict_json.read_value(arguments.encode("utf-8", "surrogatepass"), max_json_depth, name, in_thread=True)
     except strict_json.NotJsonError:
         return arguments
     except UserError as error:
         raise UserError(str(error), "messages") from error
-    return value if isinstance(value, dict) else arguments

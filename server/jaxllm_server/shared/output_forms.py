@@ -19,7 +19,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.parsers import table
 from jaxllm_server.parsers.forced_calls import NamedCall, RequiredCalls
 from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS, ReasoningForm, ToolForm
-from jaxllm_server.parsers.tool_parsers import MakeId
+from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser
 from jaxllm_server.shared.calls import Call, NamedTool, is_forced
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.output_reader import CallReader, OutputReader
@@ -97,26 +97,35 @@ class OutputForms:
             call,
             params,
             tokenizer,
-            self._tool_parser(call),
+            self._tool_parsers(call),
             self.reasoning_form if call.messages is not None else None,
             prompt,
             _is_switched_off({**self._template_kwargs, **call.template_kwargs}),
         )
 
-    def _tool_parser(self, call: Call) -> Callable[[], CallReader] | None:
-        """Return what makes a reader of an output's tool calls; None where none are looked for."""
+    def _tool_parsers(self, call: Call) -> Callable[[], tuple[CallReader, ToolParser | None]] | None:
+        """Return a factory of two readers of tool calls, for an output's content and for its reasoning.
+
+        None if the request has no tools.
+        """
         form = self.tool_form
         style = "" if form is None else form.ids
         num_before = sum(len(_calls_of(message)) for message in call.messages or ()) if style == "kimi_k2" else 0
         make_id = partial(_id_maker, style, num_before)
         if isinstance(call.tool_choice, NamedTool):
             name = call.tool_choice.name
-            return lambda: NamedCall(make_id(), name)
+            return lambda: (NamedCall(make_id(), name), None)
         if call.tool_choice == "required":
-            return lambda: RequiredCalls(make_id())
+            return lambda: (RequiredCalls(make_id()), None)
         if form is None or not _has_tools(call):
             return None
-        return lambda: form.parser(make_id(), call.tools or ())
+        tools = call.tools or ()
+
+        def parsers() -> tuple[CallReader, ToolParser]:
+            of_output = make_id()
+            return form.parser(of_output, tools), form.parser(of_output, tools)
+
+        return parsers
 
 
 def _has_tools(call: Call) -> bool:

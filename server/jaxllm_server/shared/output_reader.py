@@ -30,7 +30,7 @@ class OutputReader:
         call: Call,
         params: SamplingParams,
         tokenizer: Tokenizer,
-        tool_parser: Callable[[], CallReader] | None,
+        tool_parsers: Callable[[], tuple[CallReader, ToolParser | None]] | None,
         reasoning: ReasoningForm | None,
         prompt: str,
         is_switched_off: bool,
@@ -38,7 +38,7 @@ class OutputReader:
         self._call = call
         self._params = params
         self._tokenizer = tokenizer
-        self._tool_parser = tool_parser
+        self._tool_parsers = tool_parsers  # of an output's content, and of its reasoning
         self._reasoning = None if reasoning is None else reasoning.form
         self._prompt = prompt
         self.may_reason = self._reasoning is not None and self._reasoning.may_reason(prompt, is_switched_off)
@@ -62,7 +62,7 @@ class OutputReader:
             if index not in self._splitters:
                 self._splitters[index] = self._make_splitter()
             splitter = self._splitters[index]
-            text, reasoning, calls = splitter.push(completion.text, completion.finish_reason is not None)
+            text, reasoning, calls = splitter.push(completion.text, completion.finish_reason)
             num_reasoning = splitter.count_reasoning(completion.token_ids)
             usage.reasoning_tokens += num_reasoning
             parts.append(
@@ -82,8 +82,10 @@ class OutputReader:
         prompt = None
         if self._is_first:
             ids, logprobs = output.prompt_token_ids, output.prompt_logprobs
-            first_text = "" if logprobs is None else self._tokenizer.token_text(ids[0])
-            prompt = PromptInfo(ids, usage.cached_prompt_tokens, logprobs, first_text)
+            prompt = PromptInfo(ids, usage.cached_prompt_tokens, logprobs)
+            if logprobs is not None:
+                first_text, first_bytes = self._tokenizer.token_text(ids[0]), self._tokenizer.raw_bytes(ids[0])
+                prompt = replace(prompt, first_text=first_text, first_bytes=first_bytes)
         self._is_first = False
         return Chunk(
             request_id=output.request_id,
@@ -103,11 +105,11 @@ class OutputReader:
         return reason  # pyright: ignore[reportReturnType] - "error" never comes here: the engine raises it
 
     def _make_splitter(self) -> _Splitter:
-        tools = None if self._tool_parser is None else self._tool_parser()
+        tools = (None, None) if self._tool_parsers is None else self._tool_parsers()
         form = self._reasoning
         if form is None:
-            return _Splitter(None, tools, None)
-        return _Splitter(form.parser(self._prompt), tools, form.counter(self._tokenizer.token_id))
+            return _Splitter(None, *tools, None)
+        return _Splitter(form.parser(self._prompt), *tools, form.counter(self._tokenizer.token_id))
 
 
 class _Splitter:
@@ -117,29 +119,37 @@ class _Splitter:
         self,
         reasoning: ReasoningParser | None,
         tools: CallReader | None,
+        early_tools: ToolParser | None,
         tokens: ReasoningTokens | AnalysisTokens | None,
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        # A model may call before it has ended its reasoning.
+        self._early_tools = early_tools if reasoning is not None and reasoning.may_hold_calls else None
         self._tokens = tokens  # of the reasoning
         self.num_calls = 0
+        self._num_early = 0  # of them in the reasoning
         self.markers = (*(reasoning.markers if reasoning else ()), *(tools.markers if tools else ()))
 
-    def push(self, text: str, is_last: bool) -> tuple[str, str, list[ToolCallDelta]]:
+    def push(self, text: str, finish_reason: str | None) -> tuple[str, str, list[ToolCallDelta]]:
         """Take in more text; return the content, the reasoning and the calls that are certain now."""
         content, reasoning = text, ""
+        is_last, is_cut_off = finish_reason is not None, finish_reason not in (None, "stop")
         if self._reasoning is not None:
             reasoning, content = self._reasoning.push(text)
             if is_last:
-                last = self._reasoning.finish()
+                last = self._reasoning.finish(is_cut_off)
                 reasoning, content = reasoning + last[0], content + last[1]
         calls: list[ToolCallDelta] = []
+        if self._early_tools is not None:
+            is_over = is_last or bool(content)
+            reasoning, calls = _read(self._early_tools, reasoning, is_over, is_cut_off and not content)
+            self._num_early += sum(call.name is not None for call in calls)
+            self._early_tools = None if is_over else self._early_tools
         if self._tools is not None:
-            content, calls = self._tools.push(content)
-            if is_last:
-                rest, last_calls = self._tools.finish()
-                content, calls = content + rest, calls + last_calls
-            self.num_calls += sum(call.name is not None for call in calls)
+            content, own = _read(self._tools, content, is_last, is_cut_off)
+            calls += [replace(call, index=call.index + self._num_early) for call in own] if self._num_early else own
+        self.num_calls += sum(call.name is not None for call in calls)
         return content, reasoning, calls
 
     def count_reasoning(self, ids: Sequence[int]) -> int:
@@ -147,6 +157,15 @@ class _Splitter:
         if self._tokens is None or self._reasoning is None:
             return 0
         return self._tokens.count(ids, self._reasoning.is_reasoning)
+
+
+def _read(parser: CallReader, text: str, is_over: bool, is_cut_off: bool) -> tuple[str, list[ToolCallDelta]]:
+    """Return the text outside of calls and the pieces of calls; flush the parser at the end of the text."""
+    rest, calls = parser.push(text)
+    if is_over:
+        last, last_calls = parser.finish(is_cut_off)
+        return rest + last, calls + last_calls
+    return rest, calls
 
 
 def _timing(metrics: RequestMetrics) -> Timing:

@@ -23,7 +23,7 @@ from jaxllm_server.shared.chat_checks import (
     check_template_kwargs,
     check_tools,
     texts_of,
-    with_parsed_arguments,
+    with_read_arguments,
 )
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.truncation import cut_ids
@@ -118,7 +118,8 @@ class Prompts:
         same: an ignored key of 1,300,000 empty lists took 16 s.
         """
         tools = call.tools if call.tool_choice != "none" else None
-        messages = with_parsed_arguments(call.messages or (), self._options.max_json_depth)
+        shape = tokenizer.template_shape(self._template, tools)
+        messages = with_read_arguments(call.messages or (), shape, self._options.max_json_depth)
         tokenizer.check_length("".join(texts_of([messages, tools])), self._engine.model.max_model_len, most)
         return tokenizer.encode_chat(
             messages,
@@ -128,6 +129,7 @@ class Prompts:
             chat_template=self._template,
             chat_template_kwargs={**self._template_kwargs, **call.template_kwargs},
             add_special_tokens=bool(call.add_special_tokens),
+            read_arguments=None,
         )
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jaxllm.errors import ContextLengthError, OverloadedError, RequestFailedError, UnsupportedError, UserError
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.chat_template import compile_template
 from jaxllm_server.http.sse import EventWriter
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
@@ -25,7 +26,7 @@ from jaxllm_server.shared.chat_checks import (
     check_template_kwargs,
     check_tools,
     texts_of,
-    with_parsed_arguments,
+    with_read_arguments,
 )
 from jaxllm_server.shared.options import ServerOptions
 
@@ -707,9 +708,10 @@ def test_a_stream_begins_with_the_role_and_adds_up():
 
 def test_reasoning_comes_beside_the_content():
     told = deltas(chat(stream=True), chunk(part("", reasoning="hm")), chunk(part("4", reasoning="!")))
-    assert told[1:] == [{"reasoning": "hm"}, {"reasoning": "!", "content": "4"}]
+    both = [dict.fromkeys(("reasoning", "reasoning_content"), text) for text in ("hm", "!")]
+    assert told[1:] == [both[0], {**both[1], "content": "4"}]
     (choice,) = chat().response([chunk(part("", reasoning="hm", finish_reason="length"))])["choices"]
-    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, "reasoning": "hm"}
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None, **both[0]}
 
 
 CALLS = [
@@ -909,24 +911,44 @@ def _with_arguments(arguments):
 )
 def test_arguments_of_earlier_calls_are_read_as_strictly_as_a_body(arguments, said):
     with pytest.raises(UserError, match=said) as caught:
-        with_parsed_arguments(_with_arguments(arguments), 64)
+        with_read_arguments(_with_arguments(arguments), _shape(objects=True), 64)
     assert caught.value.parameter == "messages"
     assert said.startswith("brackets") or str(caught.value).startswith("messages[1].tool_calls[0].function.arguments ")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "read"),
+    ("arguments", "read", "as_text"),
     [
-        ('{"a": [1, {"b": "é"}]}', {"a": [1, {"b": "é"}]}),
-        *((text, text) for text in ("", "{", '{"a": "cut o', "[1]", "7", "no JSON", '{"a": 1} x')),
-        ('{"a": ' + "[" * 63 + "]" * 63 + "}", json.loads('{"a": ' + "[" * 63 + "]" * 63 + "}")),
-        ({"a": 1}, {"a": 1}),
+        ('{"a": [1, {"b": "é"}]}', {"a": [1, {"b": "é"}]}, '{"a": [1, {"b": "é"}]}'),
+        *((text, text, text) for text in ("", "{", '{"a": "cut o', "[1]", "7", "no JSON", '{"a": 1} x')),
+        ('{"a": ' + "[" * 63 + "]" * 63 + "}", json.loads('{"a": ' + "[" * 63 + "]" * 63 + "}"), ...),
+        ({"a": 1}, {"a": 1}, '{"a": 1}'),
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_arguments_that_are_no_json_object_stay_as_they_are(arguments, read):
-    assert with_parsed_arguments(_with_arguments(arguments), 64)[1] == {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "f", "arguments": read}}],
-    }
+def test_arguments_come_as_the_template_takes_them(arguments, read, as_text):
+    def arguments_of(shape):
+        message = with_read_arguments(_with_arguments(arguments), shape, 64)[1]
+        assert set(message) == {"role", "tool_calls"}
+        return message["tool_calls"][0]["function"]["arguments"]
+
+    assert arguments_of(_shape(objects=True)) == read
+    assert as_text is ... or arguments_of(_shape(objects=False)) == as_text
+    if isinstance(read, str) and read:
+        with pytest.raises(UserError, match=r"^messages\[1\].tool_calls\[0\].function.arguments must be a JSON object"):
+            arguments_of(_shape(objects=True, texts=False))
+    else:
+        assert arguments_of(_shape(objects=True, texts=False)) == (read or {})
+
+
+def _shape(*, objects, texts=True):
+    walked = "{% for k, v in c.function.arguments | items %}{{ k }}{{ v }}{% endfor %}"
+    written = {
+        (True, True): "{{ c.function.arguments | tojson }}",
+        (True, False): walked,
+        (False, True): "{{ '' + c.function.arguments }}",
+    }[objects, texts]
+    loop = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }}" + written + "{% endfor %}{% endfor %}"
+    )
+    return compile_template(loop).shape

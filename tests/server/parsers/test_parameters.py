@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm_server.parsers.parameter_types import converted, schema_of, types_of
+from jaxllm_server.parsers.parameter_types import choices_of, converted, schema_of, types_of
 from jaxllm_server.parsers.python_literal import PythonLiteral, as_json
 
 _LITERAL = st.recursive(
@@ -133,3 +133,32 @@ def test_a_parameter_has_the_type_of_its_schema(parameter: str, text: str, writt
     tools = [{"function": {"name": "now"}}, {"function": {"name": "f", "parameters": SCHEMA}}]
     assert converted(text, types_of(schema_of(tools, "f"), parameter)) == written
     assert converted(text, types_of(schema_of(tools, "now"), parameter)) == json.dumps(text)
+
+
+_SCALAR = st.none() | st.booleans() | st.integers(-9, 9) | st.sampled_from([0.5, 1.0]) | st.text("a1 tnul", max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.data(),
+    values=st.lists(_SCALAR, min_size=1, max_size=4),
+    form=st.sampled_from(["enum", "const", "anyOf", "$ref"]),
+)
+def test_a_listed_value_comes_back_as_it_is(data: st.DataObject, values: list[Any], form: str) -> None:
+    """Spelled as models do, in a schema without a type; any of several values with the same spelling may result."""
+    listed: dict[str, Any] = {"enum": values}
+    if form == "const":
+        values = values[:1]
+        listed = {"const": values[0]}
+    elif form == "anyOf":
+        listed = {"anyOf": [{"const": value} for value in values]}
+    schema: dict[str, Any] = {"properties": {"x": listed}}
+    if form == "$ref":
+        schema = {"properties": {"x": {"$ref": "#/$defs/d"}}, "$defs": {"d": listed}}
+    value = data.draw(st.sampled_from(values))
+    for written in {
+        value if isinstance(value, str) else json.dumps(value),
+        value if isinstance(value, str) else repr(value),
+    }:
+        got = json.loads(converted(written, types_of(schema, "x"), choices_of(schema, "x")))
+        assert any(json.dumps(got) == json.dumps(each) for each in values)

@@ -13,6 +13,7 @@ import pytest
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.chat_template import compile_template
 from jaxllm_server.parsers.table import REASONING_PARSERS
 from jaxllm_server.shared.calls import Call, NamedTool, Part
 from jaxllm_server.shared.forced_calls import blaming_tools, list_of_calls, parameters_of, with_forced_calls
@@ -50,6 +51,7 @@ class FakeEngine:
             has_chat_template=True,
             check_length=lambda *_: None,
             encode_chat=lambda *_, **__: (self.text, [1]),
+            template_shape=lambda *_: compile_template("").shape,
             encode=lambda *_: [1],
             is_special=lambda text: False,
             token_id=lambda text: None,

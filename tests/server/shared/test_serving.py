@@ -19,6 +19,7 @@ from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.serving import Serving
 from tests.server.shared.test_forced_calls import FakeEngine, answer
 from tests.support.tokenizer_kinds import build
+from tests.text.template_families import FAMILIES
 
 TOKENIZER = load_tokenizer(MODEL_DIR)
 TEXT = "Once upon a time there was a fox. "
@@ -115,3 +116,12 @@ def test_what_ends_a_filled_hole_and_where_written_reasoning_begins() -> None:
         ids = tokenizer.encode(text, add_special_tokens=False)
         part = answer(own, Call(messages=[], written_ids=ids))
         assert (part.reasoning, part.text) == ((engine.said, "") if "<" in text else ("", engine.said))
+
+
+def test_a_call_beside_null_content_reaches_a_template_that_branches_on_it() -> None:
+    """Through the server's own reading of arguments: the template joins them as text, as the client wrote them."""
+    tokenizer = Tokenizer(build("byte_level"), {}, {"default": FAMILIES["deepseek_v3"].source}, "t")
+    function = {"name": "f", "arguments": '{"a":1}'}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    call = Call(messages=[{"role": "user", "content": "a"}, called])
+    assert '<call>f\n{"a":1}' in tokenizer.decode(prompt_of(call, tokenizer))

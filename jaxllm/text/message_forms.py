@@ -1,0 +1,150 @@
+"""Converts messages to the shape that a chat template reads (found by template_shapes.py).
+
+Independent of templates and special tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.text.template_shapes import BLANKS, CALLER, Blank, Shape
+
+# JSON's names for the kinds of values that cannot be a part of a content.
+_KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", list: "array"}
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a thought, in transformers' order
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+# Reads the text of arguments, called `name` in errors; gives the text back where it is no JSON.
+ReadArguments = Callable[[str, str], Any]
+
+
+def shaped(
+    messages: Sequence[Mapping[str, Any]], shape: Shape, read_arguments: ReadArguments | None
+) -> list[dict[str, Any]]:
+    """Return a conversation in the template's shape; keys with the value None are removed, as in transformers.
+
+    Without `read_arguments`, the arguments of calls have their form (`shaped_arguments`) already.
+
+    Raises:
+        UserError: naming `messages`, for an invalid conversation or one that cannot be converted.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise UserError("messages must be a list of at least one message.", "messages")
+    return [_shaped(message, f"messages[{index}]", shape, read_arguments) for index, message in enumerate(messages)]
+
+
+def shaped_arguments(arguments: Any, shape: Shape, name: str, read: ReadArguments) -> Any:
+    """Return a call's arguments as an object or as JSON text, whichever the template takes.
+
+    A text that is no object, because the model wrote it so or was cut off, stays one if the template takes texts too.
+
+    Raises:
+        UserError: naming `messages`, where it takes objects only.
+    """
+    if not shape.takes_objects:
+        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return arguments if shape.takes_texts else {}
+    value = read(arguments, name)
+    if isinstance(value, dict):
+        return value
+    if not shape.takes_texts:
+        message = (
+            f"{name} must be a JSON object, which the chat template takes apart; this text is none, or is cut off."
+        )
+        raise UserError(message, "messages")
+    return arguments
+
+
+def read_json(text: str, name: str) -> Any:
+    """Read the text of arguments with Python's parser."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _shaped(message: Any, name: str, shape: Shape, read: ReadArguments | None) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise UserError(f"{name} must be an object with a role and a content.", "messages")
+    own = {key: value for key, value in message.items() if value is not None}
+    calls, thought = own.get("tool_calls"), next((own[key] for key in _REASONING if key in own), None)
+    if thought is not None:
+        # transformers gives these two; some templates have the third.
+        own = {"thinking": thought, **own, "reasoning_content": thought}
+        own |= {"reasoning": thought} if shape.names_reasoning and "reasoning" not in own else {}
+    if isinstance(calls, list | tuple):
+        own["tool_calls"] = [
+            _shaped_call(call, f"{name}.tool_calls[{at}].function.arguments", shape, read)
+            for at, call in enumerate(calls)
+        ]
+    if shape.short_ids and isinstance(own.get("tool_call_id"), str):
+        own["tool_call_id"] = _short_id(own["tool_call_id"])
+    is_caller = own["role"] == "assistant" and bool(calls)
+    if "content" in own:
+        own["content"] = _fitting_content(own["content"], shape, CALLER if is_caller else own["role"], name)
+    if own["role"] == "assistant" and own.get("content", "") == "":
+        _set_blank(own, shape)
+    if shape.thought_is_part and isinstance(thought, str) and thought:
+        own["content"] = _with_thought(own.get("content"), thought)
+    return own
+
+
+def _set_blank(own: dict[str, Any], shape: Shape) -> None:
+    """Set the content of a message without text, in place."""
+    blank: Blank = shape.blank
+    if own.get("tool_calls"):
+        if "content" in own and not shape.loses_calls_beside_empty:
+            return
+        blank = shape.blank_beside_calls
+    elif "content" in own:
+        return
+    own.pop("content", None)
+    own |= BLANKS[blank]
+
+
+def _shaped_call(call: Any, name: str, shape: Shape, read: ReadArguments | None) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    own = dict(call)
+    if shape.short_ids and isinstance(own.get("id"), str):
+        own["id"] = _short_id(own["id"])
+    function = own.get("function")
+    if read is not None and isinstance(function, Mapping) and "arguments" in function:
+        arguments = shaped_arguments(function["arguments"], shape, name, read)
+        own["function"] = {**function, "arguments": arguments}
+    return own
+
+
+def _short_id(call_id: str) -> str:
+    """Return an id of nine letters and digits, always the same for the same one."""
+    return call_id if _SHORT_ID.fullmatch(call_id) else sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+def _fitting_content(content: Any, shape: Shape, role: str, name: str) -> Any:
+    """Return a content in the form that the template accepts: a text, or a list of text parts."""
+    if isinstance(content, str):
+        return content if shape.takes_text(role) else [{"type": "text", "text": content}]
+    if not isinstance(content, list | tuple):
+        return content  # the template reports the error
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    for at, part in enumerate(parts):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else _KINDS.get(type(part), "array")
+        if kind != "text":
+            raise UnsupportedError(
+                f"{name}.content[{at}] is a part of type {kind!r}; jaxllm accepts parts of text only.", "messages", kind
+            )
+        if not isinstance(part.get("text"), str):
+            raise UserError(f"{name}.content[{at}] must have a text.", "messages")
+    return parts if shape.takes_parts(role) else "\n".join(part["text"] for part in parts)
+
+
+def _with_thought(content: Any, thought: str) -> list[Any]:
+    text = [{"type": "text", "text": content}] if isinstance(content, str) and content else []
+    return [{"type": "thinking", "thinking": thought}, *(content if isinstance(content, list) else text)]
