@@ -77,6 +77,39 @@ def variants(product: str, tokens: int, seed: int = 0) -> list[tuple]:
     return first + [(kind, *one) for one in mixed for kind in kinds if (kind, *one) != first[0]]
 
 
+def focused(product: str, tokens: int) -> list[tuple]:
+    """List what is near to what the first run found: columns are not divided among programs."""
+    rows, depth, matrices, has_norm, _ = PRODUCTS[product]
+    block = max(8, tokens)
+    found = []
+    for lanes, size, width, warps, stages in itertools.product(
+        (1, 2, 4), (16, 32, 64, 128), (64, 128, 256, 512), (1, 2, 4, 8), (3, 4, 5, 6, 7, 8)
+    ):
+        all_rows, step = matrices * size, lanes * width
+        is_wide = lanes == 1 and all_rows >= 64 and warps >= 4 and block >= 16  # wgmma
+        if lanes > 1 and (block > 8 or lanes > warps or width > 128 or all_rows > 128 or warps > 2 * lanes):
+            continue
+        if block >= 16 and has_norm and not is_wide:
+            continue
+        if (block == 64 and not is_wide) or (lanes == 1 and not is_wide and warps > max(all_rows // 16, 2)):
+            continue
+        stage, others = all_rows * step * 2, block * step * 2
+        shared = (stages - (not is_wide)) * (stage + others + 2 * step * has_norm) + 4096
+        if shared > SHARED or lanes * all_rows * block // (32 * warps) > 96:
+            continue
+        if max(all_rows, block) * step // (32 * warps) > 256:
+            continue
+        programs = -(-rows // size)
+        resident = min((228 << 10) // (shared + 1024), 64 // warps, programs / PROCESSORS)
+        under_way = resident * (stages - 2) * stage
+        if programs < 60 or not (20 if block == 64 else 32) << 10 <= under_way <= 200 << 10:
+            continue
+        found.append((has_norm, 1, lanes, block, size, width, warps, stages))
+    random.Random(f"{product}{tokens}").shuffle(found)
+    first = (has_norm, *today(product, tokens))
+    return [first, *(one for one in found if one != first)]
+
+
 def today(product: str, tokens: int) -> tuple:
     """Return the tuning of commit a9dbdfd."""
     table = {
@@ -317,6 +350,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=72, help="seconds of wall time")
     parser.add_argument("--tokens", default="2,16,64,32")
     parser.add_argument("--each", type=int, default=110, help="variants of a product and number of tokens")
+    parser.add_argument("--focus", action="store_true", help="near to what the first run found; XLA's are not measured")
     parser.add_argument("--dry", action="store_true", help="compile only")
     parser.add_argument("--xla", type=float, default=0, help="(of a process of its own) seconds")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
@@ -326,9 +360,9 @@ def main() -> None:
     out = Path(os.environ.get("OUT", "/tmp"))
     sizes = [int(one) for one in options.tokens.split(",")]
     combos = [(product, tokens) for tokens in sizes for product in PRODUCTS]
-    lists = {combo: variants(*combo) for combo in combos}
+    lists = {combo: (focused if options.focus else variants)(*combo) for combo in combos}
     print({f"{product} {tokens}": len(each) for (product, tokens), each in lists.items()})
-    weight = {32: 0.5}
+    weight = {} if options.focus else {32: 0.5}
     queue = []
     for index in range(options.each):
         for combo in combos:
@@ -351,7 +385,7 @@ def main() -> None:
     bench = Bench()
     print(f"[{time.monotonic() - START:.1f}] {bench.torch.cuda.get_device_name()}, {len(queue)} variants", flush=True)
     kept: dict = {}
-    xla_time = 16.0
+    xla_time = 1.0 if options.focus else 16.0
     last = options.budget - xla_time - 5
     for future in futures:
         if time.monotonic() - START > last:
@@ -406,7 +440,7 @@ def main() -> None:
     del bench.pool, bench.pieces
     bench.torch.cuda.empty_cache()
     left = options.budget - (time.monotonic() - START) - 1
-    if left > 6:
+    if left > 6 and not options.focus:
         subprocess.run([sys.executable, os.path.abspath(__file__), "--xla", str(left)], timeout=left + 2, check=False)
     print(f"[{time.monotonic() - START:.1f}] done", flush=True)
     return None
