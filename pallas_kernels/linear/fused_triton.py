@@ -8,7 +8,8 @@ same rows of both matrices.
 
 As in `triton_kernels.py` a weight's rows are those of the first matrix that tensor cores multiply, and tokens are the
 columns of the second. A sum must be complete where something follows it, so columns are never divided among programs:
-where there are few of these, each has more loads under way (`tuning.of_fused_linear`). Sums are float32, in the same
+where there are few of these, each has more loads under way (`tuning.of_fused_linear`), which on an H100 was faster than
+to divide columns and to add sums in a second kernel. Sums are float32, in the same
 order for every token.
 """
 
@@ -56,159 +57,59 @@ def multiply_fused(
     EPS: tl.constexpr,
     IS_PLUS_ONE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LANES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Multiply BM tokens with BN rows of a weight, or of each of two, LANES times BK columns at once.
+    """Multiply BM tokens with BN rows of a weight, or of each of two, BK columns at once.
 
-    Grid (row blocks, SPLITS, token blocks), `out` [T, O]. T is None where BM divides the tokens. With an ACTIVATION the
-    weight has 2 O rows. Each lane is a group of warps, with sums of its own that are added at the end. Where programs
-    share columns, `out` is [SPLITS, tokens, rows of the weight] in float32, for `add_pieces`.
+    Grid (row blocks, token blocks), `out` [T, O]. T is None where BM divides the tokens. With an ACTIVATION the weight
+    has 2 O rows.
     """
     MATRICES: tl.constexpr = 1 if ACTIVATION is None else 2
-    STEP: tl.constexpr = LANES * BK
-    SHARE: tl.constexpr = (D + SPLITS * STEP - 1) // (SPLITS * STEP) * STEP
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    tokens = tl.program_id(2) * BM + tl.arange(0, BM)
+    tokens = tl.program_id(1) * BM + tl.arange(0, BM)
     both = tl.arange(0, MATRICES * BN)  # rows of one matrix, then the same of the other
     is_stored_row = tl.program_id(0) * BN + both % BN < O
     stored_row = tl.program_id(0) * BN + both % BN + both // BN * O
-    if LANES > 1:
-        shift = (tl.arange(0, LANES) * BK)[:, None, None]
-        x_at = x + tokens.to(tl.int64)[None, :, None] * D + shift
-        weight_at = weight + stored_row.to(tl.int64)[None, :, None] * D + shift
-        gain_columns = tl.arange(0, LANES)[:, None] * BK + tl.arange(0, BK)[None, :]
-        sums = tl.zeros((LANES, MATRICES * BN, BM), tl.float32)
-        squares = tl.zeros((LANES, BM), tl.float32)
-    else:
-        x_at = x + tokens.to(tl.int64)[:, None] * D
-        weight_at = weight + stored_row.to(tl.int64)[:, None] * D
-        sums = tl.zeros((MATRICES * BN, BM), tl.float32)
-        squares = tl.zeros((BM,), tl.float32)
-    begin, end = 0, D
-    if SPLITS > 1:
-        begin = tl.program_id(1) * SHARE
-        end = tl.minimum(begin + SHARE, D)
-    for start in range(begin, end, STEP):
+    x_at = x + tokens.to(tl.int64)[:, None] * D
+    weight_at = weight + stored_row.to(tl.int64)[:, None] * D
+    sums = tl.zeros((MATRICES * BN, BM), tl.float32)
+    squares = tl.zeros((BM,), tl.float32)
+    for start in range(0, D, BK):
         columns = start + tl.arange(0, BK)
-        if LANES > 1:
-            mask = tl.full((LANES, BM, BK), True, tl.int1)
-            is_stored = tl.full((LANES, MATRICES * BN, BK), True, tl.int1)
-            if T is not None:
-                mask = mask & (tokens < T)[None, :, None]
-            if O % BN != 0:
-                is_stored = is_stored & is_stored_row[None, :, None]
-            if D % STEP != 0:
-                mask = mask & (shift + columns[None, None, :] < D)
-                is_stored = is_stored & (shift + columns[None, None, :] < D)
-            part = tl.load(x_at + columns[None, None, :], mask=mask, other=0.0)
-            numbers = tl.load(weight_at + columns[None, None, :], mask=is_stored, other=0.0)
-            if gain is not None:
-                own = start + gain_columns
-                factor = tl.load(gain + own, mask=own < D, other=0.0).to(tl.float32)
-                wide = part.to(tl.float32)
-                squares += tl.sum(wide * wide, 2)
-                part = (wide * (1.0 + factor if IS_PLUS_ONE else factor)[:, None, :]).to(part.dtype)
-            sums = tl.dot(numbers, tl.permute(part, (0, 2, 1)), sums, input_precision="ieee")
-        else:
-            mask = tl.full((BM, BK), True, tl.int1)
-            is_stored = tl.full((MATRICES * BN, BK), True, tl.int1)
-            if T is not None:
-                mask = mask & (tokens < T)[:, None]
-            if O % BN != 0:
-                is_stored = is_stored & is_stored_row[:, None]
-            if D % BK != 0:
-                mask = mask & (columns < D)[None, :]
-                is_stored = is_stored & (columns < D)[None, :]
-            part = tl.load(x_at + columns[None, :], mask=mask, other=0.0)
-            numbers = tl.load(weight_at + columns[None, :], mask=is_stored, other=0.0)
-            if gain is not None:
-                factor = tl.load(gain + columns, mask=columns < D, other=0.0).to(tl.float32)
-                wide = part.to(tl.float32)
-                squares += tl.sum(wide * wide, 1)
-                part = (wide * (1.0 + factor if IS_PLUS_ONE else factor)[None, :]).to(part.dtype)
-            sums = tl.dot(numbers, tl.trans(part), sums, input_precision="ieee")
-    if LANES > 1:
-        sums, squares = tl.sum(sums, 0), tl.sum(squares, 0)
-    if SPLITS > 1:
-        ALL: tl.constexpr = MATRICES * O
-        place = tl.program_id(1).to(tl.int64) * (tl.num_programs(2) * BM if T is None else T)
-        places = (place + tokens)[:, None] * ALL + stored_row[None, :]
-        is_sum = is_stored_row[None, :]
+        mask = tl.full((BM, BK), True, tl.int1)
+        is_stored = tl.full((MATRICES * BN, BK), True, tl.int1)
         if T is not None:
-            is_sum = is_sum & (tokens < T)[:, None]
-        tl.store(out + places, tl.trans(sums), mask=is_sum)
-    else:
+            mask = mask & (tokens < T)[:, None]
+        if O % BN != 0:
+            is_stored = is_stored & is_stored_row[:, None]
+        if D % BK != 0:
+            mask = mask & (columns < D)[None, :]
+            is_stored = is_stored & (columns < D)[None, :]
+        part = tl.load(x_at + columns[None, :], mask=mask, other=0.0)
+        numbers = tl.load(weight_at + columns[None, :], mask=is_stored, other=0.0)
         if gain is not None:
-            sums *= tl.rsqrt(squares / D + EPS)[None, :]
-        if bias is not None:
-            sums += tl.load(bias + stored_row, mask=is_stored_row, other=0.0).to(tl.float32)[:, None]
-        if ACTIVATION is not None:
-            gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BN, BM)), (1, 2, 0)))
-            sums = gated(gate, up, ACTIVATION, None, 0.0)
-        places = tokens.to(tl.int64)[:, None] * O + rows[None, :]
-        is_result = (rows < O)[None, :]
-        if T is not None:
-            is_result = is_result & (tokens < T)[:, None]
-        result = tl.trans(sums)
-        if residual is not None:
-            result += tl.load(residual + places, mask=is_result, other=0.0).to(tl.float32)
-        tl.store(out + places, result.to(out.dtype.element_ty), mask=is_result)
-
-
-@triton.jit
-def add_pieces(
-    pieces,
-    x,
-    bias,
-    gain,
-    residual,
-    out,
-    O: tl.constexpr,  # noqa: E741
-    D: tl.constexpr,
-    EPS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """Add the sums of programs that shared columns, in their order, and do what stands behind a product.
-
-    Grid (blocks of BN results, tokens). Where tokens are normed (there is a `gain`), each program sums the squares of
-    its own token again, BK columns at once: they are in the device's cache.
-    """
-    ALL: tl.constexpr = O if ACTIVATION is None else 2 * O
-    token, tokens = tl.program_id(1).to(tl.int64), tl.num_programs(1)
-    rows = tl.program_id(0) * BN + tl.arange(0, BN)
-    is_row = rows < O
-    factor = 1.0
+            factor = tl.load(gain + columns, mask=columns < D, other=0.0).to(tl.float32)
+            wide = part.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            part = (wide * (1.0 + factor if IS_PLUS_ONE else factor)[None, :]).to(part.dtype)
+        sums = tl.dot(numbers, tl.trans(part), sums, input_precision="ieee")
     if gain is not None:
-        squares = tl.zeros((BK,), tl.float32)
-        for start in range(0, D, BK):
-            columns = start + tl.arange(0, BK)
-            wide = tl.load(x + token * D + columns, mask=columns < D, other=0.0).to(tl.float32)
-            squares += wide * wide
-        factor = tl.rsqrt(tl.sum(squares, 0) / D + EPS)
-    at = pieces + token * ALL + rows
-    sums = tl.zeros((BN,), tl.float32)
-    others = tl.zeros((BN,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        sums += tl.load(at + split * tokens * ALL, mask=is_row, other=0.0)
-        if ACTIVATION is not None:
-            others += tl.load(at + split * tokens * ALL + O, mask=is_row, other=0.0)
-    sums, others = sums * factor, others * factor
+        sums *= tl.rsqrt(squares / D + EPS)[None, :]
     if bias is not None:
-        sums += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
-        if ACTIVATION is not None:
-            others += tl.load(bias + O + rows, mask=is_row, other=0.0).to(tl.float32)
+        sums += tl.load(bias + stored_row, mask=is_stored_row, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION is not None:
-        sums = gated(sums, others, ACTIVATION, None, 0.0)
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BN, BM)), (1, 2, 0)))
+        sums = gated(gate, up, ACTIVATION, None, 0.0)
+    places = tokens.to(tl.int64)[:, None] * O + rows[None, :]
+    is_result = (rows < O)[None, :]
+    if T is not None:
+        is_result = is_result & (tokens < T)[:, None]
+    result = tl.trans(sums)
     if residual is not None:
-        sums += tl.load(residual + token * O + rows, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out + token * O + rows, sums.to(out.dtype.element_ty), mask=is_row)
+        result += tl.load(residual + places, mask=is_result, other=0.0).to(tl.float32)
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=is_result)
 
 
 def fused_linear(
@@ -226,7 +127,7 @@ def fused_linear(
     """See `pallas_kernels.fused_linear`. A result is rounded once, behind all that is done to it."""
     (num_tokens, columns), is_gated = x.shape, activation is not None
     rows = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    chosen = tuning.of_fused_linear(capability, num_tokens, rows, columns, is_gated)
+    chosen = tuning.of_fused_linear(capability, num_tokens, rows, columns, is_gated, gain is not None)
     (out,) = call(
         multiply_fused,
         (x, weight, bias, gain, residual),
