@@ -49,8 +49,8 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {"linear": ("native",), "paged_decode": ("native", "xla_lanes"), "paged_prefill": ("native",)},
     "gpu": {operation: ("triton",) for operation in MODULES},
 }
-# Operations whose implementation depends on the tokens of a program: the sizes up to which it may change. With more
-# tokens than the last it is the reference.
+# Operations whose implementation depends on a program's number of tokens, and the upper bounds of the ranges. Above the
+# last bound the reference runs.
 SIZES: dict[str, tuple[int, ...]] = {"fused_linear": (2, 16, 32, 64)}
 # What was faster than those, by `deciding` facts; `python -m tests.gpu_check` measures it and writes the table.
 FASTEST = Path(__file__).with_name("fastest.json")
@@ -74,7 +74,7 @@ class Site:
     kind: str = "float"  # of a weight's numbers
     rounds_rows: bool = False  # that it is multiplied with
     is_deterministic: bool = False  # bits of a token must not depend on what else is computed
-    tokens: int = 0  # of a program, at most; of operations in SIZES
+    tokens: int = 0  # a program's tokens, for operations in SIZES
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class Choice:
     capability: int | None = None
     reason: str = ""  # why it is not the one that would be best
     is_deterministic: bool = False  # as of `Site`
-    sizes: tuple[tuple[int, str], ...] = ()  # of an operation in SIZES: tokens at most, and the implementation for them
+    sizes: tuple[tuple[int, str], ...] = ()  # for operations in SIZES: most tokens, and the implementation up to there
 
     def of(self, tokens: int) -> Choice:
-        """Return the choice for a program of so many tokens; `name` is that of the largest size."""
+        """Return the choice for a program with this number of tokens."""
         if not self.sizes:
             return self
         name = next((name for most, name in self.sizes if tokens <= most), "xla")
@@ -177,7 +177,7 @@ def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
 
 
 def _resolve(operation: str, site: Site, name: str | None) -> Choice:
-    """Choose for one number of tokens, where that matters."""
+    """Choose for the site's number of tokens."""
     if name is not None:
         reason = refusal(operation, name, site)
         if reason is not None:

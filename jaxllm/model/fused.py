@@ -20,15 +20,15 @@ from pallas_kernels import Choice, Norm
 
 
 def chosen(kernels: Mapping[str, Choice]) -> Choice | None:
-    """Return what does such products, by their number of tokens; None where nothing but XLA does."""
+    """Return the choice for fused products; None if XLA's were chosen for every number of tokens."""
     own = kernels["fused_linear"]
     return None if {own.name, *(name for _, name in own.sizes)} == {"xla"} else own
 
 
 def halves(spec: Spec, weights: dict[str, Any], layer: int, choice: Choice, tokens: int) -> tuple[bool, bool]:
-    """Say whether a layer's attention is computed so, and whether its feed-forward is.
+    """Return whether a layer's attention uses fused products, and whether its feed-forward does.
 
-    Where XLA was chosen for so many tokens, what stands around its products stays apart.
+    Neither does if XLA's products were chosen for this number of tokens.
     """
     is_plain = (
         not (choice.sizes and choice.of(tokens).name == "xla")

@@ -1,8 +1,8 @@
-"""A decode step of Llama-3.1-8B on one H100, put together from what its kernels took there: arithmetic, nothing runs.
+"""The time of a decode step of Llama-3.1-8B on one H100 as the sum of its kernels' times: arithmetic, nothing runs.
 
-`python -m tests.gpu.measured_steps` prints it beside the steps that were measured, and what it says of steps to come.
-All times are of an H100 80GB HBM3 on 2026-11-27, bfloat16: of a step's kernels by JAX's profiler, and of products in
-CUDA graphs over weights that its cache does not hold.
+`python -m tests.gpu.measured_steps` compares it with measured steps and predicts steps with today's products. All times
+were measured in bfloat16 on an H100 80GB HBM3 on 2026-11-27: a step's kernels by JAX's profiler, products in CUDA
+graphs over weights that exceed the L2 cache.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.benchmarks.step_bytes import STORED, cache_bytes, weight_bytes
 CAPABILITY = 90
 READING = 3.18e12  # bytes a second: a sum over 4 GiB
 Times = Mapping[int, float]  # microseconds, by rows
-# Of a layer's products, by what makes them. XLA's have norms, residuals and activations in kernels beside them (APART),
-# and o and down were measured together for many rows. A step of one row is a program of two tokens.
+# A layer's products by implementation: qkv, o, gate and up, down. XLA's do not include norms, residuals and activations
+# (APART), and its o and down are one sum. A step of one row is a program of two tokens.
 PRODUCTS: dict[str, tuple[Times, ...]] = {
     "a9dbdfd": (
         {1: 34.1, 16: 35.8, 32: 21.9, 64: 29.8},
@@ -54,19 +54,19 @@ STORE: Times = {1: 1.6, 16: 1.9, 64: 3.1, 256: 8.5}
 APART: Times = {1: 1.75, 16: 1.9, 64: 3.35, 128: 4.1, 256: 6.7}
 APARTS = 6
 HEAD: Times = {1: 348.0, 16: 353.0, 64: 370.0, 128: 400.0, 256: 443.0}
-BESIDE, LAUNCH = 16, 1.6  # further launches of a step, and microseconds of one in a graph that does little
+OTHERS, LAUNCH = 16, 1.6  # further launches of a step, and microseconds of a small one in a graph
 TOLERANCE = 0.08
 
 FEW = 8  # visits that programs make of a row of 1k
 
 
 class Attend(NamedTuple):
-    """How long attention of a layer takes: as its programs' visits one after another, or as its bytes."""
+    """The time of a layer's attention: the longest program's visits in sequence, or the bytes, whichever is longer."""
 
     visit: float  # microseconds that a program waits for its loads and multiplies: 14.2 us for 8 visits of one row
-    start: float  # microseconds until memory is busy, and behind the last byte
-    bandwidth: float  # bytes a second once it is
-    few: float | None = None  # microseconds of FEW visits, where they are not what FEW times `visit` is
+    start: float  # microseconds in which memory is idle, at the beginning and the end
+    bandwidth: float  # bytes a second in between
+    few: float | None = None  # microseconds of up to FEW visits, if not `visit` for each
 
     def microseconds(self, num_bytes: float, visits: int) -> float:
         waiting = visits * self.visit if self.few is None or visits > FEW else self.few
@@ -74,7 +74,7 @@ class Attend(NamedTuple):
 
 
 FOUND = Attend(1.7, 5.0, 2.72e12)
-AIM = Attend(1.7, 2.0, 3.0e12, few=5.0)  # what issue 39 asks of attention; to be replaced by what is measured of it
+AIM = Attend(1.7, 2.0, 3.0e12, few=5.0)  # issue 39's aims for attention, until they are measured
 
 
 class Measured(NamedTuple):
@@ -84,10 +84,10 @@ class Measured(NamedTuple):
     lengths: Sequence[int]
     products: str
     milliseconds: float
-    slower: float = 0.0  # milliseconds at most by which all steps of its run were slower than those of the others
+    slower: float = 0.0  # milliseconds, at most, that its whole run was slower than the other runs
 
     def difference(self, found: float) -> float:
-        """Return by what share a time differs from what was measured, a range where its run was slower."""
+        """Return the relative difference of a time from the measured one, or from the nearer end of its range."""
         nearest = min(max(found, self.milliseconds - self.slower), self.milliseconds)
         return found / nearest - 1
 
@@ -103,7 +103,7 @@ STEPS = (
 
 
 def pieces(lengths: Sequence[int], chosen: Decode, window: int | None = None) -> list[list[int]]:
-    """Divide rows' keys among programs as the kernel does: how many keys each piece of each row has."""
+    """Divide rows' keys among programs as the kernel does; return the number of keys in each piece of each row."""
     divided = evenly(
         jnp.asarray(lengths, jnp.int32), max(lengths), window, chosen.keys, chosen.programs, chosen.least_keys
     )
@@ -119,7 +119,7 @@ def visits(lengths: Sequence[int], kv_heads: int, chosen: Decode) -> list[int]:
 
 
 def makespan(durations: Sequence[int], places: int) -> int:
-    """Run programs in order, so many at once, each in the first place that is free; return when the last one ends."""
+    """Run programs in order on `places`, each on the first free one; return the end of the last program."""
     ends = [0] * places
     for duration in durations:
         heapq.heapreplace(ends, ends[0] + duration)
@@ -134,12 +134,12 @@ def longest(spec: Spec, lengths: Sequence[int]) -> int:
 
 
 def at(times: Times, rows: int) -> float:
-    """Return the time of so many rows: between those that were measured in proportion."""
+    """Return the time for a number of rows, interpolated linearly between measured ones."""
     return float(np.interp(rows, list(times), list(times.values())))
 
 
 def milliseconds(spec: Spec, lengths: Sequence[int], products: str, attend: Attend, num_visits: int) -> float:
-    """Add up the launches of a step; none runs beside another."""
+    """Add up the launches of a step, which run one after another."""
     rows = len(lengths)
     is_fused = products != "xla" and rows <= MOST_FUSED
     layer = sum(at(one, rows) for one in PRODUCTS[products if is_fused else "xla"])
@@ -148,7 +148,7 @@ def milliseconds(spec: Spec, lengths: Sequence[int], products: str, attend: Atte
     keys = cache_bytes(spec, sum(lengths), is_eight_bit=False) / spec.num_layers
     layer += attend.microseconds(keys, num_visits)
     logits = 1e6 * 4 * rows * spec.vocab_size / READING
-    return 1e-3 * (spec.num_layers * layer + at(HEAD, rows) + BESIDE * LAUNCH + logits)
+    return 1e-3 * (spec.num_layers * layer + at(HEAD, rows) + OTHERS * LAUNCH + logits)
 
 
 def floor(spec: Spec, lengths: Sequence[int]) -> float:
@@ -162,7 +162,7 @@ def llama() -> Spec:
 
 
 def compared() -> Iterator[tuple[Measured, float]]:
-    """Give each step that was measured, and the milliseconds that are computed for it."""
+    """Yield each measured step and its computed milliseconds."""
     spec = llama()
     for one in STEPS:
         yield one, milliseconds(spec, one.lengths, one.products, FOUND, longest(spec, one.lengths))

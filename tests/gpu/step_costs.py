@@ -1,8 +1,8 @@
-"""What a decode step of Llama-3.1-8B costs an H100: `python -m tests.gpu.step_costs` prints the tables.
+"""The cost of decode steps of Llama-3.1-8B on an H100: `python -m tests.gpu.step_costs` prints the tables.
 
 Nothing runs. Kernels are counted in the program that XLA compiles; attention's programs are those of its grid, with the
-registers and the shared memory that its machine code takes. Times are those of measured_steps.py. The table is that of
-pallas_kernels/README.md: what a change is worth before a GPU has measured it.
+registers and the shared memory of its machine code. Times come from measured_steps.py. pallas_kernels/README.md has the
+tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps that are put together from times of kernels take what whole steps took on an H100."""
+"""The sum of kernels' times reproduces the steps that were measured on an H100."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_a_step_takes_what_was_measured():
 
 
 def test_constants_that_nobody_measured_are_seen(monkeypatch):
-    """Visits of 0.45 us, and products at the speed of memory alone, as was believed before."""
+    """Visits of 0.45 us, and products at the speed of memory, as in earlier versions of this table."""
     weights = measured_steps.floor(measured_steps.llama(), [0]) * 1e3
     fast = ({1: weights / 32, 64: weights / 32},)
     monkeypatch.setitem(measured_steps.PRODUCTS, "a9dbdfd", fast)

@@ -115,7 +115,7 @@ def test_what_was_measured_to_be_faster_comes_first(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_choice_of_a_program_is_that_of_its_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was measured, and XLA's behind the last size; one that is named is taken up to there."""
+    """Measured rows decide; above the last size XLA's run, even if another is asked for."""
     rows = [
         {**choice.deciding("fused_linear", replace(HOPPER, tokens=tokens)), "fastest": "xla", "measured": {}}
         for tokens in (1, 16, 32)
