@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,6 +49,9 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {"linear": ("native",), "paged_decode": ("native", "xla_lanes"), "paged_prefill": ("native",)},
     "gpu": {operation: ("triton",) for operation in MODULES},
 }
+# Operations whose implementation depends on a program's number of tokens, and the upper bounds of the ranges. Above the
+# last bound the reference runs.
+SIZES: dict[str, tuple[int, ...]] = {"fused_linear": (2, 16, 32, 64)}
 # What was faster than those, by `deciding` facts; `python -m tests.gpu_check` measures it and writes the table.
 FASTEST = Path(__file__).with_name("fastest.json")
 
@@ -71,6 +74,7 @@ class Site:
     kind: str = "float"  # of a weight's numbers
     rounds_rows: bool = False  # that it is multiplied with
     is_deterministic: bool = False  # bits of a token must not depend on what else is computed
+    tokens: int = 0  # a program's tokens, for operations in SIZES
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +85,20 @@ class Choice:
     capability: int | None = None
     reason: str = ""  # why it is not the one that would be best
     is_deterministic: bool = False  # as of `Site`
+    sizes: tuple[tuple[int, str], ...] = ()  # for operations in SIZES: most tokens, and the implementation up to there
+
+    def of(self, tokens: int) -> Choice:
+        """Return the choice for a program with this number of tokens."""
+        if not self.sizes:
+            return self
+        name = next((name for most, name in self.sizes if tokens <= most), "xla")
+        return replace(self, name=name, sizes=())
 
     def __str__(self) -> str:
-        return self.name
+        if not self.sizes:
+            return self.name
+        each = [f"{name} up to {most} tokens" for most, name in self.sizes if name != "xla" or len(self.sizes) > 1]
+        return ", ".join([*each, "xla"])
 
 
 def capability_of(device: Any) -> int | None:
@@ -121,6 +136,9 @@ def refusal(operation: str, name: str, site: Site) -> str | None:
 
 def deciding(operation: str, site: Site) -> dict[str, Any]:
     """Return the facts by which a row of the table of `FASTEST` is found."""
+    if operation in SIZES:
+        own = {"operation": operation, "capability": site.capability, "dtype": site.dtype}
+        return own | {"tokens": next((most for most in SIZES[operation] if site.tokens <= most), None)}
     return {
         "operation": operation,
         "capability": site.capability,
@@ -150,6 +168,16 @@ def resolve(operation: str, site: Site, name: str | None = None) -> Choice:
 
     One that is named and cannot do it is a ValueError that says why; nothing takes its place.
     """
+    if operation not in SIZES:
+        return _resolve(operation, site, name)
+    each = [(most, _resolve(operation, replace(site, tokens=most), name)) for most in SIZES[operation]]
+    following = [one.name for _, one in each[1:]] + [None]
+    sizes = tuple((most, one.name) for (most, one), after in zip(each, following, strict=True) if one.name != after)
+    return replace(each[-1][1], sizes=sizes)
+
+
+def _resolve(operation: str, site: Site, name: str | None) -> Choice:
+    """Choose for the site's number of tokens."""
     if name is not None:
         reason = refusal(operation, name, site)
         if reason is not None:

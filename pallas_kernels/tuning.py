@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,15 +86,26 @@ LINEAR = {
     32: ((16, 64, 32, 4, 2), (32, 64, 32, 4, 2)),
 }
 LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # visits that a program is worth
-# Of `fused_linear`, not measured, without and with a second matrix: tokens, rows of a matrix, columns, warps, stages.
-# Each program reads all tokens, so with many of them it has more rows: what it reads beside weights is tokens / rows of
-# those. The fewer programs a product is, the more loads each has under way: for those of an 8B model at least 33 KB on
-# each multiprocessor of an H200 (tests/gpu/test_interpreted_fused.py).
-FUSED = {
-    False: ((8, 32, 256, 4, 5), (16, 32, 256, 4, 5), (32, 64, 128, 8, 6), (64, 64, 128, 8, 6)),
-    True: ((8, 16, 256, 4, 5), (16, 16, 256, 4, 5), (32, 64, 64, 4, 4), (64, 64, 64, 8, 4)),
+# Of `fused_linear`, of plain products, of those with a norm, and of those with a second matrix: tokens, rows of a
+# matrix, columns, warps, stages. Each program reads all tokens, so with many of them it has more rows: tokens are
+# tokens / rows of the bytes of weights. The fewer programs a product is, the more loads each has under way: for an
+# 8B model at least 33 KB on each multiprocessor of an H200 (tests/gpu/test_interpreted_fused.py).
+# Hopper's were measured on an H100 (2026-11-27, Llama-3.1-8B's shapes in CUDA graphs, 991 variants; 2, 16, 32 and 64
+# tokens, us): qkv 21.4, not measured, 21.9, 29.8; o 13.8, 14.5, 15.3, 16.2; gate and up 83.6, 85.5, 85.6, 87.8; down
+# 42.6, 43.4, 44.4, 47.6. A norm's gain multiplies tokens on their way through shared memory, which wgmma reads once per
+# program and other instructions once per warp: few tokens get one warp, or many rows for four. Dividing columns among
+# programs was slower (o 15.1, down 43.6, with a second kernel to add), among warps it gained 1 % at most.
+_FEW = (8, 32, 256, 4, 5), (16, 32, 256, 4, 5), (32, 64, 128, 8, 6), (64, 64, 128, 8, 6)
+_FEW_GATED = (8, 16, 256, 4, 5), (16, 16, 256, 4, 5), (32, 64, 64, 4, 4), (64, 64, 64, 8, 4)
+FUSED: dict[int, dict[str, Sequence[tuple[int, int, int, int, int]]]] = {
+    80: {"plain": _FEW, "normed": _FEW, "gated": _FEW_GATED},  # not measured
+    90: {
+        "plain": (_FEW[0], _FEW[1], (32, 16, 256, 2, 5), _FEW[3]),
+        "normed": ((8, 16, 256, 1, 4), (16, 64, 128, 8, 6), *_FEW[2:]),
+        "gated": ((8, 64, 256, 4, 3), (16, 64, 128, 8, 6), (32, 64, 128, 8, 3), (64, 64, 128, 8, 4)),
+    },
+    100: {"plain": _FEW, "normed": _FEW, "gated": _FEW_GATED},  # not measured
 }
-MOST_FUSED_TOKENS = 64
 # Of `fused_experts`, not measured here, by the assignments of a tile, and 0 for float32: rows, columns, warps, stages.
 # Near to what vLLM measured on an H200 for 128 experts of 768 (fused_moe/configs: 16 x 128 x 128 up to 128 tokens,
 # 128 x 256 x 64 from 1,024 on). There a tile has twice what an expert gets on average, so that weights are read once;
@@ -187,12 +199,14 @@ def of_linear(capability: int | None, tokens: int, rows: int, columns: int, kind
     return Linear(most, size, width, splits, Tuning(warps, stages))
 
 
-def of_fused_linear(capability: int | None, tokens: int, rows: int, columns: int, is_gated: bool) -> Linear:
-    """Choose for so many tokens and one or two matrices of so many rows and columns. Not measured yet: see FUSED.
+def of_fused_linear(
+    capability: int | None, tokens: int, rows: int, columns: int, is_gated: bool, is_normed: bool
+) -> Linear:
+    """Choose for a number of tokens, and the rows and columns of one matrix or two.
 
-    Fewer rows than the table says are for matrices that would be few programs.
+    Small matrices get fewer rows per program than the table has, so that there are more programs.
     """
-    table = FUSED[is_gated]
+    table = FUSED[generation(capability)]["gated" if is_gated else "normed" if is_normed else "plain"]
     most, size, width, warps, stages = next((one for one in table if tokens <= one[0]), table[-1])
     while size > 16 and -(-rows // size) < PROCESSORS[generation(capability)] // 3:
         size //= 2

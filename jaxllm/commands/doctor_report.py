@@ -192,7 +192,7 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
         ),
         **{
             f"kernel {name}": (
-                choice.name,
+                str(choice),
                 "asked for"
                 if f"{name}={choice.name}" in config.kernels
                 else choice.reason or f"best on {setup.platform}",

@@ -277,7 +277,7 @@ def run_layers(
     mlp_norm = "attn_norm" if spec.residual == "parallel, one norm" else "mlp_norm"
     for layer in range(spec.num_layers)[start:stop]:
         weights = params.layers[layer]
-        is_fused = fused.halves(spec, weights, layer, len(x)) if context.fused else (False, False)
+        is_fused = fused.halves(spec, weights, layer, context.fused, len(x)) if context.fused else (False, False)
         with named_scope(f"layer_{layer:02}/attention"):
             if is_fused[0]:
                 attended = _fused_attention(spec, weights, layer, x, turns, context)

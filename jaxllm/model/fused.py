@@ -1,7 +1,7 @@
 """Halves of a layer whose norm, residual and activation are part of their products, where these have few tokens.
 
 A decode step on a GPU is many short kernels: so a layer is three or four fewer. Knows what such a product can take in,
-and of which layers; which implementation does it was chosen (`Context.fused`).
+and of which layers; which implementation does it, and for how many tokens, was chosen (`Context.fused`).
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ import pallas_kernels
 from jaxllm.model.quantized import Quantized
 from jaxllm.model.spec import Activation, Spec
 from pallas_kernels import Choice, Norm
-from pallas_kernels.tuning import MOST_FUSED_TOKENS
 
 
 def chosen(kernels: Mapping[str, Choice]) -> Choice | None:
-    """Return what does such products; None where what stands around them stays apart, as for XLA's own."""
+    """Return the choice for fused products; None if XLA's were chosen for every number of tokens."""
     own = kernels["fused_linear"]
-    return None if own.name == "xla" else own
+    return None if {own.name, *(name for _, name in own.sizes)} == {"xla"} else own
 
 
-def halves(spec: Spec, weights: dict[str, Any], layer: int, tokens: int) -> tuple[bool, bool]:
-    """Say whether a layer's attention can be computed so, and whether its feed-forward can."""
+def halves(spec: Spec, weights: dict[str, Any], layer: int, choice: Choice, tokens: int) -> tuple[bool, bool]:
+    """Return whether a layer's attention uses fused products, and whether its feed-forward does.
+
+    Neither does if XLA's products were chosen for this number of tokens.
+    """
     is_plain = (
-        tokens <= MOST_FUSED_TOKENS
+        not (choice.sizes and choice.of(tokens).name == "xla")
         and (spec.norm_place, spec.residual, spec.residual_scale) == ("pre", "serial", 1.0)
         and spec.norm != "layer"
         and not spec.norm_bias
@@ -54,7 +56,8 @@ def product(
     With an activation the weight is that of a gate and another; a residual [T, out] is added last. In the type of `x`.
     """
     arrays = (x, weights[name], weights.get(f"{name}_bias"), norm and weights[norm], residual)
-    return _product(*arrays, eps=spec.norm_eps, is_plus_one=spec.norm == "rms+1", activation=activation, choice=choice)
+    own = {"eps": spec.norm_eps, "is_plus_one": spec.norm == "rms+1", "activation": activation}
+    return _product(*arrays, **own, choice=choice.of(len(x)))
 
 
 @partial(jax.jit, static_argnames=("eps", "is_plus_one", "activation", "choice"))

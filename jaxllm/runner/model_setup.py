@@ -406,7 +406,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "device": setup.devices[0].device_kind,
         "num_devices": len(setup.devices),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "kernels": {operation: chosen.name for operation, chosen in setup.kernels.items()},
+        "kernels": {operation: str(chosen) for operation, chosen in setup.kernels.items()},
         "dtype": setup.dtype.name,
         "quantization": config.quantization if setup.family.stored is None else repr(setup.family.stored),
         "kv_cache_dtype": setup.float8 or setup.cache_dtype.name,

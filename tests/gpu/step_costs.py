@@ -1,53 +1,33 @@
-"""What a decode step of Llama-3.1-8B costs an H200, by arithmetic: `python -m tests.gpu.step_costs` prints the table.
+"""The cost of decode steps of Llama-3.1-8B on an H100: `python -m tests.gpu.step_costs` prints the tables.
 
-Nothing runs. Bytes are those that must be read; kernels are counted in the program that XLA compiles; attention's
-programs are those of its grid, with the registers and the shared memory that its machine code takes. The table is that
-of pallas_kernels/README.md: what a change is worth before a GPU has measured it.
+Nothing runs. Kernels are counted in the program that XLA compiles; attention's programs are those of its grid, with the
+registers and the shared memory of its machine code. Times come from measured_steps.py. pallas_kernels/README.md has the
+tables.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 import pallas_kernels
-from jaxllm.model.families import read_spec
 from jaxllm.model.spec import Spec
 from pallas_kernels import tuning
-from pallas_kernels.attention.division import Pieces, evenly
-from pallas_kernels.tuning import PROCESSORS, Decode
+from pallas_kernels.tuning import PROCESSORS
 from tests.benchmarks.shapes import SHAPES
-from tests.benchmarks.step_bytes import BANDWIDTH, STORED, cache_bytes, weight_bytes
-from tests.gpu import aot, conftest, resources, sass
+from tests.benchmarks.step_bytes import STORED, cache_bytes, weight_bytes
+from tests.gpu import aot, conftest, measured_steps, resources, sass
+from tests.gpu.measured_steps import AIM, FOUND, Attend, makespan, visits
 
 assert conftest  # it finds XLA an assembler
 CAPABILITY = 90
 BLOCK = 16
 ROWS = (1, 4, 16, 33, 64, 256)
-# Not measured here: of products (measured on an H200, its data sheet says 989), of a launch in a CUDA graph, and of a
-# visit of a program that waits for its loads: a memory's latency and the products behind it.
-FLOPS = 790e12  # a second
-LAUNCH = 1.5e-6, 2.5e-6  # seconds
-VISIT = 0.3e-6, 0.6e-6  # seconds
 BATCHES = {f"{rows} of {context // 1024}k": [context] * rows for context in (1024, 16384) for rows in (1, 64, 256)}
 BATCHES["1 of 32k, 63 of 512"] = [32768] + [512] * 63
-# Kernels, waves, visits and milliseconds of commit 625414e, which the others are compared with.
-BEFORE: dict[str, tuple[int, float, int, float, float]] = {
-    "1 of 1k": (348, 0.08, 4, 4.1, 4.4),
-    "64 of 1k": (315, 1.29, 32, 6.0, 6.3),
-    "256 of 1k": (316, 5.17, 96, 13.3, 13.6),
-    "1 of 16k": (348, 0.65, 8, 4.5, 4.9),
-    "64 of 16k": (315, 1.29, 512, 35.9, 36.2),
-    "256 of 16k": (316, 5.17, 1536, 133.2, 133.5),
-    "1 of 32k, 63 of 512": (315, 1.29, 520, 9.0, 14.3),
-}
 
 
 class Attention(NamedTuple):
@@ -63,32 +43,8 @@ class Cost(NamedTuple):
     num_bytes: int
     kernels: int
     attention: Attention
-    milliseconds: tuple[float, float]  # at the least and at the most of LAUNCH and VISIT
+    milliseconds: tuple[float, float]  # with attention as it was measured, and as it is aimed at
     floor: float  # milliseconds: bytes alone
-
-
-def pieces(lengths: Sequence[int], chosen: Decode, window: int | None = None) -> list[list[int]]:
-    """Divide rows' keys among programs as the kernel does: how many keys each piece of each row has."""
-    divided = evenly(
-        jnp.asarray(lengths, jnp.int32), max(lengths), window, chosen.keys, chosen.programs, chosen.least_keys
-    )
-    found = Pieces(*map(np.asarray, divided))
-    keys = found.end - found.begin
-    return [keys[first : first + count].tolist() for first, count in zip(found.first, found.count, strict=True)]
-
-
-def visits(lengths: Sequence[int], kv_heads: int, chosen: Decode) -> list[int]:
-    """Count the visits of each program that has any, in the order in which a device begins programs."""
-    each = [math.ceil(keys / chosen.keys) for row in pieces(lengths, chosen) for keys in row]
-    return [one for one in each if one] * kv_heads
-
-
-def makespan(durations: Sequence[int], places: int) -> int:
-    """Run programs in order, so many at once, each in the first place that is free; return when the last one ends."""
-    ends = [0] * places
-    for duration in durations:
-        heapq.heapreplace(ends, ends[0] + duration)
-    return max(ends)
 
 
 def attention(spec: Spec, lengths: Sequence[int]) -> Attention:
@@ -112,20 +68,13 @@ def attention(spec: Spec, lengths: Sequence[int]) -> Attention:
     return Attention(sass.waves(len(programs), held, CAPABILITY), makespan(programs, places))
 
 
-def cost(spec: Spec, lengths: Sequence[int], kernels: int, attention: Attention) -> Cost:
-    """Add up a step: products at the speed of memory or of the tensor cores, attention at that of memory or of visits.
-
-    Nothing of one kernel runs beside another's, and products are as good as they can be.
-    """
-    weights = weight_bytes(spec, STORED[0])
-    keys = cache_bytes(spec, sum(lengths), is_eight_bit=False)
-    products = max(weights / BANDWIDTH, weights * len(lengths) / FLOPS)  # two bytes and two operations for each weight
-    took = [
-        products + max(keys / BANDWIDTH, spec.num_layers * attention.visits * visit) + kernels * launch
-        for launch, visit in zip(LAUNCH, VISIT, strict=True)
-    ]
-    least, most = (1e3 * each for each in took)
-    return Cost(weights + keys, kernels, attention, (least, most), 1e3 * (weights + keys) / BANDWIDTH)
+def cost(
+    spec: Spec, lengths: Sequence[int], kernels: int, attention: Attention, attends: Sequence[Attend] = (FOUND, AIM)
+) -> Cost:
+    """Add up a step, with each of two kinds of attention."""
+    num_bytes = weight_bytes(spec, STORED[0]) + cache_bytes(spec, sum(lengths), is_eight_bit=False)
+    least, most = (measured_steps.milliseconds(spec, lengths, "triton", one, attention.visits) for one in attends)
+    return Cost(num_bytes, kernels, attention, (least, most), measured_steps.floor(spec, lengths))
 
 
 def filled(spec: Spec) -> Iterator[str]:
@@ -139,21 +88,20 @@ def filled(spec: Spec) -> Iterator[str]:
 
 def lines() -> Iterator[str]:
     """Write the tables."""
-    shape = SHAPES["llama-3.1-8b"]
-    spec, _ = read_spec(dict(shape))
-    kernels = {rows: aot.compile_step(shape, rows=rows).kernels for rows in (2, 64, 256)}  # the smallest has 2
-    yield "| rows, contexts | GB | kernels | waves | visits | ms | of bytes alone | 625414e: all four |"
+    spec = measured_steps.llama()
+    kernels = {rows: aot.compile_step(SHAPES["llama-3.1-8b"], rows=rows).kernels for rows in (2, 64, 256)}
+    yield "| rows, contexts | GB | kernels | waves | visits | ms | of bytes alone | with the aim of attention |"
     yield "| --- " * 8 + "|"
     for name, lengths in BATCHES.items():
         one = cost(spec, lengths, kernels[max(2, len(lengths))], attention(spec, lengths))
-        least, most = one.milliseconds
         cells = [name, f"{one.num_bytes / 1e9:.1f}", f"{one.kernels}", f"{one.attention.waves:.2f}"]
-        cells += [f"{one.attention.visits}", f"{least:.1f} to {most:.1f}"]
-        cells += [f"{least / one.floor:.2f} to {most / one.floor:.2f} ×"]
-        cells += ["{}, {:.2f}, {}, {:.1f} to {:.1f}".format(*BEFORE[name])] if name in BEFORE else [""]
+        found, aim = one.milliseconds
+        cells += [f"{one.attention.visits}", f"{found:.1f}", f"{found / one.floor:.2f} ×", f"{aim / one.floor:.2f} ×"]
         yield f"| {' | '.join(cells)} |"
     yield ""
     yield from filled(spec)
+    yield ""
+    yield from measured_steps.lines()
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ PRODUCTS = {
     "8B": ((6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)),
     "0.5B": ((1152, 896, False), (896, 896, False), (4864, 896, True), (896, 4864, False)),
 }
+NORMED = (0, 2)
 
 
 def exact(x: Any, weight: Any, bias: Any, gain: Any, residual: Any, activation: str | None, eps: float) -> np.ndarray:
@@ -117,8 +118,8 @@ def resident(rows: int, matrices: int, own: tuning.Linear) -> tuple[float, int]:
 
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_an_8b_model_has_enough_under_way(tokens: int):
-    for rows, columns, is_gated in PRODUCTS["8B"]:
-        own = tuning.of_fused_linear(90, tokens, rows, columns, is_gated)
+    for number, (rows, columns, is_gated) in enumerate(PRODUCTS["8B"]):
+        own = tuning.of_fused_linear(90, tokens, rows, columns, is_gated, number in NORMED)
         programs, each = resident(rows, 1 + is_gated, own)
         print(f"{tokens} tokens, {rows} x {columns}: {own}, {programs:.2f} programs, {programs * each / 1024:.0f} KB")
         assert programs * each >= LITTLE
@@ -129,7 +130,10 @@ def test_an_8b_model_has_enough_under_way(tokens: int):
 
 def test_small_matrices_are_divided_among_more_programs():
     for tokens in (1, 16, 64):
-        rows = [tuning.of_fused_linear(90, tokens, *product).rows for product in PRODUCTS["0.5B"]]
+        rows = [
+            tuning.of_fused_linear(90, tokens, *product, number in NORMED).rows
+            for number, product in enumerate(PRODUCTS["0.5B"])
+        ]
         assert rows[1] == rows[3] == 16, "56 programs"
 
 

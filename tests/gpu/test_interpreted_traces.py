@@ -31,7 +31,7 @@ import triton.language as tl
 from pallas_kernels.triton_bridge import call
 from pallas_kernels.tuning import Tuning
 from tests.gpu import traces
-from tests.gpu.step_costs import pieces
+from tests.gpu.measured_steps import pieces
 from tests.gpu.traces import SECTOR, Launch
 
 TRITON = Choice("triton", 90)
@@ -173,7 +173,7 @@ def fused(tokens: int, rows: int, columns: int, activation: Any = None) -> Trace
     """A weight once for each block of tokens; tokens and the norm's gain once for each program; residual and result."""
     weight = numbers(rows * (1 if activation is None else 2), columns)
     x, gain, residual = numbers(tokens, columns), numbers(columns), numbers(tokens, rows)
-    chosen = tuning.of_fused_linear(90, tokens, rows, columns, activation is not None)
+    chosen = tuning.of_fused_linear(90, tokens, rows, columns, activation is not None, True)
     blocks, turns = -(-rows // chosen.rows), -(-tokens // chosen.tokens)
     needed = weight.nbytes * turns + x.nbytes * blocks + gain.nbytes * blocks * turns
     needed += residual.nbytes * (2 if activation is None else 1)

@@ -63,7 +63,7 @@ def test_a_gpu_takes_triton_where_it_can(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(choice.importlib.metadata, "version", lambda _: "3.6.0")
     for operation in choice.PREFERRED["gpu"]:
-        assert pallas_kernels.resolve(operation, Site("gpu", 90)) == pallas_kernels.Choice("triton", 90)
+        assert pallas_kernels.resolve(operation, Site("gpu", 90)).of(64) == pallas_kernels.Choice("triton", 90)
         long = pallas_kernels.resolve(operation, Site("gpu", 90, head_size=576))
         assert (long.name, long.reason) == (
             ("xla", "not triton: heads do not fit") if operation.startswith("paged") else ("triton", "")
@@ -112,6 +112,26 @@ def test_what_was_measured_to_be_faster_comes_first(monkeypatch: pytest.MonkeyPa
     assert [one.name for one in names.values()] == ["flashinfer", "flashinfer", "triton", "xla"]
     assert [*names.values()][-1].reason == "not flashinfer: it has no drum; not triton: it has no drum"
     assert pallas_kernels.resolve("paged_prefill", HOPPER).name == "triton"
+
+
+def test_the_choice_of_a_program_is_that_of_its_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured rows decide; above the last size XLA's run, even if another is asked for."""
+    rows = [
+        {**choice.deciding("fused_linear", replace(HOPPER, tokens=tokens)), "fastest": "xla", "measured": {}}
+        for tokens in (1, 16, 32)
+    ]
+    monkeypatch.setattr(choice, "fastest", lambda: rows)
+    monkeypatch.setattr(choice, "refusal", lambda *_: None)
+    tokens = (1, 2, 3, 16, 17, 32, 33, 64, 65, 8192)
+    found = pallas_kernels.resolve("fused_linear", HOPPER)
+    assert [found.of(one).name for one in tokens] == ["xla"] * 6 + ["triton"] * 2 + ["xla"] * 2
+    assert str(found) == "xla up to 32 tokens, triton up to 64 tokens, xla"
+    other = pallas_kernels.resolve("fused_linear", replace(HOPPER, dtype="float16"))
+    assert other.of(1).name == "triton" and str(other) == "triton up to 64 tokens, xla"
+    for name in ("xla", "triton"):
+        asked = pallas_kernels.resolve("fused_linear", HOPPER, name)
+        assert [asked.of(one).name for one in tokens] == [name] * 8 + ["xla"] * 2
+    assert str(pallas_kernels.resolve("fused_linear", HOPPER, "xla")) == "xla"
 
 
 def test_the_table_of_what_was_measured_names_what_there_is() -> None:

@@ -67,10 +67,14 @@ def test_layers_say_the_same(family: str, devices: int, monkeypatch: pytest.Monk
 def test_which_halves_of_a_layer_take_something_in(family: str) -> None:
     spec, _ = read_spec(read_config(GOLDEN / family))
     weights = {"attn_norm": 0, "mlp_norm": 0}
-    assert fused.halves(spec, weights, 0, 64) == FAMILIES[family]
-    assert fused.halves(spec, weights, 0, 65) == (False, False), "many tokens"
-    assert fused.halves(spec, {"mlp_norm": 0}, 0, 64) == (False, FAMILIES[family][1]), "embeddings are normed already"
+    choice = Choice("triton", sizes=((2, "xla"), (64, "triton")))
+    assert fused.halves(spec, weights, 0, choice, 64) == FAMILIES[family]
+    for tokens in (2, 65):
+        assert fused.halves(spec, weights, 0, choice, tokens) == (False, False), "XLA's are chosen for these"
+    assert fused.halves(spec, {"mlp_norm": 0}, 0, choice, 64) == (False, FAMILIES[family][1]), (
+        "embeddings are normed already"
+    )
     if spec.experts is not None:
-        assert fused.halves(spec, weights, spec.num_layers - 1, 64) == (FAMILIES[family][0], False)
+        assert fused.halves(spec, weights, spec.num_layers - 1, choice, 64) == (FAMILIES[family][0], False)
     quantized = Quantized(np.zeros((2, 2)), np.zeros((1, 2)))
-    assert fused.halves(spec, weights | {"up": quantized}, 0, 64) == (False, False)
+    assert fused.halves(spec, weights | {"up": quantized}, 0, choice, 64) == (False, False)

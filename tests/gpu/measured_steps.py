@@ -1,0 +1,191 @@
+"""The time of a decode step of Llama-3.1-8B on one H100 as the sum of its kernels' times: arithmetic, nothing runs.
+
+`python -m tests.gpu.measured_steps` compares it with measured steps and predicts steps with today's products. All times
+were measured in bfloat16 on an H100 80GB HBM3 on 2026-11-27: a step's kernels by JAX's profiler, products in CUDA
+graphs over weights that exceed the L2 cache.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.model.families import read_spec
+from jaxllm.model.spec import Spec
+from pallas_kernels import tuning
+from pallas_kernels.attention.division import Pieces, evenly
+from pallas_kernels.tuning import PROCESSORS, RESIDENT, Decode
+from tests.benchmarks.shapes import SHAPES
+from tests.benchmarks.step_bytes import STORED, cache_bytes, weight_bytes
+
+CAPABILITY = 90
+READING = 3.18e12  # bytes a second: a sum over 4 GiB
+Times = Mapping[int, float]  # microseconds, by rows
+# A layer's products by implementation: qkv, o, gate and up, down. XLA's do not include norms, residuals and activations
+# (APART), and its o and down are one sum. A step of one row is a program of two tokens.
+PRODUCTS: dict[str, tuple[Times, ...]] = {
+    "a9dbdfd": (
+        {1: 34.1, 16: 35.8, 32: 21.9, 64: 29.8},
+        {1: 13.8, 16: 14.5, 32: 15.5, 64: 16.2},
+        {1: 122.3, 16: 122.2, 32: 90.6, 64: 95.2},
+        {1: 42.6, 16: 43.4, 32: 45.7, 64: 47.6},
+    ),
+    "triton": (
+        {1: 21.4, 16: 21.9, 32: 21.9, 64: 29.8},
+        {1: 13.8, 16: 14.5, 32: 15.3, 64: 16.2},
+        {1: 83.6, 16: 85.5, 32: 85.6, 64: 87.8},
+        {1: 42.6, 16: 43.4, 32: 44.4, 64: 47.6},
+    ),
+    "xla": (
+        {1: 19.0, 16: 20.6, 64: 22.9, 128: 23.5, 256: 27.5},
+        {1: 79.8, 16: 82.4, 64: 88.7, 128: 93.4, 256: 107.0},
+        {1: 54.3, 16: 57.2, 64: 66.7, 128: 65.6, 256: 73.0},
+    ),
+}
+MOST_FUSED = max(PRODUCTS["triton"][0])  # rows; with more, products are XLA's
+# Further launches of a layer: sums of pieces, keys and values, and six of XLA's around its products.
+COMBINE: Times = {1: 1.9, 16: 2.9, 64: 2.3, 128: 3.8, 256: 6.1}
+STORE: Times = {1: 1.6, 16: 1.9, 64: 3.1, 256: 8.5}
+APART: Times = {1: 1.75, 16: 1.9, 64: 3.35, 128: 4.1, 256: 6.7}
+APARTS = 6
+HEAD: Times = {1: 348.0, 16: 353.0, 64: 370.0, 128: 400.0, 256: 443.0}
+OTHERS, LAUNCH = 16, 1.6  # further launches of a step, and microseconds of a small one in a graph
+TOLERANCE = 0.08
+
+FEW = 8  # visits that programs make of a row of 1k
+
+
+class Attend(NamedTuple):
+    """The time of a layer's attention: the longest program's visits in sequence, or the bytes, whichever is longer."""
+
+    visit: float  # microseconds that a program waits for its loads and multiplies: 14.2 us for 8 visits of one row
+    start: float  # microseconds in which memory is idle, at the beginning and the end
+    bandwidth: float  # bytes a second in between
+    few: float | None = None  # microseconds of up to FEW visits, if not `visit` for each
+
+    def microseconds(self, num_bytes: float, visits: int) -> float:
+        waiting = visits * self.visit if self.few is None or visits > FEW else self.few
+        return max(waiting, self.start + 1e6 * num_bytes / self.bandwidth)
+
+
+FOUND = Attend(1.7, 5.0, 2.72e12)
+AIM = Attend(1.7, 2.0, 3.0e12, few=5.0)  # issue 39's aims for attention, until they are measured
+
+
+class Measured(NamedTuple):
+    """A step that was measured."""
+
+    name: str
+    lengths: Sequence[int]
+    products: str
+    milliseconds: float
+    slower: float = 0.0  # milliseconds, at most, that its whole run was slower than the other runs
+
+    def difference(self, found: float) -> float:
+        """Return the relative difference of a time from the measured one, or from the nearer end of its range."""
+        nearest = min(max(found, self.milliseconds - self.slower), self.milliseconds)
+        return found / nearest - 1
+
+
+STEPS = (
+    *(Measured(f"{rows} of 1k", [1024] * rows, "a9dbdfd", one) for rows, one in ((1, 7.74), (16, 8.38), (64, 9.84))),
+    Measured("128 of 1k", [1024] * 128, "a9dbdfd", 13.57),
+    Measured("256 of 1k", [1024] * 256, "a9dbdfd", 24.3, slower=1.0),
+    Measured("16 of 8k", [8192] * 16, "a9dbdfd", 13.7, slower=1.0),
+    *(Measured(f"{rows} of 1k, xla", [1024] * rows, "xla", one) for rows, one in ((1, 6.16), (16, 7.0), (64, 10.09))),
+    Measured("128 of 1k, xla", [1024] * 128, "xla", 13.6),
+)
+
+
+def pieces(lengths: Sequence[int], chosen: Decode, window: int | None = None) -> list[list[int]]:
+    """Divide rows' keys among programs as the kernel does; return the number of keys in each piece of each row."""
+    divided = evenly(
+        jnp.asarray(lengths, jnp.int32), max(lengths), window, chosen.keys, chosen.programs, chosen.least_keys
+    )
+    found = Pieces(*map(np.asarray, divided))
+    keys = found.end - found.begin
+    return [keys[first : first + count].tolist() for first, count in zip(found.first, found.count, strict=True)]
+
+
+def visits(lengths: Sequence[int], kv_heads: int, chosen: Decode) -> list[int]:
+    """Count the visits of each program that has any, in the order in which a device begins programs."""
+    each = [math.ceil(keys / chosen.keys) for row in pieces(lengths, chosen) for keys in row]
+    return [one for one in each if one] * kv_heads
+
+
+def makespan(durations: Sequence[int], places: int) -> int:
+    """Run programs in order on `places`, each on the first free one; return the end of the last program."""
+    ends = [0] * places
+    for duration in durations:
+        heapq.heapreplace(ends, ends[0] + duration)
+    return max(ends)
+
+
+def longest(spec: Spec, lengths: Sequence[int]) -> int:
+    """Count the visits of a layer's attention that are made one after another."""
+    heads, size = spec.num_kv_heads, spec.head_size
+    chosen = tuning.of_decode(CAPABILITY, len(lengths), heads, size, "bfloat16", "bfloat16", max(lengths))
+    return makespan(visits(lengths, heads, chosen), RESIDENT * PROCESSORS[CAPABILITY])
+
+
+def at(times: Times, rows: int) -> float:
+    """Return the time for a number of rows, interpolated linearly between measured ones."""
+    return float(np.interp(rows, list(times), list(times.values())))
+
+
+def milliseconds(spec: Spec, lengths: Sequence[int], products: str, attend: Attend, num_visits: int) -> float:
+    """Add up the launches of a step, which run one after another."""
+    rows = len(lengths)
+    is_fused = products != "xla" and rows <= MOST_FUSED
+    layer = sum(at(one, rows) for one in PRODUCTS[products if is_fused else "xla"])
+    layer += 0 if is_fused else APARTS * at(APART, rows)
+    layer += at(COMBINE, rows) + at(STORE, rows)
+    keys = cache_bytes(spec, sum(lengths), is_eight_bit=False) / spec.num_layers
+    layer += attend.microseconds(keys, num_visits)
+    logits = 1e6 * 4 * rows * spec.vocab_size / READING
+    return 1e-3 * (spec.num_layers * layer + at(HEAD, rows) + OTHERS * LAUNCH + logits)
+
+
+def floor(spec: Spec, lengths: Sequence[int]) -> float:
+    """Return the milliseconds in which weights, keys and values can be read."""
+    return 1e3 * (weight_bytes(spec, STORED[0]) + cache_bytes(spec, sum(lengths), is_eight_bit=False)) / READING
+
+
+def llama() -> Spec:
+    """Return the model that was measured."""
+    return read_spec(dict(SHAPES["llama-3.1-8b"]))[0]
+
+
+def compared() -> Iterator[tuple[Measured, float]]:
+    """Yield each measured step and its computed milliseconds."""
+    spec = llama()
+    for one in STEPS:
+        yield one, milliseconds(spec, one.lengths, one.products, FOUND, longest(spec, one.lengths))
+
+
+def lines() -> Iterator[str]:
+    """Write both tables."""
+    spec = llama()
+    yield "| step | measured, ms | computed, ms | difference |"
+    yield "| --- " * 4 + "|"
+    for one, found in compared():
+        measured = f"{one.milliseconds - one.slower:.2f} to " * (one.slower > 0) + f"{one.milliseconds:.2f}"
+        yield f"| {one.name} | {measured} | {found:.2f} | {100 * one.difference(found):+.1f} % |"
+    yield ""
+    yield "| rows of 1k | floor, ms | products as they are now, ms | × floor | attention as aimed at too | × floor |"
+    yield "| --- " * 6 + "|"
+    for rows in (1, 16, 32, 64, 128, 256):
+        lengths = [1024] * rows
+        least, most = floor(spec, lengths), longest(spec, lengths)
+        found = [milliseconds(spec, lengths, "triton", attend, most) for attend in (FOUND, AIM)]
+        cells = [cell for one in found for cell in (f"{one:.2f}", f"{one / least:.2f}")]
+        yield f"| {rows} | {least:.2f} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))
