@@ -1,9 +1,8 @@
-"""Runs the parts one behind the other, writes what is known after each, and says what failed.
+"""Runs the parts one after the other, the worthiest first, and writes what is known after each.
 
 `python -m tests.gpu_check [--dry] [--minutes 8] [--only NAME ...] [--out benchmarks/gpu]`. All parts share the time;
 one that is named has it alone, and its results go beside those of the same day. The exit status is 1 where something is
-wrong, 2 where there is no GPU, 3 where there was no time for all comparisons. A target that is not reached is no
-failure.
+wrong, 2 where there is no GPU, 3 where something was not run. A target that is not reached is no failure.
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     parser.add_argument("--dry", action="store_true", help="every part on a CPU, with tiny shapes")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together (default: 8)")
     parser.add_argument("--only", nargs="+", choices=[name for name in PARTS if name != "machine"], metavar="NAME")
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/gpu; dry: a new one)")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: $OUT or benchmarks/gpu; dry: a new one)")
     options = parser.parse_args(arguments)
-    out = options.out or (Path(tempfile.mkdtemp(prefix="gpu-check-")) if options.dry else ROOT / "benchmarks" / "gpu")
-    names = [name for name in PARTS if name == "machine" or options.only is None or name in options.only]
+    given = options.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
+    out = given or (Path(tempfile.mkdtemp(prefix="gpu-check-")) if options.dry else ROOT / "benchmarks" / "gpu")
+    chosen = options.only or [name for name, part in PARTS.items() if not part.is_optional or options.dry]
+    names = [name for name in PARTS if name == "machine" or name in chosen]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         parts: dict[str, Any] = {}
         for place, name in enumerate(names):
             left = 60 * options.minutes - (time.monotonic() - began) - END
-            seconds = left * PARTS[name].share / sum(PARTS[other].share for other in names[place:])
+            seconds = left * PARTS[name].seconds / sum(PARTS[other].seconds for other in names[place:])
             parts[name] = _part(start or launch, name, Path(folder), seconds, options.dry)
             if name == "machine" and not parts[name]["measured"]:
                 print("there is nothing to check: " + "; ".join(parts[name]["failures"] + parts[name]["skipped"]))
                 return 2
             path = report.write(parts, out, options.dry)
             print(f"\n{report.summary({name: parts[name]})}", flush=True)
-    print(f"\n{report.summary(parts)}\n{path}")
-    verdicts = {report.verdict(part) for name, part in parts.items() if PARTS[name].is_correctness}
-    if any(part["failures"] for part in parts.values()):
-        return 1
-    return 3 if "incomplete" in verdicts else 0
+    print(f"\n{report.summary(parts)}\n{time.monotonic() - began:.0f} s in all: {path}")
+    verdicts = {report.verdict(part) for part in parts.values()}
+    return 1 if "failed" in verdicts else 3 if "incomplete" in verdicts else 0
 
 
 def launch(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
@@ -67,7 +66,7 @@ def launch(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
         [*command, *["--dry"] * is_dry],
         cwd=ROOT,
         env=environment,
-        start_new_session=True,  # torch's compilers too
+        start_new_session=True,
     )
     try:
         return process.wait(seconds)
@@ -75,7 +74,7 @@ def launch(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
         return 124
     finally:
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # whom it has left behind
+            os.killpg(process.pid, signal.SIGKILL)  # processes that it left
         except ProcessLookupError:
             pass
         process.wait()
@@ -89,9 +88,8 @@ def _part(start: Start, name: str, folder: Path, seconds: float, is_dry: bool) -
     notes: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty()
     if status == 0 and notes["status"] == "done":
         return notes
-    notes["status"] = f"out of time after {seconds:.0f} s" if status == 124 else f"ended with status {status}"
-    died = PARTS[name].is_correctness and status != 124
-    notes["failures" if died else "not_run"].append(f"the rest of {name}: it was {notes['status']}")
+    notes["status"] = f"was out of time after {seconds:.0f} s" if status == 124 else f"ended with status {status}"
+    notes["not_run" if status == 124 else "failures"].append(f"the rest of {name}: it {notes['status']}")
     print(f"[{name}] {notes['status']}", flush=True)
     return notes
 

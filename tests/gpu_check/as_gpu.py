@@ -1,0 +1,41 @@
+"""Has engines on a CPU list the programs that they have on a GPU, with a GPU's variants and limits: for the dry run.
+
+What a GPU's table lacks is then missing in the dry run too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from jaxllm.runner import model_setup
+from jaxllm.runner.compiled_programs import Programs
+from jaxllm.runner.model_runner import Runner
+
+
+@contextmanager
+def limits() -> Iterator[None]:
+    """Have engines that begin meanwhile take a GPU's programs, variants, sizes of steps and cost of a token."""
+    listed, sizes = Runner._list_programs, model_setup.step_sizes
+
+    def list_programs(runner: Runner) -> Programs:
+        own = runner.setup
+        runner.setup = replace(own, platform="gpu")
+        try:
+            return listed(runner)
+        finally:
+            runner.setup = own
+
+    def step_sizes(config: Any, recorded: Any, is_cpu: bool, pools: bool = False) -> tuple[int, int]:
+        return sizes(config, recorded, False, pools)
+
+    costs = model_setup.TOKEN_COST | {"cpu": model_setup.TOKEN_COST["gpu"]}
+    with (
+        mock.patch.object(Runner, "_list_programs", list_programs),
+        mock.patch.object(model_setup, "step_sizes", step_sizes),
+        mock.patch.object(model_setup, "TOKEN_COST", costs),
+    ):
+        yield
