@@ -122,8 +122,9 @@ def _adapters(llm: Any) -> Any:
 
 
 def _drafted(llm: Any) -> Any:
-    story = "Once upon a time, in a forest, there lived a happy bear named Ruby. Ruby wanted to learn how to climb."
-    found = greedy(llm, [*PROMPTS, f"{story} {story} Once upon a time"], 60, logprobs=None)
+    found = greedy(llm, logprobs=None)
+    for bias in ({14: 99.0}, {14: 99.0, 304: 99.0}):  # alone, and with text that repeats: then drafts are worth it
+        found += greedy(llm, PROMPTS[:1], logprobs=None, logit_bias=bias)
     if not sum(llm.engine.metrics.accepted_tokens):
         raise RuntimeError("no draft was kept")
     return found
