@@ -1,5 +1,5 @@
-"""Operands of Triton calls begin at addresses that the calls promise, at a GPU's default sizes, and a planted layout that
-breaks this is seen; the ceilings of `make gpu-check` read their arrays once in each turn.
+"""Operands of Triton calls begin at addresses that the calls promise, at a GPU's default sizes, and a planted layout
+that breaks this is seen; the ceilings of `make gpu-check` read their arrays once in each turn.
 
 Every other program that `make gpu-aot` compiles is checked where it is read, `aot.read`.
 """

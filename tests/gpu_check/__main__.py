@@ -24,6 +24,7 @@ from tests.gpu_check.check import empty
 from tests.gpu_check.parts import PARTS
 from tests.support.paths import ROOT
 
+LOGGED = 1 << 20  # bytes of each log that are kept
 END = 5  # seconds in which a part that was told to end is gone
 Start = Callable[[str, Path, float, bool], int]
 
@@ -34,7 +35,9 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
     parser.add_argument("--dry", action="store_true", help="every part on a CPU, with tiny shapes")
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together (default: 8)")
     parser.add_argument("--only", nargs="+", choices=[name for name in PARTS if name != "machine"], metavar="NAME")
-    parser.add_argument("--out", type=Path, help="folder of the results (default: $OUT or benchmarks/gpu; dry: a new one)")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results (default: $OUT, else benchmarks/gpu; dry: a new one)"
+    )
     options = parser.parse_args(arguments)
     given = options.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)
     out = given or (Path(tempfile.mkdtemp(prefix="gpu-check-")) if options.dry else ROOT / "benchmarks" / "gpu")
@@ -51,6 +54,10 @@ def main(arguments: Sequence[str] | None = None, start: Start | None = None) -> 
                 print("there is nothing to check: " + "; ".join(parts[name]["failures"] + parts[name]["skipped"]))
                 return 2
             path = report.write(parts, out, options.dry)
+            for log in Path(folder).glob("*.log"):
+                if log.stat().st_size:
+                    (out / "logs").mkdir(exist_ok=True)
+                    (out / "logs" / log.name).write_bytes(log.read_bytes()[-LOGGED:])
             print(f"\n{report.summary({name: parts[name]})}", flush=True)
     print(f"\n{report.summary(parts)}\n{time.monotonic() - began:.0f} s in all: {path}")
     verdicts = {report.verdict(part) for part in parts.values()}
@@ -61,23 +68,21 @@ def launch(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
     """Run a part in a process of its own, which is ended where it takes longer; return its exit status."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu_check.child", name, str(folder), f"{seconds:.0f}"]
     paths = [str(ROOT), str(ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    process = subprocess.Popen(
-        [*command, *["--dry"] * is_dry],
-        cwd=ROOT,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return 124
-    finally:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | PARTS[name].environment
+    with (folder / f"{name}.log").open("w") as errors:
+        process = subprocess.Popen(
+            [*command, *["--dry"] * is_dry], cwd=ROOT, env=environment, stderr=errors, start_new_session=True
+        )
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # processes that it left
-        except ProcessLookupError:
-            pass
-        process.wait()
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)  # processes that it left
+            except ProcessLookupError:
+                pass
+            process.wait()
 
 
 def _part(start: Start, name: str, folder: Path, seconds: float, is_dry: bool) -> dict[str, Any]:
@@ -89,6 +94,10 @@ def _part(start: Start, name: str, folder: Path, seconds: float, is_dry: bool) -
     if status == 0 and notes["status"] == "done":
         return notes
     notes["status"] = f"was out of time after {seconds:.0f} s" if status == 124 else f"ended with status {status}"
+    log = folder / f"{name}.log"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
+    if lines and status != 124:
+        notes["status"] += f" ({lines[-1]:.200})"
     notes["not_run" if status == 124 else "failures"].append(f"the rest of {name}: it {notes['status']}")
     print(f"[{name}] {notes['status']}", flush=True)
     return notes

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from jaxllm.model import weights
 from jaxllm.runner import model_setup
 from jaxllm.runner.compiled_programs import Programs
 from jaxllm.runner.model_runner import Runner
@@ -37,5 +38,14 @@ def limits() -> Iterator[None]:
         mock.patch.object(Runner, "_list_programs", list_programs),
         mock.patch.object(model_setup, "step_sizes", step_sizes),
         mock.patch.object(model_setup, "TOKEN_COST", costs),
+        rounding(),
     ):
+        yield
+
+
+@contextmanager
+def rounding() -> Iterator[None]:
+    """Have matrices be quantized as on a GPU: a CPU rounds the rows that they multiply too."""
+    at_load = weights.at_load
+    with mock.patch.object(weights, "at_load", lambda quantization, is_cpu: at_load(quantization, False)):
         yield

@@ -30,20 +30,20 @@ def measure(run: Callable[[], Any], steps: int) -> list[Kernel]:
             run()
         (path,) = Path(folder).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
+    on_gpu = jax.default_backend() == "gpu"
     found: dict[str, list[float]] = {}
     for plane in data.planes:
         for line in plane.lines:
-            on_gpu = plane.name.startswith("/device:GPU") and "Stream" in line.name
-            on_cpu = plane.name == "/host:CPU" and line.name.startswith("tf_XLA")
-            if not on_gpu and not on_cpu:
+            is_stream = plane.name.startswith("/device:GPU") and "Stream" in line.name
+            is_thread = plane.name == "/host:CPU" and line.name.startswith("tf_XLA")
+            if not (is_stream if on_gpu else is_thread):
                 continue
             for event in line.events:
                 if on_gpu or not event.name.startswith(_NO_KERNEL):
                     own = found.setdefault(event.name, [0, 0.0])
                     own[0] += 1
                     own[1] += event.duration_ns
-    is_device = any(plane.name.startswith("/device:GPU") for plane in data.planes)
-    if not found or (not is_device and jax.default_backend() == "gpu"):
+    if not found:
         raise RuntimeError("the profiler saw no kernel of the device")
     kernels = [Kernel(name, count / steps, taken / 1e3 / steps) for name, (count, taken) in found.items()]
     return sorted(kernels, key=lambda one: -one.microseconds)
@@ -71,7 +71,9 @@ def product_bytes(text: str) -> dict[str, int]:
 def num_bytes(kind: str) -> int:
     """Return the bytes of arrays of a type in HLO."""
     found = re.findall(r"(\w+)\[([\d,]*)\]", kind)
-    return sum(_WIDTHS.get(name, 0) * int(np.prod([int(one) for one in dims.split(",") if one])) for name, dims in found)
+    return sum(
+        _WIDTHS.get(name, 0) * int(np.prod([int(one) for one in dims.split(",") if one])) for name, dims in found
+    )
 
 
 def bytes_of(kernel: str, products: dict[str, int], known: dict[str, int]) -> int | None:

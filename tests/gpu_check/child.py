@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from tests.gpu_check.check import Check
@@ -27,7 +27,7 @@ def run(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
     return 0
 
 
-def _limits(needs: tuple[str, ...], is_dry: bool):  # noqa: ANN202
+def _limits(needs: tuple[str, ...], is_dry: bool) -> AbstractContextManager[None]:
     """Have engines of a dry run list a GPU's programs."""
     if not is_dry or needs != ENGINE:
         return nullcontext()
@@ -53,4 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # all is on disk; XLA's threads may still run

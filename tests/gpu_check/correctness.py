@@ -147,9 +147,7 @@ def most_bytes(operation: str, shape: Shape) -> float:
     return COPIES * 4 * count * 3 * inner * width + (1 << 30)
 
 
-def _bounded(
-    memory: Memory, operation: str, shape: Shape, *given: Any
-) -> tuple[list[dict[str, Any]], set[str]]:
+def _bounded(memory: Memory, operation: str, shape: Shape, *given: Any) -> tuple[list[dict[str, Any]], set[str]]:
     with memory.taken(most_bytes(operation, shape)):
         return _compare(operation, shape, *given)
 

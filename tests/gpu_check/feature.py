@@ -202,7 +202,8 @@ GROUPS: dict[str, Group] = {
     "weights_int8": Group({"weights_int8": greedy}, {"quantization": "int8"}, tolerance=0.02),
     "weights_fp8": Group({"weights_fp8": greedy}, {"quantization": "fp8"}, tolerance=0.02),
     "weights_int4": Group({"weights_int4": greedy}, {"quantization": "int4"}, tolerance=0.02),
-    "embedder": Group({"embedder": _embedded}, {"model": "jaxllm-embedder"}),
+    "embedder": Group({"embedder": _embedded}, {
+        "model": "jaxllm-embedder", "dtype": "float32", "precompile": "covering", "max_num_seqs": 16}),
 }  # fmt: skip
 CASES = {case: group for group in GROUPS.values() for case in group.cases}
 
@@ -212,7 +213,7 @@ def engine(group: Group, folder: Path) -> Any:
     from jaxllm import LLM
 
     if group.options.get("model"):
-        return LLM(dtype="float32", **group.options)
+        return LLM(**group.options)
     if group.model is None:
         return LLM(**SIZES | group.options)
     config = _TINY | {"model_type": group.model} | CONFIGS[group.model]
@@ -223,7 +224,9 @@ def engine(group: Group, folder: Path) -> Any:
 def run(name: str, write: Callable[[dict[str, Any]], None], with_steps: bool = False) -> None:
     """Do a group's cases, in steps of one program or two; give what became of each as soon as it is known."""
     group, began = GROUPS[name], time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, engine(group, Path(folder)) as llm:
+    from tests.gpu_check import as_gpu
+
+    with tempfile.TemporaryDirectory() as folder, as_gpu.rounding(), engine(group, Path(folder)) as llm:
         if group.steps and with_steps:
             programs = llm.engine.runner.programs
             wanted = [key for key in programs.rest if key.part == "step" and key.shape.tokens in STEPS]

@@ -23,12 +23,11 @@ from tests.gpu_check.feature import CASES, GROUPS, LINE
 from tests.support.paths import ROOT
 
 EXPECTED = Path(__file__).with_name("expected.json")
-AT_ONCE = 9  # processes, of a twentieth of the device's memory each
-DRY = ("usual", "gpt_oss", "eagle")  # groups of the dry run; `python -m tests.gpu_check.features` compares all
+AT_ONCE = 9  # processes, each with the part's share of the device's memory
 
 
 def run(check: Check) -> None:
-    expected, names = json.loads(EXPECTED.read_text()), list(DRY if check.is_dry else GROUPS)
+    expected, names = json.loads(EXPECTED.read_text()), list(GROUPS)
     at_once = 2 if check.is_dry else min(AT_ONCE, os.cpu_count() or 2)
     how, compared = "dry" if check.is_dry else "gpu", 0
     left = {case for name in names for case in GROUPS[name].cases}
@@ -89,9 +88,7 @@ def _group(name: str, how: str, folder: Path, ends: float) -> tuple[list[dict[st
     log = folder / f"feature_{name}.log"
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu_check.feature", name, how]
     with log.open("w") as errors:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             text, _ = process.communicate(timeout=left)
             trouble = None

@@ -14,14 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from jaxllm import LLM
 from tests.benchmarks.bare import replay
+from tests.gpu_check import shape8b
 from tests.gpu_check.check import Check
 
-# Read by the CUDA plugin when it is loaded, which is when JAX first looks for devices.
-VERBOSE = {
-    "TF_CPP_MIN_LOG_LEVEL": "0",
-    "TF_CPP_VMODULE": "command_buffer_thunk=3,command_buffer_cmd=6,command=6,traced_command_buffer=6",
-}
 LAUNCHED, CHANGED = "Execute command buffer on device", r"Updated command buffer in (\d+)"
 CAPTURED = "Command buffer trace cache create new item"
 
@@ -48,22 +45,24 @@ STEPS = 16
 
 
 def run(check: Check) -> None:
-    os.environ.update(VERBOSE)  # of this part's own process
-    from tests.gpu_check import shape8b
-
     shape = shape8b.write(check)
-    llm = shape8b.start(check, shape)
     all_rows, context = (DRY_ROWS, DRY_CONTEXT) if check.is_dry else (ROWS, CONTEXT)
-    shape8b.compile_sizes(check, llm, all_rows, [shape.sizes["max_num_batched_tokens"]])
-    for rows in all_rows:
-        with check.guarded(f"{rows} rows", is_wrong=True):
-            step = shape8b.decode_step(llm.engine, rows, context)
-            replay(llm.engine, [step] * 4)  # the first run of a program is without a graph, the second one makes it
-            with tempfile.TemporaryFile("w+") as log, written_to(log.fileno()):
-                replay(llm.engine, [step] * STEPS)
-                log.seek(0)
-                text = log.read()
-            note(check, rows, Graphs.of(text), len(text))
+    with shape8b.start(check, shape) as llm:
+        shape8b.compile_sizes(check, llm, all_rows, [shape.sizes["max_num_batched_tokens"]])
+        for rows in all_rows:
+            with check.guarded(f"{rows} rows", is_wrong=True):
+                _count(check, llm, rows, context)
+
+
+def _count(check: Check, llm: LLM, rows: int, context: int) -> None:
+    """Run steps of so many rows, and count in XLA's log."""
+    step = shape8b.decode_step(llm.engine, rows, context)
+    replay(llm.engine, [step] * 4)  # the first run of a program is without a graph, the second one makes it
+    with tempfile.TemporaryFile("w+") as log, written_to(log.fileno()):
+        replay(llm.engine, [step] * STEPS)
+        log.seek(0)
+        text = log.read()
+    note(check, rows, Graphs.of(text), len(text))
 
 
 def note(check: Check, rows: int, found: Graphs, characters: int) -> None:

@@ -24,7 +24,9 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_config(config: dict[str, Any], folder: Path, dtype: str) -> Path:
-    """Write all of a model's folder but the weights."""
+    """Write all of a model's folder but the weights, unless it is there."""
+    if (folder / "tokenizer.json").exists():
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     stored = config | {"torch_dtype": dtype, "bos_token_id": None, "eos_token_id": None}
     (folder / "config.json").write_text(json.dumps(stored))

@@ -6,6 +6,7 @@ Imports nothing but the standard library, so that a missing package is a line an
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import NamedTuple
 
 KERNELS = ("jax", "numpy", "ml_dtypes", "jaxtyping")
@@ -20,16 +21,22 @@ class Part(NamedTuple):
 
     seconds: int  # of eight minutes; what a part leaves goes to the parts after it
     needs: tuple[str, ...]
-    memory: float  # the largest share of the device's memory that its process takes
+    memory: float  # the largest share of the device's memory that its process takes, or each of its processes
     is_correctness: bool = False  # whether nothing of it may be missing or fail
     is_optional: bool = False  # runs only if it is named
+    environment: Mapping[str, str] = {}  # of its process, beside the usual one
 
 
+# Read by the CUDA plugin when it is loaded.
+GRAPHS_LOGGED = {
+    "TF_CPP_MIN_LOG_LEVEL": "0",
+    "TF_CPP_VMODULE": "command_buffer_thunk=3,command_buffer_cmd=6,command=6,traced_command_buffer=6",
+}
 PARTS = {
     "machine": Part(25, ("jax", "numpy"), 0.9),
     "model": Part(185, ENGINE, 0.94),
-    "features": Part(95, ENGINE, 0.05, is_correctness=True),
-    "graphs": Part(35, ENGINE, 0.94),
+    "features": Part(95, ENGINE, 0.08, is_correctness=True),
+    "graphs": Part(35, ENGINE, 0.94, environment=GRAPHS_LOGGED),
     "starts": Part(100, ENGINE, 0.94),
     "correctness": Part(40, KERNELS, 0.9, is_correctness=True),
     "kernels": Part(120, KERNELS, 0.9, is_optional=True),

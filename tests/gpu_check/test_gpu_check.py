@@ -24,8 +24,19 @@ from pallas_kernels import choice, measuring, tune, tuning
 from pallas_kernels.attention import xla_gather
 from tests.benchmarks import bare
 from tests.gpu_check import __main__ as gpu_check
-from tests.gpu_check import as_gpu, by_time, child, correctness, feature, features, graphs, kernels, machine, report
-from tests.gpu_check import starts
+from tests.gpu_check import (
+    as_gpu,
+    by_time,
+    child,
+    correctness,
+    feature,
+    features,
+    graphs,
+    kernels,
+    machine,
+    report,
+    starts,
+)
 from tests.gpu_check.check import Check
 from tests.gpu_check.parts import PARTS
 
