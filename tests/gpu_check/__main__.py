@@ -68,7 +68,7 @@ def launch(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
     """Run a part in a process of its own, which is ended where it takes longer; return its exit status."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.gpu_check.child", name, str(folder), f"{seconds:.0f}"]
     paths = [str(ROOT), str(ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | PARTS[name].environment
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), **PARTS[name].environment}
     with (folder / f"{name}.log").open("w") as errors:
         process = subprocess.Popen(
             [*command, *["--dry"] * is_dry], cwd=ROOT, env=environment, stderr=errors, start_new_session=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Callable
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 _WIDTHS = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1, "pred": 1, "s4": 1}
 _NO_KERNEL = ("end: ", "Threadpool", "ThunkExecutor")  # of a CPU's threads
@@ -50,7 +50,7 @@ def measure(run: Callable[[], Any], steps: int) -> list[Kernel]:
 
 
 def product_bytes(text: str) -> dict[str, int]:
-    """Return the bytes that each fusion with a product reads and writes, by its name in a profile, from compiled HLO."""
+    """Return the bytes that each fusion with a product moves, by its name in a profile, from compiled HLO."""
     multiplies = {
         found[1] for found in re.finditer(r"^%([\w.-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S) if " dot(" in found[2]
     }
@@ -71,9 +71,7 @@ def product_bytes(text: str) -> dict[str, int]:
 def num_bytes(kind: str) -> int:
     """Return the bytes of arrays of a type in HLO."""
     found = re.findall(r"(\w+)\[([\d,]*)\]", kind)
-    return sum(
-        _WIDTHS.get(name, 0) * int(np.prod([int(one) for one in dims.split(",") if one])) for name, dims in found
-    )
+    return sum(_WIDTHS.get(name, 0) * math.prod(int(one) for one in dims.split(",") if one) for name, dims in found)
 
 
 def bytes_of(kernel: str, products: dict[str, int], known: dict[str, int]) -> int | None:

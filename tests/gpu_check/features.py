@@ -62,11 +62,14 @@ def differences(case: str, found: Any, expected: Any) -> Iterator[str]:
         same = next((k for k, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), min(map(len, ids)))
         is_tie = same < len(ids[1]) and "gap" in other and other["gap"][same] <= 2 * limit
         if (same < max(map(len, ids))) and not is_tie:
-            yield f"output {number} differs from token {same} on: {ids[0][same : same + 3]}, not {ids[1][same : same + 3]}"
-        worst = max((abs(a - b) for a, b in zip(one.get("lp", ())[:same], other.get("lp", ())[:same], strict=True)),
-                    default=0.0)  # fmt: skip
-        if not worst <= limit:
-            yield f"output {number}: a log-probability is {worst:.4f} off, more than {limit}"
+            parts = [own[same : same + 3] for own in ids]
+            yield f"output {number} differs from token {same} on: {parts[0]}, not {parts[1]}"
+        if ("lp" in one) != ("lp" in other):
+            yield f"output {number}: only one of the two has log-probabilities"
+        elif "lp" in one:
+            off = [abs(a - b) for a, b in zip(one["lp"][:same], other["lp"][:same], strict=True)]
+            if not all(each <= limit for each in off):  # NaN is not
+                yield f"output {number}: a log-probability is {max(off):.4f} off, more than {limit}"
 
 
 def _note(check: Check, result: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -70,9 +70,7 @@ def run(check: Check) -> None:
         check.fail(line)
     for name, part in PARTS.items():
         if absent := missing(part.needs):
-            check.not_run(
-                f"{name} will not be: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed"
-            )
+            check.not_run(f"{name}: {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed")
 
 
 def ceilings(is_dry: bool) -> dict[str, Ceiling]:

@@ -96,8 +96,8 @@ def _prompts(check: Check, llm: LLM, shape: Shape) -> None:
     tokens, rate = step.plan.num_tokens, check.ceilings()["flops_per_second"]
     done = 2 * shape.parameters * tokens / taken
     check.measure(
-        prompts=f"{count} of {length}", program=str(step.key), milliseconds=1e3 * taken, tokens_per_second=tokens / taken,
-        tflops=done / 1e12, share=done / rate,
+        prompts=f"{count} of {length}", program=str(step.key), milliseconds=1e3 * taken,
+        tokens_per_second=tokens / taken, tflops=done / 1e12, share=done / rate,
     )  # fmt: skip
     _kernels(check, llm, step, f"{tokens} tokens of prompts", turns, {})
 
@@ -156,12 +156,10 @@ def _seconds(llm: LLM, step: Packed, count: int) -> float:
 def _alone(check: Check, llm: LLM) -> None:
     """Measure one request: its first token, and the time of each token after it."""
     length, new = ALONE[check.is_dry], ALONE_NEW[check.is_dry]
-    for _ in range(2):  # the first makes graphs
-        first, _ = generate(llm, [length], 1)
-        whole, _ = generate(llm, [length], new + 1)
-    check.measure(
-        one_request=length, first_token_milliseconds=1e3 * first, token_milliseconds=1e3 * (whole - first) / new
-    )
+    generate(llm, [length], new + 1)  # makes graphs
+    first, whole = generate(llm, [length], 1)[0], generate(llm, [length], new + 1)[0]
+    each = 1e3 * (whole - first) / new
+    check.measure(one_request=length, first_token_milliseconds=1e3 * first, token_milliseconds=each)
 
 
 def _requests(check: Check, llm: LLM, shape: Shape, count: int) -> None:
