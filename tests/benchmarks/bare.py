@@ -51,13 +51,13 @@ class Packed(NamedTuple):
 
 
 def narrowest(programs: Programs) -> Variant:
-    """Return the variant that greedy steps of one program run in; a GPU's table has none for greedy rows alone."""
+    """Return the variant in which greedy steps run: the narrowest of the table, which on a GPU has no greedy one."""
     return min((key.variant for key in programs.rest if key.part == "step" and key.variant), key=VARIANTS.index)
 
 
 @contextmanager
 def packed_steps(engine: LLMEngine) -> Iterator[list[Packed]]:
-    """Note all steps that are packed meanwhile, as greedy ones of one program."""
+    """Record every step that is packed in the context, with the program of a greedy step."""
     noted: list[Packed] = []
     pack, variant = batch.pack, narrowest(engine.runner.programs)
 
@@ -90,7 +90,7 @@ def compile_greedy(
     variant: Variant | None = None,
     num_threads: int = 2,
 ) -> None:
-    """Compile what greedy steps of so many rows or tokens (None: of all there are) run in, and wait for it.
+    """Compile the programs of greedy steps with these numbers of rows and tokens (None: all sizes), and wait.
 
     A `variant` of which the engine's table has no programs is a ValueError, as are sizes that are all absent.
     """

@@ -252,7 +252,7 @@ def _quantized(spec: Spec, over: Mesh, dtype: str, scheme: Scheme) -> Params[Any
 def read(
     lowered: Any, cache_bytes: int, block_shape: tuple[int, ...], options: Mapping[str, Any] | None = None
 ) -> Program:
-    """Compile what was lowered, with a step's options where none are given, and read it; or raise `Misaligned`."""
+    """Compile a lowered program with `options` (default: a step's) and read its dumps; raise `Misaligned`."""
     options = {**step.compiler_options("gpu"), **FIXED} if options is None else options
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})

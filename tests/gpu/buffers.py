@@ -1,5 +1,4 @@
-"""Which buffers the commands of a CUDA graph touch, what calls of Triton kernels weigh, and where their operands begin:
-read from XLA's dumps.
+"""Read XLA's dumps: the buffers of a CUDA graph's commands, and the sizes and operands of Triton calls.
 
 A call through XLA's FFI is recorded into the graph again whenever one of its buffers has another address than in the 16
 sets of addresses that are kept for it: all the PTX is hashed then, 20 to 50 us a call. Weights, donated state and
@@ -23,7 +22,7 @@ CHANGING = {"sent", "returned"}
 _BEGINS = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _DEFINED = re.compile(r"^  (?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*?)\)(?:, (.*)|$)")
 _ARRAY = re.compile(r"^([a-z]+)(\d*)\w*\[([\d,]*)\](?:\{([\d,]*))?")
-ALIGNED = 16  # bytes: what a call promises of each operand's address
+ALIGNED = 16  # bytes: the alignment that a call promises for each operand's address
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def _unescaped(found: re.Match[bytes]) -> bytes:
 
 
 def misaligned(optimized: str) -> list[str]:
-    """Say which operands of Triton calls begin inside a buffer at an address that the call does not promise.
+    """List the operands of Triton calls that begin at an unaligned offset of a buffer.
 
     XLA makes one computation of a call and of the slices that it reads, and hands over addresses inside their buffers.
     """
@@ -162,7 +161,7 @@ def _offset(
 ) -> int | None:
     """Return the bytes from a buffer's begin to a value that is a slice of it; None where they are no constant."""
     one = computations[name].get(operand)
-    if one is None:  # a part of another instruction's result: a buffer of its own
+    if one is None:  # an element of a tuple: a separate buffer
         return 0
     if one.operation == "parameter" and name in callers:
         caller, call = callers[name]
@@ -187,7 +186,7 @@ def _offset(
 
 
 def _bytes_to(kind: str, starts: list[int]) -> int:
-    """Return where an element lies in an array of a type in HLO, whose braces name its dimensions from the fastest."""
+    """Return the byte offset of an element in an array; the braces of its HLO type order dimensions, fastest first."""
     array = _ARRAY.match(kind)
     assert array is not None, kind
     letters, bits, dims, layout = array.groups()

@@ -47,7 +47,7 @@ def test_operands_begin_where_calls_allow_at_default_sizes(shape, variant):
 
 @pytest.mark.parametrize("variant", [None, Variant.RANDOM])
 def test_a_field_that_is_not_aligned_is_seen(monkeypatch, variant):
-    """The old layout: all fields behind a single number, 4 bytes off."""
+    """In the old layout a single int32 precedes all other fields."""
     monkeypatch.setattr(batch, "ALIGNMENT", 1)
     for kept in (batch.fields, batch.buffer_size):
         kept.cache_clear()

@@ -1,8 +1,8 @@
-"""Runs the parts one after the other, the worthiest first, and writes what is known after each.
+"""Runs the parts in order of worth, and writes the results after each.
 
 `python -m tests.gpu_check [--dry] [--minutes 8] [--only NAME ...] [--out benchmarks/gpu]`. All parts share the time;
 one that is named has it alone, and its results go beside those of the same day. The exit status is 1 where something is
-wrong, 2 where there is no GPU, 3 where something was not run. A target that is not reached is no failure.
+wrong, 2 without a GPU, 3 where something was not run. A missed target is not a failure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Has engines on a CPU list the programs that they have on a GPU, with a GPU's variants and limits: for the dry run.
+"""Make engines on a CPU list a GPU's programs, with its variants and limits, for the dry run.
 
-What a GPU's table lacks is then missing in the dry run too.
+A program that a GPU's table lacks is then missing in the dry run as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxllm.runner.model_runner import Runner
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """Have engines that begin meanwhile take a GPU's programs, variants, sizes of steps and cost of a token."""
+    """Give engines that start in the context a GPU's programs, variants, sizes of steps and cost of a token."""
     listed, sizes = Runner._list_programs, model_setup.step_sizes
 
     def list_programs(runner: Runner) -> Programs:
@@ -45,7 +45,7 @@ def limits() -> Iterator[None]:
 
 @contextmanager
 def rounding() -> Iterator[None]:
-    """Have matrices be quantized as on a GPU: a CPU rounds the rows that they multiply too."""
+    """Quantize matrices as on a GPU: a CPU rounds activations too."""
     at_load = weights.at_load
     with mock.patch.object(weights, "at_load", lambda quantization, is_cpu: at_load(quantization, False)):
         yield

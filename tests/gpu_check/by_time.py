@@ -24,7 +24,7 @@ class Kernel(NamedTuple):
 
 
 def measure(run: Callable[[], Any], steps: int) -> list[Kernel]:
-    """Return the kernels of `run`, which does so many steps, those that take longest first."""
+    """Return the kernels of `run`, which runs `steps` steps; the longest first."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             run()
@@ -75,6 +75,6 @@ def num_bytes(kind: str) -> int:
 
 
 def bytes_of(kernel: str, products: dict[str, int], known: dict[str, int]) -> int | None:
-    """Return the bytes of one launch: of XLA's products by their names, of ours by `known` names; else None."""
+    """Return the bytes of one launch of a product of XLA or of a `known` kernel, None for other kernels."""
     own = next((size for name, size in known.items() if name in kernel), None)
     return own or products.get(kernel) or products.get(re.sub(r"_+\d+$", "", kernel))

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(PARTS[options.name].memory)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # Kept programs of one run only: what a start takes from a cold cache is measured.
+    # A new cache for each run: starts with an empty cache are measured.
     os.environ["JAXLLM_CACHE_DIR"] = str(options.folder / "programs")
     if options.dry:
         os.environ["JAX_PLATFORMS"] = "cpu"

@@ -26,7 +26,7 @@ from tests.gpu_check.sites import choices, full_precision, is_interpreted, site_
 
 TILE = 32
 SHARE = 0.9  # of the device's memory: the allocator's pieces do not fit together without a gap
-COPIES = 2.5  # of the experts' weights in float32: these, rounded ones, and what a kernel makes of them
+COPIES = 2.5  # of the experts' weights in float32: these, their rounded copies and a kernel's workspace
 TOLERANCES = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}  # of a vector's length
 TYPES = (  # of queries, of the cache
     *(("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("bfloat16", "int8")),
@@ -104,7 +104,7 @@ def run(check: Check) -> None:
                 try:
                     rows, reasons = future.result(max(check.left - 3, 0))
                 except TimeoutError:
-                    check.not_run(f"{what}, and what comes after it: give it more minutes")
+                    check.not_run(f"{what}, and all later cases: give it more minutes")
                     break
                 refused |= reasons
                 compared += 1
@@ -118,7 +118,7 @@ def run(check: Check) -> None:
 
 
 class Memory:
-    """The device's memory, of which each case takes its bound before it begins: together they never ask for more."""
+    """The device's memory: each case reserves its bound first, so that parallel cases never exceed the total."""
 
     def __init__(self, total: float | None) -> None:
         self._total = self._left = float("inf") if total is None else SHARE * total
@@ -126,7 +126,7 @@ class Memory:
 
     @contextmanager
     def taken(self, size: float) -> Iterator[None]:
-        """Wait until so many bytes are left, and have them; what is larger than all waits for all."""
+        """Wait until `size` bytes are free and hold them; a larger size waits for all of the memory."""
         size = min(size, self._total)
         with self._changed:
             self._changed.wait_for(lambda: self._left >= size)

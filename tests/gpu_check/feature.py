@@ -1,7 +1,7 @@
 """The engine's features, each with its results as plain numbers: `python -m tests.gpu_check.feature GROUP`.
 
-A group is an engine and what is asked of it. It is a process of its own, so that groups run side by side and a crash is
-one group's. A line is written for each case as soon as it is done. All is in float32 with full precision, unless named.
+A group is an engine with a list of cases. Each group runs in a separate process, so that groups run in parallel and a
+crash ends one group. The process prints one line per case. Groups use float32 with full precision unless named.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     **{"max_num_batched_tokens": 256},
 }
 STEPS = (4, 8, 64)  # rows, and tokens of prompts, that the cases have
-LARGER = 8.0  # times as large as `load_random` makes them are weights of tiny models, so that what they do counts
+LARGER = 8.0  # factor on the random weights of tiny models, so that every layer changes the logits
 _TINY = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 512},
     **{"num_key_value_heads": 2, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 10000.0},
@@ -58,7 +58,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Group:
-    """An engine, and what is asked of it: a function of it by the name of each case."""
+    """An engine and its cases, each a function of the engine."""
 
     cases: dict[str, Callable[[Any], Any]]
     options: dict[str, Any] = field(default_factory=dict)
@@ -222,7 +222,7 @@ def engine(group: Group, folder: Path) -> Any:
 
 
 def run(name: str, write: Callable[[dict[str, Any]], None], with_steps: bool = False) -> None:
-    """Do a group's cases, in steps of one program or two; give what became of each as soon as it is known."""
+    """Run a group's cases and pass each result to `write`; `with_steps` compiles steps of one program too."""
     group, began = GROUPS[name], time.monotonic()
     from tests.gpu_check import as_gpu
 
@@ -236,7 +236,7 @@ def run(name: str, write: Callable[[dict[str, Any]], None], with_steps: bool = F
             result: dict[str, Any] = {"case": case}
             try:
                 result["value"] = ask(llm)
-            except Exception as error:  # the others are asked all the same
+            except Exception as error:  # the remaining cases still run
                 result["error"] = f"{type(error).__name__}: {error!s:.400}"
             write(result | {"seconds": round(time.monotonic() - began, 1)})
             began = time.monotonic()

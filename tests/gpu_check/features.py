@@ -1,4 +1,4 @@
-"""Every feature of the engine, token by token beside what a CPU wrote into the repository, expected.json.
+"""Compare every feature of the engine, token by token, with the results of a CPU in expected.json.
 
 `python -m tests.gpu_check.features --write` writes that file, on a CPU. Groups run side by side, each a process with a
 bound of device memory.
@@ -48,7 +48,7 @@ def run(check: Check) -> None:
 
 
 def differences(case: str, found: Any, expected: Any) -> Iterator[str]:
-    """Say what of a case's value is not as it was on a CPU; behind a tie, which either may win, nothing is compared."""
+    """List the differences from the CPU's result; two tokens of equal likelihood end the comparison of an output."""
     limit = CASES[case].tolerance
     if len(found) != len(expected):
         yield f"{len(found)} outputs, not {len(expected)}"
@@ -107,7 +107,7 @@ def _group(name: str, how: str, folder: Path, ends: float) -> tuple[list[dict[st
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write what is expected, or compare all cases with it, on this machine's CPU."""
+    """Write expected.json on this machine's CPU, or compare all cases with it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), metavar="GROUP")

@@ -55,7 +55,7 @@ def run(check: Check) -> None:
 
 
 def _count(check: Check, llm: LLM, rows: int, context: int) -> None:
-    """Run steps of so many rows, and count in XLA's log."""
+    """Run decode steps and count the graphs in XLA's log."""
     step = shape8b.decode_step(llm.engine, rows, context)
     replay(llm.engine, [step] * 4)  # the first run of a program is without a graph, the second one makes it
     with tempfile.TemporaryFile("w+") as log, written_to(log.fileno()):
@@ -66,7 +66,7 @@ def _count(check: Check, llm: LLM, rows: int, context: int) -> None:
 
 
 def note(check: Check, rows: int, found: Graphs, characters: int) -> None:
-    """Write down what was counted in a log; a CPU has no graphs, so there is nothing in its log."""
+    """Record the counts of a log; a CPU has no graphs, and its log is empty."""
     if not found.launched and not check.is_dry:
         check.fail(f"{rows} rows: XLA's log, {characters} characters, has no CUDA graph that was launched")
         return

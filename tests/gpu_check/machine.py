@@ -1,4 +1,4 @@
-"""The machine: what is installed, and the three ceilings that all else is compared with, measured here and now.
+"""The machine: its packages, and three measured ceilings, to which all other figures are compared.
 
 A ceiling is one program for each turn, so that XLA cannot fold turns into one; that the program reads its array once is
 read in its compiled HLO. A figure above the card's datasheet is a failure: then the measurement is wrong.
@@ -38,7 +38,7 @@ DATASHEETS = {
 
 
 class Ceiling(NamedTuple):
-    """A measurement: a program that is given a number and arrays, and what it does in one turn."""
+    """A measurement: a program of a number and arrays, and its work."""
 
     run: Callable[..., Any]
     arrays: Callable[[], tuple[jax.Array, ...]]
@@ -74,7 +74,7 @@ def run(check: Check) -> None:
 
 
 def ceilings(is_dry: bool) -> dict[str, Ceiling]:
-    """Describe what is measured."""
+    """Return the ceilings by name."""
     read, copied, side = READ[is_dry], COPIED[is_dry], SIDE[is_dry]
 
     def total(turn: jax.Array, array: jax.Array) -> jax.Array:
@@ -105,7 +105,7 @@ def program(ceiling: Ceiling, arrays: tuple[Any, ...], turn: Any = 0.0) -> Any:
 def times_read(text: str) -> int:
     """Count how often a compiled program reads its second parameter: each time an instruction has it as an operand.
 
-    What only looks at it as another shape reads nothing itself.
+    A bitcast is followed: it reads nothing.
     """
     entry = text[text.index("\nENTRY") :]
     found = re.search(r"%([\w.-]+) = \S+ parameter\(1\)", entry)
@@ -124,7 +124,7 @@ def times_read(text: str) -> int:
 
 
 def above_datasheet(device: str, bytes_per_second: float, flops_per_second: float) -> list[str]:
-    """Say which figures are above what the card can do; of an unknown card none is."""
+    """List the figures above the card's datasheet; an unknown card has no limits."""
     limits = next((own for name, own in DATASHEETS.items() if name in device), None)
     if limits is None:
         return []

@@ -1,4 +1,4 @@
-"""The 8B shape: a long prompt, its steps beside their floors, kernels by time, and requests from end to end."""
+"""The 8B shape: a long prompt, steps and their floors, kernels by time, and requests from end to end."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ def _prompts(check: Check, llm: LLM, shape: Shape) -> None:
 
 
 def _step(check: Check, llm: LLM, shape: Shape, rows: int, context: int) -> None:
-    """Measure a decode step, beside the time in which the memory can be read, and its kernels."""
+    """Measure a decode step and its kernels, and compare with the time of reading its bytes."""
     engine, count = llm.engine, COUNT[check.is_dry]
     if rows * -(-context // shape8b.BLOCK) > shape.sizes["num_kv_blocks"]:
         check.skip(f"{rows} rows of {context}: their keys and values do not fit")
         return
     step = shape8b.decode_step(engine, rows, context)
-    replay(engine, [step] * 3)  # the first run of a program is without a graph, the second one makes it
+    replay(engine, [step] * 3)  # the first run of a program has no graph, the second one makes it
     taken = _seconds(llm, step, count)
     floor = shape.floor(rows, context, check.ceilings()["read_bytes_per_second"])
     check.measure(
@@ -163,7 +163,7 @@ def _alone(check: Check, llm: LLM) -> None:
 
 
 def _requests(check: Check, llm: LLM, shape: Shape, count: int) -> None:
-    """Measure many requests of several lengths at once, beside what the ceilings allow."""
+    """Measure parallel requests of several lengths, and compare with the floor that follows from the ceilings."""
     longest, new = LONGEST[check.is_dry], NEW[check.is_dry]
     lengths = np.random.default_rng(0).integers(longest // 4, longest + 1, count).tolist()
     taken = []

@@ -1,4 +1,4 @@
-"""Folders of models without weights, which engines make themselves, and what their steps read."""
+"""Folders of models without weights, and the bytes that their steps read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_config(config: dict[str, Any], folder: Path, dtype: str) -> Path:
-    """Write all of a model's folder but the weights, unless it is there."""
+    """Write a model's folder without weights, unless it exists."""
     if (folder / "tokenizer.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,14 +17,14 @@ ENGINE = (
 
 
 class Part(NamedTuple):
-    """A module of this package, and a process of its own, which has the device alone."""
+    """A module of this package that runs in a process with the device to itself."""
 
-    seconds: int  # of eight minutes; what a part leaves goes to the parts after it
+    seconds: int  # of eight minutes; unused time is shared by the later parts
     needs: tuple[str, ...]
     memory: float  # the largest share of the device's memory that its process takes, or each of its processes
     is_correctness: bool = False  # whether nothing of it may be missing or fail
     is_optional: bool = False  # runs only if it is named
-    environment: Mapping[str, str] = {}  # of its process, beside the usual one
+    environment: Mapping[str, str] = {}  # variables added to its process
 
 
 # Read by the CUDA plugin when it is loaded.

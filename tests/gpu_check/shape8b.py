@@ -30,7 +30,7 @@ DRY_SIZES = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 
 
 
 class Shape(NamedTuple):
-    """A model's folder, and what its steps read."""
+    """A model's folder, and the bytes that its steps read."""
 
     folder: Path
     dtype: str
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the engine is given."""
+        """The engine's arguments."""
         return {"dtype": self.dtype, "load_format": "dummy", "block_size": BLOCK, **self.sizes}
 
     @property
@@ -96,7 +96,7 @@ def compile_sizes(check: Check, llm: LLM, rows: Iterable[int], tokens: Sequence[
 
 
 def compile_rest(check: Check, llm: LLM, seconds: float) -> None:
-    """Compile all other programs, as far as one comes in so many seconds."""
+    """Compile the other programs for at most `seconds`."""
     began, programs = time.perf_counter(), llm.engine.runner.programs
     ready = programs.ready()
     programs.begin([key for key in programs.rest if key not in ready], os.cpu_count() or 2)
@@ -126,7 +126,7 @@ def fill(engine: LLMEngine) -> None:
 
 
 def decode_step(engine: LLMEngine, rows: int, context: int) -> Packed:
-    """Pack a step of `rows` sequences, each in blocks of its own, for the program that the engine would choose."""
+    """Pack a step of `rows` sequences in distinct blocks, for the program that the engine would choose."""
     runner, count = engine.runner, -(-context // BLOCK)
     order = np.random.default_rng(0).permutation(rows * count).astype(np.int32)
     slot, index = np.divmod(np.arange(rows * count, dtype=np.int32), count)
@@ -151,7 +151,7 @@ def decode_step(engine: LLMEngine, rows: int, context: int) -> Packed:
 
 
 def dispatch_seconds(engine: LLMEngine, step: Packed, count: int) -> float:
-    """Return the host's seconds for a step that it does not wait for."""
+    """Return the host's seconds to dispatch a step."""
     runner, joined = engine.runner, None
     replay(engine, [step])
     began = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Seconds until a command answers: the 8B shape with the programs that earlier parts have kept, the embedded model cold
-and with what its first start kept.
+"""Seconds until a command answers: the 8B shape with the compiled programs of earlier parts in the cache, and the
+embedded model with an empty cache and a full one.
 """
 
 from __future__ import annotations

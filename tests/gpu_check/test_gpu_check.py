@@ -1,4 +1,4 @@
-"""`make gpu-check` as far as a CPU goes: the dry run passes, and sees what is wrong; the tuner lists and writes."""
+"""`make gpu-check` on a CPU: the dry run passes, planted mistakes are found; the tuner lists and writes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check(folder: Path, *names: str) -> tuple[int, dict]:
 
 @pytest.mark.slow
 def test_the_dry_run_passes(tmp_path):
-    """In processes of their own, as on a GPU, with a GPU's table of programs."""
+    """In separate processes, with a GPU's table of programs."""
     code = gpu_check.main(["--dry", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*.json")
     result = json.loads(path.read_text())
@@ -123,7 +123,7 @@ def test_figures_above_the_datasheet_are_failures():
 
 
 def test_a_greedy_program_asked_of_a_gpus_table_is_an_error():
-    """As `Runner._list_programs` makes it; such a program would be compiled by nobody."""
+    """The table is that of `Runner._list_programs`."""
     shapes = batch.decode_shapes(8, 2, "gpu"), batch.ragged_shapes(128, 8, 16, 9, "gpu")
     programs = Programs(*shapes, lambda key: None, Metrics(), VARIANTS[1:])
     engine: Any = SimpleNamespace(runner=SimpleNamespace(programs=programs))
@@ -147,7 +147,7 @@ def test_a_dry_engine_has_the_limits_of_a_gpu():
 
 @pytest.mark.ci
 def test_what_a_cpu_wrote_is_what_a_cpu_finds():
-    """Nine cases of one engine, and a tiny model whose weights are made."""
+    """Nine cases of one engine, and a tiny model with random weights."""
     expected = json.loads(features.EXPECTED.read_text())
     assert set(expected) == set(feature.CASES)
     found: list[dict] = []
