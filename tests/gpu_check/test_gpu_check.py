@@ -52,7 +52,7 @@ def check(folder: Path, *names: str) -> tuple[int, dict]:
 @pytest.mark.slow
 def test_the_dry_run_passes(tmp_path):
     """In separate processes, with a GPU's table of programs."""
-    code = gpu_check.main(["--dry", "--out", str(tmp_path)])
+    code = gpu_check.main(["--dry", "--minutes", "30", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*.json")
     result = json.loads(path.read_text())
     parts = result["parts"]
@@ -122,6 +122,17 @@ def test_figures_above_the_datasheet_are_failures():
     assert not machine.above_datasheet("another card", 1e15, 1e18)
 
 
+def test_a_ceiling_that_raises_leaves_the_datasheets(tmp_path, monkeypatch):
+    def broken(check, name, ceiling):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(machine, "_rate", broken)
+    monkeypatch.setattr(machine, "limits_of", lambda device: machine.DATASHEETS["H100"])
+    notes = Check("machine", tmp_path, 9, is_dry=True)
+    machine.run(notes)
+    assert notes.notes["measured"][0]["read_bytes_per_second"] == 3.36e12 and len(notes.notes["failures"]) == 3
+
+
 def test_a_greedy_program_asked_of_a_gpus_table_is_an_error():
     """The table is that of `Runner._list_programs`."""
     shapes = batch.decode_shapes(8, 2, "gpu"), batch.ragged_shapes(128, 8, 16, 9, "gpu")
@@ -147,13 +158,12 @@ def test_a_dry_engine_has_the_limits_of_a_gpu():
 
 @pytest.mark.ci
 def test_what_a_cpu_wrote_is_what_a_cpu_finds():
-    """Nine cases of one engine, and a tiny model with random weights."""
+    """The nine cases of one engine; `python -m tests.gpu_check.features` compares all."""
     expected = json.loads(features.EXPECTED.read_text())
     assert set(expected) == set(feature.CASES)
     found: list[dict] = []
-    for name in ("usual", "gpt_oss"):
-        feature.run(name, found.append)
-    assert len(found) == 10
+    feature.run("usual", found.append)
+    assert len(found) == 9
     for result in found:
         assert not list(features.differences(result["case"], result["value"], expected[result["case"]])), result
 
