@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     **{"dtype": "float32", "precompile": "covering", "max_num_seqs": 16, "num_kv_blocks": 512},
     **{"max_num_batched_tokens": 256},
 }
-STEPS = (4, 8, 64)  # rows, and tokens of prompts, that the cases have
+STEPS = (4, 8, 16, 64)  # rows, and tokens of prompts, that the cases have
 LARGER = 8.0  # factor on the random weights of tiny models, so that every layer changes the logits
 _TINY = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 512},

@@ -85,9 +85,7 @@ def compile_sizes(check: Check, llm: LLM, rows: Iterable[int], tokens: Sequence[
     """Compile the steps that are measured, in the variant that the engine's table has."""
     began = time.perf_counter()
     programs = llm.engine.runner.programs
-    slots = llm.engine.runner.geometry.num_slots
-    sizes = [shape.tokens for shape in batch.decode_shapes(slots, 2, "gpu")]
-    wanted = sorted({min(size for size in sizes if size >= row) for row in rows})
+    wanted = sorted({decode_size(llm.engine, own) for own in rows})
     compile_greedy(llm.engine, wanted, tokens, num_threads=os.cpu_count() or 2)
     check.measure(
         start=f"steps of {wanted} rows, {list(tokens)} tokens", seconds=time.perf_counter() - began,
@@ -112,6 +110,12 @@ def compile_rest(check: Check, llm: LLM, seconds: float) -> None:
         start="the other programs", seconds=time.perf_counter() - began, programs=len(programs), of=programs.num_all,
         tracing=llm.engine.runner.metrics.trace_seconds,
     )  # fmt: skip
+
+
+def decode_size(engine: LLMEngine, rows: int) -> int:
+    """Return the rows of the table's smallest decode program that holds `rows`."""
+    shapes = batch.decode_shapes(engine.runner.geometry.num_slots, 2, "gpu")
+    return min(shape.rows for shape in shapes if shape.rows >= rows)
 
 
 def fill(engine: LLMEngine) -> None:
@@ -145,7 +149,7 @@ def decode_step(engine: LLMEngine, rows: int, context: int) -> Packed:
     )
     variant = narrowest(runner.programs)
     key = runner.programs.choose(plan, variant)[0]
-    if key != Key(key.shape, variant) or key.shape.rows > max(rows, 2):
+    if key != Key(key.shape, variant) or key.shape.rows != decode_size(engine, rows):
         raise RuntimeError(f"{rows} rows run in {key}: the program of that size is not compiled")
     return Packed(plan, key, batch.pack(plan, key.shape, runner.geometry.num_slots))
 
