@@ -115,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     expected = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
     failed = []
     for name in options.only:
+        before = len(failed)
         with tempfile.TemporaryDirectory() as folder:
             results, trouble = _group(name, "cpu", Path(folder), time.monotonic() + 600)
         if trouble is not None:
@@ -131,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.write:
             rows = [f"{json.dumps(one)}: {json.dumps(expected[one])}" for one in CASES if one in expected]
             EXPECTED.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-    print("\n".join(failed) or "all as expected")
+        print("\n".join(failed[before:]) or f"{name}: as expected", flush=True)
     return bool(failed)
 
 
