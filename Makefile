@@ -82,7 +82,7 @@ parity: $(PARITY_VENV)/.parity  ## compare with transformers on torch, live
 gpu-aot: $(GPU_VENV)/.gpu $(GPU_VENV)/newer/.done  ## compile kernels and steps for an H200 where there is none (ALL=1: A100 and B200 too), and run kernels interpreted
 	GPU_AOT=1 TRITON_INTERPRET=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_interpreted*.py -n 2 -W ignore \
 		$(if $(ALL),-m "slow or not slow")
-	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py tests/gpu/test_sass.py -n 2 --dist loadgroup \
+	GPU_AOT=1 $(GPU_VENV)/bin/python -m pytest tests/gpu/test_compiled.py tests/gpu/test_steps.py tests/gpu/test_alignment.py tests/gpu/test_sass.py -n 2 --dist loadgroup \
 		$(if $(ALL),-m "slow or not slow")
 	GPU_AOT=1 PYTHONPATH=$(GPU_VENV)/newer $(GPU_VENV)/bin/python -m pytest tests/gpu/test_jax_triton.py
 
@@ -107,9 +107,9 @@ bench: $(VENV)/.dev  ## the figures that are promised, measured here; docs/bench
 	$(VENV)/bin/python -m tests.benchmarks
 
 # A GPU machine brings its own jax, torch and triton: nothing is installed there. DRY=1 is a CPU with tiny shapes.
-gpu-check: $(if $(DRY),$(VENV)/.dev)  ## correctness and speed on one NVIDIA GPU, in eight minutes; ONLY= one part, MINUTES=
+gpu-check: $(if $(DRY),$(VENV)/.dev)  ## correctness and speed on one NVIDIA GPU, in eight minutes; ONLY="model features", MINUTES=, OUT= folder
 	$(if $(DRY),$(VENV)/bin/python,$(PYTHON)) -m tests.gpu_check $(if $(DRY),--dry) \
-		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
+		$(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT))
 
 notebooks: $(VENV)/.dev  ## run the notebooks and write their outputs into them
 	$(VENV)/bin/python -m tests.support.notebooks

@@ -19,7 +19,7 @@ import numpy as np
 from jaxllm import LLM
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.runner import batch
-from jaxllm.runner.compiled_programs import Key
+from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
 from tests.benchmarks import shapes
@@ -50,15 +50,20 @@ class Packed(NamedTuple):
     buffer: np.ndarray
 
 
+def narrowest(programs: Programs) -> Variant:
+    """Return the variant in which greedy steps run: the narrowest of the table, which on a GPU has no greedy one."""
+    return min((key.variant for key in programs.rest if key.part == "step" and key.variant), key=VARIANTS.index)
+
+
 @contextmanager
-def packed_steps() -> Iterator[list[Packed]]:
-    """Note all greedy steps that are packed meanwhile."""
+def packed_steps(engine: LLMEngine) -> Iterator[list[Packed]]:
+    """Record every step that is packed in the context, with the program of a greedy step."""
     noted: list[Packed] = []
-    pack = batch.pack
+    pack, variant = batch.pack, narrowest(engine.runner.programs)
 
     def noting(plan: Plan, shape: batch.Shape, *given: Any) -> np.ndarray:
         buffer = pack(plan, shape, *given)
-        noted.append(Packed(plan, Key(shape, Variant.GREEDY), buffer))
+        noted.append(Packed(plan, Key(shape, variant), buffer))
         return buffer
 
     batch.pack = noting
@@ -78,15 +83,31 @@ def replay(engine: LLMEngine, steps: Sequence[Packed]) -> float:
     return time.perf_counter() - began
 
 
-def compile_greedy(engine: LLMEngine, decode: Sequence[int] | None = None, ragged: Sequence[int] | None = None) -> None:
-    """Compile the greedy programs of so many rows and of so many tokens (None: of all there are), and wait for them."""
+def compile_greedy(
+    engine: LLMEngine,
+    decode: Sequence[int] | None = None,
+    ragged: Sequence[int] | None = None,
+    variant: Variant | None = None,
+    num_threads: int = 2,
+) -> None:
+    """Compile the programs of greedy steps with these numbers of rows and tokens (None: all sizes), and wait.
+
+    A `variant` of which the engine's table has no programs is a ValueError, as are sizes that are all absent.
+    """
     programs = engine.runner.programs
+    if all(key.part != "step" for key in programs.rest):
+        return  # every step is two halves in deterministic mode
+    variant = variant or narrowest(programs)
 
     def is_wanted(key: Key) -> bool:
         sizes = decode if key.shape.is_decode else ragged
-        return key.variant is Variant.GREEDY and (sizes is None or key.shape.tokens in sizes)
+        return key.part == "step" and key.variant is variant and (sizes is None or key.shape.tokens in sizes)
 
-    programs.begin([key for key in programs.rest if is_wanted(key)], 2)
+    wanted = [key for key in programs.rest if is_wanted(key)]
+    if not wanted:
+        raise ValueError(f"the engine's table has no {variant.value} program of {decode} rows or {ragged} tokens")
+    ready = programs.ready()
+    programs.begin([key for key in wanted if key not in ready], num_threads)
     programs.wait()
 
 
@@ -114,7 +135,7 @@ def main() -> None:
 
 def measure(llm: LLM, rows: int, new: int, rounds: int) -> tuple[float, float]:
     """Return the seconds of a decode step of so many rows, in the bare loop and in the engine."""
-    with packed_steps() as steps:
+    with packed_steps(llm.engine) as steps:
         generate(llm, rows, PROMPT, new)
     decodes = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == rows]
     bare: list[float] = []

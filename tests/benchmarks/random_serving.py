@@ -67,11 +67,11 @@ def measure_costs(llm: LLM, budget: int) -> Costs:
     decode = {}
     slots = llm.engine.runner.geometry.num_slots
     for rows in sorted({min(rows, slots) for rows in (1, 2, 4, 8, 16, 32, 64)}):
-        with packed_steps() as steps:
+        with packed_steps(llm.engine) as steps:
             generate(llm, rows, 256, 12 + rows * 256 // budget)  # until the last prompt is in, the first go on
         wanted = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == rows]
         decode[rows] = statistics.median(replay(llm.engine, wanted) / len(wanted) for _ in range(3))
-    with packed_steps() as steps:
+    with packed_steps(llm.engine) as steps:
         generate(llm, 4 + budget // 512, 512, 1)
     wanted = [step for step in steps if step.plan.num_tokens == budget]
     times = [replay(llm.engine, wanted) / len(wanted) / budget for _ in range(3)]

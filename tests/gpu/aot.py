@@ -47,6 +47,10 @@ KERNEL_KIB = 24
 _LAUNCHED = "kCustomKernel kKernel kCustomCall kCublasLtMatmul kGemm kCopy kMemset32BitValue kMemzero".split()
 
 
+class Misaligned(AssertionError):
+    """A program that fails on a GPU: of a Triton call an operand begins where the call does not allow it."""
+
+
 @dataclass(frozen=True)
 class Program:
     """What XLA made of a step."""
@@ -188,7 +192,7 @@ def compile_shape(
     geometry: Geometry,
     shape: Shape,
     devices: int,
-    variant: Variant,
+    variant: Variant | None,
     dtype: str,
     kernels: Mapping[str, str] | None,
     donates: bool,
@@ -198,7 +202,7 @@ def compile_shape(
     cache: str | None = None,
     is_deterministic: bool = False,
 ) -> Program:
-    """Compile one program."""
+    """Compile one program; without a variant, the forward half of a step."""
     over = mesh(devices)
     params = weights.abstract(spec, over, dtype) if scheme is None else _quantized(spec, over, dtype, scheme)
     params = replace(params, draft=draft_setup.abstract(drafting, over, jnp.dtype(dtype)))
@@ -221,7 +225,7 @@ def compile_shape(
         joins_adapters=True,
         drafting=drafting,
     )
-    run = step.build(model, shape, variant)
+    run = step.build_forward(model, shape) if variant is None else step.build(model, shape, variant)
     buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=sharding.replicated(over))
     leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))
     own = (tuple(jax.tree.leaves(adapter)),) * shape.adapters
@@ -248,7 +252,7 @@ def _quantized(spec: Spec, over: Mesh, dtype: str, scheme: Scheme) -> Params[Any
 def read(
     lowered: Any, cache_bytes: int, block_shape: tuple[int, ...], options: Mapping[str, Any] | None = None
 ) -> Program:
-    """Compile what was lowered, with a step's options where none are given, and read it."""
+    """Compile a lowered program with `options` (default: a step's) and read its dumps; raise `Misaligned`."""
     options = {**step.compiler_options("gpu"), **FIXED} if options is None else options
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True, **options})
@@ -257,6 +261,8 @@ def read(
         lines = final[-1].read_text().splitlines()
         ends = "after_optimizations-buffer-assignment.txt", "gpu_after_optimizations.txt"
         assignment, optimized = (next(Path(folder).glob(f"*{end}")).read_text() for end in ends)
+    if misaligned := buffers.misaligned(optimized):
+        raise Misaligned("; ".join(misaligned))
     kinds = [(line[:1].isspace(), re.sub(r"^[\s\d:]*", "", line).split()[0]) for line in lines if line.strip()]
     memory = compiled.memory_analysis()
     return Program(

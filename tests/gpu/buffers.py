@@ -1,4 +1,4 @@
-"""Which buffers the commands of a CUDA graph touch, and what calls of Triton kernels weigh, read from XLA's dumps.
+"""Read XLA's dumps: the buffers of a CUDA graph's commands, and the sizes and operands of Triton calls.
 
 A call through XLA's FFI is recorded into the graph again whenever one of its buffers has another address than in the 16
 sets of addresses that are kept for it: all the PTX is hashed then, 20 to 50 us a call. Weights, donated state and
@@ -19,6 +19,18 @@ _INSTRUCTION = re.compile(r"^  (?:ROOT )?%(\S+) = (?:\(.*?\)|\S+) ([a-z][\w-]*)\
 _NO_COMMANDS = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
 _KEPT = ("params_leaves", "adapter")  # parameters that are the same arrays at each step
 CHANGING = {"sent", "returned"}
+_BEGINS = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
+_DEFINED = re.compile(r"^  (?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*?)\)(?:, (.*)|$)")
+_ARRAY = re.compile(r"^([a-z]+)(\d*)\w*\[([\d,]*)\](?:\{([\d,]*))?")
+ALIGNED = 16  # bytes: the alignment that a call promises for each operand's address
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    kind: str  # its type
+    operation: str
+    operands: tuple[str, ...]
+    rest: str  # attributes
 
 
 @dataclass(frozen=True)
@@ -102,3 +114,86 @@ def payloads(optimized: str) -> Iterator[bytes]:
 def _unescaped(found: re.Match[bytes]) -> bytes:
     code = found[1]
     return bytes.fromhex(code.decode()) if len(code) == 2 else {b"n": b"\n", b"t": b"\t", b"r": b"\r"}.get(code, code)
+
+
+def misaligned(optimized: str) -> list[str]:
+    """List the operands of Triton calls that begin at an unaligned offset of a buffer.
+
+    XLA makes one computation of a call and of the slices that it reads, and hands over addresses inside their buffers.
+    """
+    computations = _computations(optimized)
+    callers: dict[str, tuple[str, _Instruction]] = {}
+    for name, own in computations.items():
+        for one in own.values():
+            if called := re.search(r"calls=%([\w.-]+)", one.rest):
+                callers[called[1]] = name, one
+    found = []
+    for name, own in computations.items():
+        for result, call in own.items():
+            if "triton_kernel_call_ffi" in call.rest:
+                for number, operand in enumerate(call.operands):
+                    offset = _offset(computations, callers, name, operand)
+                    if offset is None or offset % ALIGNED:
+                        where = "at bytes that only the device knows" if offset is None else f"at byte {offset}"
+                        found.append(f"operand {number} of {result} in {name} begins {where} of its buffer")
+    return found
+
+
+def _computations(optimized: str) -> dict[str, dict[str, _Instruction]]:
+    """Return the instructions of each computation, by their names."""
+    found: dict[str, dict[str, _Instruction]] = {}
+    own: dict[str, _Instruction] = {}
+    for line in optimized.splitlines():
+        if begun := _BEGINS.match(line):
+            own = found.setdefault(begun[1], {})
+        elif made := _DEFINED.match(line):
+            name, kind, operation, given, rest = made.groups()
+            operands = (given,) if operation in ("parameter", "constant") else re.findall(r"%([\w.#-]+)", given)
+            own[name] = _Instruction(kind, operation, tuple(operands), rest or "")
+    return found
+
+
+def _offset(
+    computations: dict[str, dict[str, _Instruction]],
+    callers: dict[str, tuple[str, _Instruction]],
+    name: str,
+    operand: str,
+) -> int | None:
+    """Return the bytes from a buffer's begin to a value that is a slice of it; None where they are no constant."""
+    one = computations[name].get(operand)
+    if one is None:  # an element of a tuple: a separate buffer
+        return 0
+    if one.operation == "parameter" and name in callers:
+        caller, call = callers[name]
+        return _offset(computations, callers, caller, call.operands[int(one.operands[0])])
+    if one.operation not in ("bitcast", "slice", "dynamic-slice"):
+        return 0
+    before = _offset(computations, callers, name, one.operands[0])
+    source = computations[name].get(one.operands[0])
+    if one.operation == "bitcast" or before is None:
+        return before
+    if source is None:
+        return None
+    if one.operation == "slice":
+        inside = re.search(r"slice=\{(.*?)\}", one.rest)
+        starts = [int(start) for start in re.findall(r"\[(\d+):", inside[1] if inside else "")]
+    else:
+        given = [computations[name].get(index) for index in one.operands[1:]]
+        if any(index is None or index.operation != "constant" for index in given):
+            return None
+        starts = [int(index.operands[0]) for index in given if index is not None]
+    return before + _bytes_to(source.kind, starts)
+
+
+def _bytes_to(kind: str, starts: list[int]) -> int:
+    """Return the byte offset of an element in an array; the braces of its HLO type order dimensions, fastest first."""
+    array = _ARRAY.match(kind)
+    assert array is not None, kind
+    letters, bits, dims, layout = array.groups()
+    sizes = [int(size) for size in dims.split(",") if size]
+    order = [int(axis) for axis in layout.split(",")] if layout else list(reversed(range(len(sizes))))
+    stride, place = 1, 0
+    for axis in order:
+        place += starts[axis] * stride
+        stride *= sizes[axis]
+    return place * (8 if letters == "pred" else int(bits)) // 8

@@ -1,5 +1,5 @@
-"""What can only be seen on a GPU: `python -m tests.gpu_check`, or `make gpu-check`, on a machine that has one.
+"""The checks that need a GPU: `python -m tests.gpu_check`, or `make gpu-check`, on a machine that has one.
 
 Each part is a module with a function `run(check)`, and a process of its own, so that a kernel that crashes the device
-takes nothing else with it. What needs a package that is not there is skipped, and a line says so.
+ends only its part. A part that needs a missing package is reported as not run.
 """

@@ -7,8 +7,10 @@ their difference: an error in a single row must not drown among thousands that a
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ from tests.gpu_check.check import Check
 from tests.gpu_check.sites import choices, full_precision, is_interpreted, site_of
 
 TILE = 32
+SHARE = 0.9  # of the device's memory: the allocator's pieces do not fit together without a gap
+COPIES = 2.5  # of the experts' weights in float32: these, their rounded copies and a kernel's workspace
 TOLERANCES = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}  # of a vector's length
 TYPES = (  # of queries, of the cache
     *(("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("bfloat16", "int8")),
@@ -84,10 +88,15 @@ CHUNKS, DRY_CHUNKS = ((0, 40), (100, 1), (7, 130), (1000, 33)), ((0, 5), (20, 40
 
 def run(check: Check) -> None:
     refused: set[str] = set()
+    memory = Memory((jax.devices()[0].memory_stats() or {}).get("bytes_limit"))
+    compared = 0
     # Most of the time goes into compiling, which threads share; the interpreter of Triton takes one.
     with full_precision(), ThreadPoolExecutor(1 if is_interpreted() else os.cpu_count()) as threads:
         futures = [
-            (threads.submit(_compare, *one, check.is_dry), f"{one[0]}, {one[1].name}, {one[2]}, cache of {one[3]}")
+            (
+                threads.submit(_bounded, memory, *one, check.is_dry),
+                f"{one[0]}, {one[1].name}, {one[2]}, cache of {one[3]}",
+            )
             for one in _cases(check.is_dry)
         ]
         for future, what in futures:
@@ -95,15 +104,52 @@ def run(check: Check) -> None:
                 try:
                     rows, reasons = future.result(max(check.left - 3, 0))
                 except TimeoutError:
-                    check.not_run(f"{what}, and what comes behind it: give it more minutes")
+                    check.not_run(f"{what}, and all later cases: give it more minutes")
                     break
                 refused |= reasons
+                compared += 1
                 for row in rows:
                     _note(check, row)
         for line in sorted(refused):
             check.skip(line)
+        check.measure(cases_compared=compared, of=len(futures))
         for future, _ in futures:  # the pool waits for those that run
             future.cancel()
+
+
+class Memory:
+    """The device's memory: each case reserves its bound first, so that parallel cases never exceed the total."""
+
+    def __init__(self, total: float | None) -> None:
+        self._total = self._left = float("inf") if total is None else SHARE * total
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, size: float) -> Iterator[None]:
+        """Wait until `size` bytes are free and hold them; a larger size waits for all of the memory."""
+        size = min(size, self._total)
+        with self._changed:
+            self._changed.wait_for(lambda: self._left >= size)
+            self._left -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._left += size
+                self._changed.notify_all()
+
+
+def most_bytes(operation: str, shape: Shape) -> float:
+    """Return the bound of a case's device memory."""
+    if operation != "fused_experts":
+        return 2 << 30
+    count, _, width, inner, _ = shape.experts
+    return COPIES * 4 * count * 3 * inner * width + (1 << 30)
+
+
+def _bounded(memory: Memory, operation: str, shape: Shape, *given: Any) -> tuple[list[dict[str, Any]], set[str]]:
+    with memory.taken(most_bytes(operation, shape)):
+        return _compare(operation, shape, *given)
 
 
 def _cases(is_dry: bool) -> Iterator[tuple[str, Shape, str, str]]:

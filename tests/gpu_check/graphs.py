@@ -12,21 +12,13 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jaxllm.config import EngineArgs
-from jaxllm.engine.llm_engine import LLMEngine
-from tests.benchmarks import overlap
-from tests.benchmarks.bare import compile_greedy, packed_steps, replay
-from tests.gpu_check import models
+from jaxllm import LLM
+from tests.benchmarks.bare import replay
+from tests.gpu_check import shape8b
 from tests.gpu_check.check import Check
 
-# Read by the CUDA plugin when it is loaded, which is when JAX first looks for devices.
-VERBOSE = {
-    "TF_CPP_MIN_LOG_LEVEL": "0",
-    "TF_CPP_VMODULE": "command_buffer_thunk=3,command_buffer_cmd=6,command=6,traced_command_buffer=6",
-}
 LAUNCHED, CHANGED = "Execute command buffer on device", r"Updated command buffer in (\d+)"
 CAPTURED = "Command buffer trace cache create new item"
 
@@ -47,50 +39,47 @@ class Graphs(NamedTuple):
         return cls(log.count(LAUNCHED), len(changes), log.count(CAPTURED), taken)
 
 
+ROWS, DRY_ROWS = (1, 64), (1, 8)
+CONTEXT, DRY_CONTEXT = 1024, 48
+STEPS = 16
+
+
 def run(check: Check) -> None:
-    os.environ.update(VERBOSE)  # of this part's own process
-    for name in ("Llama-3.1-8B",) if check.is_dry else ("Llama-3.1-8B", "Qwen2.5-0.5B"):
-        if check.is_over(30, name):
-            continue
-        with check.guarded(name), tempfile.TemporaryDirectory() as folder:
-            _measure(check, name, Path(folder))
+    shape = shape8b.write(check)
+    all_rows, context = (DRY_ROWS, DRY_CONTEXT) if check.is_dry else (ROWS, CONTEXT)
+    with shape8b.start(check, shape) as llm:
+        shape8b.compile_sizes(check, llm, all_rows, [shape.sizes["max_num_batched_tokens"]])
+        for rows in all_rows:
+            with check.guarded(f"{rows} rows", is_wrong=True):
+                _count(check, llm, rows, context)
 
 
-def _measure(check: Check, name: str, folder: Path) -> None:
-    config = models.tiny(models.CONFIGS[name]) if check.is_dry else models.CONFIGS[name]
-    dtype = "float32" if check.is_dry else "bfloat16"
-    models.write_config(config, folder, dtype)
-    settings: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": overlap.ROWS, "num_kv_blocks": 4096}
-    engine = LLMEngine(
-        EngineArgs(model=str(folder), dtype=dtype, load_format="dummy", precompile="covering", **settings)
-    )
-    try:
-        compile_greedy(engine, [overlap.ROWS], [])
-        with packed_steps() as steps:
-            overlap.measure(engine, bare=0.0)
-        decodes = [step for step in steps if step.key.shape.is_decode and len(step.plan.slots) == overlap.ROWS]
-        replay(engine, decodes[:8])  # the first one of a program runs without a graph, the second one makes it
-        with tempfile.TemporaryFile("w+") as log, written_to(log.fileno()):
-            replay(engine, decodes)
-            log.seek(0)
-            found = Graphs.of(log.read())
-    finally:
-        engine.close()
-    if check.is_dry:
-        return  # a CPU has no graphs
-    if not found.launched:
-        check.fail(f"{name}: XLA's log tells of no CUDA graph that was launched, so none is counted")
+def _count(check: Check, llm: LLM, rows: int, context: int) -> None:
+    """Run decode steps and count the graphs in XLA's log."""
+    step = shape8b.decode_step(llm.engine, rows, context)
+    replay(llm.engine, [step] * 4)  # the first run of a program is without a graph, the second one makes it
+    with tempfile.TemporaryFile("w+") as log, written_to(log.fileno()):
+        replay(llm.engine, [step] * STEPS)
+        log.seek(0)
+        text = log.read()
+    note(check, rows, Graphs.of(text), len(text))
+
+
+def note(check: Check, rows: int, found: Graphs, characters: int) -> None:
+    """Record the counts of a log; a CPU has no graphs, and its log is empty."""
+    if not found.launched and not check.is_dry:
+        check.fail(f"{rows} rows: XLA's log, {characters} characters, has no CUDA graph that was launched")
         return
-    count = len(decodes)
+    captured = found.captured / STEPS
     check.measure(
-        graphs=name,
-        steps=count,
-        launched=found.launched / count,
-        changed=found.changed / count,
+        rows=rows,
+        steps=STEPS,
+        launched=found.launched / STEPS,
+        changed=found.changed / STEPS,
         change_microseconds=found.microseconds,
-        captured_again=found.captured / count,
+        captured_again=captured,
     )
-    check.target(f"{name}, calls captured again in a step", found.captured / count, 0.0, is_least=False)
+    check.target(f"{rows} rows, calls captured again in a step", captured, 0.0, is_least=False)
 
 
 @contextmanager

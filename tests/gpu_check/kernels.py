@@ -168,7 +168,7 @@ def _all(
 ) -> dict[str, float]:
     """Time the implementations that run here, of the slow ones only where `has_slow`; return shares of the ceiling."""
     shares = {}
-    site = site_of(_dtype(check), cache_dtype, heads, value_size)
+    site = site_of(_dtype(check), cache_dtype, heads, value_size=value_size)
     best = pallas_kernels.resolve(operation, site).name
     always = {best, *choice.COMPILED} if site.platform == "gpu" else {best}
     for name, chosen in choices(operation, site):

@@ -1,4 +1,4 @@
-"""Folders of models with random weights, or with none for engines that make their own."""
+"""Folders of models without weights, and the bytes that their steps read."""
 
 from __future__ import annotations
 
@@ -24,29 +24,15 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_config(config: dict[str, Any], folder: Path, dtype: str) -> Path:
-    """Write all of a model's folder but the weights."""
+    """Write a model's folder without weights, unless it exists."""
+    if (folder / "tokenizer.json").exists():
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     stored = config | {"torch_dtype": dtype, "bos_token_id": None, "eos_token_id": None}
     (folder / "config.json").write_text(json.dumps(stored))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     shapes.tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
     return folder
-
-
-def write_weights(config: dict[str, Any], folder: Path, dtype: str) -> None:
-    """Write random weights beside a config: large enough that logits differ, biases and norms that count."""
-    from safetensors.numpy import save_file
-
-    random = np.random.default_rng(0)
-    tensors = {}
-    for name, dims in weights_of(config):
-        tensor = random.standard_normal(dims, np.float32)
-        if len(dims) == 2:
-            tensor *= dims[1] ** -0.5 * (3 if "embed" in name or "lm_head" in name else 1)
-        else:
-            tensor = 0.2 * tensor + (0.0 if name.endswith("bias") else 1.0)
-        tensors[name] = tensor.astype(shapes.DTYPES[dtype])
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def weights_of(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:

@@ -1,4 +1,4 @@
-"""The parts of the check: how much of the time each may take, what packages it needs, and where it lies.
+"""The parts of the check, the worthiest first: how much of the time and of the device's memory each may take.
 
 Imports nothing but the standard library, so that a missing package is a line and not a crash.
 """
@@ -6,33 +6,50 @@ Imports nothing but the standard library, so that a missing package is a line an
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import NamedTuple
 
 KERNELS = ("jax", "numpy", "ml_dtypes", "jaxtyping")
-ENGINE = (*KERNELS, "flax", "psutil", "tqdm", "tokenizers", "safetensors")
-TORCH = ("torch", "transformers")
+ENGINE = (
+    *(*KERNELS, "flax", "orbax.checkpoint", "psutil", "tqdm", "tokenizers", "safetensors", "msgpack"),
+    *("huggingface_hub", "jinja2", "llguidance"),
+)
 
 
 class Part(NamedTuple):
-    """A module of this package."""
+    """A module of this package that runs in a process with the device to itself."""
 
-    share: int  # of the time, as seconds of ten minutes; what one leaves is divided among those behind it
+    seconds: int  # of eight minutes; unused time is shared by the later parts
     needs: tuple[str, ...]
+    memory: float  # the largest share of the device's memory that its process takes, or each of its processes
     is_correctness: bool = False  # whether nothing of it may be missing or fail
+    is_optional: bool = False  # runs only if it is named
+    environment: Mapping[str, str] = {}  # variables added to its process
 
 
+# Read by the CUDA plugin when it is loaded.
+GRAPHS_LOGGED = {
+    "TF_CPP_MIN_LOG_LEVEL": "0",
+    "TF_CPP_VMODULE": "command_buffer_thunk=3,command_buffer_cmd=6,command=6,traced_command_buffer=6",
+}
 PARTS = {
-    "machine": Part(20, ("jax", "numpy")),
-    "correctness": Part(110, KERNELS, is_correctness=True),
-    "equality": Part(80, (*ENGINE, *TORCH), is_correctness=True),
-    "kernels": Part(90, KERNELS),
-    "step": Part(120, ENGINE),
-    "graphs": Part(60, ENGINE),
-    "throughput": Part(90, ENGINE),
-    "questions": Part(30, ENGINE),
+    "machine": Part(25, ("jax", "numpy"), 0.9),
+    "model": Part(185, ENGINE, 0.94),
+    "features": Part(95, ENGINE, 0.08, is_correctness=True),
+    "graphs": Part(35, ENGINE, 0.94, environment=GRAPHS_LOGGED),
+    "starts": Part(100, ENGINE, 0.94),
+    "correctness": Part(40, KERNELS, 0.9, is_correctness=True),
+    "kernels": Part(120, KERNELS, 0.9, is_optional=True),
 }
 
 
 def missing(names: tuple[str, ...]) -> list[str]:
     """Return the packages that are not installed here."""
-    return [name for name in names if importlib.util.find_spec(name) is None]
+    return [name for name in names if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False

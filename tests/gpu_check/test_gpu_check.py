@@ -1,18 +1,44 @@
-"""`make gpu-check` as far as a CPU goes: the dry run passes, and sees what is wrong; the tuner lists and writes."""
+"""`make gpu-check` on a CPU: the dry run passes, planted mistakes are found; the tuner lists and writes."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
+from jaxllm.config import EngineArgs
+from jaxllm.embedded import MODEL_DIR
+from jaxllm.metrics import Metrics
+from jaxllm.runner import batch, model_setup
+from jaxllm.runner.compiled_programs import VARIANTS, Programs
+from jaxllm.sampling.sampler import Variant
 from pallas_kernels import choice, measuring, tune, tuning
 from pallas_kernels.attention import xla_gather
+from tests.benchmarks import bare
 from tests.gpu_check import __main__ as gpu_check
-from tests.gpu_check import child, graphs, kernels, report
+from tests.gpu_check import (
+    as_gpu,
+    by_time,
+    child,
+    correctness,
+    feature,
+    features,
+    graphs,
+    kernels,
+    machine,
+    report,
+    starts,
+)
 from tests.gpu_check.check import Check
-from tests.gpu_check.parts import PARTS, missing
+from tests.gpu_check.parts import PARTS
 
 
 def check(folder: Path, *names: str) -> tuple[int, dict]:
@@ -25,27 +51,30 @@ def check(folder: Path, *names: str) -> tuple[int, dict]:
 
 @pytest.mark.slow
 def test_the_dry_run_passes(tmp_path):
-    """In processes of their own, as on a GPU; what is not installed here is a line."""
-    code = gpu_check.main(["--dry", "--out", str(tmp_path)])
+    """In separate processes, with a GPU's table of programs."""
+    code = gpu_check.main(["--dry", "--minutes", "30", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*.json")
     result = json.loads(path.read_text())
-    assert code == 0
-    assert set(result) == {"device", "date", "is_dry", "machine", "parts"} and set(result["parts"]) == set(PARTS)
-    for name, part in result["parts"].items():
+    parts = result["parts"]
+    assert set(result) == {"device", "date", "is_dry", "machine", "parts"} and set(parts) == set(PARTS)
+    for name, part in parts.items():
         assert set(part) == {"status", "seconds", "measured", "failures", "not_run", "skipped", "targets", "answers"}
         assert part["status"] == "done" and not part["failures"] and not part["targets"], name
-        if absent := missing(PARTS[name].needs):
-            assert all(one in part["skipped"][0] for one in absent)
+        assert part["measured"], name
+    assert code == (3 if any(part["not_run"] for part in parts.values()) else 0)
     assert result["machine"]["read_bytes_per_second"] > 0 < result["machine"]["flops_per_second"]
-    compared = {(row["operation"], row["by"]) for row in result["parts"]["correctness"]["measured"]}
+    compared = {(row.get("operation"), row.get("by")) for row in parts["correctness"]["measured"]}
     assert {("paged_decode", "xla_lanes"), ("paged_decode", "xla_gather"), ("paged_prefill", "xla_gather")} <= compared
-    for name, keys in {
-        "kernels": {"call", "by", "microseconds", "share", "of"},
-        "step": {"step", "milliseconds", "floor_milliseconds", "times"},
-        "throughput": {"model", "by", "requests", "seconds", "tokens_per_second"},
-    }.items():
-        assert any(set(row) == keys for row in result["parts"][name]["measured"]), name
-    assert len(result["parts"]["questions"]["answers"]) == 7
+    model = parts["model"]["measured"]
+    steps = [row for row in model if "floor_milliseconds" in row]
+    assert len(steps) == 4 and all(row["program"].endswith(".random") for row in steps), "a GPU's table"
+    assert {row["step"] for row in model if "kernel" in row} == {
+        "120 tokens of prompts", "decode, 1 rows of 48", "decode, 8 rows of 48",
+    }  # fmt: skip
+    assert [row["requests"] for row in model if "requests" in row] == [2, 8]
+    assert parts["features"]["measured"][-1]["cases_compared"] == len(feature.CASES)
+    assert [row["rows"] for row in parts["graphs"]["measured"] if "rows" in row] == [1, 8]
+    assert len([row for row in parts["starts"]["measured"] if row.get("seconds_to_text")]) == 3
 
 
 @pytest.mark.slow
@@ -63,6 +92,167 @@ def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
     assert failures and all(line.startswith("paged_decode=xla_gather") for line in failures)
 
 
+def folding(turn, array):
+    """Eight turns that XLA makes one of."""
+    for number in range(8):
+        array = array + (turn + number)
+    return array
+
+
+def test_a_ceiling_that_folds_is_a_failure(tmp_path):
+    notes = Check("machine", tmp_path, 9, is_dry=True)
+    right = machine.ceilings(True)
+    assert set(right) == {"read", "copy", "product"}
+    small = right["read"]._replace(arrays=lambda: (jnp.ones((64, 64)),), work=1 << 14)
+    assert machine._rate(notes, "read", small) > 0 and not notes.notes["failures"]
+    planted = small._replace(run=folding, turns=8, work=8 << 14)
+    machine._rate(notes, "copy", planted)
+    assert notes.notes["failures"] == [
+        "the ceiling 'copy' is wrong: its program of 8 turns reads the array 1 times"
+    ]  # fmt: skip
+
+
+def test_figures_above_the_datasheet_are_failures():
+    found = machine.above_datasheet("NVIDIA H100 80GB HBM3", 22e12, 700e12)
+    assert found == ["22.00 TB/s were measured, and NVIDIA H100 80GB HBM3 has 3.36"]
+    assert machine.above_datasheet("NVIDIA H200", 4.4e12, 1200e12) == [
+        "1200 TFLOP/s were measured, and NVIDIA H200 has 990"
+    ]
+    assert not machine.above_datasheet("NVIDIA B200", 7.5e12, 1800e12)
+    assert not machine.above_datasheet("another card", 1e15, 1e18)
+
+
+def test_a_ceiling_that_raises_leaves_the_datasheets(tmp_path, monkeypatch):
+    def broken(check, name, ceiling):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(machine, "_rate", broken)
+    monkeypatch.setattr(machine, "limits_of", lambda device: machine.DATASHEETS["H100"])
+    notes = Check("machine", tmp_path, 9, is_dry=True)
+    machine.run(notes)
+    assert notes.notes["measured"][0]["read_bytes_per_second"] == 3.36e12 and len(notes.notes["failures"]) == 3
+
+
+def test_a_greedy_program_asked_of_a_gpus_table_is_an_error():
+    """The table is that of `Runner._list_programs`."""
+    shapes = batch.decode_shapes(8, 2, "gpu"), batch.ragged_shapes(128, 8, 16, 9, "gpu")
+    programs = Programs(*shapes, lambda key: None, Metrics(), VARIANTS[1:])
+    engine: Any = SimpleNamespace(runner=SimpleNamespace(programs=programs))
+    assert bare.narrowest(programs) is Variant.RANDOM
+    with pytest.raises(ValueError, match=r"no greedy program of \[2, 8\] rows"):
+        bare.compile_greedy(engine, [2, 8], [], Variant.GREEDY)
+    with pytest.raises(ValueError, match="no random program"):
+        bare.compile_greedy(engine, [3], [])
+    assert bare.narrowest(Programs(*shapes, lambda key: None, Metrics())) is Variant.GREEDY
+
+
+def test_a_dry_engine_has_the_limits_of_a_gpu():
+    config = EngineArgs(model=str(MODEL_DIR))
+    usual = model_setup.prepare(config)
+    with as_gpu.limits():
+        setup = model_setup.prepare(config)
+    assert (usual.max_num_seqs, usual.max_num_batched_tokens) == (64, 160)
+    assert (setup.max_num_seqs, setup.max_num_batched_tokens) == (256, 8192)
+    assert setup.token_cost == model_setup.TOKEN_COST["gpu"] and model_setup.prepare(config) == usual
+
+
+@pytest.mark.ci
+def test_what_a_cpu_wrote_is_what_a_cpu_finds():
+    """The nine cases of one engine; `python -m tests.gpu_check.features` compares all."""
+    expected = json.loads(features.EXPECTED.read_text())
+    assert set(expected) == set(feature.CASES)
+    found: list[dict] = []
+    feature.run("usual", found.append)
+    assert len(found) == 9
+    for result in found:
+        assert not list(features.differences(result["case"], result["value"], expected[result["case"]])), result
+
+
+def test_a_feature_that_differs_is_seen_and_a_tie_is_none():
+    right = [{"ids": [4, 5, 6], "lp": [-1.0, -2.0, -3.0], "gap": [0.5, 0.001, 0.5]}]
+    assert not list(features.differences("logprobs", right, right))
+    tie = [{"ids": [4, 9, 9], "lp": [-1.0, -2.5, -9.0]}]
+    assert not list(features.differences("logprobs", tie, right))
+    (line,) = features.differences("logprobs", [{"ids": [4, 5, 9], "lp": [-1.0, -2.0, -3.0]}], right)
+    assert line == "output 0 differs from token 2 on: [9], not [6]"
+    (line,) = features.differences("logprobs", [{"ids": [4, 5], "lp": [-1.0, -2.0]}], right)
+    assert "differs from token 2" in line
+    (line,) = features.differences("logprobs", [right[0] | {"lp": [-1.0, -2.1, -3.0]}], right)
+    assert line == "output 0: a log-probability is 0.1000 off, more than 0.002"
+    assert list(features.differences("logprobs", [right[0] | {"lp": [float("nan")] * 3}], right))
+    assert list(features.differences("logprobs", [], right))
+    assert list(features.differences("logprobs", [{"ids": [4, 5, 6]}], right))
+    assert list(features.differences("sampled", [{"ids": [4, 9]}], [{"ids": [4, 5]}]))
+    assert list(features.differences("embedder", [[0.1, 0.2]], [[0.1, 0.3]]))
+    assert not list(features.differences("embedder", [[0.1, 0.2]], [[0.1, 0.201]]))
+
+
+def test_a_group_that_dies_fails_and_one_without_time_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    results, trouble = features._group("usual", "cpu", tmp_path, time.monotonic() + 9)
+    assert not results and trouble == "its process ended with 1: "
+    assert features._group("usual", "cpu", tmp_path, time.monotonic()) == ([], "")
+    notes = Check("features", tmp_path, 9, is_dry=True)
+    features.run(notes)
+    assert len(notes.notes["failures"]) == len(feature.CASES) and notes.notes["measured"][-1]["cases_compared"] == 0
+
+
+def test_cases_take_their_bound_of_memory(monkeypatch):
+    memory = correctness.Memory(10 / correctness.SHARE)
+    running, most = 0, 0
+
+    def use(size: float) -> None:
+        nonlocal running, most
+        with memory.taken(size):
+            running += size if size <= 10 else 10
+            most = max(most, running)
+            time.sleep(0.01)
+            running -= size if size <= 10 else 10
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(use, [4, 6, 3, 99, 5, 5, 2, 8]))
+    assert most == 10
+    assert correctness.most_bytes("fused_experts", correctness.MIXTURES[0]) > 6e9
+    assert correctness.most_bytes("sample", correctness.MODELS[0]) == 2 << 30
+
+
+def test_bytes_of_products_are_read_from_compiled_text():
+    text = """HloModule m
+%gemm (p0: bf16[16,64], p1: bf16[64,32]) -> bf16[16,32] {
+  ROOT %dot.1 = bf16[16,32]{1,0} dot(%p0, %p1)
+}
+
+%other (p0: f32[4]) -> f32[4] {
+  ROOT %neg = f32[4]{0} negate(%p0)
+}
+
+ENTRY %main (a: bf16[16,64], b: bf16[64,32]) -> bf16[16,32] {
+  %a = bf16[16,64]{1,0} parameter(0)
+  %b = bf16[64,32]{1,0} parameter(1)
+  %loop.2 = f32[4]{0} fusion(%a), kind=kLoop, calls=%other
+  ROOT %gemm_fusion_dot.7 = bf16[16,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%gemm
+}
+"""
+    products = by_time.product_bytes(text)
+    assert products == {"gemm_fusion_dot_7": 2 * (16 * 64 + 64 * 32 + 16 * 32)}
+    assert by_time.bytes_of("gemm_fusion_dot_7_1", products, {}) == products["gemm_fusion_dot_7"]
+    assert by_time.bytes_of("multiply_fused_0", products, {"multiply_fused": 9}) == 9
+    assert by_time.bytes_of("loop_2", products, {}) is None
+    assert by_time.num_bytes("(f32[2,3]{1,0}, pred[8]{0})") == 32
+
+
+def test_the_seconds_to_the_first_text(tmp_path):
+    command = [sys.executable, "-c", "import time; print('a', flush=True); time.sleep(0.3)"]
+    seconds, status = starts.first_text(command, dict(os.environ), 9, tmp_path / "log")
+    assert 0 < seconds < 5 and status == 0
+    silent = [sys.executable, "-c", "import time; time.sleep(9)"]
+    assert starts.first_text(silent, dict(os.environ), 0.3, tmp_path / "log")[1] is None
+    assert starts.first_text([sys.executable, "-c", ""], dict(os.environ), 9, tmp_path / "log")[1] == 1
+    notes = Check("starts", tmp_path, 0.5, is_dry=False)
+    starts._start(notes, "a model", [], tmp_path, 9)
+    assert notes.notes["not_run"]
+
+
 def test_a_part_that_raises_or_dies_stops_no_other(tmp_path, capsys):
     def start(name: str, folder: Path, seconds: float, is_dry: bool) -> int:
         notes = Check(name, folder, seconds, is_dry)
@@ -70,7 +260,7 @@ def test_a_part_that_raises_or_dies_stops_no_other(tmp_path, capsys):
             notes.measure(device="cpu")
         elif name == "correctness":
             return 139
-        elif name == "step":
+        elif name == "model":
             notes.measure(step="one")
             return 124
         with notes.guarded("what follows"):
@@ -80,12 +270,11 @@ def test_a_part_that_raises_or_dies_stops_no_other(tmp_path, capsys):
 
     assert gpu_check.main(["--out", str(tmp_path)], start=start) == 1
     parts = json.loads(next(tmp_path.glob("*.json")).read_text())["parts"]
-    assert parts["correctness"]["failures"] == ["the rest of correctness: it was ended with status 139"]
-    assert parts["step"]["status"].startswith("out of time") and parts["step"]["measured"] == [{"step": "one"}]
-    assert parts["step"]["not_run"] and report.verdict(parts["step"]) == "incomplete"
-    assert (
-        parts["questions"]["skipped"] == ["what follows: RuntimeError: no"] and parts["questions"]["status"] == "done"
-    )
+    assert parts["correctness"]["failures"] == ["the rest of correctness: it ended with status 139"]
+    assert parts["model"]["status"].startswith("was out of time") and parts["model"]["measured"] == [{"step": "one"}]
+    assert parts["model"]["not_run"] and report.verdict(parts["model"]) == "incomplete"
+    assert parts["starts"]["skipped"] == ["what follows: RuntimeError: no"] and parts["starts"]["status"] == "done"
+    assert "kernels" not in parts, "it runs if it is named"
     assert "FAILED   correctness" in capsys.readouterr().out
 
 
@@ -108,6 +297,13 @@ def test_what_there_was_no_time_for_is_not_run_and_parts_of_a_day_stand_together
     code, parts = run("kernels")
     assert code == 0 and set(parts) == {"machine", "correctness", "kernels"}
     assert "## correctness: incomplete" in next(tmp_path.glob("*.md")).read_text()
+
+
+def test_a_package_that_is_absent_is_said_and_its_part_not_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(PARTS, "features", PARTS["features"]._replace(needs=("numpy", "no_such", "no_such.part")))
+    assert child.run("features", tmp_path, 9, is_dry=True) == 0
+    notes = json.loads((tmp_path / "features.json").read_text())
+    assert notes["not_run"] == ["all of it: no_such, no_such.part are not installed"]
 
 
 def test_without_a_gpu_there_is_no_check(tmp_path, capsys):

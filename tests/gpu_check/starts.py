@@ -1,0 +1,66 @@
+"""Seconds until a command answers: the 8B shape with the compiled programs of earlier parts in the cache, and the
+embedded model with an empty cache and a full one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tests.gpu_check import shape8b
+from tests.gpu_check.check import Check
+from tests.support.paths import ROOT
+
+LEAST = {"8B": 45, "embedded": 30}  # seconds without which a start is not begun
+COVERING = ["--precompile", "covering"]
+
+
+def run(check: Check) -> None:
+    shape = shape8b.write(check)
+    kept, empty = check.folder / "programs", check.folder / "empty"
+    whole = ["--model", str(shape.folder), *shape.flags]
+    # On a CPU the dry run has kept a GPU's table of programs, and the command's own table is another.
+    _start(check, "8B, all programs, kept", whole + (COVERING if check.is_dry else []), kept, LEAST["8B"])
+    _start(check, "embedded model, nothing kept", [], empty, LEAST["embedded"])
+    _start(check, "embedded model, kept", [], empty, LEAST["embedded"])
+    _start(check, "8B, covering programs, kept", whole + COVERING, kept, LEAST["embedded"])
+
+
+def _start(check: Check, what: str, options: list[str], cache: Path, needs: float) -> None:
+    if check.is_over(5 if check.is_dry else needs, what):
+        return
+    command = [sys.executable, "-W", "ignore", "-m", "jaxllm", "generate", "Once upon a time", "--max-tokens", "8"]
+    seconds, status = first_text([*command, *options], os.environ | {"JAXLLM_CACHE_DIR": str(cache)}, check.left - 2,
+                                 check.folder / "start.log")  # fmt: skip
+    if status is None:
+        check.not_run(f"{what}: no text in {seconds:.0f} s")
+    elif status:
+        lines = [line for line in (check.folder / "start.log").read_text(errors="replace").splitlines() if line.strip()]
+        check.fail(f"{what}: ended with {status}: {(lines or [''])[-1]:.300}")
+    else:
+        check.measure(start=what, seconds_to_text=seconds)
+
+
+def first_text(command: list[str], environment: dict[str, str], limit: float, log: Path) -> tuple[float, int | None]:
+    """Return the seconds until a command writes text, and its exit status: None where it took longer than `limit`."""
+    began = time.perf_counter()
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors)
+        timer = threading.Timer(max(limit, 0.1), process.kill)
+        timer.start()
+        assert process.stdout is not None
+        try:
+            first = process.stdout.read(1)
+            seconds = time.perf_counter() - began
+            process.stdout.read()
+            status = process.wait()
+        finally:
+            timer.cancel()
+    if status == -signal.SIGKILL and seconds >= limit - 1:
+        return seconds, None
+    return seconds, status if first or status else 1
