@@ -31,6 +31,7 @@ from jaxllm.metrics import Metrics
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.compile_threads import run_at_idle_priority
+from jaxllm.runner.kept_programs import KeptPrograms
 from jaxllm.runner.step import program_name
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
@@ -87,6 +88,7 @@ class ProgramTable:
         """`covering` are compiled before the first request, the others of `all_keys` when plans ask for them."""
         self.covering = list(covering)
         self.rest = sorted((key for key in dict.fromkeys(all_keys) if key not in self.covering), key=_urgency)
+        self.kept: KeptPrograms | None = None  # set before `begin`, if programs are read instead of traced
         self._lower = lower
         self._tracing = threading.Lock()
         self._traced_for = self._compiled_until = 0.0  # how long the last tracing took; when the last compilation ended
@@ -226,10 +228,9 @@ class ProgramTable:
                 key = self._queue.pop(0)
             start = time.perf_counter()
             try:
-                lowered = self._trace(key, in_background)
-                if lowered is None:
+                program = self._make(key, in_background)
+                if program is None:
                     continue  # closed in the meantime
-                program = run_at_idle_priority(lowered.compile) if in_background else lowered.compile()
             except Exception as failure:
                 if in_background:
                     self._note_failure(key, failure)
@@ -241,7 +242,6 @@ class ProgramTable:
                 self._metrics.programs_compiled += 1
                 self._metrics.compile_seconds += time.perf_counter() - start
                 self._ready[key] = program
-            del lowered
             if not in_background or not self._queue:  # it takes 30 ms and blocks allocations
                 return_freed_memory()
 
@@ -258,6 +258,28 @@ class ProgramTable:
         else:
             warnings.warn(f"program {key} could not be compiled: {failure}", stacklevel=1)
 
+    def _make(self, key: Key, in_background: bool) -> Any:
+        """Read a program that an earlier start kept, or trace and compile it; None after `close`."""
+        kept = self.kept
+        if kept is not None:
+            if in_background and self._only_when_idle and not self._rest(math.inf):
+                return None
+            program = kept.read(key.name, key)
+            if program is not None:
+                return program
+        lowered = self._trace(key, in_background)
+        if lowered is None:
+            return None
+        compiling = lowered.compile if kept is None else partial(kept.compile, key.name, key, lowered)
+        return run_at_idle_priority(compiling) if in_background else compiling()
+
+    def _rest(self, until: float) -> bool:
+        """Wait until that time, or until no step runs; return False after `close`."""
+        while time.monotonic() < min(until, self._last_step + IDLE_SECONDS):
+            if self._is_closed.wait(IDLE_SECONDS):
+                break
+        return not self._is_over
+
     def _trace(self, key: Key, in_background: bool) -> Any:
         """Trace a program; None after `close`.
 
@@ -266,13 +288,8 @@ class ProgramTable:
         """
         with self._tracing:  # threads that trace at once only wait for each other
             if in_background:
-                rested = self._compiled_until + PAUSE * self._traced_for
-                if self._only_when_idle:
-                    rested = math.inf
-                while time.monotonic() < min(rested, self._last_step + IDLE_SECONDS):
-                    if self._is_closed.wait(IDLE_SECONDS):
-                        break
-                if self._is_over:
+                rested = math.inf if self._only_when_idle else self._compiled_until + PAUSE * self._traced_for
+                if not self._rest(rested):
                     return None
             start = time.monotonic()
             lowered = self._lower(key)

@@ -28,6 +28,7 @@ from jaxllm.runner import aot_manifest, batch, device_state, draft_setup, memory
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TABLES_AT, TOKENS_AT, Geometry
+from jaxllm.runner.kept_programs import KeptPrograms
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.runner.model_setup import (
     Setup,
@@ -39,6 +40,7 @@ from jaxllm.runner.model_setup import (
     plan_memory,
 )
 from jaxllm.runner.profiling import span
+from jaxllm.runner.program_digest import digest, digest_compiler, digest_source
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.scoring import SCORED_ROWS, Scored
 from jaxllm.runner.startup_timing import Compilations, Phases
@@ -103,7 +105,7 @@ class Runner:
         The times are added to `phases`.
         """
         phases = Phases() if phases is None else phases
-        use_compilation_cache(config.cache_dir())
+        use_compilation_cache(config.cache_dir() / "small" if config.cache_bytes() else config.cache_dir())
         self.setup = setup
         self.metrics = metrics
         self._config = config
@@ -370,6 +372,12 @@ class Runner:
             drafting=self.drafting,
         )
         self.programs = self._list_programs()
+        self.programs.kept = self._kept = KeptPrograms(
+            self._config.cache_dir() / "whole",
+            self._config.cache_bytes(),
+            self._digest,
+            list(self._mesh.devices.flat),
+        )
         text = describe_memory(plan, setup, shards)
         differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, shards, plan))
         if differs:
@@ -393,6 +401,11 @@ class Runner:
         else:
             _log.info("%s\n%s", text, start)
         self.programs.begin(self.programs.covering, os.cpu_count() or 2)
+
+    def _digest(self) -> tuple[str, str]:
+        """Digest what the texts of programs depend on, beside their own shapes, and what compiles them."""
+        compiler = digest(digest_compiler(tuple(self._mesh.devices.flat)), self._options)
+        return digest(digest_source(), self._step_model), compiler
 
     def _describe_state(self) -> Any:
         """Describe the device's state."""
@@ -449,25 +462,24 @@ class Runner:
     def _compile_small(self) -> None:
         """Compile the small programs that run before or after a step, while other threads compile steps."""
         shapes, everywhere = self._state_shapes, sharding.replicated(self._mesh)
+
+        def make(name: str, run: Callable[..., Any], donated: Sequence[int], *described: Any) -> Any:
+            options = self._options if name.startswith("score") else None
+            jitted = jax.jit(run, donate_argnums=donated, compiler_options=options)
+            return self._kept.make(name, described, lambda: jitted.lower(*described))
+
         changes = jax.ShapeDtypeStruct((2, PATCH_ENTRIES, 3), jnp.int32, sharding=everywhere)
-        patch = jax.jit(step.patch, donate_argnums=(0, 1))
-        self._patch_program = patch.lower(shapes.tables, shapes.tokens, changes).compile()
+        self._patch_program = make("patch", step.patch, (0, 1), shapes.tables, shapes.tokens, changes)
         changes = jax.ShapeDtypeStruct((PATCH_EXTRAS, 1 + self.extras.width), jnp.int32, sharding=everywhere)
-        patch_extras = jax.jit(step.patch_extras, donate_argnums=0)
-        self._patch_extras_program = patch_extras.lower(shapes.extras, changes).compile()
+        self._patch_extras_program = make("patch_extras", step.patch_extras, (0,), shapes.extras, changes)
         copies = jax.ShapeDtypeStruct((COPIED_BLOCKS, 2), jnp.int32, sharding=everywhere)
-        copy = jax.jit(step.build_copy(self._step_model), donate_argnums=0)
-        self._copy_program = copy.lower(tuple(jax.tree.leaves(shapes.kv)), copies).compile()
+        leaves = tuple(jax.tree.leaves(shapes.kv))
+        self._copy_program = make("copy_blocks", step.build_copy(self._step_model), (0,), leaves, copies)
         places = jax.ShapeDtypeStruct((SCORED_ROWS, 2), jnp.int32, sharding=everywhere)
         leaves = tuple(jax.tree.leaves(self._params_shapes))
         self._score_programs = [
-            jax.jit(
-                scoring.build(self._step_model, is_whole),
-                compiler_options=self._options,
-            )
-            .lower(leaves, shapes.hidden, places)
-            .compile()
-            for is_whole in (False, True)
+            make(name, scoring.build(self._step_model, is_whole), (), leaves, shapes.hidden, places)
+            for name, is_whole in (("score", False), ("score_whole", True))
         ]
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
