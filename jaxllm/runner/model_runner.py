@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -105,7 +106,6 @@ class Runner:
         The times are added to `phases`.
         """
         phases = Phases() if phases is None else phases
-        use_compilation_cache(config.cache_dir() / "small" if config.cache_bytes() else config.cache_dir())
         self.setup = setup
         self.metrics = metrics
         self._config = config
@@ -322,7 +322,7 @@ class Runner:
     def renew(self) -> None:
         """Replace the state by an empty one."""
         self._state = ()
-        self._state = tuple(jax.tree.leaves(device_state.allocate(self._state_shapes)))
+        self._state = jax.block_until_ready(self._allocate_program())
 
     def close(self) -> None:
         """Stop compiling, wait for steps in flight, and free the device's memory."""
@@ -378,6 +378,8 @@ class Runner:
             self._digest,
             list(self._mesh.devices.flat),
         )
+        # Programs that were found in JAX's cache could not be kept, so it gets another folder, without them.
+        use_compilation_cache(self._config.cache_dir() / ("small" if self._kept.is_on else ""))
         text = describe_memory(plan, setup, shards)
         differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, shards, plan))
         if differs:
@@ -437,6 +439,9 @@ class Runner:
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""
         while True:
+            self._allocate_program = self._kept.make(
+                "allocate", self._state_shapes, partial(device_state.lower_allocation, self._state_shapes)
+            )
             self._compile_small()
             self.programs.wait()
             temporaries = max(self._temporary_bytes(key) for key in self.programs.covering)

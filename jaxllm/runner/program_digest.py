@@ -65,7 +65,9 @@ def digest_source() -> str:
 def digest_compiler(devices: tuple[Any, ...]) -> str:
     """Return a digest of what the text of a program is compiled by and for: versions, flags, devices."""
     client = devices[0].client
-    kinds = [(device.platform, device.device_kind, str(getattr(device, "compute_capability", ""))) for device in devices]
+    kinds = [
+        (device.platform, device.device_kind, str(getattr(device, "compute_capability", ""))) for device in devices
+    ]
     variables = {name: text for name, text in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     return digest(
         _versions(),
