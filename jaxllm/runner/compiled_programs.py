@@ -311,20 +311,23 @@ class Programs(ProgramTable):
         max_adapters: int = 0,
         verifying: Sequence[Shape] = (),
         drafts: bool = False,
+        coarse_factor: int = 2,
     ) -> None:
         """Without `decode` shapes ragged programs run every plan; `variants` are those of steps of one program.
+
+        What is rare has decode programs of sizes that are powers of `coarse_factor`.
 
         In an engine that drafts, `verifying` are for steps that verify drafts, or draft; none of them comes in halves.
         """
         widest = VARIANTS[-1]
-        # What is rare, the widest sampling, halves and adapters, gets a coarser table: at most twice the plan's size.
+        # What is rare, the widest sampling, halves and adapters, gets a coarser table.
         # Not where drafts are verified: every token is sampled there, in 4 of the 9 ms that it takes at the 0.5B shape.
         ragged, decode, verifying = (
             with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode, verifying)
         )
         split = partial(halves, drafts=drafts)
         largest = [split(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
-        coarse = [*batch.coarser(ragged), *batch.coarser(decode)]
+        coarse = [*batch.coarser(ragged), *batch.coarser(decode, coarse_factor)]
         ways: list[Way] = []
         for variant in variants:
             ways += [(Key(shape, variant),) for shape in (coarse if variant is widest else [*ragged, *decode])]

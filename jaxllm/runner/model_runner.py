@@ -434,7 +434,8 @@ class Runner:
         verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, drafts) if drafts else []
         # On a GPU each program is one more to wait for at the start, and noise for greedy rows takes 10 us.
         variants = VARIANTS if on_cpu else VARIANTS[1:]
-        return Programs(decode, ragged, self._lower, self.metrics, variants, verifying=verifying, **further)
+        further |= {"verifying": verifying, "coarse_factor": 2 if on_cpu else 4}
+        return Programs(decode, ragged, self._lower, self.metrics, variants, **further)
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""

@@ -177,13 +177,16 @@ def test_the_tables_keep_padding_low() -> None:
 
 def test_a_gpu_has_few_programs_and_greedy_plans_run_in_those_that_sample() -> None:
     sizes = decode_shapes(256, 2, "gpu"), ragged_shapes(8192, 256, 16, 40, "gpu")
-    programs = Programs(*sizes, lambda key: SimpleNamespace(compile=lambda: key), Metrics(), VARIANTS[1:])
-    assert programs.num_all <= 100
+    programs = Programs(
+        *sizes, lambda key: SimpleNamespace(compile=lambda: key), Metrics(), VARIANTS[1:], coarse_factor=4
+    )
+    assert programs.num_all <= 65
     programs.begin([*programs.covering, *programs.rest], 2)
     programs.wait()
     ones = np.ones(3, np.int32)
     plan = Plan(0.0, 3, ones, ones.astype(np.int64), ones, ones, ones > 0, ones, np.zeros((0, 3), np.int32))
-    assert shown(programs.choose(plan, Variant.GREEDY)) == "decode[4].random"
+    assert shown(programs.choose(plan, Variant.GREEDY)) == "decode[16].random"
+    assert shown(programs.choose(plan, Variant.FULL)) == "decode[16].full"
 
 
 def test_where_loading_disturbs_all_steps_nothing_is_compiled_until_none_runs() -> None:
