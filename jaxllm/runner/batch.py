@@ -74,9 +74,9 @@ class Extent(NamedTuple):
 def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> list[Shape]:
     """List the decode programs: 1, 2, 4, 8, 12, 16, 24, 32, then steps of a quarter, up to all slots.
 
-    The table is as coarse as it can be with less than 12 % of padding. On a GPU 2, 16 and 64, then steps of a half: there
-    a step of few rows takes as long as it takes to read the weights, and padding costs time, by what was measured on an H100,
-    1 % of all decode steps and 8 % of the one that it costs most (tests/benchmarks/padding.py, DECISIONS).
+    On a GPU 2, 16 and 64, then steps of a half: there a step of few rows takes as long as reading the weights. By times
+    of an H100, padding costs 1 % of all decode steps there, and 8 % of the step that has most of it. All tables are as
+    coarse as they can be with less than 12 % of padding, on a GPU of its time (tests/benchmarks/padding.py, DECISIONS).
     """
     if platform == "cpu":
         sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})

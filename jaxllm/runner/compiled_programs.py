@@ -30,6 +30,7 @@ from jaxllm.freed_memory import return_freed_memory
 from jaxllm.metrics import Metrics
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
+from jaxllm.runner.compile_noise import hidden
 from jaxllm.runner.compile_threads import run_at_idle_priority
 from jaxllm.runner.kept_programs import KeptPrograms
 from jaxllm.runner.step import program_name
@@ -42,6 +43,7 @@ VARIANTS = tuple(Variant)
 PAUSE = 14  # while steps run: seconds of rest after a program, for each second that tracing it took
 IDLE_SECONDS = 0.1  # without a step, after which tracing disturbs no request
 _MOST_TRIES = 2  # to compile a program in the background
+NOTE_SECONDS = 10.0  # between two lines in the log about programs that a start waits for
 EXIT_SECONDS = 2.0  # that a process waits at its end for a running compilation before it prints a line
 
 
@@ -89,6 +91,7 @@ class ProgramTable:
         self.covering = list(covering)
         self.rest = sorted((key for key in dict.fromkeys(all_keys) if key not in self.covering), key=_urgency)
         self.kept: KeptPrograms | None = None  # set before `begin`, if programs are read instead of traced
+        self.platform = "cpu"  # likewise
         self._lower = lower
         self._tracing = threading.Lock()
         self._traced_for = self._compiled_until = 0.0  # how long the last tracing took; when the last compilation ended
@@ -143,6 +146,12 @@ class ProgramTable:
                 is_wanted = False
         return None
 
+    def begin_kept(self, num_threads: int) -> None:
+        """Start to read the programs that an earlier start kept; `wait` ends it."""
+        kept = self.kept
+        if kept is not None:
+            self.begin([key for key in self.rest if kept.has(key.name, key)], num_threads)
+
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
         """Start to compile `keys`; `wait` ends it."""
         if not self._threads:
@@ -153,6 +162,7 @@ class ProgramTable:
             # A thread inside XLA aborts the process when the interpreter shuts down. The reference is weak, so that
             # the engine can be garbage collected.
             atexit.register(_join, weakref.WeakMethod(self.join))
+        self._metrics.programs_awaited += len(keys)
         with self._lock:
             self._queue += keys
             self._wanted.update(keys)
@@ -187,11 +197,15 @@ class ProgramTable:
 
     def wait(self, progress: bool = False) -> None:
         """Wait until every program that was asked for is compiled; the first failure is raised here."""
+        noted = time.monotonic()
         with tqdm(total=self.num_all, desc="programs", disable=not progress) as bar:
             for thread in self._threads:
                 while thread.is_alive():
-                    thread.join(0.5 if progress else None)
+                    thread.join(0.5)
                     bar.update(len(self) - bar.n)
+                    if not progress and time.monotonic() - noted > NOTE_SECONDS:
+                        noted = time.monotonic()
+                        _log.info("%d of %d programs are ready", len(self), self._metrics.programs_awaited)
         if self._failure is not None:
             raise self._failure
 
@@ -271,7 +285,8 @@ class ProgramTable:
         if lowered is None:
             return None
         compiling = lowered.compile if kept is None else partial(kept.compile, key.name, key, lowered)
-        return run_at_idle_priority(compiling) if in_background else compiling()
+        with hidden(self.platform):
+            return run_at_idle_priority(compiling) if in_background else compiling()
 
     def _rest(self, until: float) -> bool:
         """Wait until that time, or until no step runs; return False after `close`."""

@@ -4,7 +4,7 @@ A file `.program` is named after a digest of the program's text, which exists on
 it. A file `.key`, named after a digest of all that the text depends on (program_digest.py), holds the digest of the
 text. So a start reads two files, and where the source has changed but not the text, nothing is compiled.
 
-A file's content is partly a pickle, which can run code. So it is read only if folder and file belong to this user, or
+JAX reads a program with pickle, which can run code. So it is read only if folder and file belong to this user, or
 to root, and no other user may write them. A SHA-256 finds files that were damaged. Files are written under another name
 and renamed, so that processes which write the same program do not disturb each other. Knows no models and no steps.
 """
@@ -15,7 +15,6 @@ import functools
 import hashlib
 import logging
 import os
-import pickle
 import stat
 import struct
 import tempfile
@@ -23,16 +22,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.tree_util import PyTreeDef, default_registry
 
 from jaxllm.runner.program_digest import Undigested, digest, digest_options
 
 _MAGIC = b"jaxllm program 1\n"
 _HEADER = struct.Struct(f"<{len(_MAGIC)}s32s32sQ")  # magic, digest, SHA-256 of the payload and its bytes
+_SIZES = struct.Struct("<3Q")  # in a payload: of the executable, and of the trees of arguments and of results
+    "<3Q"
+)  # in the payload of a program: of the executable, and of the trees of arguments and results
 _UNFINISHED = ".part"
 _ABANDONED = 3600.0  # seconds after which an unfinished file is deleted: its process has ended
 _log = logging.getLogger(__name__)
@@ -42,7 +46,7 @@ class KeptPrograms:
     """The programs of one engine that are kept in a folder. Threads may use it at once."""
 
     def __init__(
-        self, folder: Path, most_bytes: int, depends: Callable[[], tuple[str, str]], devices: Sequence[jax.Device]
+        self, folder: Path, most_bytes: int, depends: Callable[[], tuple[str, str]], devices: Sequence[Any]
     ) -> None:
         """Keep at most `most_bytes` in `folder`; with 0 nothing is kept and nothing read.
 
@@ -72,6 +76,10 @@ class KeptPrograms:
             return None
         text = self._content(*self._key_file(name, key))
         return None if text is None else self._program(name, text)
+
+    def has(self, name: str, key: Any) -> bool:
+        """Whether a program is likely to be kept."""
+        return self.is_on and self._key_file(name, key)[0].exists()
 
     def compile(self, name: str, key: Any, lowered: jax.stages.Lowered) -> Any:
         """Compile a program and keep it, unless one with the same text is kept."""
@@ -104,7 +112,10 @@ class KeptPrograms:
         return program
 
     def _load(self, payload: memoryview) -> Any:
-        executable, in_tree, out_tree = pickle.loads(payload)
+        sizes = _SIZES.unpack_from(payload)
+        ends = list(accumulate(sizes, initial=_SIZES.size))
+        executable, *trees = (bytes(payload[start:end]) for start, end in pairwise(ends))
+        in_tree, out_tree = (PyTreeDef.deserialize_using_proto(default_registry, tree) for tree in trees)
         client = self._devices[0].client
         return serialize_executable.deserialize_and_load(executable, in_tree, out_tree, client, self._devices)
 
@@ -184,7 +195,9 @@ def _payload(program: Any) -> bytes:
     unloaded = getattr(program._executable, "_unloaded_executable", None)
     if getattr(unloaded, "host_callbacks", None):
         raise ValueError("it calls back to this process")
-    return pickle.dumps(serialize_executable.serialize(program), pickle.HIGHEST_PROTOCOL)
+    executable, *trees = serialize_executable.serialize(program)
+    parts = [executable, *(tree.serialize_using_proto() for tree in trees)]
+    return _SIZES.pack(*map(len, parts)) + b"".join(parts)
 
 
 def _is_ours(folder: Path) -> bool:

@@ -143,12 +143,16 @@ class Runner:
                     causes.append(f"{memory_plan.size(num_bytes)} ({speed}/s) {source}")
             with phases.phase("programs") as causes:
                 self._finish_programs(free, progress)
-                causes.append("traced and compiled" if compilations.num_compiled else "traced, and found in the cache")
+                num_read, num_made = self._kept.num_read, compilations.num_compiled
+                how = "traced and compiled" if num_made else "traced, and found in the cache"
+                causes.append(f"{num_read} read whole" if num_read and not metrics.trace_seconds else how)
         except BaseException:
             self.programs.close()
             raise
         finally:
             compilations.end()
+        if self._kept.num_read:
+            phases.note_beside("reading", self._kept.seconds, f"{self._kept.num_read} programs that were kept whole")
         phases.note_beside("tracing", metrics.trace_seconds, f"{len(self.programs)} covering programs")
         phases.note_beside("compiling", compilations.seconds, str(compilations))
         with phases.phase("memory") as causes:
@@ -162,6 +166,10 @@ class Runner:
         on_cpu = setup.platform == "cpu"
         when = config.precompile if config.precompile != "auto" else "background" if on_cpu else "all"
         if when == "background":
+            if not on_cpu:
+                with phases.phase("kept programs"):
+                    self.programs.begin_kept(os.cpu_count() or 2)
+                    self.programs.wait()
             self.programs.follow(max(1, (os.cpu_count() or 2) // 2), only_when_idle=not on_cpu)
         elif when == "all":
             with phases.phase("all programs") as causes:
@@ -372,6 +380,7 @@ class Runner:
             drafting=self.drafting,
         )
         self.programs = self._list_programs()
+        self.programs.platform = setup.platform
         self.programs.kept = self._kept = KeptPrograms(
             self._config.cache_dir() / "whole",
             self._config.cache_bytes(),

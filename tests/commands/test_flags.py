@@ -67,7 +67,8 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
 
 def test_flags_that_are_not_given_leave_the_models_defaults(run: Run) -> None:
     run("generate", "p")
-    assert FakeLLM.made.model is None and FakeLLM.made.settings == {} and FakeLLM.made.is_closed
+    assert FakeLLM.made.model is None and FakeLLM.made.is_closed
+    assert FakeLLM.made.settings == {"precompile": "background"}, "on a GPU one user does not wait for all programs"
     assert seen_params() == [SamplingParams(temperature=0.7, max_tokens=128)]
     run("generate", "--max-tokens", "none", "--min-tokens", "20", "-n", "3", "p")
     assert seen_params() == [SamplingParams(temperature=0.7, max_tokens=None, min_tokens=20, n=3)]
@@ -137,13 +138,16 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], message: str, run: 
 def test_defaults_of_vllm_may_be_typed(run: Run) -> None:
     typed = ["--task", "generate", "--pipeline-parallel-size", "1", "--dtype", "half"]
     code, _, err = run("generate", *typed, "--cpu-offload-gb=0", "p")
-    assert (code, FakeLLM.made.settings) == (0, {"dtype": "float16"}) and "warning" not in err
+    assert (code, FakeLLM.made.settings) == (
+        0,
+        {"precompile": "background", "dtype": "float16"},
+    ) and "warning" not in err
 
 
 def test_what_changes_nothing_is_taken_with_one_warning(run: Run) -> None:
     typed = ["--trust-remote-code", "--swap-space=8", "--no-enable-chunked-prefill", "--compilation-config", "{}"]
     code, _, err = run("generate", *typed, "p")
-    assert (code, FakeLLM.made.settings) == (0, {})
+    assert (code, FakeLLM.made.settings) == (0, {"precompile": "background"})
     said = "taken for the sake of vLLM's users, without effect in jaxllm"
     flags = "--trust-remote-code, --swap-space, --no-enable-chunked-prefill, --compilation-config"
     assert err.startswith(f"jaxllm: warning: {flags}: {said}\n") and err.count("warning") == 1

@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.config import EngineConfig
@@ -127,7 +127,9 @@ def refused(folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.
     caplog.clear()
     caplog.set_level(logging.WARNING)
     with monkeypatch.context() as patch:
-        patch.setattr(pickle, "loads", lambda _: pytest.fail("a file that cannot be trusted was unpickled"))
+        patch.setattr(
+            serialize_executable, "deserialize_and_load", lambda *_: pytest.fail("what cannot be trusted was unpickled")
+        )
         assert keeper(folder).read("tiny", Tiny().described) is None
     (line,) = caplog.messages
     assert "\n" not in line

@@ -1,0 +1,86 @@
+"""Keeps lines of XLA that mean nothing to a user from the terminal while it compiles for a GPU.
+
+XLA's tuner writes `cuda_timer.cc:87] Delay kernel timed out` as an error where a measurement is less exact than it
+could be. A threshold would hide errors with it, so standard error goes through another process, which drops these lines
+alone and survives an abort of this one. Only the command line asks for it: its process is its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# A line without its end is held back only while it may become one of those.
+_FILTER = r"""
+import os, re
+noise = re.compile(rb"[^\r\n]*cuda_timer\.cc:\d+\] [^\r\n]*[Dd]elay kernel[^\n]*(\n|$)")
+begins = re.compile(rb"[EW]?\d[^\r\n]*$")
+rest = b""
+while piece := os.read(0, 1 << 16):
+    rest += piece
+    end = 1 + max(rest.rfind(b"\r"), rest.rfind(b"\n"))
+    if not begins.match(rest, end):
+        end = len(rest)
+    os.write(1, noise.sub(b"", rest[:end]))
+    rest = rest[end:]
+os.write(1, noise.sub(b"", rest))
+"""
+_lock = threading.Lock()
+_is_wanted = False
+_num_inside = 0  # threads in `hidden`
+_original = -1  # standard error, while it is replaced
+
+
+def hide() -> None:
+    """From now on `hidden` hides lines."""
+    global _is_wanted
+    _is_wanted = True
+
+
+@contextmanager
+def hidden(platform: str) -> Iterator[None]:
+    """Hide those lines while the block compiles; threads may be inside at once. Nothing is done without `hide`."""
+    if not _is_wanted or platform != "gpu":
+        yield
+        return
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+
+
+def _enter() -> None:
+    global _num_inside, _original
+    with _lock:
+        _num_inside += 1
+        if _num_inside > 1:
+            return
+        sys.stderr.flush()
+        _original = os.dup(2)
+        try:
+            filtering = subprocess.Popen(
+                [sys.executable, "-S", "-E", "-c", _FILTER],
+                stdin=subprocess.PIPE,
+                stdout=_original,
+                start_new_session=True,
+            )
+        except OSError:  # no process can be started: the lines are seen
+            return
+        assert filtering.stdin is not None
+        os.dup2(filtering.stdin.fileno(), 2)
+        filtering.stdin.close()
+
+
+def _leave() -> None:
+    global _num_inside
+    with _lock:
+        _num_inside -= 1
+        if not _num_inside:
+            sys.stderr.flush()
+            os.dup2(_original, 2)  # the last end of the pipe: the other process writes what it has, and ends
+            os.close(_original)
