@@ -35,8 +35,6 @@ from jaxllm.runner.program_digest import Undigested, digest, digest_options
 _MAGIC = b"jaxllm program 1\n"
 _HEADER = struct.Struct(f"<{len(_MAGIC)}s32s32sQ")  # magic, digest, SHA-256 of the payload and its bytes
 _SIZES = struct.Struct("<3Q")  # in a payload: of the executable, and of the trees of arguments and of results
-    "<3Q"
-)  # in the payload of a program: of the executable, and of the trees of arguments and results
 _UNFINISHED = ".part"
 _ABANDONED = 3600.0  # seconds after which an unfinished file is deleted: its process has ended
 _log = logging.getLogger(__name__)
