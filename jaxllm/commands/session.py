@@ -52,7 +52,7 @@ def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | No
 def open_llm(options: Mapping[str, Any], **defaults: Any) -> Iterator[LLM]:
     """Load the model that the flags name, with a progress bar at a terminal; errors name flags.
 
-    `defaults` are settings that hold where no flag says otherwise.
+    `defaults` are settings for which no flag was given.
     """
     from jaxllm.llm import LLM
 

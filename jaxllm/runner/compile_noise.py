@@ -1,8 +1,8 @@
-"""Keeps lines of XLA that mean nothing to a user from the terminal while it compiles for a GPU.
+"""Keeps meaningless lines of XLA from the terminal while it compiles for a GPU.
 
 XLA's tuner writes `cuda_timer.cc:87] Delay kernel timed out` as an error where a measurement is less exact than it
-could be. A threshold would hide errors with it, so standard error goes through another process, which drops these lines
-alone and survives an abort of this one. Only the command line asks for it: its process is its own.
+could be. A threshold would hide errors with it, so standard error goes through another process, which drops only these
+lines and survives an abort of this one. The command line alone uses it: a library must not replace standard error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A line without its end is held back only while it may become one of those.
+# An unfinished line is held back only if it begins like a line of XLA's log.
 _FILTER = r"""
 import os, re
 noise = re.compile(rb"[^\r\n]*cuda_timer\.cc:\d+\] [^\r\n]*[Dd]elay kernel[^\n]*(\n|$)")
@@ -82,5 +82,5 @@ def _leave() -> None:
         _num_inside -= 1
         if not _num_inside:
             sys.stderr.flush()
-            os.dup2(_original, 2)  # the last end of the pipe: the other process writes what it has, and ends
+            os.dup2(_original, 2)  # closes the pipe: the other process writes the rest, and ends
             os.close(_original)

@@ -330,12 +330,12 @@ class Programs(ProgramTable):
     ) -> None:
         """Without `decode` shapes ragged programs run every plan; `variants` are those of steps of one program.
 
-        What is rare has decode programs of sizes that are powers of `coarse_factor`.
+        Rare variants have decode programs of sizes that are powers of `coarse_factor`.
 
         In an engine that drafts, `verifying` are for steps that verify drafts, or draft; none of them comes in halves.
         """
         widest = VARIANTS[-1]
-        # What is rare, the widest sampling, halves and adapters, gets a coarser table.
+        # The widest sampling, halves and adapters are rare, and get a coarser table.
         # Not where drafts are verified: every token is sampled there, in 4 of the 9 ms that it takes at the 0.5B shape.
         ragged, decode, verifying = (
             with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode, verifying)

@@ -1,8 +1,8 @@
-"""Compiled programs in files of their own, so that a later start reads them without tracing.
+"""Compiled programs in files, which a later start reads without tracing.
 
-A file `.program` is named after a digest of the program's text, which exists only after tracing, and of what compiles
-it. A file `.key`, named after a digest of all that the text depends on (program_digest.py), holds the digest of the
-text. So a start reads two files, and where the source has changed but not the text, nothing is compiled.
+A file `.program` is named after a digest of the program's text, which exists only after tracing, and of the compiler
+and its options. A file `.key`, named after a digest of all inputs of tracing (program_digest.py), holds the digest of
+the text. So a start reads two files, and if the source has changed but not the text, nothing is compiled.
 
 JAX reads a program with pickle, which can run code. So it is read only if folder and file belong to this user, or
 to root, and no other user may write them. A SHA-256 finds files that were damaged. Files are written under another name
@@ -48,8 +48,8 @@ class KeptPrograms:
     ) -> None:
         """Keep at most `most_bytes` in `folder`; with 0 nothing is kept and nothing read.
 
-        `depends` returns digests of what the texts of programs depend on, and of what their compilation for `devices`
-        depends on beside these; if it raises `Undigested`, no program is kept.
+        `depends` returns two digests: of the inputs of tracing, and of the compiler, its options and `devices`. If it
+        raises `Undigested`, no program is kept.
         """
         self.num_read, self.seconds = 0, 0.0  # added up over threads
         self._folder, self._most_bytes, self._devices = folder, most_bytes, devices
@@ -69,7 +69,7 @@ class KeptPrograms:
         return self.compile(name, key, lower()) if program is None else program
 
     def read(self, name: str, key: Any) -> Any | None:
-        """Return a program without tracing it; None if it is not kept."""
+        """Return a program that is kept, without tracing; else None."""
         if not self.is_on:
             return None
         text = self._content(*self._key_file(name, key))
@@ -118,7 +118,7 @@ class KeptPrograms:
         return serialize_executable.deserialize_and_load(executable, in_tree, out_tree, client, self._devices)
 
     def _content(self, file: Path, own: bytes, load: Callable[[memoryview], Any] = bytes) -> Any | None:
-        """Return what a file holds; None if there is none. A file that cannot be used is reported in one line."""
+        """Return the content of a file, or None without one. A file that cannot be used is reported in one line."""
         try:
             content = load(_checked(_read(file), own))
         except FileNotFoundError:
@@ -132,7 +132,7 @@ class KeptPrograms:
         return content
 
     def _keep(self, name: str, place: tuple[Path, bytes], pack: Callable[[], bytes]) -> bool:
-        """Write a file, then delete those that were not used for longest; return whether it was written."""
+        """Write a file, then delete the least recently used ones; return whether it was written."""
         try:
             payload = pack()
             if len(payload) > self._most_bytes:
@@ -178,7 +178,7 @@ def _compiled(lowered: jax.stages.Lowered) -> tuple[Any, bool]:
 
 @functools.cache
 def _hits() -> threading.local:
-    """Return a counter for each thread of what it found in JAX's cache."""
+    """Return a counter for each thread of the programs that it found in JAX's cache."""
     hits = threading.local()
 
     def listen(event: str, **_: str | int) -> None:
@@ -218,7 +218,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _check_owner(status: os.stat_result) -> None:
-    """Refuse what another user could have written."""
+    """Refuse a file that another user could have written."""
     if status.st_uid not in (os.getuid(), 0):
         raise ValueError("it belongs to another user")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -248,7 +248,7 @@ def _write(file: Path, *parts: bytes) -> None:
 
 
 def _trim(folder: Path, most_bytes: int) -> None:
-    """Delete the files that were not used for longest, until the others have at most `most_bytes`."""
+    """Delete the least recently used files, until the others have at most `most_bytes`."""
     kept, now = [], time.time()
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):  # another process has deleted or renamed it

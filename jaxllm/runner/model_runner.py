@@ -38,6 +38,7 @@ from jaxllm.runner.model_setup import (
     describe_weights,
     extras_of,
     free_bytes,
+    kernel_reasons,
     plan_memory,
 )
 from jaxllm.runner.profiling import span
@@ -387,7 +388,7 @@ class Runner:
             self._digest,
             list(self._mesh.devices.flat),
         )
-        # Programs that were found in JAX's cache could not be kept, so it gets another folder, without them.
+        # Programs that come from JAX's cache cannot be kept, so it gets another folder, without them.
         use_compilation_cache(self._config.cache_dir() / ("small" if self._kept.is_on else ""))
         text = describe_memory(plan, setup, shards)
         differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, shards, plan))
@@ -403,8 +404,8 @@ class Runner:
             )
             + "kernels: "
             + ", ".join(
-                f"{operation}={chosen}" + (f" ({chosen.reason})" if chosen.reason else "")
-                for operation, chosen in setup.kernels.items()
+                f"{operation}={setup.kernels[operation]} ({why})"
+                for operation, why in kernel_reasons(self._config, setup.platform, setup.kernels).items()
             )
         )
         if progress:
@@ -414,7 +415,7 @@ class Runner:
         self.programs.begin(self.programs.covering, os.cpu_count() or 2)
 
     def _digest(self) -> tuple[str, str]:
-        """Digest what the texts of programs depend on, beside their own shapes, and what compiles them."""
+        """Return digests of the inputs of tracing, apart from shapes, and of the compiler with its options."""
         compiler = digest(digest_compiler(tuple(self._mesh.devices.flat)), self._options)
         return digest(digest_source(), self._step_model), compiler
 

@@ -1,4 +1,4 @@
-"""What a compiled program depends on, as a digest: programs with the same digest are the same.
+"""Digests of all that a compiled program depends on: programs with the same digest are the same.
 
 Values of unknown kinds raise `Undigested`: a program that depends on one is not kept.
 """
@@ -31,7 +31,7 @@ _PACKAGES = (
     *("triton", "jax-triton", "flashinfer-python", "numpy", "ml-dtypes"),
 )
 _VARIABLES = ("XLA_FLAGS", "TF_XLA_", "TRITON_", "NVIDIA_TF32_OVERRIDE")  # beginnings of names
-# Options of JAX that change no program: where it keeps programs, and what it logs.
+# Options of JAX that change no program: about its cache and its logs.
 _WITHOUT_EFFECT = (
     *("jax_compilation_cache", "jax_persistent_cache", "jax_raise_persistent_cache", "jax_enable_compilation_cache"),
     *("jax_log", "jax_debug_log", "jax_explain", "jax_traceback", "jax_tracer_error", "jax_pprint", "jax_platforms"),
@@ -62,7 +62,7 @@ def digest_source() -> str:
 
 
 def digest_compiler(devices: tuple[Any, ...]) -> str:
-    """Return a digest of what the text of a program is compiled by and for: versions, flags, devices."""
+    """Return a digest of the versions, flags and devices with which the text of a program is compiled."""
     client = devices[0].client
     kinds = [
         (device.platform, device.device_kind, str(getattr(device, "compute_capability", ""))) for device in devices

@@ -144,9 +144,9 @@ def test_a_damaged_file_is_ignored_with_one_line_and_made_anew(
     rng = random.Random(0)
     for file in files(tmp_path).values():
         whole = file.read_bytes()
-        places = [*range(kept_programs._HEADER.size), *(rng.randrange(len(whole)) for _ in range(60))]
+        places = [*range(0, kept_programs._HEADER.size, 4), *(rng.randrange(len(whole)) for _ in range(30))]
         damaged = [bytes([*whole[:at], whole[at] ^ 1 << rng.randrange(8), *whole[at + 1 :]]) for at in places]
-        damaged += [whole[: rng.randrange(len(whole))] for _ in range(20)] + [b"", whole + b"\0"]
+        damaged += [whole[: rng.randrange(len(whole))] for _ in range(8)] + [b"", whole + b"\0"]
         for content in damaged:
             file.write_bytes(content)
             assert file.name in refused(tmp_path, caplog, monkeypatch)
