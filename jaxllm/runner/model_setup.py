@@ -165,7 +165,7 @@ def choose_kernels(
 
 
 def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Choice]) -> dict[str, str]:
-    """Say of each operation why its implementation was chosen."""
+    """Return the reason why each operation's implementation was chosen."""
     return {
         operation: "asked for"
         if f"{operation}={chosen}" in map(str, config.kernels)

@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = (
 
 
 class Undigested(Exception):
-    """A value whose content cannot be digested; the text names its kind."""
+    """A value whose content is unknown; the text names its kind."""
 
 
 def digest(*values: Any) -> str:

@@ -35,7 +35,7 @@ class Machine:
     step: float  # whatever its rows are
     row: float
     rates: tuple[float, ...]  # requests a second
-    measured: tuple[tuple[int, float], ...] = ((0, 0.0),)  # rows, and at least so many seconds
+    measured: tuple[tuple[int, float], ...] = ((0, 0.0),)  # rows, and the least seconds of a step
 
     def cost(self, tokens: int) -> float:
         """Return what of a step's time depends on its tokens, in seconds: padding costs the difference."""

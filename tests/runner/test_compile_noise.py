@@ -1,4 +1,4 @@
-"""What of XLA's lines reaches a terminal while programs are compiled for a GPU."""
+"""XLA's lines at a terminal while programs are compiled for a GPU."""
 
 from __future__ import annotations
 
