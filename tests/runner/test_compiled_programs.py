@@ -207,6 +207,29 @@ def test_where_loading_disturbs_all_steps_nothing_is_compiled_until_none_runs() 
     assert shown(programs.choose(plan, Variant.RANDOM)) == "decode[4].random", "both, as soon as it was idle"
 
 
+def test_where_one_user_waits_programs_that_were_kept_are_read_and_no_others() -> None:
+    lowered: list[Key] = []
+
+    def lower(key: Key) -> SimpleNamespace:
+        lowered.append(key)
+        return SimpleNamespace(compile=lambda: key)
+
+    metrics = Metrics()
+    programs = Programs(decode_shapes(64, 2, "gpu"), ragged_shapes(1024, 64, 16, 40, "gpu"), lower, metrics)
+    kept = {programs.covering[0], *programs.rest[:4]}
+    programs.kept = SimpleNamespace(  # type: ignore[assignment]
+        has=lambda name, key: key in kept,
+        read=lambda name, key: key if key in kept else None,
+        compile=lambda name, key, lowered: lowered.compile(),
+    )
+    programs.begin(programs.covering, 2)
+    programs.begin_kept(2)
+    programs.wait()
+    assert set(programs.ready()) == {*programs.covering, *programs.rest[:4]}
+    assert set(lowered) == {*programs.covering[1:]}
+    assert metrics.programs_awaited == metrics.programs_compiled == len(programs) < programs.num_all
+
+
 def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_follows() -> None:
     compiled: list[str] = []
     go_on = threading.Event()
