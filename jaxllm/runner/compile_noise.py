@@ -29,58 +29,59 @@ while piece := os.read(0, 1 << 16):
     rest = rest[end:]
 os.write(1, noise.sub(b"", rest))
 """
-_lock = threading.Lock()
-_is_wanted = False
-_num_inside = 0  # threads in `hidden`
-_original = -1  # standard error, while it is replaced
 
 
-def hide() -> None:
-    """From now on `hidden` hides lines."""
-    global _is_wanted
-    _is_wanted = True
+class _StandardError:
+    """The process's standard error, from which lines can be filtered."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_wanted = False
+        self._num_inside = 0  # threads in `hidden`
+        self._original = -1  # while it is replaced
 
-@contextmanager
-def hidden(platform: str) -> Iterator[None]:
-    """Hide those lines while the block compiles; threads may be inside at once. Nothing is done without `hide`."""
-    if not _is_wanted or platform != "gpu":
-        yield
-        return
-    _enter()
-    try:
-        yield
-    finally:
-        _leave()
+    def hide(self) -> None:
+        """From now on `hidden` hides lines."""
+        self._is_wanted = True
 
-
-def _enter() -> None:
-    global _num_inside, _original
-    with _lock:
-        _num_inside += 1
-        if _num_inside > 1:
+    @contextmanager
+    def hidden(self, platform: str) -> Iterator[None]:
+        """Hide those lines while the block compiles; threads may be inside at once. Nothing is done without `hide`."""
+        if not self._is_wanted or platform != "gpu":
+            yield
             return
-        sys.stderr.flush()
-        _original = os.dup(2)
+        self._enter()
         try:
-            filtering = subprocess.Popen(
-                [sys.executable, "-S", "-E", "-c", _FILTER],
-                stdin=subprocess.PIPE,
-                stdout=_original,
-                start_new_session=True,
-            )
-        except OSError:  # no process can be started: the lines are seen
-            return
-        assert filtering.stdin is not None
-        os.dup2(filtering.stdin.fileno(), 2)
-        filtering.stdin.close()
+            yield
+        finally:
+            self._leave()
 
-
-def _leave() -> None:
-    global _num_inside
-    with _lock:
-        _num_inside -= 1
-        if not _num_inside:
+    def _enter(self) -> None:
+        with self._lock:
+            self._num_inside += 1
+            if self._num_inside > 1:
+                return
             sys.stderr.flush()
-            os.dup2(_original, 2)  # closes the pipe: the other process writes the rest, and ends
-            os.close(_original)
+            self._original = os.dup(2)
+            command = [sys.executable, "-S", "-E", "-c", _FILTER]
+            try:
+                filtering = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=self._original, start_new_session=True
+                )
+            except OSError:  # no process can be started: the lines are seen
+                return
+            assert filtering.stdin is not None
+            os.dup2(filtering.stdin.fileno(), 2)
+            filtering.stdin.close()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                sys.stderr.flush()
+                os.dup2(self._original, 2)  # closes the pipe: the other process writes the rest, and ends
+                os.close(self._original)
+
+
+_STANDARD_ERROR = _StandardError()
+hide, hidden = _STANDARD_ERROR.hide, _STANDARD_ERROR.hidden
