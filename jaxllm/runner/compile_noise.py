@@ -1,8 +1,9 @@
 """Keeps meaningless lines of XLA from the terminal while it compiles for a GPU.
 
 XLA's tuner writes `cuda_timer.cc:87] Delay kernel timed out` as an error where a measurement is less exact than it
-could be. A threshold would hide errors with it, so standard error goes through another process, which removes only these
-lines and survives an abort of this one. The command line alone uses it: a library must not replace standard error.
+could be. A threshold would hide errors with it, so standard error goes through another process, which removes only
+these lines and survives an abort of this one. The command line alone uses it: a library must not replace standard
+error.
 """
 
 from __future__ import annotations
