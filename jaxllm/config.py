@@ -117,6 +117,12 @@ class EngineConfig:
     compilation_cache_dir: str | None = setting(
         None, "folder of compiled programs (default: $JAXLLM_CACHE_DIR or the user's cache folder)", "PATH"
     )
+    compilation_cache_bytes: int | None = setting(
+        None,
+        "the most bytes in that folder of whole programs, which a start reads without tracing them; 0: none "
+        "(default: $JAXLLM_CACHE_BYTES or 4G)",
+        "BYTES",
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):
@@ -167,6 +173,15 @@ class EngineConfig:
         if "JAXLLM_CACHE_DIR" in os.environ:
             return Path(os.environ["JAXLLM_CACHE_DIR"]).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jaxllm"
+
+    def cache_bytes(self) -> int:
+        """The most bytes of whole programs: the argument, else `$JAXLLM_CACHE_BYTES`, else 4 GiB."""
+        if self.compilation_cache_bytes is not None:
+            return self.compilation_cache_bytes
+        text = os.environ.get("JAXLLM_CACHE_BYTES", str(4 << 30))
+        if not text.isdecimal():
+            raise UserError(f"JAXLLM_CACHE_BYTES must be a number of bytes, got {text!r:.80}.", "JAXLLM_CACHE_BYTES")
+        return int(text)
 
 
 def _check_pooler_config(given: Mapping[str, Any]) -> None:
@@ -282,6 +297,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "data_parallel_size": (1, 256),
     "kv_cache_memory_bytes": (1, 2**50),
     "num_kv_blocks": (1, 2**31 - 1),
+    "compilation_cache_bytes": (0, 2**50),
     "max_loras": (1, 64),
     "max_lora_rank": (1, 1024),
     "max_cpu_loras": (1, 2**20),
@@ -292,5 +308,5 @@ _SWITCHES = (
     *("enable_kv_cache_events", "enable_lora"),
 )
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "kv_cache_memory_bytes", "num_kv_blocks"} | {
-    "max_cpu_loras"
+    *("max_cpu_loras", "compilation_cache_bytes")
 }

@@ -14,7 +14,8 @@ from jaxllm.sampling_params import SamplingParams
 class Metrics:
     """Counters since the engine started. Written by its thread; single numbers may be read by any."""
 
-    programs_compiled: int = 0  # ahead of time, by the engine's own threads
+    programs_awaited: int = 0  # those that the start waits for
+    programs_compiled: int = 0  # ahead of time, by the engine's threads, or read whole
     programs_failed: int = 0  # tries, in the background; each program has two, and larger ones serve in its place
     compile_seconds: float = 0.0  # spent on them, added up over threads
     trace_seconds: float = 0.0  # of these, on tracing

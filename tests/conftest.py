@@ -23,6 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAXLLM_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "programs"))
+os.environ.setdefault("JAXLLM_CACHE_BYTES", "0")  # shapes are checked while programs are traced
 
 # A shell starts a background job with SIGINT ignored, which processes inherit: those that tests interrupt would go on.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -40,7 +40,11 @@ UNSAFE_METHODS = frozenset(
     """.split()
 )
 # Where a command of our own, git or a compiler is started; with a list of arguments, never through a shell.
-STARTS_PROCESSES = ("jaxllm/bench/", "jaxllm/fleet/replica.py", "pallas_kernels/native/build.py")
+STARTS_PROCESSES = (
+    *("jaxllm/bench/", "jaxllm/fleet/replica.py", "jaxllm/runner/compile_noise.py", "pallas_kernels/native/build.py"),
+)
+# Which unpickles compiled programs: from files that no other user could have written.
+UNPICKLES = "jaxllm/runner/kept_programs.py"
 # What is imported by a name that is made at run time: our own modules, and what the engine's settings name.
 IMPORTS_BY_NAME = ("jaxllm/__init__.py", "jaxllm/sampling/logits_processors.py", "pallas_kernels/choice.py")
 
@@ -49,6 +53,8 @@ def unsafe_loads(tree: ast.Module, file: str) -> Findings:
     """Find what could run code that came in a file or a message."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
+            if file != UNPICKLES and any(alias.name.endswith("serialize_executable") for alias in node.names):
+                yield node.lineno, "imports serialize_executable"
             for name in _imported(node):
                 top = name.partition(".")[0]
                 if top in UNSAFE_MODULES:
@@ -262,6 +268,7 @@ def _member(items: Any) -> str:
 RULES: dict[Callable[[ast.Module, str], Findings], list[str]] = {
     unsafe_loads: [
         "import pickle",
+        "from jax.experimental import serialize_executable",
         "from marshal import loads",
         "import dill as d",
         "def f(x): return eval(x)",

@@ -53,7 +53,7 @@ def run(options: dict[str, Any]) -> int:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _enable_line_editing()
-    with open_llm(options) as llm:
+    with open_llm(options, precompile="background") as llm:  # a GPU's programs take a minute
         params = replace(llm.get_default_sampling_params(), **own)
         _check_template(llm, system, adapter)
         history = list(system)

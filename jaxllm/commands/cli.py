@@ -22,6 +22,7 @@ from jaxllm.commands.arguments import Usage
 from jaxllm.commands.flags import IDLE, read_config_file
 from jaxllm.config import no_effect
 from jaxllm.errors import EngineError, UserError
+from jaxllm.runner import compile_noise
 from jaxllm.version import __version__
 
 COMMANDS = {
@@ -77,6 +78,7 @@ def run() -> NoReturn:
     Without this the process would first wait for the program that is being compiled in the background.
     """
     _open_closed_streams()
+    compile_noise.hide()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

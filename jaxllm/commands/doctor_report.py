@@ -20,7 +20,16 @@ from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.model import sharding, weights
 from jaxllm.runner.memory_plan import size
-from jaxllm.runner.model_setup import CPU_CEILING, CPU_SHARE, Setup, describe_memory, free_bytes, plan_memory, prepare
+from jaxllm.runner.model_setup import (
+    CPU_CEILING,
+    CPU_SHARE,
+    Setup,
+    describe_memory,
+    free_bytes,
+    kernel_reasons,
+    plan_memory,
+    prepare,
+)
 from jaxllm.text.tokenizer import load_tokenizer
 from jaxllm.version import __version__
 
@@ -132,12 +141,12 @@ def _describe_device(device: dict[str, Any]) -> str:
 
 
 def _cache(folder: Path) -> dict[str, Any]:
-    """Count the compiled programs; JAX keeps one in each file that ends in "-cache"."""
+    """Count the compiled programs; JAX keeps one in each file that ends in "-cache", and we in each ".program"."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return {
         "folder": str(folder),
-        "programs": sum(path.name.endswith("-cache") for path in files),
+        "programs": sum(path.name.endswith(("-cache", ".program")) for path in files),
         "bytes": sum(path.stat().st_size for path in files),
         "is_writable": nearest.is_dir() and os.access(nearest, os.W_OK),
     }
@@ -191,13 +200,8 @@ def _choices(config: EngineConfig) -> tuple[dict[str, dict[str, Any]], dict[str,
             kind if plan.num_blocks == setup.prepared.get("num_kv_blocks") else _blocks_reason(config, setup),
         ),
         **{
-            f"kernel {name}": (
-                str(choice),
-                "asked for"
-                if f"{name}={choice.name}" in config.kernels
-                else choice.reason or f"best on {setup.platform}",
-            )
-            for name, choice in setup.kernels.items()
+            f"kernel {name}": (str(setup.kernels[name]), why)
+            for name, why in kernel_reasons(config, setup.platform, setup.kernels).items()
         },
     }
     shared = {

@@ -55,7 +55,7 @@ def run(options: dict[str, Any]) -> int:
     if not options["json"]:
         _warn_of_numbers(own)
     jobs = _read_prompts(options, own)
-    with open_llm(options) as llm:
+    with open_llm(options, precompile="background") as llm:  # a GPU's programs take a minute
         default = llm.get_default_sampling_params()
         params = [replace(default, **{**own, **override}) for _, override in jobs]
         started = time.monotonic()

@@ -49,12 +49,16 @@ def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | No
 
 
 @contextmanager
-def open_llm(options: Mapping[str, Any]) -> Iterator[LLM]:
-    """Load the model that the flags name, with a progress bar at a terminal; errors name flags."""
+def open_llm(options: Mapping[str, Any], **defaults: Any) -> Iterator[LLM]:
+    """Load the model that the flags name, with a progress bar at a terminal; errors name flags.
+
+    `defaults` are settings for which no flag was given.
+    """
     from jaxllm.llm import LLM
 
     try:
-        loaded = LLM(options["model"], use_tqdm=sys.stderr.isatty(), **given(options, EngineConfig))
+        settings = defaults | given(options, EngineConfig)
+        loaded = LLM(options["model"], use_tqdm=sys.stderr.isatty(), **settings)
     except UserError as error:
         raise UserError(by_flags(str(error), EngineConfig, has_sampling=True)) from error
     with loaded as llm:

@@ -74,12 +74,15 @@ class Extent(NamedTuple):
 def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> list[Shape]:
     """List the decode programs: 1, 2, 4, 8, 12, 16, 24, 32, then steps of a quarter, up to all slots.
 
-    On a GPU powers of two, from 128 on with one between: there a step of few rows takes as long as it takes to read the
-    weights. All tables are as coarse as they can be with less than 12 % of padding, on a GPU of its time
-    (tests/benchmarks/padding.py, DECISIONS).
+    On a GPU 2, 16 and 64, then steps of a half: there a step of few rows takes as long as reading the weights. By times
+    of an H100, padding costs 1 % of all decode steps there, and 8 % of the step that has most of it. All tables are as
+    coarse as they can be with less than 12 % of padding, on a GPU of its time (tests/benchmarks/padding.py, DECISIONS).
     """
-    parts = {1: 1, 8: 2, 32: 4} if platform == "cpu" else {1: 1, 128: 2}
-    rows = sorted({max(smallest, size) for size in _sizes(1, num_slots, parts)})
+    if platform == "cpu":
+        sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})
+    else:
+        sizes = sorted({min(size, num_slots) for size in (2, 16, *_sizes(64, max(64, num_slots), {128: 2}))})
+    rows = sorted({max(smallest, size) for size in sizes})
     return [Shape(tokens=size, rows=size, tiles=0, entries=size, sampling_fields=0) for size in rows]
 
 
@@ -105,11 +108,13 @@ def ragged_shapes(
 ) -> list[Shape]:
     """List the ragged programs: 16, 32 and 64 tokens, then steps of a half, up to the budget of a step.
 
-    With a budget above 1,024 steps of a quarter from 128 to 1,024: most steps are there, and vary more. On a GPU 64,
-    128 and 256, then steps of a half.
+    With a budget above 1,024 steps of a quarter from 128 to 1,024: most steps are there, and vary more. On a GPU 64 and
+    256, then steps of a half.
     """
-    parts = {64: 2, 128: 4, 1024: 2} if max_tokens > 1024 else {64: 2}
-    sizes = _sizes(16, max_tokens, parts) if platform == "cpu" else _sizes(64, max_tokens, {64: 1, 256: 2})
+    if platform == "cpu":
+        sizes = _sizes(16, max_tokens, {64: 2, 128: 4, 1024: 2} if max_tokens > 1024 else {64: 2})
+    else:
+        sizes = sorted({min(size, max_tokens) for size in (64, *_sizes(256, max(256, max_tokens), {256: 2}))})
     shapes = []
     for size in sizes:
         rows, chunks = min(size, num_slots), max_chunks(size, num_slots)
@@ -141,9 +146,11 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
     )
 
 
-def coarser(shapes: Sequence[Shape]) -> list[Shape]:
-    """Pick powers of two, and the largest: enough for rare variants."""
-    return [shape for shape in shapes if shape.tokens in (shapes[-1].tokens, 1 << shape.tokens.bit_length() - 1)]
+def coarser(shapes: Sequence[Shape], factor: int = 2) -> list[Shape]:
+    """Pick the powers of `factor`, 2 or 4, and the largest: enough for rare variants."""
+    step = factor.bit_length() - 1
+    powers = {1 << power for power in range(0, 64, step)}
+    return [shape for shape in shapes if shape.tokens == shapes[-1].tokens or shape.tokens in powers]
 
 
 def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:

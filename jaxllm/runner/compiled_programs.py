@@ -30,7 +30,9 @@ from jaxllm.freed_memory import return_freed_memory
 from jaxllm.metrics import Metrics
 from jaxllm.runner import batch
 from jaxllm.runner.batch import Shape
+from jaxllm.runner.compile_noise import hidden
 from jaxllm.runner.compile_threads import run_at_idle_priority
+from jaxllm.runner.kept_programs import KeptPrograms
 from jaxllm.runner.step import program_name
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan
@@ -41,6 +43,7 @@ VARIANTS = tuple(Variant)
 PAUSE = 14  # while steps run: seconds of rest after a program, for each second that tracing it took
 IDLE_SECONDS = 0.1  # without a step, after which tracing disturbs no request
 _MOST_TRIES = 2  # to compile a program in the background
+NOTE_SECONDS = 10.0  # between two lines in the log about programs that a start waits for
 EXIT_SECONDS = 2.0  # that a process waits at its end for a running compilation before it prints a line
 
 
@@ -87,6 +90,8 @@ class ProgramTable:
         """`covering` are compiled before the first request, the others of `all_keys` when plans ask for them."""
         self.covering = list(covering)
         self.rest = sorted((key for key in dict.fromkeys(all_keys) if key not in self.covering), key=_urgency)
+        self.kept: KeptPrograms | None = None  # set before `begin`, if programs are read instead of traced
+        self.platform = "cpu"  # likewise
         self._lower = lower
         self._tracing = threading.Lock()
         self._traced_for = self._compiled_until = 0.0  # how long the last tracing took; when the last compilation ended
@@ -141,6 +146,12 @@ class ProgramTable:
                 is_wanted = False
         return None
 
+    def begin_kept(self, num_threads: int) -> None:
+        """Start to read the programs that an earlier start kept; `wait` ends it."""
+        kept = self.kept
+        if kept is not None:
+            self.begin([key for key in self.rest if kept.has(key.name, key)], num_threads)
+
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
         """Start to compile `keys`; `wait` ends it."""
         if not self._threads:
@@ -151,6 +162,7 @@ class ProgramTable:
             # A thread inside XLA aborts the process when the interpreter shuts down. The reference is weak, so that
             # the engine can be garbage collected.
             atexit.register(_join, weakref.WeakMethod(self.join))
+        self._metrics.programs_awaited += len(keys)
         with self._lock:
             self._queue += keys
             self._wanted.update(keys)
@@ -185,11 +197,15 @@ class ProgramTable:
 
     def wait(self, progress: bool = False) -> None:
         """Wait until every program that was asked for is compiled; the first failure is raised here."""
+        noted = time.monotonic()
         with tqdm(total=self.num_all, desc="programs", disable=not progress) as bar:
             for thread in self._threads:
                 while thread.is_alive():
-                    thread.join(0.5 if progress else None)
+                    thread.join(0.5)
                     bar.update(len(self) - bar.n)
+                    if not progress and time.monotonic() - noted > NOTE_SECONDS:
+                        noted = time.monotonic()
+                        _log.info("%d of %d programs are ready", len(self), self._metrics.programs_awaited)
         if self._failure is not None:
             raise self._failure
 
@@ -226,10 +242,9 @@ class ProgramTable:
                 key = self._queue.pop(0)
             start = time.perf_counter()
             try:
-                lowered = self._trace(key, in_background)
-                if lowered is None:
+                program = self._make(key, in_background)
+                if program is None:
                     continue  # closed in the meantime
-                program = run_at_idle_priority(lowered.compile) if in_background else lowered.compile()
             except Exception as failure:
                 if in_background:
                     self._note_failure(key, failure)
@@ -241,7 +256,6 @@ class ProgramTable:
                 self._metrics.programs_compiled += 1
                 self._metrics.compile_seconds += time.perf_counter() - start
                 self._ready[key] = program
-            del lowered
             if not in_background or not self._queue:  # it takes 30 ms and blocks allocations
                 return_freed_memory()
 
@@ -258,6 +272,29 @@ class ProgramTable:
         else:
             warnings.warn(f"program {key} could not be compiled: {failure}", stacklevel=1)
 
+    def _make(self, key: Key, in_background: bool) -> Any:
+        """Read a program that an earlier start kept, or trace and compile it; None after `close`."""
+        kept = self.kept
+        if kept is not None:
+            if in_background and self._only_when_idle and not self._rest(math.inf):
+                return None
+            program = kept.read(key.name, key)
+            if program is not None:
+                return program
+        lowered = self._trace(key, in_background)
+        if lowered is None:
+            return None
+        compiling = lowered.compile if kept is None else partial(kept.compile, key.name, key, lowered)
+        with hidden(self.platform):
+            return run_at_idle_priority(compiling) if in_background else compiling()
+
+    def _rest(self, until: float) -> bool:
+        """Wait until that time, or until no step runs; return False after `close`."""
+        while time.monotonic() < min(until, self._last_step + IDLE_SECONDS):
+            if self._is_closed.wait(IDLE_SECONDS):
+                break
+        return not self._is_over
+
     def _trace(self, key: Key, in_background: bool) -> Any:
         """Trace a program; None after `close`.
 
@@ -266,13 +303,8 @@ class ProgramTable:
         """
         with self._tracing:  # threads that trace at once only wait for each other
             if in_background:
-                rested = self._compiled_until + PAUSE * self._traced_for
-                if self._only_when_idle:
-                    rested = math.inf
-                while time.monotonic() < min(rested, self._last_step + IDLE_SECONDS):
-                    if self._is_closed.wait(IDLE_SECONDS):
-                        break
-                if self._is_over:
+                rested = math.inf if self._only_when_idle else self._compiled_until + PAUSE * self._traced_for
+                if not self._rest(rested):
                     return None
             start = time.monotonic()
             lowered = self._lower(key)
@@ -294,20 +326,23 @@ class Programs(ProgramTable):
         max_adapters: int = 0,
         verifying: Sequence[Shape] = (),
         drafts: bool = False,
+        coarse_factor: int = 2,
     ) -> None:
         """Without `decode` shapes ragged programs run every plan; `variants` are those of steps of one program.
+
+        Rare variants have decode programs of sizes that are powers of `coarse_factor`.
 
         In an engine that drafts, `verifying` are for steps that verify drafts, or draft; none of them comes in halves.
         """
         widest = VARIANTS[-1]
-        # What is rare, the widest sampling, halves and adapters, gets a coarser table: at most twice the plan's size.
+        # The widest sampling, halves and adapters are rare, and get a coarser table.
         # Not where drafts are verified: every token is sampled there, in 4 of the 9 ms that it takes at the 0.5B shape.
         ragged, decode, verifying = (
             with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode, verifying)
         )
         split = partial(halves, drafts=drafts)
         largest = [split(shapes[-1], widest) for shapes in (ragged, decode) if shapes]
-        coarse = [*batch.coarser(ragged), *batch.coarser(decode)]
+        coarse = [*batch.coarser(ragged), *batch.coarser(decode, coarse_factor)]
         ways: list[Way] = []
         for variant in variants:
             ways += [(Key(shape, variant),) for shape in (coarse if variant is widest else [*ragged, *decode])]

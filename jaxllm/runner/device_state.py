@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxllm.model import sharding
 from jaxllm.model.spec import Spec, heads_per_shard
@@ -130,17 +130,17 @@ def abstract_kv(
     return (KvLayer(block, block, scales, scales),) * spec.num_layers
 
 
-def allocate(state: Any) -> Any:
-    """Make the state, all zeros. A slot's part is written when a request gets the slot.
+def lower_allocation(state: Any) -> jax.stages.Lowered:
+    """Trace the program that makes the state's leaves, all zeros. A slot's part is written when a request gets it.
 
     Each array is made in place on its devices, so the pool never exists twice.
     """
+    leaves = jax.tree.leaves(state)
 
-    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        assert isinstance(leaf.sharding, NamedSharding)
-        return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+    def allocate() -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves)
 
-    return jax.block_until_ready(jax.tree.map(zeros, state))
+    return jax.jit(allocate, out_shardings=tuple(leaf.sharding for leaf in leaves)).lower()
 
 
 def nbytes(state: DeviceState[jax.ShapeDtypeStruct]) -> int:

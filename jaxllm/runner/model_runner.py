@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from jaxllm.runner import aot_manifest, batch, device_state, draft_setup, memory
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
 from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TABLES_AT, TOKENS_AT, Geometry
+from jaxllm.runner.kept_programs import KeptPrograms
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.runner.model_setup import (
     Setup,
@@ -36,9 +38,11 @@ from jaxllm.runner.model_setup import (
     describe_weights,
     extras_of,
     free_bytes,
+    kernel_reasons,
     plan_memory,
 )
 from jaxllm.runner.profiling import span
+from jaxllm.runner.program_digest import digest, digest_compiler, digest_source
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
 from jaxllm.runner.scoring import SCORED_ROWS, Scored
 from jaxllm.runner.startup_timing import Compilations, Phases
@@ -103,7 +107,6 @@ class Runner:
         The times are added to `phases`.
         """
         phases = Phases() if phases is None else phases
-        use_compilation_cache(config.cache_dir())
         self.setup = setup
         self.metrics = metrics
         self._config = config
@@ -141,12 +144,16 @@ class Runner:
                     causes.append(f"{memory_plan.size(num_bytes)} ({speed}/s) {source}")
             with phases.phase("programs") as causes:
                 self._finish_programs(free, progress)
-                causes.append("traced and compiled" if compilations.num_compiled else "traced, and found in the cache")
+                num_read, num_made = self._kept.num_read, compilations.num_compiled
+                how = "traced and compiled" if num_made else "traced, and found in the cache"
+                causes.append(f"{num_read} read whole" if num_read and not metrics.trace_seconds else how)
         except BaseException:
             self.programs.close()
             raise
         finally:
             compilations.end()
+        if self._kept.num_read:
+            phases.note_beside("reading", self._kept.seconds, f"{self._kept.num_read} programs that were kept whole")
         phases.note_beside("tracing", metrics.trace_seconds, f"{len(self.programs)} covering programs")
         phases.note_beside("compiling", compilations.seconds, str(compilations))
         with phases.phase("memory") as causes:
@@ -160,6 +167,10 @@ class Runner:
         on_cpu = setup.platform == "cpu"
         when = config.precompile if config.precompile != "auto" else "background" if on_cpu else "all"
         if when == "background":
+            if not on_cpu:
+                with phases.phase("kept programs"):
+                    self.programs.begin_kept(os.cpu_count() or 2)
+                    self.programs.wait()
             self.programs.follow(max(1, (os.cpu_count() or 2) // 2), only_when_idle=not on_cpu)
         elif when == "all":
             with phases.phase("all programs") as causes:
@@ -320,7 +331,7 @@ class Runner:
     def renew(self) -> None:
         """Replace the state by an empty one."""
         self._state = ()
-        self._state = tuple(jax.tree.leaves(device_state.allocate(self._state_shapes)))
+        self._state = jax.block_until_ready(self._allocate_program())
 
     def close(self) -> None:
         """Stop compiling, wait for steps in flight, and free the device's memory."""
@@ -370,6 +381,15 @@ class Runner:
             drafting=self.drafting,
         )
         self.programs = self._list_programs()
+        self.programs.platform = setup.platform
+        self.programs.kept = self._kept = KeptPrograms(
+            self._config.cache_dir() / "whole",
+            self._config.cache_bytes(),
+            self._digest,
+            list(self._mesh.devices.flat),
+        )
+        # Programs that come from JAX's cache cannot be kept, so it gets another folder, without them.
+        use_compilation_cache(self._config.cache_dir() / ("small" if self._kept.is_on else ""))
         text = describe_memory(plan, setup, shards)
         differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, shards, plan))
         if differs:
@@ -384,8 +404,8 @@ class Runner:
             )
             + "kernels: "
             + ", ".join(
-                f"{operation}={chosen}" + (f" ({chosen.reason})" if chosen.reason else "")
-                for operation, chosen in setup.kernels.items()
+                f"{operation}={setup.kernels[operation]} ({why})"
+                for operation, why in kernel_reasons(self._config, setup.platform, setup.kernels).items()
             )
         )
         if progress:
@@ -393,6 +413,11 @@ class Runner:
         else:
             _log.info("%s\n%s", text, start)
         self.programs.begin(self.programs.covering, os.cpu_count() or 2)
+
+    def _digest(self) -> tuple[str, str]:
+        """Return digests of the inputs of tracing, apart from shapes, and of the compiler with its options."""
+        compiler = digest(digest_compiler(tuple(self._mesh.devices.flat)), self._options)
+        return digest(digest_source(), self._step_model), compiler
 
     def _describe_state(self) -> Any:
         """Describe the device's state."""
@@ -419,11 +444,15 @@ class Runner:
         verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, drafts) if drafts else []
         # On a GPU each program is one more to wait for at the start, and noise for greedy rows takes 10 us.
         variants = VARIANTS if on_cpu else VARIANTS[1:]
-        return Programs(decode, ragged, self._lower, self.metrics, variants, verifying=verifying, **further)
+        further |= {"verifying": verifying, "coarse_factor": 2 if on_cpu else 4}
+        return Programs(decode, ragged, self._lower, self.metrics, variants, **further)
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
         """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""
         while True:
+            self._allocate_program = self._kept.make(
+                "allocate", self._state_shapes, partial(device_state.lower_allocation, self._state_shapes)
+            )
             self._compile_small()
             self.programs.wait()
             temporaries = max(self._temporary_bytes(key) for key in self.programs.covering)
@@ -449,25 +478,24 @@ class Runner:
     def _compile_small(self) -> None:
         """Compile the small programs that run before or after a step, while other threads compile steps."""
         shapes, everywhere = self._state_shapes, sharding.replicated(self._mesh)
+
+        def make(name: str, run: Callable[..., Any], donated: Sequence[int], *described: Any) -> Any:
+            options = self._options if name.startswith("score") else None
+            jitted = jax.jit(run, donate_argnums=donated, compiler_options=options)
+            return self._kept.make(name, described, lambda: jitted.lower(*described))
+
         changes = jax.ShapeDtypeStruct((2, PATCH_ENTRIES, 3), jnp.int32, sharding=everywhere)
-        patch = jax.jit(step.patch, donate_argnums=(0, 1))
-        self._patch_program = patch.lower(shapes.tables, shapes.tokens, changes).compile()
+        self._patch_program = make("patch", step.patch, (0, 1), shapes.tables, shapes.tokens, changes)
         changes = jax.ShapeDtypeStruct((PATCH_EXTRAS, 1 + self.extras.width), jnp.int32, sharding=everywhere)
-        patch_extras = jax.jit(step.patch_extras, donate_argnums=0)
-        self._patch_extras_program = patch_extras.lower(shapes.extras, changes).compile()
+        self._patch_extras_program = make("patch_extras", step.patch_extras, (0,), shapes.extras, changes)
         copies = jax.ShapeDtypeStruct((COPIED_BLOCKS, 2), jnp.int32, sharding=everywhere)
-        copy = jax.jit(step.build_copy(self._step_model), donate_argnums=0)
-        self._copy_program = copy.lower(tuple(jax.tree.leaves(shapes.kv)), copies).compile()
+        leaves = tuple(jax.tree.leaves(shapes.kv))
+        self._copy_program = make("copy_blocks", step.build_copy(self._step_model), (0,), leaves, copies)
         places = jax.ShapeDtypeStruct((SCORED_ROWS, 2), jnp.int32, sharding=everywhere)
         leaves = tuple(jax.tree.leaves(self._params_shapes))
         self._score_programs = [
-            jax.jit(
-                scoring.build(self._step_model, is_whole),
-                compiler_options=self._options,
-            )
-            .lower(leaves, shapes.hidden, places)
-            .compile()
-            for is_whole in (False, True)
+            make(name, scoring.build(self._step_model, is_whole), (), leaves, shapes.hidden, places)
+            for name, is_whole in (("score", False), ("score_whole", True))
         ]
 
     def _lower(self, key: Key) -> jax.stages.Lowered:

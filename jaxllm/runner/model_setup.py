@@ -165,6 +165,16 @@ def choose_kernels(
         raise UserError(f"kernels: {error}.", "kernels") from error
 
 
+def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Choice]) -> dict[str, str]:
+    """Return the reason why each operation's implementation was chosen."""
+    return {
+        operation: "asked for"
+        if f"{operation}={chosen}" in map(str, config.kernels)
+        else chosen.reason or f"best on {platform}"
+        for operation, chosen in kernels.items()
+    }
+
+
 def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     """Choose everything that can be chosen without loading weights; `jaxllm doctor` prints it."""
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)

@@ -92,8 +92,9 @@ class PoolingRunner(Runner):
         if not self.setup.spec.is_causal:
             return
         changes = jax.ShapeDtypeStruct((PATCH_ENTRIES, 3), jnp.int32, sharding=sharding.replicated(self._mesh))
+        described = self._state_shapes.tables, changes
         patch = jax.jit(_patch, donate_argnums=0)
-        self._patch_program = patch.lower(self._state_shapes.tables, changes).compile()
+        self._patch_program = self._kept.make("patch", described, lambda: patch.lower(*described))
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         table = encoder_batch.fields(key.shape) if key.shape.bin_tokens else batch.fields(key.shape)

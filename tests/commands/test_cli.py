@@ -272,7 +272,8 @@ def test_an_adapter_is_asked_for_by_its_folder_alone(run: Run, tmp_path: Path) -
     for rank, more in ((24, ()), (64, ("--max-lora-rank", "64"))):
         arguments = ["--lora", str(tmp_path), *more]
         assert run("generate", *arguments, "a b")[:2] == (0, "<a b>\n")
-        assert FakeLLM.made.settings == {"enable_lora": True, "max_lora_rank": rank}
+        own = {"precompile": "background", "enable_lora": True, "max_lora_rank": rank}
+        assert FakeLLM.made.settings == own
         assert [own and own.lora_path for own in FakeLLM.made.engine.adapters] == [str(tmp_path)]
         assert run("chat", *arguments, stdin="hi\n")[0] == 0
         own = FakeLLM.made.engine.adapters  # of the template's check, the conversation and its answer

@@ -14,7 +14,10 @@ def test_doctor_explains_what_would_be_used(run: Run, tmp_path: Path) -> None:
     (tmp_path / "cache" / "deep").mkdir(parents=True)
     (tmp_path / "cache" / "deep" / "jit_run-1-cache").write_bytes(b"x" * 1536)
     (tmp_path / "cache" / "jit_run-1-atime").write_bytes(b"")
+    (tmp_path / "cache" / "whole").mkdir()
+    (tmp_path / "cache" / "whole" / "decode_1_greedy-1.program").write_bytes(b"x" * 512)
     arguments = ["doctor", "--compilation-cache-dir", str(tmp_path / "cache"), "--max-num-seqs", "4"]
+    arguments += ["--kernels", "linear=xla"]
     code, out, _ = run(*arguments, "--json")
     report = json.loads(out)
     assert code == 0 and report["usable"] and report["problems"] == []
@@ -22,15 +25,17 @@ def test_doctor_explains_what_would_be_used(run: Run, tmp_path: Path) -> None:
     assert report["devices"][0]["platform"] == "cpu"
     assert report["host"]["memory_bytes"] > report["host"]["free_bytes"] > 0
     assert report["cache"] == {
-        "folder": str(tmp_path / "cache"), "programs": 1, "bytes": 1536, "is_writable": True
+        "folder": str(tmp_path / "cache"), "programs": 2, "bytes": 2048, "is_writable": True
     }  # fmt: skip
     model = report["model"]
     assert model["max_num_seqs"] == {"value": 4, "why": "asked for"}
     assert model["dtype"] == {"value": "float32", "why": "the default on a CPU"}
+    assert model["kernel linear"] == {"value": "xla", "why": "asked for"}
+    assert model["kernel write_kv"] == {"value": "xla", "why": "best on cpu"}
     assert model["parameters"]["value"] > 1_000_000 and model["num_kv_blocks"]["value"] > 0
     code, out, _ = run(*arguments)
     assert code == 0
-    assert "max_num_seqs: 4 (asked for)" in out and "1 programs, 1.5 KiB" in out and "the model can run" in out
+    assert "max_num_seqs: 4 (asked for)" in out and "2 programs, 2.0 KiB" in out and "the model can run" in out
 
 
 @pytest.mark.parametrize(

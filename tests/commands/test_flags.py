@@ -22,7 +22,7 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         "--tensor-parallel-size": "2", "--data-parallel-size": "3", "--gpu-memory-utilization": "0.5",
         "--kv-cache-memory-bytes": "1G",
         "--num-kv-blocks": "9", "--scheduling-policy": "priority", "--max-logprobs": "7", "--load-format": "dummy",
-        "--precompile": "all", "--compilation-cache-dir": "c",
+        "--precompile": "all", "--compilation-cache-dir": "c", "--compilation-cache-bytes": "1G",
         "--n": "2", "--presence-penalty": "0.5", "--frequency-penalty": "-0.5", "--repetition-penalty": "1.5",
         "--temperature": "0.9", "--top-p": "0.8", "--top-k": "5", "--min-p": "0.1", "--seed": "11", "--stop": "x",
         "--stop-token-ids": "3", "--max-tokens": "9", "--min-tokens": "1", "--logprobs": "2",
@@ -46,7 +46,8 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
         tensor_parallel_size=2, data_parallel_size=3, gpu_memory_utilization=0.5,
         kv_cache_memory_bytes=2**30, num_kv_blocks=9,
         scheduling_policy="priority", max_logprobs=7, load_format="dummy", precompile="all",
-        compilation_cache_dir="c", logits_processors=("module:function",), kernels=("sample=xla",),
+        compilation_cache_dir="c", compilation_cache_bytes=2**30,
+        logits_processors=("module:function",), kernels=("sample=xla",),
         enable_lora=True, max_loras=3, max_lora_rank=8, max_cpu_loras=5,
         skip_tokenizer_init=True, runner="pooling", pooler_config={"pooling_type": "MEAN"},
         speculative_config={"method": "ngram", "num_speculative_tokens": 4},
@@ -66,7 +67,8 @@ def test_every_field_is_a_flag_that_reaches_its_place(run: Run) -> None:
 
 def test_flags_that_are_not_given_leave_the_models_defaults(run: Run) -> None:
     run("generate", "p")
-    assert FakeLLM.made.model is None and FakeLLM.made.settings == {} and FakeLLM.made.is_closed
+    assert FakeLLM.made.model is None and FakeLLM.made.is_closed
+    assert FakeLLM.made.settings == {"precompile": "background"}, "on a GPU one user does not wait for all programs"
     assert seen_params() == [SamplingParams(temperature=0.7, max_tokens=128)]
     run("generate", "--max-tokens", "none", "--min-tokens", "20", "-n", "3", "p")
     assert seen_params() == [SamplingParams(temperature=0.7, max_tokens=None, min_tokens=20, n=3)]
@@ -136,13 +138,16 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], message: str, run: 
 def test_defaults_of_vllm_may_be_typed(run: Run) -> None:
     typed = ["--task", "generate", "--pipeline-parallel-size", "1", "--dtype", "half"]
     code, _, err = run("generate", *typed, "--cpu-offload-gb=0", "p")
-    assert (code, FakeLLM.made.settings) == (0, {"dtype": "float16"}) and "warning" not in err
+    assert (code, FakeLLM.made.settings) == (
+        0,
+        {"precompile": "background", "dtype": "float16"},
+    ) and "warning" not in err
 
 
 def test_what_changes_nothing_is_taken_with_one_warning(run: Run) -> None:
     typed = ["--trust-remote-code", "--swap-space=8", "--no-enable-chunked-prefill", "--compilation-config", "{}"]
     code, _, err = run("generate", *typed, "p")
-    assert (code, FakeLLM.made.settings) == (0, {})
+    assert (code, FakeLLM.made.settings) == (0, {"precompile": "background"})
     said = "taken for the sake of vLLM's users, without effect in jaxllm"
     flags = "--trust-remote-code, --swap-space, --no-enable-chunked-prefill, --compilation-config"
     assert err.startswith(f"jaxllm: warning: {flags}: {said}\n") and err.count("warning") == 1

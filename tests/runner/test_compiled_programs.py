@@ -177,13 +177,16 @@ def test_the_tables_keep_padding_low() -> None:
 
 def test_a_gpu_has_few_programs_and_greedy_plans_run_in_those_that_sample() -> None:
     sizes = decode_shapes(256, 2, "gpu"), ragged_shapes(8192, 256, 16, 40, "gpu")
-    programs = Programs(*sizes, lambda key: SimpleNamespace(compile=lambda: key), Metrics(), VARIANTS[1:])
-    assert programs.num_all <= 100
+    programs = Programs(
+        *sizes, lambda key: SimpleNamespace(compile=lambda: key), Metrics(), VARIANTS[1:], coarse_factor=4
+    )
+    assert programs.num_all <= 65
     programs.begin([*programs.covering, *programs.rest], 2)
     programs.wait()
     ones = np.ones(3, np.int32)
     plan = Plan(0.0, 3, ones, ones.astype(np.int64), ones, ones, ones > 0, ones, np.zeros((0, 3), np.int32))
-    assert shown(programs.choose(plan, Variant.GREEDY)) == "decode[4].random"
+    assert shown(programs.choose(plan, Variant.GREEDY)) == "decode[16].random"
+    assert shown(programs.choose(plan, Variant.FULL)) == "decode[16].full"
 
 
 def test_where_loading_disturbs_all_steps_nothing_is_compiled_until_none_runs() -> None:
@@ -202,6 +205,29 @@ def test_where_loading_disturbs_all_steps_nothing_is_compiled_until_none_runs() 
     programs.wait()
     assert shown(programs.choose(plan, Variant.GREEDY)) == "decode[4].greedy"
     assert shown(programs.choose(plan, Variant.RANDOM)) == "decode[4].random", "both, as soon as it was idle"
+
+
+def test_where_one_user_waits_programs_that_were_kept_are_read_and_no_others() -> None:
+    lowered: list[Key] = []
+
+    def lower(key: Key) -> SimpleNamespace:
+        lowered.append(key)
+        return SimpleNamespace(compile=lambda: key)
+
+    metrics = Metrics()
+    programs = Programs(decode_shapes(64, 2, "gpu"), ragged_shapes(1024, 64, 16, 40, "gpu"), lower, metrics)
+    kept = {programs.covering[0], *programs.rest[:4]}
+    programs.kept = SimpleNamespace(  # type: ignore[assignment]
+        has=lambda name, key: key in kept,
+        read=lambda name, key: key if key in kept else None,
+        compile=lambda name, key, lowered: lowered.compile(),
+    )
+    programs.begin(programs.covering, 2)
+    programs.begin_kept(2)
+    programs.wait()
+    assert set(programs.ready()) == {*programs.covering, *programs.rest[:4]}
+    assert set(lowered) == {*programs.covering[1:]}
+    assert metrics.programs_awaited == metrics.programs_compiled == len(programs) < programs.num_all
 
 
 def test_the_cheapest_ready_program_is_chosen_and_the_one_that_was_missed_follows() -> None:

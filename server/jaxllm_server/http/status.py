@@ -94,9 +94,12 @@ class StatusEndpoints:
         return Response(status_code=503 if self._serving.engine.state in DEAD else 200)
 
     async def ready(self, request: Request) -> ASGIApp:
-        """Say whether new requests are accepted."""
+        """Say whether new requests are accepted; while the model is loaded, how many of its programs are ready."""
         state = self._serving.engine.state
-        return json_response({"state": state}, 200 if state == "serving" else 503)
+        answer = {"state": state}
+        if state == "loading" and (metrics := self._serving.engine.metrics).programs_awaited:
+            answer["programs"] = f"{metrics.programs_compiled} of {metrics.programs_awaited}"
+        return json_response(answer, 200 if state == "serving" else 503)
 
     async def version(self, request: Request) -> ASGIApp:
         """Say what serves."""

@@ -24,6 +24,7 @@ from jaxllm.errors import (
     RequestFailedError,
     UnavailableError,
 )
+from jaxllm.metrics import Metrics
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.failures import eventually
@@ -483,7 +484,10 @@ def test_requests_at_once_are_bounded():
 )
 def test_probes(server, state, health, live, ready):
     server.serving.engine.state = state
+    server.serving.engine.metrics = Metrics(programs_awaited=9, programs_compiled=4)
     assert [server.http.get(path).status_code for path in ("/health", "/live", "/ready")] == [health, live, ready]
+    progress = {"programs": "4 of 9"} if state == "loading" else {}
+    assert server.http.get("/ready").json() == {"state": state} | progress
     assert server.http.get("/health").content == b""
     assert server.http.head("/health").status_code == health
 
@@ -658,7 +662,7 @@ def test_bodies_that_are_being_received_hold_so_many_bytes_and_of_one_client_hal
 
 def test_an_app_can_be_made_before_the_model_is_there():
     serving = FakeServing()
-    serving.engine = SimpleNamespace(state="loading")
+    serving.engine = SimpleNamespace(state="loading", metrics=Metrics())
     with http_server(serving) as port:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
             assert [http.get(path).status_code for path in ("/live", "/ready", "/health")] == [200, 503, 503]
