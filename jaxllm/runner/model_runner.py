@@ -311,7 +311,7 @@ class Runner:
         return StepInFlight(joined, plan, has_drafts, self.num_logprobs, width, scores)
 
     def _with_room(self, buffer: np.ndarray, key: Key) -> np.ndarray:
-        """Lengthen a packed batch if the results of its program, which come back in it on a GPU, are longer."""
+        """Lengthen a packed batch for the results of its program, which a GPU returns in it."""
         if self._state_shapes.batch is None:
             return buffer
         size = step.sent_size(self._step_model, key.shape, key.variant)

@@ -396,9 +396,9 @@ def _into(state: DeviceState[jax.Array], buffer: jax.Array, joined: jax.Array) -
 
 
 def sent_size(model: StepModel, shape: Shape, variant: Variant | None) -> int:
-    """Return the int32 that a program takes as its batch: where results come back in it, more than these have.
+    """Return the int32 of a program's batch argument; if results are returned in it, it is longer than they are.
 
-    XLA would not keep the array for them until the end if they overwrote all of it.
+    If they overwrote all of it, XLA would put temporary values into the array until then.
     """
     packed = batch.buffer_size(shape)
     if model.state.batch is None or variant is None:
@@ -407,7 +407,7 @@ def sent_size(model: StepModel, shape: Shape, variant: Variant | None) -> int:
 
 
 def donated(model: StepModel, variant: Variant | None) -> tuple[int, ...]:
-    """Return which arguments of a step's program are donated: the state, and the batch if results come back in it."""
+    """Return which arguments of a step's program are donated: the state, and the batch if it returns the results."""
     return (1,) if model.state.batch is None or variant is None else (1, 2)
 
 
@@ -419,7 +419,9 @@ class Laid(NamedTuple):
     tokens: jax.Array  # i32[T]
     known: jax.Array  # i32[S, M * P]: the tokens of slots, with these
     sampling: jax.Array  # i32[S, F], with those of rows that came with the batch
-    last: jax.Array  # i32[R]: the token behind which each place samples
+    last: (
+        jax.Array | None
+    )  # i32[R]: the token behind which each place samples; None in a decode step, which samples behind all
     at: Places
 
 
@@ -435,7 +437,7 @@ def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], fiel
         if drafted is not None and offsets is not None:
             tokens = drafting.with_drafts(drafted, tokens, slots, offsets)
             known = known.at[slots, positions].set(tokens, mode="drop")
-        last, samples = jnp.arange(shape.sampled), row_slot < model.geometry.num_slots
+        last, samples = None, row_slot < model.geometry.num_slots
     else:
         slots, positions = field["token_slot"], field["token_position"]
         is_on_device = jnp.arange(shape.tokens) < field["num_decodes"]
@@ -447,7 +449,10 @@ def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], fiel
         known = known.at[slots, positions].set(tokens, mode="drop")
         rows = rows.at[row_slot].set(field["sampling"], mode="drop")
         last, samples = field["row_last"], field["row_samples"] > 0
-    ends = field["row_position"] if drafted is None else positions.at[last].get(mode="clip")
+    if drafted is None:
+        ends = field["row_position"]
+    else:
+        ends = positions if last is None else positions.at[last].get(mode="clip")
     return Laid(
         slots, positions, tokens, known, rows, last, Places(row_slot, ends, samples, offsets, field.get("row_drafts"))
     )
@@ -484,7 +489,8 @@ def _forward(
     kept = state.hidden
     if keeps_hidden:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
-    logits = _logits(model, shape, params, hidden.at[laid.last].get(mode="clip"))  # [R, Vx]
+    sampled = hidden if laid.last is None else hidden.at[laid.last].get(mode="clip")
+    logits = _logits(model, shape, params, sampled)  # [R, Vx]
     following = replace(state, kv=tuple(kv), tables=tables, tokens=laid.known, sampling=laid.sampling, hidden=kept)
     return following, logits, laid, aux
 

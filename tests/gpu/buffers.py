@@ -2,8 +2,8 @@
 
 A call through XLA's FFI is recorded into the graph again whenever one of its buffers has another address than in the 16
 sets of addresses that are kept for it: all the PTX is hashed then, 20 to 50 us a call. Weights, donated state and
-constants stay where they are. What the host sends and what a step returns lie elsewhere at each step. A call that takes
-a part of an array is in a fusion of its own.
+constants stay where they are. What the host sends and what a step returns are elsewhere at each step. A call that reads
+part of an array is inside a fusion.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COMPUTATION = re.compile(r"^%(\S+) \(.*?\n}", re.MULTILINE | re.DOTALL)
 _CALL = "triton_kernel_call_ffi"
 _NO_COMMANDS = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
 _PARAMETER = re.compile(r" parameter\((\d+)\).*?op_name=\"(\w+)")
-_KEPT = ("params_leaves", "behind")  # the same arrays at each step: weights, and adapters behind the batch
+_KEPT = ("params_leaves", "behind")  # the same arrays at each step: weights and adapters
 CHANGING = {"sent", "returned"}
 
 
@@ -88,7 +88,7 @@ def _kind(described: str, parameters: dict[int, str]) -> str:
         name = parameters[int(parameter[1])]
         if name in _KEPT:
             return "weights"
-        # The batch is a new array at each step, also where results come back in it.
+        # The batch is a new array at each step, even if it also returns the results.
         return "state" if "maybe-live-out" in described and name == "state_leaves" else "sent"
     if "maybe-live-out" in described:
         return "returned"

@@ -347,7 +347,7 @@ def test_what_a_decode_step_of_8b_weighs_and_how_much_of_it_changes_its_address(
     assert max(map(len, distinct)) < 100 << 10 and sum(map(len, program.payloads)) < 7 * MIB
     assert program.serialized_bytes < 5 * MIB
     assert program.buffers.allocations["temporary"] == program.buffers.allocations["sent"] == 1
-    assert not program.buffers.allocations["returned"], "results come back in the batch that was sent"
+    assert not program.buffers.allocations["returned"], "results are returned in the batch that was sent"
     assert program.buffers.changing == (2, 0)
 
 
@@ -365,7 +365,7 @@ CHANGING = {
 
 @pytest.mark.parametrize("form", CHANGING)
 def test_two_commands_of_a_step_see_what_moves(form):
-    """One reads the batch, and one writes the results into it; in the old form each layer's attention was among them."""
+    """One reads the batch, one writes the results into it; in the old form each layer's attention saw it too."""
     config = MODELS["qwen2.5-0.5b"] | SPLIT | {"num_hidden_layers": 2}
     buffers = aot.compile_step(config, **CHANGING[form]).buffers
     print(buffers)
@@ -376,7 +376,8 @@ def test_two_commands_of_a_step_see_what_moves(form):
 
 @pytest.mark.parametrize("size", [{"rows": 64}, {"tokens": 512}], ids=str)
 def test_a_step_that_reads_the_batch_where_it_was_sent_is_seen(size):
-    commands, calls = aot.compile_step(MODELS["llama-3.1-8b"] | {"num_hidden_layers": 2}, stays=False, **size).buffers.changing
+    config = MODELS["llama-3.1-8b"] | {"num_hidden_layers": 2}
+    commands, calls = aot.compile_step(config, stays=False, **size).buffers.changing
     assert commands > 3 and calls >= 2
 
 

@@ -1,4 +1,4 @@
-"""On a GPU a step copies its batch to a place that stays, and its results come back in the batch: here on a CPU."""
+"""On a GPU a step copies its batch into the state and returns results in the batch's array; run here on a CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def outputs_of(llm: LLM) -> list[Any]:
 @pytest.mark.parametrize(
     "sizes", [pytest.param(SIZES, marks=pytest.mark.ci), pytest.param(DRAFTING, marks=pytest.mark.slow)], ids=str
 )
-def test_results_that_come_back_in_the_batch_are_the_same(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_results_returned_in_the_batch_are_the_same(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     with LLM(str(paths.STORIES), **sizes) as llm:
         assert llm.engine.runner._state_shapes.batch is None
         expected = outputs_of(llm)
@@ -43,8 +43,8 @@ def test_results_that_come_back_in_the_batch_are_the_same(sizes: dict[str, Any],
     with LLM(str(paths.STORIES), **sizes) as llm:
         programs = llm.engine.runner.programs
         assert outputs_of(llm) == expected, "in the forward halves of steps"
-        sizes = 2, max(key.shape.tokens for key in programs.rest)
-        wanted = [key for key in programs.rest if key.part == "step" and key.shape.tokens in sizes]
+        tokens = 2, max(key.shape.tokens for key in programs.rest)
+        wanted = [key for key in programs.rest if key.part == "step" and key.shape.tokens in tokens]
         programs.begin([key for key in wanted if key.variant in (Variant.GREEDY, Variant.FULL)], 2)
         programs.wait()
         assert outputs_of(llm) == expected
