@@ -421,7 +421,7 @@ class Laid(NamedTuple):
     sampling: jax.Array  # i32[S, F], with those of rows that came with the batch
     last: (
         jax.Array | None
-    )  # i32[R]: the token behind which each place samples; None in a decode step, which samples behind all
+    )  # i32[R]: the tokens behind which a step samples; None in a decode step: all
     at: Places
 
 

@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SPLIT = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}  # heads that four devices divide
 KERNELS_A_LAYER = 7  # four products, to write the cache, to attend, and to combine
 UNFUSED = 13  # a layer, where norms, residuals and activations are kernels of their own
-KERNELS_BESIDE = 17  # the batch, embedding, rotation, tables, the division of keys, final norm, head, sampling
+KERNELS_BESIDE = 16  # the batch, embedding, rotation, tables, the division of keys, final norm, head, sampling
 EXPERT_KERNELS_A_LAYER = 15  # of four layers, with 16 beside, so that one more in each is seen; 14 is the goal
 # Temporary memory, MiB, a quarter above what was found: of 64 decode rows mostly their logits, of prompts activations.
 DECODE_MIB = {2: 4, 16: 20, 64: 60}
