@@ -24,7 +24,7 @@ from jaxllm.sampling.sampler import ROW_WIDTH, Extras
 from pallas_kernels import SCALED
 
 Leaf = TypeVar("Leaf")
-TABLES_AT, TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -5, -4, -3, -2  # of the state's leaves in order
+TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -4, -3, -2  # of the state's leaves in order
 KV_AXES = (None, "kv_heads", None, "head")
 
 
@@ -59,6 +59,7 @@ class DeviceState(Generic[Leaf]):
 
     kv: tuple[KvLayer[Leaf], ...]
     drafted: Drafted[Leaf] | None  # of an engine that verifies drafts
+    batch: Leaf | None  # int32[W], on a GPU: the packed batch of the newest step, see `step.unpack`
     tables: Leaf  # int32[S, M]: the blocks of each slot; behind its length, any block
     tokens: Leaf  # int32[S, M * P]: the tokens of each slot that are known to the device
     sampling: Leaf  # int32[S, ROW_WIDTH]: a `sampler.pack_row` for each slot
@@ -85,10 +86,12 @@ def abstract(
     dtype: jnp.dtype,
     drafting: Drafting | None = None,
     cache_dtype: jnp.dtype | None = None,
+    batch_size: int = 0,
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state: shapes, types and shardings, nothing allocated. `max_tokens` are those of a step, T.
 
-    `cache_dtype` is that of all caches, if it is not `dtype`.
+    `cache_dtype` is that of all caches, if it is not `dtype`; `batch_size` are the int32 of the largest packed batch,
+    where the state has a place for it.
     """
 
     def whole(shape: tuple[int, ...], kind: jnp.dtype) -> jax.ShapeDtypeStruct:
@@ -107,6 +110,7 @@ def abstract(
     return DeviceState(
         kv=abstract_kv(spec, geometry, mesh, cache_dtype),
         drafted=drafted,
+        batch=whole((batch_size,), int32) if batch_size else None,
         tables=whole((geometry.num_slots, geometry.max_blocks), int32),
         tokens=whole((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32),
         sampling=whole((geometry.num_slots, ROW_WIDTH), int32),

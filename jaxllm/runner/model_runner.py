@@ -28,7 +28,7 @@ from jaxllm.model import decoder, lora, sharding, weights
 from jaxllm.runner import aot_manifest, batch, device_state, draft_setup, memory_plan, scoring, step
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
-from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TABLES_AT, TOKENS_AT, Geometry
+from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TOKENS_AT, Geometry
 from jaxllm.runner.kept_programs import KeptPrograms
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.runner.model_setup import (
@@ -65,16 +65,20 @@ class StepInFlight(NamedTuple):
     plan: Plan
     has_drafts: bool  # whether the program verifies drafts
     num_logprobs: int
+    width: int  # of the results, where `joined` is a flat array that begins with them
     scores: Sequence[
         tuple[Sequence[Scored], jax.Array | np.ndarray]
     ]  # each batch of positions has one kind: whole rows, or single log-probabilities
 
     def result(self) -> Result:
         """Wait for the step's result. A failure on the device is raised here, and by every later step."""
+        joined = np.asarray(self.joined)
+        if joined.ndim == 1:
+            joined = joined[: len(joined) // self.width * self.width].reshape(-1, self.width)
         if self.has_drafts:
-            result = step.read_verified(np.asarray(self.joined), self.plan, self.num_logprobs)
+            result = step.read_verified(joined, self.plan, self.num_logprobs)
         else:
-            result = step.read(np.asarray(self.joined), len(self.plan.slots), self.num_logprobs)
+            result = step.read(joined, len(self.plan.slots), self.num_logprobs)
         if not self.scores:
             return result
         return replace(result, scores=[score for of, found in self.scores for score in scoring.read_scores(of, found)])
@@ -205,6 +209,11 @@ class Runner:
         return min(most, self.setup.max_num_batched_tokens)
 
     @property
+    def _keeps_batch(self) -> bool:
+        """Whether a step's batch is copied to a place that stays, as a CUDA graph wants it."""
+        return self.setup.platform == "gpu"
+
+    @property
     def reads_ahead(self) -> bool:
         """Whether the device must be told the token behind each chunk of a prompt."""
         return self.drafting is not None and self.drafting.head is not None
@@ -257,15 +266,15 @@ class Runner:
         with self._compilations_counted(), span("dispatch"):
             packed = batch.pack_masks(plan, shape.sampled, self.geometry.num_slots, masks, is_masked, shape.drafts > 0)
             if key.part == "finish":
-                program = self.programs[key]
-                self._state, joined = program(self._params, self._state, held.buffer, held.logits, packed)
+                program, buffer = self.programs[key], self._with_room(held.buffer, key)
+                self._state, joined = program(self._params, self._state, buffer, held.logits, packed)
             else:
                 leaves = list(self._state)
                 tokens, sampling, extras = (leaves[at] for at in (TOKENS_AT, SAMPLING_AT, EXTRAS_AT))
                 leaves[TOKENS_AT], joined = self.programs[key](tokens, sampling, extras, held.logits, packed)
                 self._state = tuple(leaves)
             joined.copy_to_host_async()
-        return StepInFlight(joined, plan, shape.drafts > 0, self.num_logprobs, held.scores)
+        return self._in_flight(joined, plan, key, held.scores)
 
     def _start(
         self,
@@ -283,9 +292,10 @@ class Runner:
             with span("pack"):
                 num_adapters = 0 if adapters is None else len(self.adapters.of_rows(adapters))
                 way = self.programs.choose(plan, variant, is_held, num_adapters)
-                shape = way[0].shape
+                key, shape = way[0], way[0].shape
                 which, own = self.adapters.arguments(adapters, shape.adapters)
                 buffer = batch.pack(plan, shape, self.geometry.num_slots, chunks, sampling, which)
+                buffer = self._with_room(buffer, key)
             with span("dispatch"):
                 ahead = plan.table[shape.entries :]
                 if len(ahead) or history is not None:
@@ -294,7 +304,7 @@ class Runner:
                     self._patch_extras(extras)
                 if len(plan.copies):
                     self._copy(plan.copies)
-                self._state, returned = self.programs[way[0]](self._params, self._state, buffer, *own)
+                self._state, returned = self.programs[key](self._params, self._state, buffer, *own)
                 if len(way) == 1:
                     returned.copy_to_host_async()
                 scores = self._score(scored) if scored else ()
@@ -303,7 +313,24 @@ class Runner:
         self.metrics.computed_tokens += plan.num_tokens
         if len(way) > 1:
             return HeldStep(plan, way[1], buffer, returned, scores)
-        return StepInFlight(returned, plan, shape.drafts > 0, self.num_logprobs, scores)
+        return self._in_flight(returned, plan, key, scores)
+
+    def _in_flight(self, joined: jax.Array, plan: Plan, key: Key, scores: Sequence[Any]) -> StepInFlight:
+        assert key.variant is not None
+        has_drafts = key.shape.drafts > 0
+        width = step.result_width(key.variant, self.num_logprobs, has_drafts)
+        return StepInFlight(joined, plan, has_drafts, self.num_logprobs, width, scores)
+
+    def _with_room(self, buffer: np.ndarray, key: Key) -> np.ndarray:
+        """Lengthen a packed batch for the results of its program, which a GPU returns in it."""
+        if self._state_shapes.batch is None:
+            return buffer
+        size = step.sent_size(self._step_model, key.shape, key.variant)
+        if size == len(buffer):
+            return buffer
+        longer = np.zeros(size, np.int32)
+        longer[: len(buffer)] = buffer
+        return longer
 
     @contextmanager
     def _compilations_counted(self) -> Iterator[None]:
@@ -364,6 +391,7 @@ class Runner:
             max_model_len=plan.max_model_len,
             float8=setup.float8,
         )
+        self.programs = self._list_programs()
         self._state_shapes = self._describe_state()
         self._step_model = StepModel(
             spec=setup.spec,
@@ -380,7 +408,6 @@ class Runner:
             joins_adapters=setup.platform != "cpu",
             drafting=self.drafting,
         )
-        self.programs = self._list_programs()
         self.programs.platform = setup.platform
         self.programs.kept = self._kept = KeptPrograms(
             self._config.cache_dir() / "whole",
@@ -423,7 +450,11 @@ class Runner:
         """Describe the device's state."""
         setup = self.setup
         sizes = self.geometry, setup.max_num_batched_tokens, self.extras
-        return device_state.abstract(setup.spec, *sizes, self._mesh, setup.dtype, self.drafting, setup.cache_dtype)
+        own = self._mesh, setup.dtype, self.drafting, setup.cache_dtype
+        batch_size = 0
+        if self._keeps_batch:
+            batch_size = max(batch.buffer_size(key.shape) for key in (*self.programs.covering, *self.programs.rest))
+        return device_state.abstract(setup.spec, *sizes, *own, batch_size)
 
     def _list_programs(self) -> Programs:
         """List the programs that can run plans."""
@@ -500,24 +531,24 @@ class Runner:
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
         """Trace one program."""
-        everywhere = sharding.replicated(self._mesh)
+        model, everywhere = self._step_model, sharding.replicated(self._mesh)
         if key.part == "sample":
             assert key.variant is not None
             return self._lower_sample(key.shape.rows, key.variant)
         if key.variant is None:
-            run = step.build_forward(self._step_model, key.shape)
+            run = step.build_forward(model, key.shape)
         else:
-            run = step.build(self._step_model, key.shape, key.variant)
-        buffer = jax.ShapeDtypeStruct((batch.buffer_size(key.shape),), jnp.int32, sharding=everywhere)
+            run = step.build(model, key.shape, key.variant)
+        size, donated = step.sent_size(model, key.shape, key.variant), step.donated(model, key.variant)
+        buffer = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=everywhere)
         params, state = (tuple(jax.tree.leaves(tree)) for tree in (self._params_shapes, self._state_shapes))
         if key.part == "finish" and key.variant is not None:
-            run = step.build_finish(self._step_model, key.shape, key.variant)
-            second = self._describe_second(key.shape.sampled)
-            return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(
-                params, state, buffer, *second
-            )
-        adapters = (tuple(jax.tree.leaves(self._adapter_shapes)),) * key.shape.adapters
-        return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(params, state, buffer, *adapters)
+            run = step.build_finish(model, key.shape, key.variant)
+            further = self._describe_second(key.shape.sampled)
+        else:
+            further = (tuple(jax.tree.leaves(self._adapter_shapes)),) * key.shape.adapters
+        compiled = jax.jit(run, donate_argnums=donated, compiler_options=self._options)
+        return compiled.lower(params, state, buffer, *further)
 
     def _lower_sample(self, rows: int, variant: Variant) -> jax.stages.Lowered:
         """Trace the second half of a step."""
@@ -559,13 +590,13 @@ class Runner:
 
     def _copy(self, copies: np.ndarray) -> None:
         """Copy blocks, int32[·, 2] of source and target, before a step writes any of them."""
-        num_blocks = self.geometry.num_blocks
+        num_blocks, num_leaves = self.geometry.num_blocks, len(jax.tree.leaves(self._state_shapes.kv))
         for start in range(0, len(copies), COPIED_BLOCKS):
             piece = copies[start : start + COPIED_BLOCKS]
             places = np.zeros((COPIED_BLOCKS, 2), np.int32)
             places[:, 1] = num_blocks + np.arange(COPIED_BLOCKS)
             places[: len(piece)] = piece
-            kv, rest = self._state[:TABLES_AT], self._state[TABLES_AT:]
+            kv, rest = self._state[:num_leaves], self._state[num_leaves:]
             self._state = (*self._copy_program(kv, places), *rest)
 
     def _score(self, scored: Sequence[Scored]) -> list[tuple[Sequence[Scored], jax.Array | np.ndarray]]:

@@ -39,6 +39,7 @@ from jaxllm.runner.drafting import Drafting, Places
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import Extras, Processor, Sampled, Variant
 from jaxllm.sampling.vocab_parallel import Vocabulary
+from jaxllm.sampling_params import MAX_REPORTED_TOKENS
 from jaxllm.scheduler.state import Plan
 from pallas_kernels import Choice
 
@@ -98,9 +99,10 @@ def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tup
     def run(
         weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Adapter
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
-        field = fields_of(batch.fields(shape), buffer)
+        state, field = unpack(shape, state, buffer)
         following, logits, laid, aux = _forward(model, shape, variant is Variant.FULL, weights, state, field, adapters)
-        return _finish(model, shape, variant, weights, following, field, laid, aux, logits)
+        following, joined = _finish(model, shape, variant, weights, following, field, laid, aux, logits)
+        return following, _into(state, buffer, joined)
 
     return on_shards(model, run, program_name(shape, variant), PartitionSpec(), shape.adapters)
 
@@ -111,7 +113,7 @@ def build_forward(model: StepModel, shape: Shape) -> Callable[..., tuple[Leaves,
     def run(
         weights: Params[jax.Array], state: DeviceState[jax.Array], buffer: jax.Array, *adapters: Adapter
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
-        field = fields_of(batch.fields(shape), buffer)
+        state, field = unpack(shape, state, buffer)
         following, logits, _, aux = _forward(model, shape, True, weights, state, field, adapters)
         if aux and following.drafted is not None:
             following = replace(following, drafted=draft_models.keep(following.drafted, aux))
@@ -212,11 +214,13 @@ def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[.
         logits: jax.Array,
         masks: jax.Array,
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
-        field = fields_of(batch.fields(shape), buffer)
+        state, field = unpack(shape, state, buffer)
         laid = _lay_out(model, shape, state, field)
         assert state.drafted is not None
         aux = tuple(states[: shape.tokens] for states in state.drafted.aux)
-        return _finish(model, shape, variant, weights, state, field, laid, aux, logits, _read_masks(masks)[1])
+        mask = _read_masks(masks)[1]
+        following, joined = _finish(model, shape, variant, weights, state, field, laid, aux, logits, mask)
+        return following, _into(state, buffer, joined)
 
     return on_shards(model, run, f"finish_{program_name(shape, variant)}", PartitionSpec(), further=_OF_HALVES)
 
@@ -267,6 +271,14 @@ def program_name(shape: Shape, variant: Variant | None, part: str = "forward") -
     if shape.drafts:
         kind += f"_drafts_{shape.rows}"
     return f"{kind}_{shape.tokens}{with_adapters}_{part if variant is None else variant.value}"
+
+
+def result_width(variant: Variant, num_logprobs: int, drafts: bool) -> int:
+    """Return the columns of a program's results, W, as `join` lays them out."""
+    width = 2
+    if variant in (Variant.FILTERED, Variant.FULL):
+        width = 4 + 2 * num_logprobs + (MAX_REPORTED_TOKENS if variant is Variant.FULL else 0)
+    return width + 2 * drafts
 
 
 def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
@@ -355,6 +367,50 @@ def fields_of(table: Mapping[str, tuple[int, tuple[int, ...]]], buffer: jax.Arra
     }
 
 
+def unpack(
+    shape: Shape, state: DeviceState[jax.Array], buffer: jax.Array
+) -> tuple[DeviceState[jax.Array], dict[str, jax.Array]]:
+    """Take a packed batch apart; where the state has a place for it, it is copied there and read from there.
+
+    XLA records a command of a CUDA graph again when one of its buffers has moved, and captures a call of a Triton
+    kernel again unless it has seen the same addresses. The state never moves, and a batch is a new array each step: so
+    one command reads it. Without the barrier XLA would read the new array everywhere.
+    """
+    table = batch.fields(shape)
+    if state.batch is not None:
+        size, place = batch.size_of(table), state.batch
+        packed = jnp.pad(buffer[:size], (0, len(place) - size))
+        # A slice would be updated by a copy that XLA starts asynchronously; this is one kernel.
+        buffer = lax.optimization_barrier(jnp.where(jnp.arange(len(place)) < size, packed, place))
+        state = replace(state, batch=buffer)
+    return state, fields_of(table, buffer)
+
+
+def _into(state: DeviceState[jax.Array], buffer: jax.Array, joined: jax.Array) -> jax.Array:
+    """Return the results; where the state has a place for the batch, they are written into the batch's own array.
+
+    It is donated. An array for the results alone would be where XLA has temporary values until they are written, and
+    each command that touches these would see another address at each step.
+    """
+    return joined if state.batch is None else lax.dynamic_update_slice(buffer, joined.ravel(), (0,))
+
+
+def sent_size(model: StepModel, shape: Shape, variant: Variant | None) -> int:
+    """Return the int32 of a program's batch argument; if results are returned in it, it is longer than they are.
+
+    If they overwrote all of it, XLA would put temporary values into the array until then.
+    """
+    packed = batch.buffer_size(shape)
+    if model.state.batch is None or variant is None:
+        return packed
+    return max(packed, shape.sampled * result_width(variant, model.num_logprobs, shape.drafts > 0) + 1)
+
+
+def donated(model: StepModel, variant: Variant | None) -> tuple[int, ...]:
+    """Return which arguments of a step's program are donated: the state, and the batch if it returns the results."""
+    return (1,) if model.state.batch is None or variant is None else (1, 2)
+
+
 class Laid(NamedTuple):
     """A batch as the device sees it."""
 
@@ -363,7 +419,9 @@ class Laid(NamedTuple):
     tokens: jax.Array  # i32[T]
     known: jax.Array  # i32[S, M * P]: the tokens of slots, with these
     sampling: jax.Array  # i32[S, F], with those of rows that came with the batch
-    last: jax.Array  # i32[R]: the token behind which each place samples
+    last: (
+        jax.Array | None
+    )  # i32[R]: the tokens behind which a step samples; None in a decode step: all
     at: Places
 
 
@@ -379,7 +437,7 @@ def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], fiel
         if drafted is not None and offsets is not None:
             tokens = drafting.with_drafts(drafted, tokens, slots, offsets)
             known = known.at[slots, positions].set(tokens, mode="drop")
-        last, samples = jnp.arange(shape.sampled), row_slot < model.geometry.num_slots
+        last, samples = None, row_slot < model.geometry.num_slots
     else:
         slots, positions = field["token_slot"], field["token_position"]
         is_on_device = jnp.arange(shape.tokens) < field["num_decodes"]
@@ -391,7 +449,10 @@ def _lay_out(model: StepModel, shape: Shape, state: DeviceState[jax.Array], fiel
         known = known.at[slots, positions].set(tokens, mode="drop")
         rows = rows.at[row_slot].set(field["sampling"], mode="drop")
         last, samples = field["row_last"], field["row_samples"] > 0
-    ends = field["row_position"] if drafted is None else positions.at[last].get(mode="clip")
+    if drafted is None:
+        ends = field["row_position"]
+    else:
+        ends = positions if last is None else positions.at[last].get(mode="clip")
     return Laid(
         slots, positions, tokens, known, rows, last, Places(row_slot, ends, samples, offsets, field.get("row_drafts"))
     )
@@ -428,7 +489,8 @@ def _forward(
     kept = state.hidden
     if keeps_hidden:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
-    logits = _logits(model, shape, params, hidden.at[laid.last].get(mode="clip"))  # [R, Vx]
+    sampled = hidden if laid.last is None else hidden.at[laid.last].get(mode="clip")
+    logits = _logits(model, shape, params, sampled)  # [R, Vx]
     following = replace(state, kv=tuple(kv), tables=tables, tokens=laid.known, sampling=laid.sampling, hidden=kept)
     return following, logits, laid, aux
 

@@ -34,6 +34,7 @@ MEASUREMENTS = {
     ),
     "padding": _bench("padding"),
     "host": _bench("host"),
+    "dispatch": _bench("dispatch"),
     "record": _bench("record", "--steps", "200"),
     "start": Measurement(
         ["-m", "jaxllm", "bench", "startup", "--limit-cold", "15", "--limit-warm", "5"], ["--num-iters", "1"]

@@ -76,9 +76,10 @@ def packed_steps(engine: LLMEngine) -> Iterator[list[Packed]]:
 def replay(engine: LLMEngine, steps: Sequence[Packed]) -> float:
     """Return the seconds that the device takes for steps, one behind the other and nothing else."""
     runner, joined = engine.runner, None
+    buffers = [runner._with_room(step.buffer, step.key) for step in steps]
     began = time.perf_counter()
-    for step in steps:
-        runner._state, joined = runner.programs[step.key](runner._params, runner._state, step.buffer)
+    for step, buffer in zip(steps, buffers, strict=True):
+        runner._state, joined = runner.programs[step.key](runner._params, runner._state, buffer)
     jax.block_until_ready(joined)
     return time.perf_counter() - began
 

@@ -144,6 +144,7 @@ def compile_step(
     kernels: Mapping[str, str] | None = None,
     context: int = 4096,
     donates: bool = True,
+    stays: bool = True,
     flags: Mapping[str, Any] | None = None,
     is_deterministic: bool = False,
     adapters: int = 0,
@@ -154,7 +155,8 @@ def compile_step(
     """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model that config.json describes.
 
     With `drafting` each row verifies as many drafts as there can be, and drafts as many. With a `scheme` the layers'
-    matrices are quantized, and the head is not. `cache` is the type of keys and values, if it is not `dtype`.
+    matrices are quantized, and the head is not. `cache` is the type of keys and values, if it is not `dtype`. `stays`:
+    the state has a place for the batch.
     """
     spec, _ = read_spec(dict(config))
     slots = max(64, rows or 0)
@@ -179,6 +181,7 @@ def compile_step(
         dtype,
         kernels,
         donates,
+        stays,
         options,
         drafting,
         scheme,
@@ -196,6 +199,7 @@ def compile_shape(
     dtype: str,
     kernels: Mapping[str, str] | None,
     donates: bool,
+    stays: bool,
     options: Mapping[str, Any],
     drafting: Drafting | None = None,
     scheme: Scheme | None = None,
@@ -208,7 +212,8 @@ def compile_shape(
     params = replace(params, draft=draft_setup.abstract(drafting, over, jnp.dtype(dtype)))
     extras = Extras(spec.vocab_size)
     stored = jnp.dtype(cache or dtype)
-    state = device_state.abstract(spec, geometry, shape.tokens, extras, over, jnp.dtype(dtype), drafting, stored)
+    own = over, jnp.dtype(dtype), drafting, stored
+    state = device_state.abstract(spec, geometry, shape.tokens, extras, *own, 2 * batch.buffer_size(shape) * stays)
     chosen = kernels_of(spec, devices, dtype, kernels, scheme, cache, is_deterministic)
     adapter = lora.abstract(spec, over, dtype, RANK) if shape.adapters else ()
     model = step.StepModel(
@@ -226,10 +231,12 @@ def compile_shape(
         drafting=drafting,
     )
     run = step.build_forward(model, shape) if variant is None else step.build(model, shape, variant)
-    buffer = jax.ShapeDtypeStruct((batch.buffer_size(shape),), jnp.int32, sharding=sharding.replicated(over))
+    size = step.sent_size(model, shape, variant)
+    buffer = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=sharding.replicated(over))
     leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))
-    own = (tuple(jax.tree.leaves(adapter)),) * shape.adapters
-    lowered = jax.jit(run, donate_argnums=(1,) if donates else ()).lower(*leaves, buffer, *own)
+    adapters = (tuple(jax.tree.leaves(adapter)),) * shape.adapters
+    donated = step.donated(model, variant) if donates else ()
+    lowered = jax.jit(run, donate_argnums=donated).lower(*leaves, buffer, *adapters)
     keys = state.kv[0][0].shape
     block = (keys[0], keys[1] // devices, *keys[2:])
     drafted = () if state.drafted is None else state.drafted.kv

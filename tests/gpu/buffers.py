@@ -2,7 +2,8 @@
 
 A call through XLA's FFI is recorded into the graph again whenever one of its buffers has another address than in the 16
 sets of addresses that are kept for it: all the PTX is hashed then, 20 to 50 us a call. Weights, donated state and
-constants stay where they are. What the host sends and what a step returns lie elsewhere at each step.
+constants stay where they are. What the host sends and what a step returns have new addresses at each step. A call that
+reads part of an array is inside a fusion.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from dataclasses import dataclass
 _ALLOCATION = re.compile(r"^allocation (\d+): size \d+, (.*)")
 _VALUE = re.compile(r"^ value: <\d+ (\S+) @\d+>")
 _INSTRUCTION = re.compile(r"^  (?:ROOT )?%(\S+) = (?:\(.*?\)|\S+) ([a-z][\w-]*)\((.*?)\)(?:, |$)")
+_COMPUTATION = re.compile(r"^%(\S+) \(.*?\n}", re.MULTILINE | re.DOTALL)
+_CALL = "triton_kernel_call_ffi"
 _NO_COMMANDS = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
-_KEPT = ("params_leaves", "adapter")  # parameters that are the same arrays at each step
+_PARAMETER = re.compile(r" parameter\((\d+)\).*?op_name=\"(\w+)")
+_KEPT = ("params_leaves", "behind")  # the same arrays at each step: weights and adapters
 CHANGING = {"sent", "returned"}
 _BEGINS = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _DEFINED = re.compile(r"^  (?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*?)\)(?:, (.*)|$)")
@@ -49,13 +53,15 @@ class Buffers:
 
 def read(assignment: str, optimized: str) -> Buffers:
     """Read what XLA dumps of a program: the assignment of buffers, and its optimized HLO."""
-    places = _places(assignment)
+    entry = optimized[optimized.index("\nENTRY") :]
+    places = _places(assignment, {int(number): name for number, name in _PARAMETER.findall(entry)})
     own: dict[str, list[str]] = {}
     for value in places:
         own.setdefault(value.partition("{")[0], []).append(value)
+    calling = {found[1] for found in _COMPUTATION.finditer(optimized) if _CALL in found[0]}
     sources: dict[str, str] = {}  # of what is only looked at as another shape
     allocations, commands, traced = {}, Counter(), Counter()
-    for line in optimized[optimized.index("\nENTRY") :].splitlines():
+    for line in entry.splitlines():
         if not (found := _INSTRUCTION.match(line)):
             continue
         name, operation, operands = map(str, found.groups())
@@ -69,30 +75,33 @@ def read(assignment: str, optimized: str) -> Buffers:
         kinds = {kind for _, kind in touched}
         kinds |= {"changing"} if kinds & CHANGING else set()
         commands.update(kinds)
-        if "triton_kernel_call_ffi" in line:
+        computation = re.search(r" calls=%([\w.-]+)", line)
+        if _CALL in line or (computation and computation[1] in calling):
             traced.update(kinds)
     return Buffers(Counter(allocations.values()), commands, traced)
 
 
-def _places(assignment: str) -> dict[str, tuple[int, str]]:
-    """Return the allocation of each value, by its number and kind."""
+def _places(assignment: str, parameters: dict[int, str]) -> dict[str, tuple[int, str]]:
+    """Return the allocation of each value, by its number and kind; `parameters` are the names of arguments."""
     found: dict[str, tuple[int, str]] = {}
     number, described, kind = 0, "", ""
     for line in assignment.splitlines():
         if begun := _ALLOCATION.match(line):
             number, described, kind = int(begun[1]), begun[2], ""
         elif (value := _VALUE.match(line)) and "thread-local" not in described:
-            kind = kind or _kind(described, value[1])
+            kind = kind or _kind(described, parameters)
             if not value[1].endswith("{}"):  # a table of the others
                 found[value[1]] = number, kind
     return found
 
 
-def _kind(described: str, value: str) -> str:
-    if "parameter" in described:
-        if value.startswith(_KEPT):
+def _kind(described: str, parameters: dict[int, str]) -> str:
+    if parameter := re.search(r"parameter (\d+)", described):
+        name = parameters[int(parameter[1])]
+        if name in _KEPT:
             return "weights"
-        return "state" if "maybe-live-out" in described else "sent"
+        # The batch is a new array at each step, even if it also returns the results.
+        return "state" if "maybe-live-out" in described and name == "state_leaves" else "sent"
     if "maybe-live-out" in described:
         return "returned"
     return "constants" if "constant" in described else "temporary"
@@ -106,7 +115,7 @@ def _value(operand: str) -> str:
 
 def payloads(optimized: str) -> Iterator[bytes]:
     """Return what each call of a Triton kernel carries: PTX, mostly, unpacked."""
-    for found in re.finditer(r'triton_kernel_call_ffi".*?opaque = "((?:[^"\\]|\\.)*)"', optimized):
+    for found in re.finditer(_CALL + r'".*?opaque = "((?:[^"\\]|\\.)*)"', optimized):
         packed = re.sub(rb"\\([0-9A-F]{2}|.)", _unescaped, found[1].encode("latin-1"))
         yield zlib.decompress(packed)
 

@@ -157,10 +157,11 @@ def decode_step(engine: LLMEngine, rows: int, context: int) -> Packed:
 def dispatch_seconds(engine: LLMEngine, step: Packed, count: int) -> float:
     """Return the host's seconds to dispatch a step."""
     runner, joined = engine.runner, None
+    buffer = runner._with_room(step.buffer, step.key)
     replay(engine, [step])
     began = time.perf_counter()
     for _ in range(count):
-        runner._state, joined = runner.programs[step.key](runner._params, runner._state, step.buffer)
+        runner._state, joined = runner.programs[step.key](runner._params, runner._state, buffer)
     taken = time.perf_counter() - began
     jax.block_until_ready(joined)
     return taken / count

@@ -654,6 +654,7 @@ class SimulatedRunner(Runner):
         shapes = DeviceState(
             kv=(),
             drafted=Drafted(device.lengths, device.drafts) if max_drafts else None,
+            batch=None,
             tables=device.tables,
             tokens=device.tokens,
             sampling=device.rows,
