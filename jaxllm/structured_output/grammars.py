@@ -21,6 +21,7 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 from jaxllm.errors import UserError
 from jaxllm.structured_output.constraint import Constraint, one_line
 from jaxllm.structured_output.ebnf import to_lark
+from jaxllm.structured_output.exactness import exact
 from jaxllm.structured_output.expressions import translate, translate_whitespace
 from jaxllm.structured_output.schemas import check_size, prepare
 from jaxllm.structured_output.vocabulary import Vocabulary
@@ -247,7 +248,7 @@ def _with_options(schema: dict[str, Any], asked: StructuredOutputsParams) -> dic
         pattern = asked.whitespace_pattern
         options["whitespace_pattern"] = _WHITESPACE if pattern is None else translate_whitespace(pattern)
     check_size(schema)
-    return {**prepare(schema, asked.disable_additional_properties), "x-guidance": options}
+    return {**exact(prepare(schema, asked.disable_additional_properties)), "x-guidance": options}
 
 
 def _literal(text: str) -> str:
