@@ -37,6 +37,11 @@ _ATTRIBUTES = ("lazy", "suffix", "capture", "")
 _OPTIONS = ("no_forcing", "allow_initial_skip", "ignore_once")
 
 
+def of_the_server(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
+    """Return a grammar in Lark's notation that a server wrote, which may name tokens by their ids."""
+    return _checked_lark(grammar, prepare_schema, takes_tokens=True)
+
+
 def to_lark(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
     """Return a grammar in Lark's notation; `prepare_schema` writes the schemas inside of it.
 
@@ -95,7 +100,7 @@ def _spelled_character(found: re.Match[str]) -> str:
     return character if character.isalnum() or code >= 0xA0 else f"\\x{code:02x}"
 
 
-def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any]) -> str:
+def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any], takes_tokens: bool = False) -> str:
     """Write the schemas in a grammar, and refuse what asks for more than a text."""
     written: list[str] = []
     outside: list[str] = []
@@ -103,7 +108,7 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any]) -> str:
     while (found := _LARK.search(lark, position)) is not None:
         written.append(lark[position : found.end()])
         position = found.end()
-        if found["special"]:
+        if found["special"] and not takes_tokens:
             raise _refusal(f"asks for the token {shown(found[0])}; only texts can be asked for")
         if found["attribute"] and found["attribute"] not in _ATTRIBUTES:
             raise _refusal(f"has the attribute {shown(found['attribute'])}, which cannot be followed")

@@ -60,7 +60,7 @@ _REFUSED = {
 }
 _BEGINNINGS, _ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING"), ("AT_END", "AT_END_STRING")
 
-# Of patterns of JSON schemas: `\d` and `\w` match ASCII, as in ECMA 262; `\D` and `\W` match no digits and letters at all.
+# Of patterns of JSON schemas: `\d` and `\w` match ASCII, as in ECMA 262; `\D` and `\W` match no Unicode ones.
 _OF_PATTERNS = _CATEGORIES | {
     "CATEGORY_WORD": ("0-9A-Za-z_", "0-9A-Za-z_"),
     "CATEGORY_NOT_SPACE": (r"[^\s\x1c-\x1f\x{feff}]", r"[^ \t\n\r\x0b\x0c]"),

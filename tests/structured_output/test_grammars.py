@@ -158,7 +158,8 @@ def test_a_constraint_begins_after_its_marker_however_the_tokens_cut_it(drawing,
         assert constraint.is_active == (b"</think>" in seen)
         if constraint.is_active:
             return
-        assert len(_row(drawing.grammars, constraint, drawing.vocab_size)) == drawing.vocab_size
+        free = _row(drawing.grammars, constraint, drawing.vocab_size)
+        assert len(free) == drawing.vocab_size - 1 and drawing.eos not in free
         assert constraint.forced() == []
         constraint.consume(token)
         seen += bytes([byte])
@@ -453,7 +454,7 @@ def test_what_json_can_write_only_as_an_escape_is_refused(schema: dict, drawing:
 def test_a_kept_grammar_is_compiled_anew_now_and_then(drawing: Drawing) -> None:
     """The states of its lexer grow with its outputs and count against a limit."""
     asked = Params(regex="x[ab]*a[ab]{9}")
-    kept = [drawing.grammars.compile(asked)._matcher for _ in range(grammars_module.MAX_USES + 1)]
+    kept = [drawing.grammars.compile(asked)._matchers[0] for _ in range(grammars_module.MAX_USES + 1)]
     assert kept[0] is kept[-2] and kept[0] is not kept[-1]
 
 
@@ -463,7 +464,7 @@ def test_a_grammar_whose_output_came_into_error_is_kept_no_longer(drawing: Drawi
     constraint, masks = first.begin(), np.zeros((1, -(-drawing.vocab_size // 32)), np.int32)
     constraint.consume(drawing.tokenizer.encode("b", add_special_tokens=False)[0])
     drawing.grammars.fill([(constraint, 0)], masks)
-    assert constraint.error and drawing.grammars.compile(asked)._matcher is not first._matcher
+    assert constraint.error and drawing.grammars.compile(asked)._matchers[0] is not first._matchers[0]
 
 
 @pytest.mark.parametrize(
@@ -486,7 +487,7 @@ def test_strange_divisors_are_judged_at_once(asked: dict, drawing: Drawing) -> N
 def test_a_mask_that_raises_is_one_constraints(drawing: Drawing) -> None:
     grammar = drawing.grammars.compile(Params(regex="ab+"))
     broken, fine = grammar.begin(), grammar.begin()
-    broken.matcher = None  # type: ignore[assignment]
+    broken.matchers = [None]  # type: ignore[list-item]
     masks = np.zeros((2, -(-drawing.vocab_size // 32)), np.int32)
     drawing.grammars.fill([(broken, 0), (fine, 1)], masks)
     assert broken.error and not masks[0].any() and fine.error is None and masks[1].any()

@@ -278,7 +278,7 @@ def _byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
 
 
 def _accepts(drawing: Drawing, grammar: Grammar, text: str) -> bool:
-    matcher = grammar.begin().matcher
+    matcher = grammar.begin().matchers[0]
     tokens = [_byte_tokens(drawing.tokenizer)[each] for each in text.encode()]
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
