@@ -39,11 +39,11 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False  # an object has only the properties that its schema names
     whitespace_pattern: str | None = None  # an expression for the whitespace between JSON's parts; None: 1 to 8
     structural_tag: str | None = None  # not built
-    # The constraint holds for what follows this text, or the first of several. As "</think>"; None: for all of it.
+    # The constraint starts after this text (or the first of several), such as "</think>"; None: at the first token.
     begin_after: str | tuple[str, ...] | None = None
-    # With `begin_after`: an output that begins with none of these obeys from its beginning; (): none does.
+    # With `begin_after`: texts that an unconstrained part begins with; any other output is constrained at once.
     may_open_with: tuple[str, ...] = ()
-    # What else an output may be, in Lark's notation, and from a text on that stands in what may be anything: as calls.
+    # An alternative to the constraint in Lark's notation, and alternatives that start after a text: tool calls.
     or_grammar: str | None = None
     or_grammar_after: tuple[tuple[str, str], ...] = ()
 
@@ -76,12 +76,12 @@ class StructuredOutputsParams:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The texts of `begin_after`."""
+        """Return the texts of `begin_after`."""
         texts = () if self.begin_after is None else self.begin_after
         return texts if isinstance(texts, tuple) else (texts,)
 
     def alone(self) -> StructuredOutputsParams:
-        """Return the constraint as it would be for a whole output."""
+        """Return the constraint without alternatives and without an unconstrained part."""
         return replace(self, begin_after=None, may_open_with=(), or_grammar=None, or_grammar_after=())
 
     def _check_pairs(self) -> None:

@@ -15,11 +15,11 @@ _MOST_SAID = 300  # characters of an error
 
 @dataclass(frozen=True)
 class Way:
-    """How outputs come to their grammar. Without marks, the grammar holds from the beginning."""
+    """The text that may precede the constrained part of an output. Without marks, the whole output is constrained."""
 
-    # Texts behind which grammars hold, each with its matchers; before, an output may be anything but at its end.
+    # Each mark is a text, with the matchers of the grammars after it. Before a mark any token is allowed except an end.
     marks: tuple[tuple[bytes, tuple[LLMatcher, ...]], ...] = ()
-    # Where there are any: an output that begins with none of them obeys from its beginning.
+    # Texts that an unconstrained part begins with. Any other output is constrained from its first token.
     openings: tuple[bytes, ...] = ()
 
 
@@ -35,17 +35,17 @@ class Constraint:
         eos_ids: Collection[int],
     ) -> None:
         self.origins = (*origins, *(each for _, found in way.marks for each in found))
-        self.allowed = allowed  # what the grammars may allow: int32[W]
+        self.allowed = allowed  # the mask of all tokens that a grammar can allow: int32[W]
         self._marks = way.marks
-        self.openings = way.openings  # what is left of those that the output may still begin with
-        self.matchers: list[LLMatcher] = []  # of the grammars that the output obeys so far
+        self.openings = way.openings  # the rests of the openings that match the output so far
+        self.matchers: list[LLMatcher] = []  # of the grammars that the output matches so far
         self._is_free = bool(way.marks) and not way.openings
         if not self._is_free:
             self._begin(origins)
         self._bytes_of = bytes_of
         self._eos_ids = eos_ids
         self.expected: list[int] = []  # forced tokens that come next, whether one by one or at once
-        self._end = b""  # of the text so far, while a mark may still begin in it
+        self._end = b""  # the last bytes of the output, where a mark may have begun
         self._error: str | None = None
 
     def _begin(self, origins: Sequence[LLMatcher]) -> None:
@@ -66,7 +66,7 @@ class Constraint:
         self._error = self._error or one_line(reason)
 
     def check(self) -> None:
-        """Ask the matchers whether they have failed, after each use: one that has allows the end, as if complete."""
+        """Drop matchers that have failed, after each use: a failed one allows the end, as a complete one does."""
         failed = [] if self._error is not None else [each for each in self.matchers if each.is_error()]
         if failed:
             self.matchers = [each for each in self.matchers if each not in failed]
@@ -109,7 +109,7 @@ class Constraint:
         return tokens[:end]
 
     def _opens(self, token: int) -> bool:
-        """Follow the openings by a token; return whether one is complete, so that what comes may be anything."""
+        """Advance the openings by a token; return whether one is complete, which ends the constraint until a mark."""
         text = b"" if token in self._eos_ids else self._bytes_of(token)
         self.openings = tuple(each[len(text) :] for each in self.openings if text and each.startswith(text))
         if b"" not in self.openings:
@@ -118,7 +118,7 @@ class Constraint:
         return True
 
     def _look_for_mark(self, token: int) -> None:
-        """Begin behind the token in which a mark ends: what follows in the same token is not constrained."""
+        """Start the grammars after the token that completes a mark; the rest of that token is not constrained."""
         text = self._end + self._bytes_of(token)
         found = [(text.index(mark), origins) for mark, origins in self._marks if mark in text]
         if found:

@@ -38,7 +38,7 @@ _OPTIONS = ("no_forcing", "allow_initial_skip", "ignore_once")
 
 
 def of_the_server(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
-    """Return a grammar in Lark's notation that a server wrote, which may name tokens by their ids."""
+    """Return a grammar in Lark's notation; unlike a client's it may contain token ids."""
     return _checked_lark(grammar, prepare_schema, takes_tokens=True)
 
 

@@ -1,6 +1,6 @@
-"""JSON schemas that llguidance follows exactly: what it would read otherwise is written anew, or refused by name.
+"""Rewrites JSON schemas so that llguidance follows them exactly, and refuses schemas that it cannot follow.
 
-Found by drawing schemas, outputs and values at random (tests/structured_output/test_schemas.py).
+The differences were found with random schemas, outputs and values (tests/structured_output/test_schemas.py).
 
 Pure: values in, values out.
 """
@@ -21,29 +21,29 @@ DATA = frozenset({"enum", "const", "default", "examples", "required", "dependent
 BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 
-# That JSON Schema defines, whether or not llguidance has them. Others are annotations, as "password" is.
+# The formats that JSON Schema defines. Any other, such as "password", is an annotation.
 _FORMATS = frozenset(
     "date-time date time duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference "
     "uuid uri-template json-pointer relative-json-pointer regex".split()
 )
-# Dates as calendars have them: llguidance has a 29th of February in every year.
+# Valid dates: llguidance accepts February 29 in every year.
 _LEAP_DAY = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
 _OTHER_DAY = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)-(?:0[13-9]|1[0-2]|02-(?:[01]|2[0-8]))"
 _DATE = f"^(?:{_LEAP_DAY}|{_OTHER_DAY})"
 
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-_EXACT = 2**53  # from here on not every integer is a float, which llguidance makes of all numbers
-_MOST_POWER = 22  # of ten, that a float holds: with more, or more digits, the number is not read exactly
-_INTEGERS = (-(2**63), 2**63 - 1)  # to which llguidance cuts the bounds of integers
-_DIGITS = 15  # of what is written for "more than 3" where llguidance takes it for "at least 3"
-_MOST_PRODUCT = 2**32  # of two `multipleOf`, which overflows
+_EXACT = 2**53  # above this some integers have no float, and llguidance converts all numbers to floats
+_MOST_POWER = 22  # the largest power of ten that serde_json scales by without an error
+_INTEGERS = (-(2**63), 2**63 - 1)  # llguidance clamps the bounds of integers to these
+_DIGITS = 15  # significant digits of the inclusive bound that replaces an exclusive one
+_MOST_PRODUCT = 2**32  # llguidance multiplies two `multipleOf` in 32 bits
 
 
 def exact(schema: Any) -> Any:
-    """Return a schema whose outputs satisfy it, and that can write every value that does.
+    """Return an equivalent schema that llguidance follows exactly.
 
     Raises:
-        UserError: for what cannot be followed.
+        UserError: for a schema that cannot be followed.
     """
     objects = list(_objects(schema))
     merges = any(map(_merges, objects))
@@ -72,14 +72,14 @@ def _exact(schema: Any, merges: bool) -> Any:
     _write_numbers(written, merges)
     _write_texts(written)
     if not isinstance(written.get("items"), list):
-        written.pop("additionalItems", None)  # it means nothing there, and llguidance would forget prefixItems
+        written.pop("additionalItems", None)  # has no effect here, but makes llguidance ignore prefixItems
     if written.get("uniqueItems") is False:
         del written["uniqueItems"]
     return _grouped(written)
 
 
 def _grouped(schema: dict[str, Any]) -> dict[str, Any]:
-    """Put together what is read together: llguidance reads apart what has a combining keyword between it."""
+    """Make keywords that depend on each other adjacent: llguidance splits them at a combining keyword."""
     for group in (
         ("properties", "patternProperties", "additionalProperties"),
         ("prefixItems", "items", "additionalItems"),
@@ -125,7 +125,7 @@ def _write_numbers(schema: dict[str, Any], merges: bool) -> None:
         raise _refusal("a multipleOf of 0")
     for value in _numbers([schema.get("const"), schema.get("enum")]):
         _check_number("a value", value, False)
-    # Where both bounds have the same integer part, llguidance lets the excluded integer through.
+    # If both bounds have the same integer part, llguidance accepts an integer that a bound excludes.
     for name, plain, sign, others in (
         ("exclusiveMinimum", "minimum", 1, _HIGH),
         ("exclusiveMaximum", "maximum", -1, _LOW),
@@ -145,7 +145,7 @@ def _write_numbers(schema: dict[str, Any], merges: bool) -> None:
 
 
 def _write_prefixes(schema: dict[str, Any]) -> None:
-    """Allow the numbers that a bound begins with: below 0.512 llguidance writes 0.5 as 0.500 alone."""
+    """Allow decimal prefixes of a bound: below 0.512 llguidance accepts 0.500 but not 0.5."""
     types = schema.get("type", "number")
     if "number" not in (types if isinstance(types, list) else [types]):
         return
@@ -163,7 +163,7 @@ def _write_prefixes(schema: dict[str, Any]) -> None:
 
 
 def _check_number(name: str, value: float, excludes: bool) -> None:
-    """Refuse a number that llguidance would not take as it is."""
+    """Refuse a number that llguidance would round."""
     if isinstance(value, float) and not math.isfinite(value):
         return  # no JSON
     _, digits, power = Decimal(repr(value)).normalize().as_tuple()
@@ -178,7 +178,7 @@ def _check_number(name: str, value: float, excludes: bool) -> None:
 
 
 def _check_multiples(objects: list[dict[str, Any]]) -> None:
-    """Refuse multiples whose products, where two are joined, are more than llguidance computes with."""
+    """Refuse multiples whose least common multiple would overflow in llguidance."""
     given = {Decimal(str(each["multipleOf"])) for each in objects if _is_number(each.get("multipleOf"))}
     given = {abs(each) for each in given if each}
     if len(given) < 2:
@@ -192,7 +192,7 @@ def _check_multiples(objects: list[dict[str, Any]]) -> None:
 
 
 def _merges(schema: dict[str, Any]) -> bool:
-    """Whether bounds of a schema may meet those of another."""
+    """Whether llguidance may combine the bounds of this schema with those of another."""
     bounds = any(name in schema for name in (*_LOW, *_HIGH, "multipleOf"))
     return "allOf" in schema or (bounds and any(name in schema for name in _COMBINED))
 

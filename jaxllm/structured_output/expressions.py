@@ -60,7 +60,8 @@ _REFUSED = {
 }
 _BEGINNINGS, _ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING"), ("AT_END", "AT_END_STRING")
 
-# Of patterns of JSON schemas: `\d` and `\w` match ASCII, as in ECMA 262; `\D` and `\W` match no Unicode ones.
+# In patterns of JSON schemas `\d` and `\w` match ASCII only, as in ECMA 262; `\D` and `\W` match no Unicode digit or
+# letter.
 _OF_PATTERNS = _CATEGORIES | {
     "CATEGORY_WORD": ("0-9A-Za-z_", "0-9A-Za-z_"),
     "CATEGORY_NOT_SPACE": (r"[^\s\x1c-\x1f\x{feff}]", r"[^ \t\n\r\x0b\x0c]"),
@@ -71,18 +72,18 @@ _LEFT_OUT_OF_PATTERNS = _LEFT_OUT | {
 }
 _UNWRITABLE = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"  # in JSON without \u escapes
 _ANY_TEXT = "(?s:.*)"
-_FIRST_PROPERTY = 0xF0000  # characters for private use that stand for \p{...} while Python reads a pattern
+_FIRST_PROPERTY = 0xF0000  # private-use characters that replace \p{...} while Python parses a pattern
 _OF_ECMA = re.compile(
     r"(?P<property>\\[pP]\{\^?[\w=:]+\})|\\u\{(?P<code>[0-9a-fA-F]{1,6})\}|\\.|(?P<named>\(\?<(?=\w))", re.DOTALL
 )
 
 
 class _Edge(Enum):
-    """What stands at one end of a part."""
+    """The context at one end of a part."""
 
     INNER = auto()  # other parts
-    HELD = auto()  # the end of the text
-    OPEN = auto()  # any text, unless the part asserts the end
+    HELD = auto()  # the beginning or end of the text
+    OPEN = auto()  # any text, unless the part has an anchor
 
 
 def translate(pattern: str, name: str = "regex") -> str:
@@ -100,10 +101,10 @@ def translate_whitespace(pattern: str) -> str:
 
 
 def translate_pattern(pattern: str) -> str:
-    """Write a pattern of a JSON schema, which matches a part of a text, as an expression for all of it.
+    """Write a pattern of a JSON schema, which is searched for, as an expression that matches the whole text.
 
-    llguidance lets a class that has all control characters match an escaped quote and backslash too. So none has those
-    that JSON without \\u escapes cannot write.
+    In llguidance a class with all control characters also matches an escaped quote and an escaped backslash. So control
+    characters that need a \\u escape are removed from every class.
     """
     return f"^(?:{_PatternWriter('pattern').write(pattern)})$"
 
@@ -140,7 +141,7 @@ class _Writer:
         return self._refusal(f"has {construct}, which cannot be followed")
 
     def _sequence(self, items: Iterable[Any], flags: int, begin: _Edge, end: _Edge) -> str:
-        """Write parts in a row; what asserts an end of the text there goes without saying."""
+        """Write a sequence of parts; anchors at the ends of the text are left out."""
         parts = [(str(op), value) for op, value in items]
         is_inner = [op != "AT" for op, _ in parts]
         first = is_inner.index(True) if any(is_inner) else len(parts)
@@ -159,7 +160,7 @@ class _Writer:
     def _edge_of(
         parts: Sequence[tuple[str, Any]], names: tuple[str, ...], flags: int, edge: _Edge
     ) -> tuple[str, _Edge]:
-        """Return the text between an end and the parts there, anchors and one other, and what those see of the end."""
+        """Return the expression to insert at one end of a sequence, and the context of the parts at that end."""
         if edge is not _Edge.OPEN:
             return "", edge
         asserted = [str(value) for op, value in parts if op == "AT" and str(value) in names]
@@ -231,7 +232,7 @@ class _Writer:
 
 
 class _PatternWriter(_Writer):
-    """Writes a pattern of a JSON schema: Python's, with \\p{...} besides, and in JSON's terms."""
+    """Writes a pattern of a JSON schema: a Python expression that may also have \\p{...}."""
 
     _edge = _Edge.OPEN
 

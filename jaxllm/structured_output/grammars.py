@@ -115,7 +115,7 @@ class Grammars:
         return Grammar(matchers, way, allowed, vocabulary)
 
     def _matcher(self, key: StructuredOutputsParams | str, source: Callable[[], str], kind: str) -> LLMatcher:
-        """Return the matcher of a grammar at its beginning, a kept one if there is one."""
+        """Return a new matcher of a grammar, from the cache if possible."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
@@ -170,7 +170,7 @@ class Grammars:
                 self._forget(constraint)
 
     def _join(self, constraint: Constraint, mask: np.ndarray) -> None:
-        """Write what any of several grammars allows, and what an opening may go on with."""
+        """Write the union of the masks of several grammars and openings."""
         mask[:] = 0
         words = np.zeros((1, len(mask)), np.int32)
         for matcher in constraint.matchers:
@@ -227,7 +227,7 @@ class Grammars:
 
 
 _PARAMETER = "structured_outputs"
-_TOKEN = re.compile(r"<\[(\d{1,9})\]>")  # that a grammar of the server names
+_TOKEN = re.compile(r"<\[(\d{1,9})\]>")  # a token id in a grammar
 
 
 def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:

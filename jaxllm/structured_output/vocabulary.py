@@ -59,13 +59,13 @@ class Vocabulary:
         return piece if isinstance(piece, bytes) else piece[1].encode()
 
     def with_tokens(self, ids: Collection[int]) -> np.ndarray:
-        """Return the mask of what may be allowed, special tokens among it."""
+        """Return the mask of all tokens that a grammar can allow, plus these special ones."""
         flags = np.zeros(self.vocab_size, bool)
         flags[[each for each in ids if each < self.vocab_size]] = True
         return self.allowed | _mask(flags)
 
     def spelling(self, text: bytes) -> list[int]:
-        """Give the tokens with which a text may begin, special ones too."""
+        """Return all tokens, special ones included, that are prefixes of a text."""
         return [token for end in range(1, len(text) + 1) for token in self._by_bytes.get(text[:end], ())]
 
     @cached_property

@@ -86,7 +86,7 @@ def test_a_constrained_request_gets_in_a_busy_batch_what_it_gets_alone(llm: LLM,
 
 
 def test_bad_words_ban_no_token_that_a_grammar_forces(llm: LLM) -> None:
-    """Beside rows whose forced tokens together are too few for a step of chunks, as alone."""
+    """Run the request alone, and with rows that have too few forced tokens for a step of chunks."""
     once, *_ = llm.get_tokenizer().encode("Once", add_special_tokens=False)
     text = " Once upon a"
     params = SamplingParams(

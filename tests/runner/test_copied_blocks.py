@@ -1,4 +1,4 @@
-"""What a fork copies: blocks of all that a cache holds, the scales of 8-bit numbers too."""
+"""Copies of blocks when a sequence forks: keys, values, and the scales of 8-bit caches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_fork_copies_every_part_of_a_block() -> None:
         layers.append(KvLayer(parts[0], None, parts[2]) if latent else KvLayer(*parts))
     leaves = tuple(jax.tree.leaves(layers))
     before = [np.asarray(each) for each in leaves]
-    copies = np.array([[0, 3], [4, 1], [2, 6], [5, 7]], np.int32)  # blocks 6 and 7 are none
+    copies = np.array([[0, 3], [4, 1], [2, 6], [5, 7]], np.int32)  # blocks 6 and 7 do not exist
     model: Any = SimpleNamespace(state=SimpleNamespace(kv=tuple(layers)), mesh=mesh)
     copied = jax.jit(step.build_copy(model))(leaves, copies)
     assert len(copied) == len(leaves) == 6

@@ -1,6 +1,6 @@
-"""Schemas, outputs and values drawn at random: what the mask lets through, jsonschema accepts, and the other way round.
+"""Random schemas: jsonschema accepts every output of a mask, and the mask allows every value that jsonschema accepts.
 
-Numbers are judged as decimals, since floats have no exact multiples. A schema that cannot be followed is refused.
+Numbers are decimals, because floats have no exact multiples. A schema that cannot be followed may be refused.
 """
 
 import itertools
@@ -131,7 +131,7 @@ def _value(rng: random.Random, depth: int = 0) -> Any:
 
 
 def _schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """Make a schema of the keywords that assert something, in any order."""
+    """Return a random schema with its keywords in random order."""
     kinds = ["string", "string", "number", "integer", "boolean", "null", "enum", "const"]
     kinds += ["object", "object", "array", "array", "anyOf", "oneOf", "allOf", "$ref", "types"] * (depth < 3)
     kind = rng.choice(kinds)
@@ -186,7 +186,7 @@ def _judge_of(schema: object) -> Any:
 
 
 def _candidates(rng: random.Random, schema: Any, texts: list[str], depth: int = 0) -> Iterator[Any]:
-    """Give values that may satisfy a schema: what it names, what was written, and both with changes."""
+    """Yield values that may satisfy a schema: its constants, earlier outputs, and variations of both."""
     yield from (_read(text) for text in texts)
     yield from (_changed(rng, _read(text)) for text in texts for _ in range(3))
     for _ in range(4):
@@ -237,7 +237,7 @@ def _changed(rng: random.Random, value: Any) -> Any:
 
 
 def _spellings(value: Any) -> Iterator[str]:
-    """Give a value's texts: the members of an object stand in any order, a grammar wants one."""
+    """Yield the JSON texts of a value with all orders of members: a grammar allows one order."""
     if isinstance(value, dict):
         for members in itertools.permutations(value.items()):
             names = [json.dumps(name, ensure_ascii=False) for name, _ in members]
@@ -256,12 +256,12 @@ def _spellings(value: Any) -> Iterator[str]:
 
 
 def _is_out_of_reach(value: Any, schema: str) -> bool:
-    """Whether no output has a value by docs/limits.md: what needs a \\u escape, and what dialects of patterns doubt."""
+    """Whether docs/limits.md excludes a value: it needs a \\u escape, or dialects of patterns differ on it."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     doubted = (
         not text.isascii() and any(each in schema for each in (r"\\d", r"\\w", r"\\D", r"\\W", r"\\s", r"\\S"))
     ) or ("$" in schema.replace("$defs", "").replace("$ref", "") and r"\n" in text)
-    # jsonschema asks for less than these formats are.
+    # jsonschema accepts more than these formats allow.
     return (
         any(each in schema for each in ('"email"', '"uuid"'))
         or doubted
@@ -284,7 +284,7 @@ def _accepts(drawing: Drawing, grammar: Grammar, text: str) -> bool:
 
 
 def _is_valid(judging: Any, value: Any) -> bool | None:
-    """Judge a value; None for a schema that refers to itself without end."""
+    """Return the verdict of jsonschema; None for a schema with infinite recursion."""
     try:
         return judging.is_valid(value)
     except RecursionError:
@@ -292,7 +292,7 @@ def _is_valid(judging: Any, value: Any) -> bool | None:
 
 
 def judge(drawing: Drawing, seed: int, num_outputs: int = 3) -> tuple[int, int, int]:
-    """Return whether a schema compiles, and how many outputs and values were judged; raise for what is wrong."""
+    """Check a random schema; return whether it compiles, and the numbers of outputs and values."""
     rng = random.Random(seed)
     schema = _schema(rng)
     grammar = drawing.compile(json=json.dumps(schema))

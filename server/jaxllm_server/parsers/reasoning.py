@@ -64,7 +64,7 @@ class TaggedReasoning:
         return self.ends
 
     def openings(self, prompt: str) -> tuple[str, ...]:
-        """Return what an output begins with if it reasons; () if it reasons whatever it begins with."""
+        """Return the texts that begin a reasoning; () if every output begins inside of one."""
         return () if self._starts_inside(prompt) else self.starts
 
     def opens(self, prompt: str) -> bool:
@@ -110,7 +110,7 @@ class HarmonyChannels:
         return (END,) if is_forced else (FINAL,)
 
     def openings(self, prompt: str) -> tuple[str, ...]:
-        """Return what an output with headers begins with."""
+        """Return the marker of the first header."""
         return (CHANNEL,)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:

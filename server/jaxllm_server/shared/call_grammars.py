@@ -1,7 +1,7 @@
-"""Grammars of the calls that a model may write in its own form, in the place of an answer that has a form as well.
+"""Grammars of tool calls in a model's own form, as an alternative to a constrained answer.
 
-In Lark's notation as llguidance reads it, where `<[7]>` is the token 7. What a grammar allows, the form's parser reads.
-Arguments follow a tool's schema if it is `strict`, else they are any object. Pure.
+They are in Lark's notation as llguidance reads it; `<[7]>` is the token 7. The parser of the form can read every output
+of its grammar. Arguments follow the schema of a `strict` tool; those of other tools are any object. Pure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxllm_server.parsers.tagged_calls import (
 from jaxllm_server.parsers.tool_parsers import ToolParser
 from jaxllm_server.shared.forced_calls import moved, parameters_of
 
-SpecialId: TypeAlias = Callable[[str], int | None]  # of a special token's text
+SpecialId: TypeAlias = Callable[[str], int | None]  # the id of a special token
 _SPACE = "SPACE: /[ \\t\\r\\n]{1,4}/\n"
 _PYTHON = r"""
 literal: STRING | NUMBER | "True" | "False" | "None" | "[" items? "]" | "{" members? "}"
@@ -38,7 +38,7 @@ NUMBER: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?/
 
 
 class Calls:
-    """The calls of one request: its tools, and how their grammar is written."""
+    """Writes parts of a grammar for the tools of one request."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], is_single: bool, special_id: SpecialId) -> None:
         functions = [tool["function"] for tool in tools]
@@ -47,16 +47,16 @@ class Calls:
         self._special_id = special_id
 
     def text(self, text: str) -> str:
-        """Write a text: a special token as such, as which the model knows it."""
+        """Write a literal, or the id of a special token."""
         token = self._special_id(text)
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     def row(self, call: str, separator: str = "SPACE?") -> str:
-        """Write one call or several."""
+        """Write a rule for one call or more."""
         return call if self._is_single else f"{call} ({separator} {call})*"
 
     def any_tool(self, rule: Callable[[str], str]) -> str:
-        """Write a rule of each tool, and `tool`, which is any of them."""
+        """Write a rule for each tool, and the rule `tool` for any of them."""
         rules = [f"tool{number}: {rule(name)}\n" for number, name in enumerate(self.tools)]
         return "".join([f"tool: {' | '.join(f'tool{number}' for number in range(len(rules)))}\n", *rules])
 
@@ -70,7 +70,7 @@ class Calls:
         return f"%json {json.dumps(self.schema(name))}"
 
     def object(self, name: str, key: str = "arguments") -> str:
-        """Write a call that is an object."""
+        """Write a call that is a JSON object."""
         schema = {
             "type": "object",
             "properties": {"name": {"const": name}, key: {"$ref": "#/$defs/arguments"}},
@@ -81,7 +81,7 @@ class Calls:
         return f"%json {json.dumps(schema)}"
 
     def keys(self, name: str) -> Sequence[str]:
-        """Return the names of a tool's parameters, as far as they are known."""
+        """Return the names of the parameters in a tool's schema."""
         properties = (self.tools[name].get("parameters") or {}).get("properties")
         return tuple(properties) if isinstance(properties, Mapping) else ()
 
@@ -193,15 +193,15 @@ _GRAMMARS: Mapping[type[ToolParser], Callable[[Calls], str]] = MappingProxyType(
 
 
 def grammar_of(parser: type[ToolParser], calls: Calls) -> str | None:
-    """Return the grammar of an output that is calls; None for a form whose calls have headers (`headers_of`)."""
+    """Return the grammar of an output with calls only; None for a form whose calls have headers (`headers_of`)."""
     write = _GRAMMARS.get(parser)
     return None if write is None else write(calls) + _SPACE
 
 
 def headers_of(parser: type[ToolParser], calls: Calls, kept_ends: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
-    """Return the texts that open a call where anything may stand, each with the grammar of what follows.
+    """Return texts that begin a call inside of an unconstrained part, each with the grammar of the rest.
 
-    `kept_ends` are what ends the reasoning and belongs to a call.
+    `kept_ends` are markers of calls that also end the reasoning.
     """
     if issubclass(parser, HarmonyParser):
         return tuple(

@@ -110,7 +110,7 @@ class OutputForms:
     def constraint(
         self, call: Call, asked: StructuredOutputsParams, prompt: str, may_reason: bool, tokenizer: Tokenizer
     ) -> StructuredOutputsParams:
-        """Return a constraint of a call's answer as one of its output: a thought may come before, and calls instead."""
+        """Extend a constraint of the answer to the whole output, which may contain reasoning, or calls instead."""
         reasoning = None if self.reasoning_form is None or not may_reason else self.reasoning_form.form
         if reasoning is not None:
             after, openings = reasoning.begin_after(is_forced(call.tool_choice)), reasoning.openings(prompt)

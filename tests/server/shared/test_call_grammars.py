@@ -1,6 +1,6 @@
-"""Answers that have a form, beside tools that may be called and behind reasoning: whatever ends is one of the three.
+"""A constrained answer with optional tools and reasoning: every finished output is a valid answer or valid calls.
 
-Real grammars, drawn from at random; their outputs are read in pieces by the parsers that would read a model's.
+Outputs are random walks through the real grammars. The real parsers read them as streams.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OF_A_FAMILY = {
     "minimax_m2": "minimax_m2", "seed_oss": "seed_oss",
 }  # fmt: skip
 OF_JSON = {"hermes", "llama3_json", "mistral", "granite", "deepseek_v3", "deepseek_v31", "kimi_k2", "openai"}
-# Spelled now and then where they may stand: what draws at random does not come to an end.
+# Written now and then where they are allowed, because random text rarely ends by itself.
 CLOSERS = [
     '"',
     "</parameter>",
@@ -69,7 +69,7 @@ def drawing() -> Drawing:
 
 
 class DrawingEngine(FakeEngine):
-    """Answers with what a constraint lets a model write that thinks or does not, and calls or does not."""
+    """Answers with a random output that the constraint allows."""
 
     def __init__(self, drawing: Drawing, rng: random.Random, prompt: str) -> None:
         super().__init__(prompt)
@@ -87,7 +87,7 @@ class DrawingEngine(FakeEngine):
             del script[: len(piece(token))]
             return token
         script.clear()
-        if len(constraint.matchers) > 1:  # both as often as the other
+        if len(constraint.matchers) > 1:  # choose both alternatives equally often
             mask = np.frombuffer(self.rng.choice(constraint.matchers).compute_bitmask(), np.int32)
             allowed = np.intersect1d(allowed, bits(mask))
         return self.rng.choices(allowed.tolist(), self.drawing.weights[allowed].tolist())[0]
