@@ -4,6 +4,7 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -172,6 +173,42 @@ def test_a_special_token_can_be_the_marker_and_what_follows_it_is_constrained(dr
     constraint = drawing.grammars.compile(Params(regex="z", begin_after=name)).begin()
     constraint.consume(drawing.eos)
     assert constraint.is_active and drawing.eos not in _row(drawing.grammars, constraint, drawing.vocab_size)
+
+
+def test_an_output_opens_with_a_special_token_or_is_constrained_from_its_beginning(drawing):
+    (special,) = drawing.tokenizer.special_ids - {drawing.eos, min(drawing.tokenizer.special_ids)}
+    asked = Params(regex="z", begin_after="!", may_open_with=(drawing.tokenizer.token(special),))
+    grammar = drawing.grammars.compile(asked)
+    constraint = grammar.begin()
+    assert special in _row(drawing.grammars, constraint, drawing.vocab_size)
+    assert _write(drawing, grammar.begin(), "z") == [drawing.eos]
+    constraint.consume(special)
+    free = _row(drawing.grammars, constraint, drawing.vocab_size)
+    assert not constraint.is_active and len(free) == drawing.vocab_size - 1 and drawing.eos not in free
+    _write(drawing, constraint, "So!")
+    assert _write(drawing, constraint, "z") == [drawing.eos]
+
+
+def test_an_alternative_holds_where_the_constraint_does_and_behind_a_text_of_its_own(drawing):
+    special = min(drawing.tokenizer.special_ids - {drawing.eos})
+    asked = Params(
+        choice=("yes", "no"), or_grammar=f'start: <[{special}]> "y"', or_grammar_after=(("#", 'start: "b"'),)
+    )
+    grammar = drawing.grammars.compile(replace(asked, begin_after="!", may_open_with=("?",)))
+    for constraint in (grammar.begin(), grammar.begin()):
+        assert special in _row(drawing.grammars, constraint, drawing.vocab_size)
+        constraint.consume(special)
+        assert _write(drawing, constraint, "y") == [drawing.eos]
+    constraint = grammar.begin()
+    _write(drawing, constraint, "?a!")
+    assert _write(drawing, constraint, "no") == [drawing.eos]
+    constraint = grammar.begin()
+    _write(drawing, constraint, "?a#")
+    assert _write(drawing, constraint, "b") == [drawing.eos]
+    assert special not in _spell(drawing, grammar.begin(), "y")
+    constraint = grammar.begin()
+    constraint.consume(drawing.tokenizer.encode("b", add_special_tokens=False)[0])
+    assert constraint.error
 
 
 @pytest.mark.parametrize("asked", [{"json": {"type": "string"}}, {"regex": "(?s).*"}, {"grammar": "start: A\nA: ~/x/"}])
