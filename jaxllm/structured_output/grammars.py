@@ -110,6 +110,8 @@ class Grammars:
             tuple((mark.encode(), found) for mark, found in marks),
             tuple(each.encode() for each in asked.may_open_with) if marks else (),
         )
+        for opening in way.openings:
+            vocabulary.spelling(opening)  # the first call reads the whole vocabulary
         tokens = {int(each) for text in others for each in _TOKEN.findall(text)}
         allowed = vocabulary.with_tokens(tokens) if tokens else vocabulary.allowed
         return Grammar(matchers, way, allowed, vocabulary)

@@ -143,7 +143,7 @@ def _judge(drawing: Drawing, style: str, seeds: range) -> None:
     seen = {"call": 0, "answer": 0, "thought": 0}
     for seed in seeds:
         rng = random.Random(f"{style} {seed}")
-        thinks = rng.choice([None, OF_A_FAMILY.get(style)])
+        thinks = OF_A_FAMILY.get(style) if style == "openai" or rng.random() < 0.5 else None
         prompt = rng.choice(["a", f"a {STARTS[thinks]}", f"{STARTS[thinks]} a"] if thinks else ["a"])
         engine = DrawingEngine(drawing, rng, prompt)
         own = serving(engine, tool_call_parser=style, reasoning_parser=thinks)  # type: ignore[arg-type]
