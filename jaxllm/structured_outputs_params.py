@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jaxllm import checks
@@ -16,6 +16,7 @@ from jaxllm.errors import UnsupportedError, UserError
 
 MAX_CHARS = 2**18  # of a schema, an expression or a grammar
 MAX_DEPTH = 64  # of a schema: objects and lists inside of each other
+SERVERS = ("begin_after", "may_open_with", "or_grammar", "or_grammar_after")  # fields that no client sets
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _NAME = "structured_outputs"
 
@@ -38,8 +39,13 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False  # an object has only the properties that its schema names
     whitespace_pattern: str | None = None  # an expression for the whitespace between JSON's parts; None: 1 to 8
     structural_tag: str | None = None  # not built
-    # The constraint holds for what follows this text; None: for the whole output. As "</think>".
-    begin_after: str | None = None
+    # The constraint starts after this text (or the first of several), such as "</think>"; None: at the first token.
+    begin_after: str | tuple[str, ...] | None = None
+    # With `begin_after`: texts that an unconstrained part begins with; any other output is constrained at once.
+    may_open_with: tuple[str, ...] = ()
+    # An alternative to the constraint in Lark's notation, and alternatives that start after a text: tool calls.
+    or_grammar: str | None = None
+    or_grammar_after: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.structural_tag is not None:
@@ -61,9 +67,34 @@ class StructuredOutputsParams:
             )
         if not given:
             raise UserError("You must use one kind of structured outputs constraint but none are specified.", _NAME)
-        for name in ("json", "regex", "grammar", "whitespace_pattern", "begin_after"):
+        for name in ("json", "regex", "grammar", "whitespace_pattern", "or_grammar"):
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))
+        for text in self.marks:
+            _check_text("begin_after", text)
+        self._check_pairs()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Return the texts of `begin_after`."""
+        texts = () if self.begin_after is None else self.begin_after
+        return texts if isinstance(texts, tuple) else (texts,)
+
+    def alone(self) -> StructuredOutputsParams:
+        """Return the constraint without alternatives and without an unconstrained part."""
+        return replace(self, begin_after=None, may_open_with=(), or_grammar=None, or_grammar_after=())
+
+    def _check_pairs(self) -> None:
+        for name, width in (("may_open_with", 0), ("or_grammar_after", 2)):
+            value: Any = getattr(self, name)
+            parts = (value,) if isinstance(value, tuple) and not width else value
+            if not isinstance(value, tuple) or not all(
+                isinstance(part, tuple) and len(part) in (width or len(part),) for part in parts
+            ):
+                raise UserError(f"{name} must be a tuple of texts, got {checks.shown(value)}.", _NAME, value)
+            for part in parts:
+                for text in part:
+                    _check_text(name, text)
 
     @property
     def kind(self) -> str:

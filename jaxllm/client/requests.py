@@ -25,7 +25,7 @@ from jaxllm.client.options import (
 )
 from jaxllm.errors import UserError
 from jaxllm.sampling_params import RepetitionDetectionParams
-from jaxllm.structured_outputs_params import StructuredOutputsParams, read_structured_outputs
+from jaxllm.structured_outputs_params import SERVERS, StructuredOutputsParams, read_structured_outputs
 from jaxllm.v1 import control_pb2, inference_pb2, types_pb2
 
 _NEVER_EMPTY = ("allowed_token_ids", "logprob_token_ids", "request_id", "cache_salt")  # on the wire, empty is not given
@@ -305,9 +305,10 @@ def _set_structure(request: Message, value: object) -> None:
         value = StructuredOutputsParams(json=value)  # a pydantic class
     own = read_structured_outputs(value)
     assert own is not None
-    if own.begin_after is not None:
-        message = "structured_outputs.begin_after is the server's to set: leave it out."
-        raise UserError(message, "structured_outputs", value)
+    for name in SERVERS:
+        if getattr(own, name):
+            message = f"structured_outputs.{name} is the server's to set: leave it out."
+            raise UserError(message, "structured_outputs", value)
     field = _CONSTRAINTS[own.kind]
     set_field(request, f"structured_output.{field}", "structured_outputs", getattr(own, own.kind))
     for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):

@@ -38,6 +38,11 @@ _ATTRIBUTES = ("lazy", "suffix", "capture", "")
 _OPTIONS = ("no_forcing", "allow_initial_skip", "ignore_once")
 
 
+def of_the_server(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
+    """Return a grammar in Lark's notation; unlike a client's it may contain token ids."""
+    return _checked_lark(grammar, prepare_schema, takes_tokens=True)
+
+
 def to_lark(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
     """Return a grammar in Lark's notation; `prepare_schema` writes the schemas inside of it.
 
@@ -98,7 +103,7 @@ def _spelled_character(found: re.Match[str]) -> str:
     return character if character.isalnum() or code >= 0xA0 else f"\\x{code:02x}"
 
 
-def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any]) -> str:
+def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any], takes_tokens: bool = False) -> str:
     """Write the schemas in a grammar, and refuse what asks for more than a text."""
     written: list[str] = []
     outside: list[str] = []
@@ -108,7 +113,7 @@ def _checked_lark(lark: str, prepare_schema: Callable[[Any], Any]) -> str:
         position = found.end()
         if found["open"] is not None or found["open_expression"] is not None:
             raise _refusal(f"has a text or an expression that is not closed: {shown(found[0])}")
-        if found["special"]:
+        if found["special"] and not takes_tokens:
             raise _refusal(f"asks for the token {shown(found[0])}; only texts can be asked for")
         if found["attribute"] and found["attribute"] not in _ATTRIBUTES:
             raise _refusal(f"has the attribute {shown(found['attribute'])}, which cannot be followed")

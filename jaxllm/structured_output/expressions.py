@@ -13,6 +13,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 from jaxllm.errors import UserError
@@ -59,6 +60,31 @@ _REFUSED = {
 }
 _BEGINNINGS, _ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING"), ("AT_END", "AT_END_STRING")
 
+# In patterns of JSON schemas `\d` and `\w` match ASCII only, as in ECMA 262; `\D` and `\W` match no Unicode digit or
+# letter.
+_OF_PATTERNS = _CATEGORIES | {
+    "CATEGORY_WORD": ("0-9A-Za-z_", "0-9A-Za-z_"),
+    "CATEGORY_NOT_SPACE": (r"[^\s\x1c-\x1f\x{feff}]", r"[^ \t\n\r\x0b\x0c]"),
+}
+_LEFT_OUT_OF_PATTERNS = _LEFT_OUT | {
+    "CATEGORY_SPACE": r"\s\x1c-\x1f\x{feff}",
+    "CATEGORY_NOT_WORD": "[^0-9A-Za-z_]",
+}
+_UNWRITABLE = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"  # in JSON without \u escapes
+_ANY_TEXT = "(?s:.*)"
+_FIRST_PROPERTY = 0xF0000  # private-use characters that replace \p{...} while Python parses a pattern
+_OF_ECMA = re.compile(
+    r"(?P<property>\\[pP]\{\^?[\w=:]+\})|\\u\{(?P<code>[0-9a-fA-F]{1,6})\}|\\.|(?P<named>\(\?<(?=\w))", re.DOTALL
+)
+
+
+class _Edge(Enum):
+    """The context at one end of a part."""
+
+    INNER = auto()  # other parts
+    HELD = auto()  # the beginning or end of the text
+    OPEN = auto()  # any text, unless the part has an anchor
+
 
 def translate(pattern: str, name: str = "regex") -> str:
     """Write a Python expression for llguidance.
@@ -74,8 +100,19 @@ def translate_whitespace(pattern: str) -> str:
     return _Writer("whitespace_pattern", characters=" \t\n\r").write(pattern)
 
 
+def translate_pattern(pattern: str) -> str:
+    """Write a pattern of a JSON schema, which is searched for, as an expression that matches the whole text.
+
+    In llguidance a class with all control characters also matches an escaped quote and an escaped backslash. So control
+    characters that need a \\u escape are removed from every class.
+    """
+    return f"^(?:{_PatternWriter('pattern').write(pattern)})$"
+
+
 class _Writer:
     """Writes one expression; `characters` are all that it may name."""
+
+    _edge = _Edge.HELD
 
     def __init__(self, name: str, characters: str | None = None) -> None:
         self._name = name
@@ -91,7 +128,7 @@ class _Writer:
             least = parsed.getwidth()[0]
             if least > MAX_CHARS:
                 raise self._refusal(f"matches no text of fewer than {least} characters; it must one of {MAX_CHARS}")
-            return self._sequence(parsed, parsed.state.flags, True, True)
+            return self._sequence(parsed, parsed.state.flags, self._edge, self._edge)
         except re.error as error:
             raise self._refusal(f"is no regular expression: {error}") from error
         except (RecursionError, OverflowError) as error:
@@ -103,18 +140,39 @@ class _Writer:
     def _refused(self, construct: str) -> UserError:
         return self._refusal(f"has {construct}, which cannot be followed")
 
-    def _sequence(self, items: Iterable[Any], flags: int, is_first: bool, is_last: bool) -> str:
-        """Write parts in a row; at the beginning and the end of all, what asserts just that goes without saying."""
-        parts = list(items)
-        anchors = [str(op) == "AT" for op, _ in parts]
-        return "".join(
+    def _sequence(self, items: Iterable[Any], flags: int, begin: _Edge, end: _Edge) -> str:
+        """Write a sequence of parts; anchors at the ends of the text are left out."""
+        parts = [(str(op), value) for op, value in items]
+        is_inner = [op != "AT" for op, _ in parts]
+        first = is_inner.index(True) if any(is_inner) else len(parts)
+        last = len(parts) - is_inner[::-1].index(True) if any(is_inner) else 0
+        before, begin = self._edge_of(parts[: first + 1], _BEGINNINGS, flags, begin)
+        after, end = self._edge_of(parts[max(0, last - 1) :][::-1], _ENDS, flags, end)
+        written = [
             self._part(
-                str(op), value, flags, is_first and all(anchors[:number]), is_last and all(anchors[number + 1 :])
+                op, value, flags, begin if number <= first else _Edge.INNER, end if number >= last - 1 else _Edge.INNER
             )
             for number, (op, value) in enumerate(parts)
-        )
+        ]
+        return before + "".join(written) + after
 
-    def _part(self, op: str, value: Any, flags: int, is_first: bool, is_last: bool) -> str:
+    @staticmethod
+    def _edge_of(
+        parts: Sequence[tuple[str, Any]], names: tuple[str, ...], flags: int, edge: _Edge
+    ) -> tuple[str, _Edge]:
+        """Return the expression to insert at one end of a sequence, and the context of the parts at that end."""
+        if edge is not _Edge.OPEN:
+            return "", edge
+        asserted = [str(value) for op, value in parts if op == "AT" and str(value) in names]
+        if not asserted:
+            passes_on = bool(parts) and parts[-1][0] in ("BRANCH", "SUBPATTERN")
+            return ("", edge) if passes_on else (_ANY_TEXT, _Edge.HELD)
+        if flags & re.MULTILINE and not any(each.endswith("STRING") for each in asserted):
+            line = rf"{_ANY_TEXT}\n" if names is _BEGINNINGS else rf"\n{_ANY_TEXT}"
+            return f"(?:{line})?", _Edge.HELD
+        return "", _Edge.HELD
+
+    def _part(self, op: str, value: Any, flags: int, begin: _Edge, end: _Edge) -> str:
         if op in ("LITERAL", "NOT_LITERAL"):
             return self._class([("NEGATE", None)] * (op == "NOT_LITERAL") + [("LITERAL", value)], flags)
         if op == "IN":
@@ -124,15 +182,18 @@ class _Writer:
                 raise self._refused("a dot")
             return "(?s:.)" if flags & re.DOTALL else r"[^\n]"
         if op == "BRANCH":
-            return f"(?:{'|'.join(self._sequence(each, flags, is_first, is_last) for each in value[1])})"
+            return f"(?:{'|'.join(self._sequence(each, flags, begin, end) for each in value[1])})"
         if op == "SUBPATTERN":
             _, added, removed, inner = value
-            return f"(?:{self._sequence(inner, (flags | added) & ~removed, is_first, is_last)})"
+            return f"(?:{self._sequence(inner, (flags | added) & ~removed, begin, end)})"
         if op in ("MAX_REPEAT", "MIN_REPEAT"):  # of a whole text, the lazy one matches the same
             least, most, inner = value
             bound = "" if most is _parser.MAXREPEAT or str(most) == "MAXREPEAT" else int(most)
-            return f"(?:{self._sequence(inner, flags, False, False)}){{{int(least)},{bound}}}"
-        if op == "AT" and ((is_first and str(value) in _BEGINNINGS) or (is_last and str(value) in _ENDS)):
+            return f"(?:{self._sequence(inner, flags, _Edge.INNER, _Edge.INNER)}){{{int(least)},{bound}}}"
+        at_an_end = (begin is not _Edge.INNER and str(value) in _BEGINNINGS) or (
+            end is not _Edge.INNER and str(value) in _ENDS
+        )
+        if op == "AT" and at_an_end:
             return ""
         raise self._refused(_REFUSED.get(str(value) if op == "AT" else op, f"the construct {op}"))
 
@@ -155,7 +216,10 @@ class _Writer:
             raise self._refused("more than JSON's whitespace")
         if flags & re.IGNORECASE and high > max(low, 0x7F):
             raise self._refused("a range beyond ASCII that ignores case")
-        return _span(low, high) + (_other_case(low, high) if flags & re.IGNORECASE else "")
+        return self._span(low, high) + (_other_case(low, high) if flags & re.IGNORECASE else "")
+
+    def _span(self, low: int, high: int) -> str:
+        return _span(low, high)
 
     def _category(self, name: str, flags: int, is_negated: bool) -> str:
         if self._characters is not None:
@@ -165,6 +229,37 @@ class _Writer:
         if is_negated and not flags & re.ASCII:
             return _LEFT_OUT[name]
         return _CATEGORIES[name][bool(flags & re.ASCII)]
+
+
+class _PatternWriter(_Writer):
+    """Writes a pattern of a JSON schema: a Python expression that may also have \\p{...}."""
+
+    _edge = _Edge.OPEN
+
+    def write(self, pattern: str) -> str:
+        self._properties: list[str] = []
+        return super().write(_OF_ECMA.sub(self._as_python, pattern))
+
+    def _as_python(self, found: re.Match[str]) -> str:
+        if found["property"]:
+            self._properties.append(found["property"])
+            return chr(_FIRST_PROPERTY + len(self._properties) - 1)
+        if found["code"]:
+            return rf"\U{int(found['code'], 16):08x}"
+        return "(?P<" if found["named"] else found[0]
+
+    def _class(self, items: Sequence[tuple[Any, Any]], flags: int) -> str:
+        return f"[{super()._class(items, flags)}--{_UNWRITABLE}]"
+
+    def _span(self, low: int, high: int) -> str:
+        if low == high and 0 <= low - _FIRST_PROPERTY < len(self._properties):
+            return self._properties[low - _FIRST_PROPERTY]
+        return super()._span(low, high)
+
+    def _category(self, name: str, flags: int, is_negated: bool) -> str:
+        if flags & re.ASCII:
+            return super()._category(name, flags, is_negated)
+        return _LEFT_OUT_OF_PATTERNS[name] if is_negated else _OF_PATTERNS[name][0]
 
 
 def _characters(low: int, high: int) -> list[str]:

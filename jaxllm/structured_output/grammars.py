@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,9 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from jaxllm.errors import UserError
-from jaxllm.structured_output.constraint import Constraint, one_line
-from jaxllm.structured_output.ebnf import to_lark
+from jaxllm.structured_output.constraint import Constraint, Way, one_line
+from jaxllm.structured_output.ebnf import of_the_server, to_lark
+from jaxllm.structured_output.exactness import exact
 from jaxllm.structured_output.expressions import translate, translate_whitespace
 from jaxllm.structured_output.schemas import check_size, prepare
 from jaxllm.structured_output.vocabulary import Vocabulary
@@ -61,15 +64,16 @@ class _Kept:
 class Grammar:
     """A compiled constraint, shared by the outputs that obey it."""
 
-    def __init__(self, matcher: LLMatcher, begin_after: str | None, vocabulary: Vocabulary) -> None:
-        self._matcher = matcher
-        self._begin_after = begin_after
+    def __init__(self, matchers: Sequence[LLMatcher], way: Way, allowed: np.ndarray, vocabulary: Vocabulary) -> None:
+        self._matchers = matchers
+        self._way = way
+        self._allowed = allowed
         self._vocabulary = vocabulary
 
     def begin(self) -> Constraint:
         """Give the constraint of a new output."""
         vocabulary = self._vocabulary
-        return Constraint(self._matcher, self._begin_after, vocabulary.bytes_of, vocabulary.eos_ids)
+        return Constraint(self._matchers, self._way, self._allowed, vocabulary.bytes_of, vocabulary.eos_ids)
 
 
 class Grammars:
@@ -81,7 +85,7 @@ class Grammars:
         self._made_vocabulary: Vocabulary | None = None
         self._refused: str | None = None  # why this model's vocabulary cannot follow grammars
         self._executor: LLExecutor | None = None
-        self._kept: OrderedDict[StructuredOutputsParams, _Kept] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutputsParams | str, _Kept] = OrderedDict()
         self._kept_chars = 0
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
@@ -91,7 +95,29 @@ class Grammars:
             UserError: for what cannot be read or followed, or takes too much work; it names what.
         """
         vocabulary = self._vocabulary()
-        key = replace(asked, begin_after=None)
+        own = asked.alone()
+        matchers = [self._matcher(own, lambda: _source(own), own.kind)]
+        others = [
+            *([] if asked.or_grammar is None else [asked.or_grammar]),
+            *(each for _, each in asked.or_grammar_after),
+        ]
+        of_others = {text: self._matcher(text, partial(_of_the_server, text), "or_grammar") for text in others}
+        if asked.or_grammar is not None:
+            matchers.append(of_others[asked.or_grammar])
+        marks = [(mark, tuple(matchers)) for mark in asked.marks]
+        marks += [(mark, (of_others[text],)) for mark, text in asked.or_grammar_after]
+        way = Way(
+            tuple((mark.encode(), found) for mark, found in marks),
+            tuple(each.encode() for each in asked.may_open_with) if marks else (),
+        )
+        for opening in way.openings:
+            vocabulary.spelling(opening)  # the first call reads the whole vocabulary
+        tokens = {int(each) for text in others for each in _TOKEN.findall(text)}
+        allowed = vocabulary.with_tokens(tokens) if tokens else vocabulary.allowed
+        return Grammar(matchers, way, allowed, vocabulary)
+
+    def _matcher(self, key: StructuredOutputsParams | str, source: Callable[[], str], kind: str) -> LLMatcher:
+        """Return a new matcher of a grammar, from the cache if possible."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
@@ -99,11 +125,10 @@ class Grammars:
                 kept.uses += 1
                 if kept.uses == MAX_USES:
                     self._drop(key)
-        matcher = None if kept is None else kept.matcher
-        if matcher is None:
-            matcher = _compiled(vocabulary, _source(asked), asked.kind)
-            self._keep(key, matcher)
-        return Grammar(matcher, asked.begin_after, vocabulary)
+                return kept.matcher
+        matcher = _compiled(self._vocabulary(), source(), kind)
+        self._keep(key, matcher)
+        return matcher
 
     def fill(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
         """Write rows of int32[R, ceil(V/32)]: a bit for each token that may come next. One call a step.
@@ -111,16 +136,17 @@ class Grammars:
         The row of a constraint in error, or that comes into error here, is all zeros.
         """
         computed: list[tuple[Constraint, int]] = []
+        joined: list[tuple[Constraint, int]] = []
         for constraint, row in wanted:
             if constraint.error is not None:
                 masks[row] = 0
             elif not constraint.is_active:
-                masks[row] = self._vocabulary().every
+                masks[row] = self._vocabulary().unended
             elif constraint.expected:
                 masks[row] = 0
                 masks[row].view(np.uint32)[constraint.expected[0] // 32] = 1 << constraint.expected[0] % 32
             else:
-                computed.append((constraint, row))
+                (joined if constraint.openings or len(constraint.matchers) != 1 else computed).append((constraint, row))
         try:
             self._compute(computed, masks)
         except Exception:  # in one of them
@@ -129,8 +155,12 @@ class Grammars:
                     self._compute([(constraint, row)], masks)
                 except Exception as error:
                     constraint.fail(one_line(str(error)))
+        for constraint, row in joined:
+            self._join(constraint, masks[row])
+        for constraint, row in computed:
+            masks[row] &= constraint.allowed
+        computed += joined
         rows = [row for _, row in computed]
-        masks[rows] &= self._vocabulary().allowed
         for (constraint, row), allows in zip(computed, np.asarray(masks[rows].any(axis=1)).tolist(), strict=True):
             constraint.check()
             if constraint.error is None and not allows:
@@ -141,20 +171,35 @@ class Grammars:
             if constraint.error is not None:
                 self._forget(constraint)
 
+    def _join(self, constraint: Constraint, mask: np.ndarray) -> None:
+        """Write the union of the masks of several grammars and openings."""
+        mask[:] = 0
+        words = np.zeros((1, len(mask)), np.int32)
+        for matcher in constraint.matchers:
+            try:
+                fill_next_token_bitmask(matcher, words, 0)
+            except Exception as error:
+                constraint.fail(one_line(str(error)))
+            mask |= 0 if matcher.is_error() else words[0]
+        mask &= constraint.allowed
+        for opening in constraint.openings:
+            for token in self._vocabulary().spelling(opening):
+                mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
     def _forget(self, constraint: Constraint) -> None:
         """Keep no grammar whose output came into error: outputs share its lexer, which may be what is full."""
         with self._lock:
-            for key in [key for key, kept in self._kept.items() if kept.matcher is constraint.origin]:
+            for key in [key for key, kept in self._kept.items() if kept.matcher in constraint.origins]:
                 self._drop(key)
 
     def _compute(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
         if len(wanted) == 1:
             ((constraint, row),) = wanted
-            fill_next_token_bitmask(constraint.matcher, masks, row)
+            fill_next_token_bitmask(constraint.matchers[0], masks, row)
         elif wanted:
             if self._executor is None:
                 self._executor = LLExecutor(max(1, (os.cpu_count() or 1) - 1))
-            pairs = [(constraint.matcher, row) for constraint, row in wanted]
+            pairs = [(constraint.matchers[0], row) for constraint, row in wanted]
             fill_next_token_bitmask_par(self._executor, pairs, masks)
 
     def _vocabulary(self) -> Vocabulary:
@@ -170,7 +215,7 @@ class Grammars:
                         raise
         return self._made_vocabulary
 
-    def _keep(self, key: StructuredOutputsParams, matcher: LLMatcher) -> None:
+    def _keep(self, key: StructuredOutputsParams | str, matcher: LLMatcher) -> None:
         with self._lock:
             if key not in self._kept:
                 self._kept_chars += _num_chars(key)
@@ -178,12 +223,13 @@ class Grammars:
             while len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS:
                 self._drop(next(iter(self._kept)))
 
-    def _drop(self, key: StructuredOutputsParams) -> None:
+    def _drop(self, key: StructuredOutputsParams | str) -> None:
         del self._kept[key]
         self._kept_chars -= _num_chars(key)
 
 
 _PARAMETER = "structured_outputs"
+_TOKEN = re.compile(r"<\[(\d{1,9})\]>")  # a token id in a grammar
 
 
 def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
@@ -211,9 +257,16 @@ def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
     return made[0]
 
 
-def _num_chars(asked: StructuredOutputsParams) -> int:
+def _num_chars(asked: StructuredOutputsParams | str) -> int:
+    if isinstance(asked, str):
+        return len(asked)
     value = getattr(asked, asked.kind)
     return len(value) if isinstance(value, str) else sum(map(len, value)) if isinstance(value, tuple) else 0
+
+
+def _of_the_server(grammar: str) -> str:
+    plain = StructuredOutputsParams(json_object=True)
+    return LLMatcher.grammar_from_lark(of_the_server(grammar, lambda schema: _with_options(schema, plain)))
 
 
 def _source(asked: StructuredOutputsParams) -> str:
@@ -247,7 +300,7 @@ def _with_options(schema: dict[str, Any], asked: StructuredOutputsParams) -> dic
         pattern = asked.whitespace_pattern
         options["whitespace_pattern"] = _WHITESPACE if pattern is None else translate_whitespace(pattern)
     check_size(schema)
-    return {**prepare(schema, asked.disable_additional_properties), "x-guidance": options}
+    return {**exact(prepare(schema, asked.disable_additional_properties)), "x-guidance": options}
 
 
 def _literal(text: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxllm import checks
 from jaxllm.errors import UserError
+from jaxllm.structured_output.exactness import BY_NAME, DATA
 
 MAX_PROPERTIES = 2000  # quadratic, 0.9 s for so many
 MAX_INTERSECTED = (
@@ -28,9 +29,7 @@ MAX_DIVISOR = 10_000  # the least common multiple of all `multipleOf`: an automa
 MAX_TEXT = 2**13  # characters of one text: what must come next is tokenized anew in each step
 MAX_LEVELS = 2**12  # that compiling may descend, 2 kB of stack each: all references' targets one inside the other
 
-_UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f]")  # in JSON only as \\u escapes, which grammars.py turns off
-_DATA = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired", "type"})
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
+_UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")  # in JSON only as \\u escapes, which grammars.py turns off
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _OBJECT = ("properties", "patternProperties")
 _CLOSING = ("additionalProperties", "unevaluatedProperties")
@@ -55,7 +54,7 @@ def prepare(schema: Any, close_objects: bool) -> Any:
             message = f"json has a {name} to {checks.shown(schema[name])}; only this document's own (#...) are read."
             raise UserError(message, "structured_outputs")
     required = schema.get("required")
-    if _is_more(schema.get("minProperties"), 1 + (len(required) if isinstance(required, list) else 0)):
+    if _is_more(schema.get("minProperties"), 1 + (len(set(map(str, required))) if isinstance(required, list) else 0)):
         # llguidance lets an object have a name twice among those that only a pattern or nothing describes.
         message = "json has a minProperties of more than one property besides the required ones; name them in required."
         raise UserError(message, "structured_outputs")
@@ -73,9 +72,9 @@ def prepare(schema: Any, close_objects: bool) -> Any:
 
 
 def _value(name: str, value: Any, close_objects: bool) -> Any:
-    if name in _DATA:
+    if name in DATA:
         return value
-    if name in _BY_NAME and isinstance(value, dict):
+    if name in BY_NAME and isinstance(value, dict):
         return {key: prepare(each, close_objects) for key, each in value.items()}
     return prepare(value, close_objects)
 

@@ -9,6 +9,7 @@ Knows the tokenizer; knows no grammar.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cached_property
 
 import numpy as np
 from llguidance import LLTokenizer
@@ -48,13 +49,32 @@ class Vocabulary:
                 "structured_outputs",
             )
         self.for_llguidance = LLTokenizer(_Wrapper(self, texts, eos[0]), eos_token=eos)  # type: ignore[arg-type]
-        self.every = _mask(np.ones(vocab_size, bool))
+        self.vocab_size = vocab_size
+        self.unended = _mask(~np.isin(np.arange(vocab_size), eos))
         self.allowed = _mask(np.array([bool(text) for text in texts]) | np.isin(np.arange(vocab_size), eos))
 
     def bytes_of(self, token: int) -> bytes:
         """Give what a token reads as after other text; special ones spelled out."""
         piece = self._tokenizer.piece(token)
         return piece if isinstance(piece, bytes) else piece[1].encode()
+
+    def with_tokens(self, ids: Collection[int]) -> np.ndarray:
+        """Return the mask of all tokens that a grammar can allow, plus these special ones."""
+        flags = np.zeros(self.vocab_size, bool)
+        flags[[each for each in ids if each < self.vocab_size]] = True
+        return self.allowed | _mask(flags)
+
+    def spelling(self, text: bytes) -> list[int]:
+        """Return all tokens, special ones included, that are prefixes of a text."""
+        return [token for end in range(1, len(text) + 1) for token in self._by_bytes.get(text[:end], ())]
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, list[int]]:
+        found: dict[bytes, list[int]] = {}
+        for token in range(self.vocab_size):
+            if token not in self.eos_ids:
+                found.setdefault(self.bytes_of(token), []).append(token)
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Give the tokens of a text in the middle of an output, as the tokenizer would write it.

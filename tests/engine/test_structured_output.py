@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm import LLM, RequestOutput
+from jaxllm import LLM, RequestOutput, SamplingParams
 from tests.engine import structured_requests
 from tests.engine.structured_requests import KINDS, asked, check_equal, is_ended_by_itself, is_valid
 from tests.support import paths
@@ -83,6 +83,25 @@ def check(llm: LLM, alone: Alone, numbers: range) -> None:
 def test_a_constrained_request_gets_in_a_busy_batch_what_it_gets_alone(llm: LLM, alone: Alone) -> None:
     check(llm, alone, FEW)
     assert llm.engine.metrics.compilations_after_ready == 0
+
+
+def test_bad_words_ban_no_token_that_a_grammar_forces(llm: LLM) -> None:
+    """Run the request alone, and with rows that have too few forced tokens for a step of chunks."""
+    once, *_ = llm.get_tokenizer().encode("Once", add_special_tokens=False)
+    text = " Once upon a"
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=20,
+        bad_words=["upon"],
+        logit_bias={once: 100.0},
+        structured_outputs={"choice": [text, "No"]},
+    )
+    others = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * (SLOTS["max_num_seqs"] - 1)
+    (alone,) = llm.generate(["Say it"], params, use_tqdm=False)
+    beside = llm.generate(["Say it"] * (1 + len(others)), [*others, params], use_tqdm=False)[-1]
+    for output in (alone, beside):
+        assert output.outputs[0].text == text, output.outputs[0]
+        assert len(output.outputs[0].token_ids) == 4
 
 
 @pytest.mark.ci

@@ -37,7 +37,7 @@ def test_beams_are_those_of_transformers(case, lengths, count, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
     num_stopped = num_ties = 0
     with LLM(str(tmp_path), max_num_seqs=64, block_size=8, skip_tokenizer_init=True) as llm:
-        for width, penalty, stopping in product((2, 4, 8), (0.0, 1.0, 2.0), (True, False, "never")):
+        for width, penalty, stopping in product((2, 4, 8), (-1.0, 0.0, 1.0, 2.0), (True, False, "never")):
             params = BeamSearchParams(
                 beam_width=width,
                 max_tokens=MOST_TOKENS,

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -158,7 +159,8 @@ def test_a_constraint_begins_after_its_marker_however_the_tokens_cut_it(drawing,
         assert constraint.is_active == (b"</think>" in seen)
         if constraint.is_active:
             return
-        assert len(_row(drawing.grammars, constraint, drawing.vocab_size)) == drawing.vocab_size
+        free = _row(drawing.grammars, constraint, drawing.vocab_size)
+        assert len(free) == drawing.vocab_size - 1 and drawing.eos not in free
         assert constraint.forced() == []
         constraint.consume(token)
         seen += bytes([byte])
@@ -171,6 +173,42 @@ def test_a_special_token_can_be_the_marker_and_what_follows_it_is_constrained(dr
     constraint = drawing.grammars.compile(Params(regex="z", begin_after=name)).begin()
     constraint.consume(drawing.eos)
     assert constraint.is_active and drawing.eos not in _row(drawing.grammars, constraint, drawing.vocab_size)
+
+
+def test_an_output_opens_with_a_special_token_or_is_constrained_from_its_beginning(drawing):
+    (special,) = drawing.tokenizer.special_ids - {drawing.eos, min(drawing.tokenizer.special_ids)}
+    asked = Params(regex="z", begin_after="!", may_open_with=(drawing.tokenizer.token(special),))
+    grammar = drawing.grammars.compile(asked)
+    constraint = grammar.begin()
+    assert special in _row(drawing.grammars, constraint, drawing.vocab_size)
+    assert _write(drawing, grammar.begin(), "z") == [drawing.eos]
+    constraint.consume(special)
+    free = _row(drawing.grammars, constraint, drawing.vocab_size)
+    assert not constraint.is_active and len(free) == drawing.vocab_size - 1 and drawing.eos not in free
+    _write(drawing, constraint, "So!")
+    assert _write(drawing, constraint, "z") == [drawing.eos]
+
+
+def test_an_alternative_holds_where_the_constraint_does_and_behind_a_text_of_its_own(drawing):
+    special = min(drawing.tokenizer.special_ids - {drawing.eos})
+    asked = Params(
+        choice=("yes", "no"), or_grammar=f'start: <[{special}]> "y"', or_grammar_after=(("#", 'start: "b"'),)
+    )
+    grammar = drawing.grammars.compile(replace(asked, begin_after="!", may_open_with=("?",)))
+    for constraint in (grammar.begin(), grammar.begin()):
+        assert special in _row(drawing.grammars, constraint, drawing.vocab_size)
+        constraint.consume(special)
+        assert _write(drawing, constraint, "y") == [drawing.eos]
+    constraint = grammar.begin()
+    _write(drawing, constraint, "?a!")
+    assert _write(drawing, constraint, "no") == [drawing.eos]
+    constraint = grammar.begin()
+    _write(drawing, constraint, "?a#")
+    assert _write(drawing, constraint, "b") == [drawing.eos]
+    assert special not in _spell(drawing, grammar.begin(), "y")
+    constraint = grammar.begin()
+    constraint.consume(drawing.tokenizer.encode("b", add_special_tokens=False)[0])
+    assert constraint.error
 
 
 @pytest.mark.parametrize("asked", [{"json": {"type": "string"}}, {"regex": "(?s).*"}, {"grammar": "start: A\nA: ~/x/"}])
@@ -224,8 +262,8 @@ def test_a_text_that_a_tokenizer_begins_with_a_space_is_forced_without_it():
         ({"properties": {"a": {"$ref": "other.json#/a"}}}, "other.json"),
         ({"uniqueItems": True}, "uniqueItems"),
         ({"not": {"type": "string"}}, "not"),
-        ({"type": "string", "format": "moon"}, "moon"),
-        ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+        ({"type": "string", "format": "idn-email"}, "idn-email"),
+        ({"type": "string", "pattern": "(?=a)"}, "lookahead"),
         ({"type": "integer", "minimum": 5, "maximum": 4}, "minimum"),
         (False, "false"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
@@ -236,6 +274,12 @@ def test_a_text_that_a_tokenizer_begins_with_a_space_is_forced_without_it():
 )
 def test_a_schema_that_cannot_be_followed_is_refused_by_name(drawing, schema, named):
     assert named in _refusal(drawing.grammars, json=json.dumps(schema))
+
+
+@pytest.mark.parametrize("name", ["password", "binary", "path", "x-vendor", "moon"])
+def test_a_format_that_asserts_nothing_is_an_annotation(drawing, name):
+    grammar = drawing.grammars.compile(Params(json={"type": "string", "format": name, "maxLength": 2}))
+    assert drawing.eos in _spell(drawing, grammar.begin(), '"é"')
 
 
 @pytest.mark.parametrize(
@@ -447,7 +491,7 @@ def test_what_json_can_write_only_as_an_escape_is_refused(schema: dict, drawing:
 def test_a_kept_grammar_is_compiled_anew_now_and_then(drawing: Drawing) -> None:
     """The states of its lexer grow with its outputs and count against a limit."""
     asked = Params(regex="x[ab]*a[ab]{9}")
-    kept = [drawing.grammars.compile(asked)._matcher for _ in range(grammars_module.MAX_USES + 1)]
+    kept = [drawing.grammars.compile(asked)._matchers[0] for _ in range(grammars_module.MAX_USES + 1)]
     assert kept[0] is kept[-2] and kept[0] is not kept[-1]
 
 
@@ -457,7 +501,7 @@ def test_a_grammar_whose_output_came_into_error_is_kept_no_longer(drawing: Drawi
     constraint, masks = first.begin(), np.zeros((1, -(-drawing.vocab_size // 32)), np.int32)
     constraint.consume(drawing.tokenizer.encode("b", add_special_tokens=False)[0])
     drawing.grammars.fill([(constraint, 0)], masks)
-    assert constraint.error and drawing.grammars.compile(asked)._matcher is not first._matcher
+    assert constraint.error and drawing.grammars.compile(asked)._matchers[0] is not first._matchers[0]
 
 
 @pytest.mark.parametrize(
@@ -480,7 +524,7 @@ def test_strange_divisors_are_judged_at_once(asked: dict, drawing: Drawing) -> N
 def test_a_mask_that_raises_is_one_constraints(drawing: Drawing) -> None:
     grammar = drawing.grammars.compile(Params(regex="ab+"))
     broken, fine = grammar.begin(), grammar.begin()
-    broken.matcher = None  # type: ignore[assignment]
+    broken.matchers = [None]  # type: ignore[list-item]
     masks = np.zeros((2, -(-drawing.vocab_size // 32)), np.int32)
     drawing.grammars.fill([(broken, 0), (fine, 1)], masks)
     assert broken.error and not masks[0].any() and fine.error is None and masks[1].any()

@@ -135,7 +135,7 @@ def _expression(rng: random.Random, depth: int = 0) -> str:
     atoms = [
         *("a", "b", "é", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", ".", "[a-c]", "[^a-c]", r"[\w-]", r"[^\s\d]", r"\."),
         *(r"\n", r"[^\W_]", r"[^\D5]", "/", "#", '"', "(?i:k)", "(?i:[a-c])", r"(?a:\w)", r"(?a:[^\s])", "(?s:.)"),
-        *(r"\x41", r"[\]\^]", r"[^\S\n]"),
+        *(r"\x41", r"[\]\^]", r"[^\S\n]", "(?-i:k)", "(?-s:.)", "(?i:a(?-i:b)c)", "(?s:.(?-s:.))", "(?i-s:.k)"),
     ]
     kind = rng.choice(["atom", "atom", "row", "or", "repeat", "group"]) if depth < 4 else "atom"
     inner = [_expression(rng, depth + 1) for _ in range(rng.randrange(1, 4))] if kind != "atom" else []

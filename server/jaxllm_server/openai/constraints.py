@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.structured_outputs_params import SERVERS
 
 # vLLM's former names, each with the field of StructuredOutputsParams that it was.
 GUIDED: Mapping[str, str] = {
@@ -41,10 +42,10 @@ def constraint_of(fields: Mapping[str, Any]) -> tuple[str, Any] | None:
         found["response_format"] = wanted
     own = fields.get("structured_outputs")
     if own is not None:
-        if isinstance(own, Mapping) and own.get("begin_after") is not None:
-            raise UserError(
-                "structured_outputs.begin_after is the server's to set: leave it out.", "structured_outputs"
-            )
+        for name in SERVERS if isinstance(own, Mapping) else ():
+            if own.get(name) is not None:
+                message = f"structured_outputs.{name} is the server's to set: leave it out."
+                raise UserError(message, "structured_outputs")
         found["structured_outputs"] = own
     guided = {name: fields[old] for old, name in GUIDED.items() if fields.get(old) is not None}
     if guided:

@@ -26,6 +26,16 @@ _ANALYSIS = "analysis"
 _RECIPIENT = "to="
 _MAX_HEADER = 512  # characters of a message's header: what is longer is text
 FINAL = f"{_CHANNEL}final{_MESSAGE}"  # opens the answer
+CHANNEL = _CHANNEL  # opens an output
+# Open a call of the tool `name`.
+CALL_HEADERS = tuple(
+    f"{header}{kind}{_MESSAGE}"
+    for header in (
+        f"{_CHANNEL}commentary to=functions.{{name}}",
+        f"{_START}assistant to=functions.{{name}}{_CHANNEL}commentary",
+    )
+    for kind in ("", f" {_CONSTRAIN}json", f"{_CONSTRAIN}json", " json")
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from itertools import takewhile
 from typing import Protocol
 
-from jaxllm_server.parsers.harmony import END, FINAL, AnalysisTokens, HarmonyReasoning
+from jaxllm_server.parsers.harmony import CHANNEL, END, FINAL, AnalysisTokens, HarmonyReasoning
 
 TokenId = Callable[[str], int | None]
 
@@ -64,9 +64,13 @@ class TaggedReasoning:
     habit: Habit
     kept_ends: tuple[str, ...] = ()  # those that belong to the content
 
-    def begin_after(self, is_forced: bool) -> str:
-        """Return the text after which a constraint of the answer holds."""
-        return self.ends[0]
+    def begin_after(self, is_forced: bool) -> tuple[str, ...]:
+        """Return the texts after which a constraint of the answer holds."""
+        return self.ends
+
+    def openings(self, prompt: str) -> tuple[str, ...]:
+        """Return the texts that begin a reasoning; () if every output begins inside of one."""
+        return () if self._starts_inside(prompt) else self.starts
 
     def opens(self, prompt: str) -> bool:
         """Whether a prompt's text ends with a start tag, so that the output begins inside of the reasoning."""
@@ -88,8 +92,10 @@ class TaggedReasoning:
 
     def parser(self, prompt: str = "") -> TagParser:
         """Return a parser of one output to a prompt."""
-        begins_inside = self.habit is Habit.ALWAYS and not self.closes(prompt)
-        return TagParser(self, self.opens(prompt) or begins_inside)
+        return TagParser(self, self._starts_inside(prompt))
+
+    def _starts_inside(self, prompt: str) -> bool:
+        return self.opens(prompt) or (self.habit is Habit.ALWAYS and not self.closes(prompt))
 
     def counter(self, token_id: TokenId) -> ReasoningTokens:
         """Return what counts the tokens of one output that are reasoning."""
@@ -99,12 +105,18 @@ class TaggedReasoning:
 class HarmonyChannels:
     """gpt-oss's channels: an answer, or a call, is always opened by a header of its own."""
 
-    def begin_after(self, is_forced: bool) -> str:
+    kept_ends: tuple[str, ...] = ()
+
+    def begin_after(self, is_forced: bool) -> tuple[str, ...]:
         """Return the text after which a constraint of the answer, or of calls that are forced, holds.
 
         With tools the model would call them by a header of its own, and never come to a final answer.
         """
-        return END if is_forced else FINAL
+        return (END,) if is_forced else (FINAL,)
+
+    def openings(self, prompt: str) -> tuple[str, ...]:
+        """Return the marker of the first header."""
+        return (CHANNEL,)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
         """Return True: what is not reasoned has a header too."""

@@ -35,12 +35,12 @@ class TaggedCalls(SectionedCalls):
     the end of the call follows, so that it may hold such tags itself; where none comes, it is all that does.
     """
 
-    _tags: ClassVar[Tags]
+    tags: ClassVar[Tags]
     _has_lines: ClassVar[bool] = True  # a value stands on lines of its own, whose breaks do not belong to it
 
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
-        tags = self._tags
+        tags = self.tags
         self.markers = (tags.section, tags.section_end) if tags.section else (tags.call, tags.call_end)
         self._openings = (*filter(None, (tags.section, tags.call)),)
         self._closings = (*filter(None, (tags.call_end, tags.section_end)),)
@@ -51,7 +51,7 @@ class TaggedCalls(SectionedCalls):
         self._value: _Value | None = None
 
     def _read_name(self, text: str, start: int) -> int:
-        ending = self._tags.name_end
+        ending = self.tags.name_end
         end = start
         if not self._partial:
             end, is_short = self._extend_name(text, start, "<\n" + ending[:1])
@@ -68,7 +68,7 @@ class TaggedCalls(SectionedCalls):
         return end
 
     def _may_end_name(self, character: str) -> bool:
-        is_early = character == "\n" and not self._name.strip() and not self._tags.name_end
+        is_early = character == "\n" and not self._name.strip() and not self.tags.name_end
         return is_early or is_name(self._name.strip())
 
     def _read_tag(self, text: str, start: int, tag: str, then: Callable[[], None]) -> int:
@@ -98,7 +98,7 @@ class TaggedCalls(SectionedCalls):
     def _take_tag(self, tag: str) -> None:
         """Go on at a parameter's tag, or at one that ends the call."""
         self._held.append(tag)
-        if tag == self._tags.key:
+        if tag == self.tags.key:
             self._name = ""
             self._read = self._read_key
         else:
@@ -109,22 +109,22 @@ class TaggedCalls(SectionedCalls):
     def _read_key(self, text: str, start: int) -> int:
         end = start
         if not self._partial:
-            end, is_short = self._extend_name(text, start, "<>\n" + self._tags.key_end[:1])
+            end, is_short = self._extend_name(text, start, "<>\n" + self.tags.key_end[:1])
             if not is_short or (end < len(text) and not self._name.strip()):
                 self._refuse()
                 return end
         if end < len(text):
-            end = self._read_tag(text, end, self._tags.key_end, self._end_key)
+            end = self._read_tag(text, end, self.tags.key_end, self._end_key)
         return end
 
     def _end_key(self) -> None:
-        if self._tags.value:
+        if self.tags.value:
             self._read = self._read_value_tag
         else:
             self._begin_value()
 
     def _read_value_tag(self, text: str, start: int) -> int:
-        end, marker = self._match_after_space(text, start, (self._tags.value,))
+        end, marker = self._match_after_space(text, start, (self.tags.value,))
         if marker:
             self._begin_value()
         elif end < len(text):
@@ -142,7 +142,7 @@ class TaggedCalls(SectionedCalls):
 
     def _read_value(self, text: str, start: int) -> int:
         parts: list[str] = []
-        end, marker = self._seek(text, start, (self._tags.value_end,), parts)
+        end, marker = self._seek(text, start, (self.tags.value_end,), parts)
         self._extend_value("".join(parts))
         if marker:
             self._held = [marker]
@@ -151,7 +151,7 @@ class TaggedCalls(SectionedCalls):
 
     def _read_value_end(self, text: str, start: int) -> int:
         """Read what follows an end tag: only if that may follow a value, it was one."""
-        again = self._tags.value_end
+        again = self.tags.value_end
         end, marker = self._match_after_space(text, start, (*self._after_value, again))
         if marker == again:
             self._extend_value("".join(self._held))
@@ -242,21 +242,19 @@ class Qwen3CoderParser(TaggedCalls):
     The model sometimes leaves the first tag out, which does no harm.
     """
 
-    _tags = Tags(
-        "<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>"
-    )
+    tags = Tags("<tool_call>", "<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>")
 
 
 class SeedOssParser(TaggedCalls):
     """Qwen3-Coder's form in `<seed:tool_call>`."""
 
-    _tags = Qwen3CoderParser._tags._replace(section="<seed:tool_call>", section_end="</seed:tool_call>")
+    tags = Qwen3CoderParser.tags._replace(section="<seed:tool_call>", section_end="</seed:tool_call>")
 
 
 class MiniMaxParser(TaggedCalls):
     """`<minimax:tool_call><invoke name="…"><parameter name="…">value</parameter></invoke></minimax:tool_call>`."""
 
-    _tags = Tags(
+    tags = Tags(
         *("<minimax:tool_call>", '<invoke name="', '">', '<parameter name="', '">', "", "</parameter>", "</invoke>"),
         "</minimax:tool_call>",
     )
@@ -265,5 +263,5 @@ class MiniMaxParser(TaggedCalls):
 class GlmParser(TaggedCalls):
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`, on lines of their own or not."""
 
-    _tags = Tags(*("", "<tool_call>", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", ""))
+    tags = Tags(*("", "<tool_call>", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", ""))
     _has_lines = False

@@ -68,7 +68,7 @@ def list_of_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_sing
     kinds, definitions = [], {}
     for number, (name, parameters) in enumerate(tools):
         own = f"{number}"
-        definitions[own] = _moved(parameters_of(parameters), f"#/$defs/{own}")
+        definitions[own] = moved(parameters_of(parameters), f"#/$defs/{own}")
         kinds.append(
             {
                 "type": "object",
@@ -82,19 +82,19 @@ def list_of_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_sing
     return {"type": "array", "minItems": 1, **most, "items": items, "$defs": definitions}
 
 
-def _moved(schema: Any, to: str) -> Any:
+def moved(schema: Any, to: str) -> Any:
     """Return a schema whose references into itself hold where it lies at `to` of another; nested 64 levels at most."""
     if isinstance(schema, list):
-        return [_moved(each, to) for each in schema]
+        return [moved(each, to) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    moved = {}
+    copied = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             value = to + value[1:]
         elif key in _BY_NAME and isinstance(value, Mapping):
-            value = {name: _moved(each, to) for name, each in value.items()}
+            value = {name: moved(each, to) for name, each in value.items()}
         elif key not in _VALUES:
-            value = _moved(value, to)
-        moved[key] = value
-    return moved
+            value = moved(value, to)
+        copied[key] = value
+    return copied

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
 from typing import Any
@@ -15,11 +16,14 @@ from typing import Any
 from jaxllm.engine.async_llm import AsyncLLM
 from jaxllm.errors import FeatureDisabledError, UserError
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.parsers import table
 from jaxllm_server.parsers.forced_calls import NamedCall, RequiredCalls
+from jaxllm_server.parsers.harmony import CHANNEL, FINAL
 from jaxllm_server.parsers.table import REASONING_PARSERS, TOOL_PARSERS, ReasoningForm, ToolForm
 from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser
+from jaxllm_server.shared.call_grammars import Calls, grammar_of, headers_of
 from jaxllm_server.shared.calls import Call, NamedTool, is_forced
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.output_reader import CallReader, OutputReader
@@ -102,6 +106,27 @@ class OutputForms:
             prompt,
             _is_switched_off({**self._template_kwargs, **call.template_kwargs}),
         )
+
+    def constraint(
+        self, call: Call, asked: StructuredOutputsParams, prompt: str, may_reason: bool, tokenizer: Tokenizer
+    ) -> StructuredOutputsParams:
+        """Extend a constraint of the answer to the whole output, which may contain reasoning, or calls instead."""
+        reasoning = None if self.reasoning_form is None or not may_reason else self.reasoning_form.form
+        if reasoning is not None:
+            after, openings = reasoning.begin_after(is_forced(call.tool_choice)), reasoning.openings(prompt)
+            asked = replace(asked, begin_after=after, may_open_with=openings)
+        form = self.tool_form
+        if form is None or not _has_tools(call) or is_forced(call.tool_choice):
+            return asked
+        calls = Calls(
+            call.tools or (),
+            call.takes_one_call,
+            lambda text: tokenizer.token_id(text) if tokenizer.is_special(text) else None,
+        )
+        headers = headers_of(form.parser, calls, () if reasoning is None else reasoning.kept_ends)
+        if headers and asked.begin_after is None:
+            asked = replace(asked, begin_after=FINAL, may_open_with=(CHANNEL,))
+        return replace(asked, or_grammar=grammar_of(form.parser, calls), or_grammar_after=headers)
 
     def _tool_parsers(self, call: Call) -> Callable[[], tuple[CallReader, ToolParser | None]] | None:
         """Return a factory of two readers of tool calls, for an output's content and for its reasoning.

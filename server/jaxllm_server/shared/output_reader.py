@@ -17,7 +17,7 @@ from jaxllm_server.parsers.harmony import AnalysisTokens
 from jaxllm_server.parsers.reasoning import ReasoningParser, ReasoningTokens
 from jaxllm_server.parsers.table import ReasoningForm
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta, ToolParser
-from jaxllm_server.shared.calls import Call, Chunk, Finish, Part, PromptInfo, Timing, Usage, is_forced
+from jaxllm_server.shared.calls import Call, Chunk, Finish, Part, PromptInfo, Timing, Usage
 
 CallReader: TypeAlias = ToolParser | NamedCall
 
@@ -42,7 +42,6 @@ class OutputReader:
         self._reasoning = None if reasoning is None else reasoning.form
         self._prompt = prompt
         self.may_reason = self._reasoning is not None and self._reasoning.may_reason(prompt, is_switched_off)
-        self.begin_after = None if self._reasoning is None else self._reasoning.begin_after(is_forced(call.tool_choice))
         self._usage = Usage()
         self._is_first = True
         self._splitters: dict[int, _Splitter] = {}

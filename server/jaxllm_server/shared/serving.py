@@ -151,9 +151,11 @@ class Serving:
             if reader.shows_markers:
                 params = replace(params, skip_special_tokens=False)
                 beams = beams and replace(beams, skip_special_tokens=False)
-            if reader.may_reason and params.structured_outputs is not None:
-                after = replace(params.structured_outputs, begin_after=reader.begin_after)
-                params = replace(params, structured_outputs=after)
+            if params.structured_outputs is not None:
+                of_output = self.forms.constraint(
+                    call, params.structured_outputs, said or "", reader.may_reason, model.tokenizer
+                )
+                params = replace(params, structured_outputs=of_output)
             request_id = call.request_id or uuid.uuid4().hex
             outputs = self.engine.generate(
                 prompt,

@@ -102,4 +102,4 @@ def test_channels_are_split_into_all_three_and_forced_calls_follow_the_first_one
     assert (part.reasoning, part.text, _calls(part)) == ("So.", "", [("add", '{"a": 1}')])
     (params,) = engine.asked
     assert params.structured_outputs is not None
-    assert params.structured_outputs.begin_after == "<|end|>"
+    assert params.structured_outputs.begin_after == ("<|end|>",)
