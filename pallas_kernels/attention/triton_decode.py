@@ -1,0 +1,127 @@
+"""Paged attention of decode rows for NVIDIA GPUs, in Triton's language: a program for each piece and key-value head.
+
+What a program waits for one after another is short, because one row at a few keys a program is nothing but waits: its
+piece, then queries and blocks, then keys and values at once. Blocks are looked up a visit ahead, so that the copies of
+later visits wait for no table. Keys that are not there are the last one again, which was written.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.attention.triton_pieces import LOG2_E, LOWEST
+
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+@triton.jit
+def attend_pieces(
+    q,
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    tables,
+    lengths,
+    sinks,
+    pieces,
+    out,
+    parts,
+    sums,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    V: tl.constexpr,
+    CP: tl.constexpr,
+    VP: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+):
+    """Attend with the queries of one row that share a head of keys; grid (pieces, key-value heads).
+
+    `pieces` [B, 4] are `division.Pieces`: row, first key, the one behind the last, and how many the row has. `parts`
+    and `sums` are those of `triton_pieces.py`.
+    """
+    if HEADS_FIRST:
+        number, head = tl.program_id(1), tl.program_id(0)
+    else:
+        number, head = tl.program_id(0), tl.program_id(1)
+    G: tl.constexpr = H // K
+    row = tl.load(pieces + 4 * number)
+    begin = tl.load(pieces + 4 * number + 1)
+    end = tl.load(pieces + 4 * number + 2)
+    count = tl.load(pieces + 4 * number + 3)
+    if row >= 0:
+        rows = tl.arange(0, BM)
+        is_row = rows < G
+        coordinates = tl.arange(0, CP)
+        values_at = tl.arange(0, VP)
+        own = row.to(tl.int64) * H + head * G + rows
+        last = tl.maximum(end - 1, 0)
+        table = tables + row * M
+        blocks = tl.load(table + tl.minimum(begin + tl.arange(0, BN), last) // P)
+        mask = is_row[:, None] & (coordinates < C)[None, :]
+        queries = tl.load(q + own[:, None] * C + coordinates[None, :], mask=mask, other=0.0)
+        values = tl.zeros((BM, VP), tl.float32)
+        highest = tl.full((BM,), LOWEST, tl.float32)
+        total = tl.zeros((BM,), tl.float32)
+        if WINDOW is not None:
+            first = tl.load(lengths + row) - WINDOW
+        if sinks is not None:
+            if count == 1:  # else they are added where the pieces are brought together
+                highest = tl.load(sinks + head * G + rows, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+                total = tl.full((BM,), 1.0, tl.float32)
+        for at in range(begin, end, BN):
+            keys = at + tl.arange(0, BN)
+            slots = (blocks.to(tl.int64) * K + head) * P + tl.minimum(keys, last) % P
+            blocks = tl.load(table + tl.minimum(keys + BN, last) // P)
+            k_at = k_cache + slots[:, None] * C + coordinates[None, :]
+            if C == CP:
+                k = tl.load(k_at)
+            else:
+                k = tl.load(k_at, mask=(coordinates < C)[None, :], other=0.0)
+            v_at = (k_cache + slots[:, None] * C if v_cache is None else v_cache + slots[:, None] * V) + values_at
+            if V == VP:
+                v = tl.load(v_at)
+            else:
+                v = tl.load(v_at, mask=(values_at < V)[None, :], other=0.0)
+            scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision="ieee") * SCALE
+            if k_scales is not None:
+                scores *= tl.load(k_scales + slots)[None, :]
+            if SOFTCAP is not None:
+                # tanh(x) is 2 sigmoid(2 x) - 1. SCALE has log2(e) in it.
+                cap: tl.constexpr = SOFTCAP * _LOG2_E
+                scores = (2 * tl.sigmoid(scores * (2 / cap)) - 1) * cap
+            is_seen = keys < end
+            if WINDOW is not None:
+                is_seen = is_seen & (keys >= first)
+            scores = tl.where(is_seen[None, :], scores, LOWEST)
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.where(is_seen[None, :], tl.exp2(scores - higher[:, None]), 0.0)
+            shrink = tl.exp2(highest - higher)
+            highest = higher
+            total = total * shrink + tl.sum(weights, 1)
+            if v_scales is not None:
+                weights *= tl.load(v_scales + slots)[None, :]
+            values = values * shrink[:, None] + tl.dot(
+                weights.to(queries.dtype), v.to(queries.dtype), input_precision="ieee"
+            )
+        is_stored = is_row[:, None] & (values_at < V)[None, :]
+        if count == 1:
+            result = values / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(out + own[:, None] * V + values_at[None, :], result.to(out.dtype.element_ty), mask=is_stored)
+        if parts is not None:
+            if count > 1:
+                part = number * H + head * G + rows
+                tl.store(parts + part[:, None] * V + values_at[None, :], values, mask=is_stored)
+                tl.store(sums + 2 * part, highest, mask=is_row)
+                tl.store(sums + 2 * part + 1, total, mask=is_row)
