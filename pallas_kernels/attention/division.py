@@ -24,6 +24,7 @@ class Pieces(NamedTuple):
     row: Array  # [B]: of each piece; -1 where there is none
     begin: Array  # [B]: its first key
     end: Array  # [B]: the one behind its last
+    siblings: Array  # [B]: how many its row has, this one too
     first: Array  # [R]: the number of a row's first piece
     count: Array  # [R]: how many a row has
 
@@ -85,6 +86,7 @@ def _cut(begins: Array, ends: Array, count: Array, visited: int, most: int) -> P
         row=own(numbers + 1) - 1,
         begin=own(begin),
         end=own(jnp.minimum(begin + each, ends)),
+        siblings=own(count),
         first=first.astype(jnp.int32),
         count=count.astype(jnp.int32),
     )

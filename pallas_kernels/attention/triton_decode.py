@@ -9,16 +9,26 @@ later visits wait for no table. Keys that are not there are the last one again, 
 
 from __future__ import annotations
 
+import jax
 import triton
 import triton.language as tl
+from jax import Array
 
+from pallas_kernels import tuning
+from pallas_kernels.attention import triton_latent, triton_pieces
+from pallas_kernels.attention.arguments import AttentionArgs
+from pallas_kernels.attention.division import divide
+from pallas_kernels.attention.triton_kernels import LARGEST, cache_arrays, constants, padded, refusal
 from pallas_kernels.attention.triton_pieces import LOG2_E, LOWEST
+from pallas_kernels.triton_bridge import call
+
+__all__ = ["paged_decode", "refusal"]
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
-def attend_pieces(
+def attend_piece(
     q,
     k_cache,
     v_cache,
@@ -27,7 +37,10 @@ def attend_pieces(
     tables,
     lengths,
     sinks,
-    pieces,
+    piece_row,
+    piece_begin,
+    piece_end,
+    piece_siblings,
     out,
     parts,
     sums,
@@ -44,22 +57,19 @@ def attend_pieces(
     SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
 ):
     """Attend with the queries of one row that share a head of keys; grid (pieces, key-value heads).
 
-    `pieces` [B, 4] are `division.Pieces`: row, first key, the one behind the last, and how many the row has. `parts`
-    and `sums` are those of `triton_pieces.py`.
+    The pieces are those of `division.Pieces`; `parts` and `sums` are those of `triton_pieces.py`. `lengths` are read
+    where there is a window.
     """
-    if HEADS_FIRST:
-        number, head = tl.program_id(1), tl.program_id(0)
-    else:
-        number, head = tl.program_id(0), tl.program_id(1)
+    number = tl.program_id(0)
+    head = tl.program_id(1)
     G: tl.constexpr = H // K
-    row = tl.load(pieces + 4 * number)
-    begin = tl.load(pieces + 4 * number + 1)
-    end = tl.load(pieces + 4 * number + 2)
-    count = tl.load(pieces + 4 * number + 3)
+    row = tl.load(piece_row + number)
+    begin = tl.load(piece_begin + number)
+    end = tl.load(piece_end + number)
+    pieces = tl.load(piece_siblings + number)
     if row >= 0:
         rows = tl.arange(0, BM)
         is_row = rows < G
@@ -77,7 +87,7 @@ def attend_pieces(
         if WINDOW is not None:
             first = tl.load(lengths + row) - WINDOW
         if sinks is not None:
-            if count == 1:  # else they are added where the pieces are brought together
+            if pieces == 1:  # else they are added where the pieces are brought together
                 highest = tl.load(sinks + head * G + rows, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
                 total = tl.full((BM,), 1.0, tl.float32)
         for at in range(begin, end, BN):
@@ -116,12 +126,40 @@ def attend_pieces(
                 weights.to(queries.dtype), v.to(queries.dtype), input_precision="ieee"
             )
         is_stored = is_row[:, None] & (values_at < V)[None, :]
-        if count == 1:
+        if pieces == 1:
             result = values / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out + own[:, None] * V + values_at[None, :], result.to(out.dtype.element_ty), mask=is_stored)
         if parts is not None:
-            if count > 1:
+            if pieces > 1:
                 part = number * H + head * G + rows
                 tl.store(parts + part[:, None] * V + values_at[None, :], values, mask=is_stored)
                 tl.store(sums + 2 * part, highest, mask=is_row)
                 tl.store(sums + 2 * part + 1, total, mask=is_row)
+
+
+def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: int | None) -> Array:
+    """See `pallas_kernels.paged_decode`."""
+    if triton_latent.takes(args, LARGEST):
+        return triton_latent.paged_decode(q, lengths, args, capability=capability)
+    rows, heads, _ = q.shape
+    kv_heads, width = args.kv_heads, args.value_width
+    context = args.tables.shape[1] * args.k_cache.shape[2]
+    chosen = tuning.of_decode(capability, rows, kv_heads, q.shape[2], str(q.dtype), str(args.k_cache.dtype), context)
+    pieces = divide(lengths, context, args, chosen)
+    own = constants(q, args)
+    apart = triton_pieces.outputs(pieces, rows, heads, width)
+    if not apart:
+        own |= {"parts": None, "sums": None}
+    places = (pieces.row, pieces.begin, pieces.end, pieces.siblings)
+    out, *written = call(
+        attend_piece,
+        (q, *cache_arrays(args), args.tables, None if args.window is None else lengths, args.sinks, *places),
+        [jax.ShapeDtypeStruct((rows, heads, width), q.dtype), *apart],
+        (len(pieces.row), kv_heads),
+        chosen.tuning,
+        capability,
+        **own,
+        BM=padded(heads // kv_heads),
+        BN=chosen.keys,
+    )
+    return triton_pieces.joined(out, written, pieces, args.sinks, capability)

@@ -39,7 +39,7 @@ def narrow(one: sass.Launched, loop: sass.Loop) -> list[str]:
 
 
 def attending(call, arrays) -> tuple[sass.Launched, list[sass.Loop]]:
-    (one,) = (one for one in sass.launches(call, arrays, 90) if one.name == "attend")
+    (one,) = (one for one in sass.launches(call, arrays, 90) if one.name.startswith("attend"))
     one = one._replace(constants=one.constants | {"KEYS": arrays[1].dtype})
     found = sass.loops(sass.instructions(one.compiled), 32 * one.tuning.warps)
     return one, [loop for loop in found if loop.multiplies]
