@@ -35,7 +35,6 @@ def attend_piece(
     k_scales,
     v_scales,
     tables,
-    lengths,
     sinks,
     piece_row,
     piece_begin,
@@ -55,13 +54,12 @@ def attend_piece(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     """Attend with the queries of one row that share a head of keys; grid (pieces, key-value heads).
 
-    The pieces are those of `division.Pieces`; `parts` and `sums` are those of `triton_pieces.py`. `lengths` are read
-    where there is a window.
+    The pieces are those of `division.Pieces`, all of whose keys are seen; `parts` and `sums` are those of
+    `triton_pieces.py`.
     """
     number = tl.program_id(0)
     head = tl.program_id(1)
@@ -84,8 +82,6 @@ def attend_piece(
         values = tl.zeros((BM, VP), tl.float32)
         highest = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
-        if WINDOW is not None:
-            first = tl.load(lengths + row) - WINDOW
         if sinks is not None:
             if pieces == 1:  # else they are added where the pieces are brought together
                 highest = tl.load(sinks + head * G + rows, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
@@ -112,8 +108,6 @@ def attend_piece(
                 cap: tl.constexpr = SOFTCAP * _LOG2_E
                 scores = (2 * tl.sigmoid(scores * (2 / cap)) - 1) * cap
             is_seen = keys < end
-            if WINDOW is not None:
-                is_seen = is_seen & (keys >= first)
             scores = tl.where(is_seen[None, :], scores, LOWEST)
             higher = tl.maximum(highest, tl.max(scores, 1))
             weights = tl.where(is_seen[None, :], tl.exp2(scores - higher[:, None]), 0.0)
@@ -153,7 +147,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
     places = (pieces.row, pieces.begin, pieces.end, pieces.siblings)
     out, *written = call(
         attend_piece,
-        (q, *cache_arrays(args), args.tables, None if args.window is None else lengths, args.sinks, *places),
+        (q, *cache_arrays(args), args.tables, args.sinks, *places),
         [jax.ShapeDtypeStruct((rows, heads, width), q.dtype), *apart],
         (len(pieces.row), kv_heads),
         chosen.tuning,

@@ -223,6 +223,7 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, cap
         capability,
         aliases={10: 0},
         **constants(q, args),
+        WINDOW=args.window,
         BM=chosen.rows,
         BN=chosen.keys,
     )
@@ -248,7 +249,6 @@ def constants(q: Array, args: AttentionArgs) -> dict[str, Any]:
         "P": args.k_cache.shape[2],
         "M": args.tables.shape[1],
         "SCALE": args.scale * LOG2_E,
-        "WINDOW": args.window,
         "SOFTCAP": args.softcap,
     }
 
