@@ -81,7 +81,8 @@ def test_tiles_and_pieces_of_latents(rows, case, monkeypatch):
     monkeypatch.setattr(tuning, "of_latent", lambda *_: Latent(rows, 32, rows < 64, 2, Tuning(8, 3)))
     monkeypatch.setattr(tuning, "LEAST_LATENTS", 16)
     monkeypatch.setattr(tuning, "LATENTS_OF_A_ROW", 0)
-    monkeypatch.setattr(tuning, "JOINED_PIECES", 2)
+    monkeypatch.setattr(tuning, "JOINED_NUMBERS", 1)  # two pieces at once
+    monkeypatch.setattr(tuning, "JOINED_PROGRAMS", rows)  # several heads in a program
     test_attention.test_decode_matches_the_naive_loop(case, TRITON)
     test_attention.test_ragged_prefill_matches_the_naive_loop(case, TRITON)
 
