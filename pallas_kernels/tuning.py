@@ -33,7 +33,7 @@ class Decode(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Of bringing pieces of decode rows together: heads and values of a program, and pieces that are read at once."""
+    """Of joining pieces of decode rows: heads and values of a program, and pieces that it loads at once."""
 
     heads: int
     columns: int
@@ -79,14 +79,14 @@ class Experts(NamedTuple):
     tuning: Tuning
 
 
-# Of bringing pieces together: values of a piece, numbers of all pieces of a program at most, and programs. Most have
-# nothing to do where there are many rows, and 8,192 of them took 6.2 us (256 rows of Llama 3 8B on an H100).
+# Of joining pieces: values of a piece, numbers of all pieces that a program loads at once, and programs at most. With
+# many rows most programs only exit, and 8,192 of them took 6.2 us (256 rows of Llama 3 8B on an H100).
 JOINED_VALUES, JOINED_NUMBERS, JOINED_PROGRAMS = 128, 4096, 1024
 COPY, COPIED = Tuning(4, 1), 2048  # numbers of a block that a program copies
 LEAST_KEYS, MOST_SPLITS = 16, 32
 RESIDENT = 4  # programs of `paged_decode` on a multiprocessor: 128 threads of at most 128 of its 65,536 registers
-# Rows times heads of keys up to which a step of `paged_decode` is one visit after a wait for its places: half the keys,
-# and as many programs as that leaves. One row of 1k of Llama 3 8B on an H100: 4.9 us, and 6.1 with whole visits.
+# Rows times heads of keys up to which `paged_decode` visits half the keys at once, in half the programs: one row of 1k
+# of Llama 3 8B took 4.9 us on an H100, and 6.1 with whole visits.
 FEW_HEADS = 16
 # Of latent attention. A piece is written and read in float32: for each row as many bytes as about four keys have.
 LEAST_LATENTS, LATENTS_OF_A_ROW = 128, 4
@@ -158,7 +158,7 @@ def _shared(
 
 
 def of_joined(rows: int, heads: int, width: int) -> Joined:
-    """Choose for rows of so many heads: many programs of one warp for few rows, several heads in one for many."""
+    """Choose for `rows` of `heads`: programs of one warp for few rows, of several heads for many rows."""
     block, columns = 1, min(1 << (width - 1).bit_length(), JOINED_VALUES)
     while 2 * block <= min(heads, 8) and rows * -(-heads // block) > JOINED_PROGRAMS:
         block *= 2

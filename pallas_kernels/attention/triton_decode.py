@@ -1,8 +1,8 @@
 """Paged attention of decode rows for NVIDIA GPUs, in Triton's language: a program for each piece and key-value head.
 
-What a program waits for one after another is short, because one row at a few keys a program is nothing but waits: its
-piece, then queries and blocks, then keys and values at once. Blocks are looked up a visit ahead, so that the copies of
-later visits wait for no table. Keys that are not there are the last one again, which was written.
+A program waits three times before it multiplies: for its piece, for queries and block numbers, and for keys and values,
+which are loaded at the same time. Each visit loads the block numbers of the next one. A visit that reaches over the
+piece's end loads the last key instead: blocks that were never written may hold NaN.
 """
 
 # pyright: reportMissingImports=false
@@ -58,8 +58,7 @@ def attend_piece(
 ):
     """Attend with the queries of one row that share a head of keys; grid (pieces, key-value heads).
 
-    The pieces are those of `division.Pieces`, all of whose keys are seen; `parts` and `sums` are those of
-    `triton_pieces.py`.
+    The row sees every key of its pieces (`division.Pieces`); `triton_pieces.py` describes `parts` and `sums`.
     """
     number = tl.program_id(0)
     head = tl.program_id(1)

@@ -163,7 +163,7 @@ def attend(
     start = tl.load(starts + tile)
     position = tl.load(positions + tile)
     count = tl.load(lengths + tile)
-    some = tl.minimum(count, 1)  # 1 where it matters: branches on it keep ptxas from spilling
+    some = tl.minimum(count, 1)  # always 1 below: branches on it keep ptxas from spilling
     rows = first_row + tl.arange(0, BM)
     tokens = rows // G
     is_row = tokens < count
@@ -237,7 +237,7 @@ def cache_arrays(args: AttentionArgs) -> tuple[Array | None, ...]:
 
 
 def constants(q: Array, args: AttentionArgs) -> dict[str, Any]:
-    """Return what is the same for kernels of prompts and of decode rows."""
+    """Return the constants that kernels of prompts and of decode rows share."""
     size, width = q.shape[2], args.value_width
     return {
         "H": q.shape[1],
@@ -254,5 +254,5 @@ def constants(q: Array, args: AttentionArgs) -> dict[str, Any]:
 
 
 def padded(size: int) -> int:
-    """Return the size of a tile that holds so many rows or coordinates."""
+    """Round `size` up to a tile that tensor cores multiply."""
     return max(_SMALLEST, triton.next_power_of_2(size))

@@ -86,7 +86,7 @@ def cache(blocks: int, kv_heads: int, size: int, dtype: str) -> tuple[jax.Array,
 def decode(heads: Heads, lengths: list[int], dtype: str = "float16", window: int | None = None) -> Traced:
     """Keys and values of each row once, queries for each piece of a row, results; parts are written and read.
 
-    Each program reads whether there is a piece for it, and which.
+    Each program reads the four numbers of its piece.
     """
     num_heads, kv_heads, size = heads
     tables, blocks = paged(np.asarray(lengths), 64)

@@ -57,7 +57,7 @@ def test_keys_and_values_come_in_wide_loads(name):
     if name.startswith("paged_decode") and "bfloat16 cache" in name:
         taken = resources.read(one.compiled)
         held = sass.at_once(int(taken["registers"]), int(taken["shared"]), one.tuning.warps, 90)
-        # A program of two stages loads, waits and multiplies: while it does, the others' loads are under way.
+        # A program of two stages loads, waits and multiplies; the loads of the others are under way then.
         others = (held - 1) * sum(loops[0].loaded.values())
         assert max(held * loops[0].under_way, others) >= LEAST_ASKED
 
