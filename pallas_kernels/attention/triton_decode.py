@@ -1,33 +1,45 @@
 """Paged attention of decode rows for NVIDIA GPUs, in Triton's language: a program for each piece and key-value head.
 
-What a program waits for one after another is short, because one row at a few keys a program is nothing but waits: its
-piece, then queries and blocks, then keys and values at once. Blocks are looked up a visit ahead, so that the copies of
-later visits wait for no table. Keys that are not there are the last one again, which was written.
+A program waits three times before it multiplies: for its piece, for queries and block numbers, and for keys and values,
+which are loaded at the same time. Each visit loads the block numbers of the next one. A visit that reaches over the
+piece's end loads the last key instead: blocks that were never written may hold NaN.
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import jax
 import triton
 import triton.language as tl
+from jax import Array
 
+from pallas_kernels import tuning
+from pallas_kernels.attention import triton_latent, triton_pieces
+from pallas_kernels.attention.arguments import AttentionArgs
+from pallas_kernels.attention.division import divide
+from pallas_kernels.attention.triton_kernels import LARGEST, cache_arrays, constants, padded, refusal
 from pallas_kernels.attention.triton_pieces import LOG2_E, LOWEST
+from pallas_kernels.triton_bridge import call
+
+__all__ = ["paged_decode", "refusal"]
 
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
-def attend_pieces(
+def attend_piece(
     q,
     k_cache,
     v_cache,
     k_scales,
     v_scales,
     tables,
-    lengths,
     sinks,
-    pieces,
+    piece_row,
+    piece_begin,
+    piece_end,
+    piece_siblings,
     out,
     parts,
     sums,
@@ -42,24 +54,19 @@ def attend_pieces(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
 ):
     """Attend with the queries of one row that share a head of keys; grid (pieces, key-value heads).
 
-    `pieces` [B, 4] are `division.Pieces`: row, first key, the one behind the last, and how many the row has. `parts`
-    and `sums` are those of `triton_pieces.py`.
+    The row sees every key of its pieces (`division.Pieces`); `triton_pieces.py` describes `parts` and `sums`.
     """
-    if HEADS_FIRST:
-        number, head = tl.program_id(1), tl.program_id(0)
-    else:
-        number, head = tl.program_id(0), tl.program_id(1)
+    number = tl.program_id(0)
+    head = tl.program_id(1)
     G: tl.constexpr = H // K
-    row = tl.load(pieces + 4 * number)
-    begin = tl.load(pieces + 4 * number + 1)
-    end = tl.load(pieces + 4 * number + 2)
-    count = tl.load(pieces + 4 * number + 3)
+    row = tl.load(piece_row + number)
+    begin = tl.load(piece_begin + number)
+    end = tl.load(piece_end + number)
+    pieces = tl.load(piece_siblings + number)
     if row >= 0:
         rows = tl.arange(0, BM)
         is_row = rows < G
@@ -74,10 +81,8 @@ def attend_pieces(
         values = tl.zeros((BM, VP), tl.float32)
         highest = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
-        if WINDOW is not None:
-            first = tl.load(lengths + row) - WINDOW
         if sinks is not None:
-            if count == 1:  # else they are added where the pieces are brought together
+            if pieces == 1:  # else they are added where the pieces are brought together
                 highest = tl.load(sinks + head * G + rows, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
                 total = tl.full((BM,), 1.0, tl.float32)
         for at in range(begin, end, BN):
@@ -102,8 +107,6 @@ def attend_pieces(
                 cap: tl.constexpr = SOFTCAP * _LOG2_E
                 scores = (2 * tl.sigmoid(scores * (2 / cap)) - 1) * cap
             is_seen = keys < end
-            if WINDOW is not None:
-                is_seen = is_seen & (keys >= first)
             scores = tl.where(is_seen[None, :], scores, LOWEST)
             higher = tl.maximum(highest, tl.max(scores, 1))
             weights = tl.where(is_seen[None, :], tl.exp2(scores - higher[:, None]), 0.0)
@@ -116,12 +119,40 @@ def attend_pieces(
                 weights.to(queries.dtype), v.to(queries.dtype), input_precision="ieee"
             )
         is_stored = is_row[:, None] & (values_at < V)[None, :]
-        if count == 1:
+        if pieces == 1:
             result = values / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out + own[:, None] * V + values_at[None, :], result.to(out.dtype.element_ty), mask=is_stored)
         if parts is not None:
-            if count > 1:
+            if pieces > 1:
                 part = number * H + head * G + rows
                 tl.store(parts + part[:, None] * V + values_at[None, :], values, mask=is_stored)
                 tl.store(sums + 2 * part, highest, mask=is_row)
                 tl.store(sums + 2 * part + 1, total, mask=is_row)
+
+
+def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: int | None) -> Array:
+    """See `pallas_kernels.paged_decode`."""
+    if triton_latent.takes(args, LARGEST):
+        return triton_latent.paged_decode(q, lengths, args, capability=capability)
+    rows, heads, _ = q.shape
+    kv_heads, width = args.kv_heads, args.value_width
+    context = args.tables.shape[1] * args.k_cache.shape[2]
+    chosen = tuning.of_decode(capability, rows, kv_heads, q.shape[2], str(q.dtype), str(args.k_cache.dtype), context)
+    pieces = divide(lengths, context, args, chosen)
+    own = constants(q, args)
+    apart = triton_pieces.outputs(pieces, rows, heads, width)
+    if not apart:
+        own |= {"parts": None, "sums": None}
+    places = (pieces.row, pieces.begin, pieces.end, pieces.siblings)
+    out, *written = call(
+        attend_piece,
+        (q, *cache_arrays(args), args.tables, args.sinks, *places),
+        [jax.ShapeDtypeStruct((rows, heads, width), q.dtype), *apart],
+        (len(pieces.row), kv_heads),
+        chosen.tuning,
+        capability,
+        **own,
+        BM=padded(heads // kv_heads),
+        BN=chosen.keys,
+    )
+    return triton_pieces.joined(out, written, pieces, args.sinks, capability)
