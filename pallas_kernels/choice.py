@@ -26,7 +26,7 @@ MODULES: dict[str, dict[str, str]] = {
         "xla_lanes": "attention.xla_lanes",
         "xla_gather": "attention.xla_gather",
         "pallas": "attention.pallas_decode",
-        "triton": "attention.triton_kernels",
+        "triton": "attention.triton_decode",
         "native": "native.attention",
         "flashinfer": "native.flashinfer",
     },

@@ -33,6 +33,15 @@ class Decode(NamedTuple):
     tuning: Tuning
 
 
+class Joined(NamedTuple):
+    """Of joining pieces of decode rows: heads and values of a program, and pieces that it loads at once."""
+
+    heads: int
+    columns: int
+    pieces: int
+    tuning: Tuning
+
+
 class Prefill(NamedTuple):
     """Of `paged_prefill`: rows (query heads of tokens) of a program, and keys that are visited at once."""
 
@@ -71,10 +80,15 @@ class Experts(NamedTuple):
     tuning: Tuning
 
 
-COMBINE, JOINED_VALUES, JOINED_PIECES = Tuning(2, 1), 128, 16  # of a piece, and pieces, at once
+# Of joining pieces: values of a piece, numbers of all pieces that a program loads at once, and programs at most. With
+# many rows most programs only exit, and 8,192 of them took 6.2 us (256 rows of Llama 3 8B on an H100).
+JOINED_VALUES, JOINED_NUMBERS, JOINED_PROGRAMS = 128, 4096, 1024
 COPY, COPIED = Tuning(4, 1), 2048  # numbers of a block that a program copies
-LEAST_KEYS, MOST_SPLITS = 256, 32
+LEAST_KEYS, MOST_SPLITS = 16, 32
 RESIDENT = 4  # programs of `paged_decode` on a multiprocessor: 128 threads of at most 128 of its 65,536 registers
+# Rows times heads of keys up to which `paged_decode` visits half the keys at once, in half the programs: one row of 1k
+# of Llama 3 8B took 4.9 us on an H100, and 6.1 with whole visits.
+FEW_HEADS = 16
 # Of latent attention. A piece is written and read in float32: for each row as many bytes as about four keys have.
 LEAST_LATENTS, LATENTS_OF_A_ROW = 128, 4
 # Of `linear`, not measured, by the bits of a number, and 32 for float32 tokens: tokens, rows, columns, warps, stages.
@@ -138,7 +152,10 @@ def of_decode(
     """Choose for `rows` sequences of at most `context` tokens."""
     found = _find("paged_decode", capability, head_size, dtype, cache_dtype)
     own = Tuning(found["warps"], found["stages"])
-    return _shared(capability, rows, kv_heads, context, found["keys"], RESIDENT, LEAST_KEYS, own)
+    keys, resident = found["keys"], RESIDENT
+    if rows * kv_heads <= FEW_HEADS:
+        keys, resident = max(keys // 2, 16), max(resident // 2, 1)
+    return _shared(capability, rows, kv_heads, context, keys, resident, max(LEAST_KEYS, keys), own)
 
 
 def _shared(
@@ -150,6 +167,17 @@ def _shared(
     while splits < MOST_SPLITS and 2 * rows * each * splits < programs and splits * least < context:
         splits *= 2
     return Decode(keys, max(programs // each, 1), splits, least, own)
+
+
+def of_joined(rows: int, heads: int, width: int) -> Joined:
+    """Choose for `rows` of `heads`: programs of one warp for few rows, of several heads for many rows."""
+    block, columns = 1, min(1 << (width - 1).bit_length(), JOINED_VALUES)
+    while 2 * block <= min(heads, 8) and rows * -(-heads // block) > JOINED_PROGRAMS:
+        block *= 2
+    while columns > 32 and rows * heads * -(-width // columns) < JOINED_PROGRAMS // 4:
+        columns //= 2
+    pieces = min(max(JOINED_NUMBERS // (block * columns), 2), 32)
+    return Joined(block, columns, pieces, Tuning(min(max(block * columns * pieces // 1024, 1), 8), 1))
 
 
 def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, cache_dtype: str) -> Prefill:

@@ -24,6 +24,7 @@ class Pieces(NamedTuple):
     row: Array  # [B]: of each piece; -1 where there is none
     begin: Array  # [B]: its first key
     end: Array  # [B]: the one behind its last
+    siblings: Array  # [B]: how many its row has, this one too
     first: Array  # [R]: the number of a row's first piece
     count: Array  # [R]: how many a row has
 
@@ -43,27 +44,25 @@ def evenly(lengths: Array, context: int, window: int | None, visited: int, progr
     rows that nearly fill the programs, as 64 with 8 heads do, are not cut. Its pieces are whole visits, of `visited`
     keys, and as equal as these allow. No row is longer than `context`.
     """
-    begins = _begins(lengths, window, visited)
+    begins = _begins(lengths, window)
     keys = lengths - begins
     even = -(-jnp.sum(keys) // programs)
     share = jnp.maximum(even + even // 16, least)
-    longest = context if window is None else min(context, window + visited)
+    longest = context if window is None else min(context, window)
     most = min(len(lengths) + programs, len(lengths) * -(-longest // least))
     return _cut(begins, lengths, -(-keys // share), visited, most)
 
 
 def by_own_length(lengths: Array, window: int | None, visited: int, splits: int, least: int) -> Pieces:
     """Cut each row that is longer than `least` keys into `splits` equal pieces at most; R · `splits` pieces in all."""
-    begins = _begins(lengths, window, visited)
+    begins = _begins(lengths, window)
     count = jnp.minimum(-(-(lengths - begins) // least), splits)
     return _cut(begins, lengths, count, visited, len(lengths) * splits)
 
 
-def _begins(lengths: Array, window: int | None, visited: int) -> Array:
-    """Return where rows begin: at 0, or at the window's first key, rounded down to a visit."""
-    if window is None:
-        return jnp.zeros_like(lengths)
-    return jnp.maximum(lengths - window, 0) // visited * visited
+def _begins(lengths: Array, window: int | None) -> Array:
+    """Return where rows begin: at 0, or at the window's first key."""
+    return jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
 
 
 def _cut(begins: Array, ends: Array, count: Array, visited: int, most: int) -> Pieces:
@@ -85,6 +84,7 @@ def _cut(begins: Array, ends: Array, count: Array, visited: int, most: int) -> P
         row=own(numbers + 1) - 1,
         begin=own(begin),
         end=own(jnp.minimum(begin + each, ends)),
+        siblings=own(count),
         first=first.astype(jnp.int32),
         count=count.astype(jnp.int32),
     )

@@ -1,7 +1,5 @@
-"""Paged attention for NVIDIA GPUs, in Triton's language: one kernel for decoding and for tiles of prompts.
+"""Paged attention of tiles of prompts for NVIDIA GPUs, in Triton's language; of decode rows it is triton_decode.py.
 
-A decode row is a tile of one query whose keys are divided into pieces (division.py), so that all programs have as much
-to do; a row's pieces are brought together by a second kernel, which has nothing to do for rows of one piece.
 Queries of the heads that share keys stand below one another in a tile, so that the tensor cores see whole matrices.
 Online softmax with base 2 (Milakov & Gimelshein 2018; Dao 2023, arXiv:2307.08691); scores and sums are float32.
 """
@@ -19,15 +17,14 @@ import triton.language as tl
 from jax import Array
 
 from pallas_kernels import triton_bridge, tuning
-from pallas_kernels.attention import triton_latent, triton_pieces
+from pallas_kernels.attention import triton_latent
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
-from pallas_kernels.attention.division import divide
 from pallas_kernels.attention.triton_pieces import LOG2_E, LOWEST
 from pallas_kernels.choice import Site
 from pallas_kernels.triton_bridge import call
 
 _LOG2_E = tl.constexpr(LOG2_E)
-_LARGEST = 256  # coordinates of a head; longer ones are for `triton_latent`
+LARGEST = 256  # coordinates of a head; longer ones are for `triton_latent`
 _SMALLEST = 16  # rows and coordinates of a matrix that tensor cores multiply
 
 
@@ -38,9 +35,9 @@ def refusal(operation: str, site: Site) -> str | None:
     is_latent = triton_latent.fits(site.kv_heads, site.head_size, site.value_size)
     if is_latent and site.cache_dtype == "float8_e5m2" and (site.capability or 90) < 90:
         return "latents of float8_e5m2 need compute capability 9.0"  # Triton 3.6 multiplies bfloat16 as only that can
-    if site.head_size > _LARGEST and not is_latent:
+    if site.head_size > LARGEST and not is_latent:
         values = "one head of keys of which the first 2^n, 16 to 512, are the values"
-        return f"heads of {site.head_size} do not fit; up to {_LARGEST} do, and {values}"
+        return f"heads of {site.head_size} do not fit; up to {LARGEST} do, and {values}"
     return triton_bridge.refusal(site)
 
 
@@ -143,13 +140,7 @@ def attend(
     starts,
     positions,
     sinks,
-    piece_row,
-    piece_begin,
-    piece_end,
-    piece_counts,
     out,
-    parts,
-    sums,
     H: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
@@ -164,27 +155,15 @@ def attend(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Attend with BM rows of one tile and one key-value head; grid (tiles, key-value heads x row blocks).
-
-    Where there are pieces (`division.Pieces`, without `first`) tile b is piece b of a decode row, of which `lengths`
-    counts the keys; `starts` and `positions` are None. `parts` and `sums` are those of `triton_pieces.py`.
-    """
-    number = tl.program_id(0)
+    """Attend with BM rows of one tile and one key-value head; grid (tiles, key-value heads x row blocks)."""
+    tile = tl.program_id(0)
     head = tl.program_id(1) % K
     first_row = tl.program_id(1) // K * BM
     G: tl.constexpr = H // K
-    if piece_row is not None:
-        tile = tl.load(piece_row + number)
-        count = (tile >= 0).to(tl.int32)
-        start = tile
-        position = tl.load(lengths + tile, mask=tile >= 0, other=0) - 1
-        pieces = tl.load(piece_counts + tile, mask=tile >= 0, other=1)
-    else:
-        tile = number
-        start = tl.load(starts + tile)
-        position = tl.load(positions + tile)
-        count = tl.load(lengths + tile)
-        pieces = tl.minimum(count, 1)  # not just 1: branches on it keep ptxas from spilling
+    start = tl.load(starts + tile)
+    position = tl.load(positions + tile)
+    count = tl.load(lengths + tile)
+    some = tl.minimum(count, 1)  # always 1 below: branches on it keep ptxas from spilling
     rows = first_row + tl.arange(0, BM)
     tokens = rows // G
     is_row = tokens < count
@@ -193,19 +172,15 @@ def attend(
     own = (start + tokens).to(tl.int64) * H + head * G + rows % G  # which head of which token
     if first_row < count * G:
         place = position + tokens
-        if piece_row is not None:
-            begin = tl.load(piece_begin + number)
-            end = tl.load(piece_end + number)
-        else:
-            begin = _first_key(position + first_row // G, BN, WINDOW)
-            end = position + tl.minimum(count, (first_row + BM - 1) // G + 1)
+        begin = _first_key(position + first_row // G, BN, WINDOW)
+        end = position + tl.minimum(count, (first_row + BM - 1) // G + 1)
         mask = is_row[:, None] & (coordinates < C)[None, :]
         queries = tl.load(q + own[:, None] * C + coordinates[None, :], mask=mask, other=0.0)
         values = tl.zeros((BM, VP), tl.float32)
         highest = tl.full((BM,), LOWEST, tl.float32)
         total = tl.zeros((BM,), tl.float32)
         if sinks is not None:
-            if pieces == 1:  # else they are added where the pieces are brought together
+            if some == 1:
                 highest = tl.load(sinks + head * G + rows % G).to(tl.float32) * _LOG2_E
                 total = tl.full((BM,), 1.0, tl.float32)
         if WINDOW is None:  # keys that all rows see need no mask
@@ -223,47 +198,14 @@ def attend(
                 end, place, K, C, V, CP, VP, P, BN, SCALE, WINDOW, SOFTCAP, True,
             )  # fmt: skip
         is_stored = is_row[:, None] & (values_at < V)[None, :]
-        if pieces == 1:
+        if some == 1:
             result = values / tl.where(total > 0, total, 1.0)[:, None]
             tl.store(out + own[:, None] * V + values_at[None, :], result.to(out.dtype.element_ty), mask=is_stored)
-        if parts is not None:
-            if pieces > 1:
-                part = number * H + head * G + rows % G
-                tl.store(parts + part[:, None] * V + values_at[None, :], values, mask=is_stored)
-                tl.store(sums + 2 * part, highest, mask=is_row)
-                tl.store(sums + 2 * part + 1, total, mask=is_row)
-
-
-def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: int | None) -> Array:
-    """See `pallas_kernels.paged_decode`."""
-    if triton_latent.takes(args, _LARGEST):
-        return triton_latent.paged_decode(q, lengths, args, capability=capability)
-    rows, heads, _ = q.shape
-    kv_heads, width = args.kv_heads, args.value_width
-    context = args.tables.shape[1] * args.k_cache.shape[2]
-    chosen = tuning.of_decode(capability, rows, kv_heads, q.shape[2], str(q.dtype), str(args.k_cache.dtype), context)
-    pieces = divide(lengths, context, args, chosen)
-    constants = _constants(q, args)
-    apart = triton_pieces.outputs(pieces, rows, heads, width)
-    if not apart:
-        constants |= {"parts": None, "sums": None}
-    out, *written = call(
-        attend,
-        (q, *_cache(args), args.tables, lengths, None, None, args.sinks, *pieces[:3], pieces.count),
-        [jax.ShapeDtypeStruct((rows, heads, width), q.dtype), *apart],
-        (len(pieces.row), kv_heads),
-        chosen.tuning,
-        capability,
-        **constants,
-        BM=_padded(heads // kv_heads),
-        BN=chosen.keys,
-    )
-    return triton_pieces.joined(out, written, pieces, args.sinks, capability)
 
 
 def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, capability: int | None) -> Array:
     """See `pallas_kernels.paged_prefill`."""
-    if triton_latent.takes(args, _LARGEST):
+    if triton_latent.takes(args, LARGEST):
         return triton_latent.paged_prefill(q, tiles, args, tile=tile, capability=capability)
     heads, kv_heads = q.shape[1], args.kv_heads
     rows = tile * (heads // kv_heads)
@@ -272,45 +214,45 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, cap
     shape = (q.shape[0], heads, width)
     blocks = -(-rows // chosen.rows)
     untouched = jnp.zeros(shape, q.dtype)  # what queries in no tile give
-    no_pieces = [None] * 4
     (out,) = call(
         attend,
-        (q, *_cache(args), args.tables, tiles.length, tiles.start, tiles.position, args.sinks, *no_pieces, untouched),
+        (q, *cache_arrays(args), args.tables, tiles.length, tiles.start, tiles.position, args.sinks, untouched),
         [jax.ShapeDtypeStruct(shape, q.dtype)],
         (len(tiles.start), kv_heads * blocks),
         chosen.tuning,
         capability,
-        aliases={14: 0},
-        parts=None,
-        sums=None,
-        **_constants(q, args),
+        aliases={10: 0},
+        **constants(q, args),
+        WINDOW=args.window,
         BM=chosen.rows,
         BN=chosen.keys,
     )
     return out
 
 
-def _cache(args: AttentionArgs) -> tuple[Array | None, ...]:
+def cache_arrays(args: AttentionArgs) -> tuple[Array | None, ...]:
+    """Return keys, values and their scales as kernels take them."""
     v_scales = args.k_scales if args.v_cache is None else args.v_scales  # a value is the beginning of its key
     return args.k_cache, args.v_cache, args.k_scales, v_scales
 
 
-def _constants(q: Array, args: AttentionArgs) -> dict[str, Any]:
+def constants(q: Array, args: AttentionArgs) -> dict[str, Any]:
+    """Return the constants that kernels of prompts and of decode rows share."""
     size, width = q.shape[2], args.value_width
     return {
         "H": q.shape[1],
         "K": args.kv_heads,
         "C": size,
         "V": width,
-        "CP": _padded(size),
-        "VP": _padded(width),
+        "CP": padded(size),
+        "VP": padded(width),
         "P": args.k_cache.shape[2],
         "M": args.tables.shape[1],
         "SCALE": args.scale * LOG2_E,
-        "WINDOW": args.window,
         "SOFTCAP": args.softcap,
     }
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """Round `size` up to a tile that tensor cores multiply."""
     return max(_SMALLEST, triton.next_power_of_2(size))

@@ -2,7 +2,7 @@
 
 A key is V coordinates of the latent and R that are rotated (DeepSeek-AI 2024, "DeepSeek-V2", §2.1: 512 and 64). A tile
 of latents is loaded once, for scores and for values; heads of tokens stand below one another in a tile of queries. A
-decode row is cut into pieces, which are brought together, as in `triton_kernels.py`.
+decode row is cut into pieces, which are brought together, as in `triton_decode.py`.
 Online softmax with base 2 (Milakov & Gimelshein 2018; Dao 2023, arXiv:2307.08691); scores and sums are float32.
 """
 
@@ -79,7 +79,7 @@ def attend_latent(
     """Attend with BM rows (heads of tokens) of one tile; grid (row blocks, tiles).
 
     Programs that read the same keys are neighbours, and all but one find them in the device's cache. Where there are
-    pieces tile b is piece b of a decode row, as in `triton_kernels.attend`.
+    pieces tile b is piece b of a decode row, as in `triton_decode.py`.
     """
     first_row = tl.program_id(0) * BM
     number = tl.program_id(1)

@@ -41,41 +41,45 @@ def combine(
     out,
     H: tl.constexpr,
     V: tl.constexpr,
+    BH: tl.constexpr,
     BV: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Bring BV values of the pieces of a row's head together; grid (rows, heads, blocks of V).
+    """Bring BV values of the pieces of BH heads of a row together; grid (rows, blocks of H, blocks of V).
 
     Rows of one piece are left alone.
     """
     row = tl.program_id(0)
-    head = tl.program_id(1)
+    heads = tl.program_id(1) * BH + tl.arange(0, BH)
     columns = tl.program_id(2) * BV + tl.arange(0, BV)
     count = tl.load(piece_counts + row)
+    first = tl.load(piece_first + row)
     if count > 1:
-        first = tl.load(piece_first + row)
-        result = tl.zeros((BV,), tl.float32)
-        highest = LOWEST
-        total = 0.0
+        is_own = heads < H
+        is_stored = is_own[:, None] & (columns < V)[None, :]
+        result = tl.zeros((BH, BV), tl.float32)
+        highest = tl.full((BH,), LOWEST, tl.float32)
+        total = tl.zeros((BH,), tl.float32)
         if sinks is not None:
-            highest = tl.load(sinks + head).to(tl.float32) * _LOG2_E
-            total = 1.0
+            highest = tl.load(sinks + heads, mask=is_own, other=0.0).to(tl.float32) * _LOG2_E
+            total = tl.full((BH,), 1.0, tl.float32)
         for at in range(0, count, AT_ONCE):
             pieces = at + tl.arange(0, AT_ONCE)
-            is_there = pieces < count
-            own = (first + pieces) * H + head
+            is_there = is_own[:, None] & (pieces < count)[None, :]
+            own = (first + pieces)[None, :] * H + heads[:, None]
+            mask = is_there[:, :, None] & (columns < V)[None, None, :]
+            found = tl.load(values + own[:, :, None] * V + columns[None, None, :], mask=mask, other=0.0)
             highests = tl.load(sums + 2 * own, mask=is_there, other=LOWEST)
             totals = tl.load(sums + 2 * own + 1, mask=is_there, other=0.0)
-            mask = is_there[:, None] & (columns < V)[None, :]
-            found = tl.load(values + own[:, None] * V + columns[None, :], mask=mask, other=0.0)
-            higher = tl.maximum(highest, tl.max(highests, 0))
+            higher = tl.maximum(highest, tl.max(highests, 1))
             shrink = tl.exp2(highest - higher)
-            weights = tl.where(is_there, tl.exp2(highests - higher), 0.0)
-            result = result * shrink + tl.sum(found * weights[:, None], 0)
-            total = total * shrink + tl.sum(weights * totals, 0)
+            weights = tl.where(is_there, tl.exp2(highests - higher[:, None]), 0.0)
+            result = result * shrink[:, None] + tl.sum(found * weights[:, :, None], 1)
+            total = total * shrink + tl.sum(weights * totals, 1)
             highest = higher
-        out_at = out + (row * H + head) * V + columns
-        tl.store(out_at, (result / total).to(out.dtype.element_ty), mask=columns < V)
+        out_at = out + (row * H + heads)[:, None] * V + columns[None, :]
+        result = result / tl.where(is_own, total, 1.0)[:, None]
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=is_stored)
 
 
 def joined(out: Array, written: list[Array], pieces: Pieces, sinks: Array | None, capability: int | None) -> Array:
@@ -83,18 +87,19 @@ def joined(out: Array, written: list[Array], pieces: Pieces, sinks: Array | None
     if not written:
         return out
     rows, heads, width = out.shape
-    columns = min(triton.next_power_of_2(width), tuning.JOINED_VALUES)
+    chosen = tuning.of_joined(rows, heads, width)
     (out,) = call(
         combine,
         (*written, pieces.first, pieces.count, sinks, out),
         [jax.ShapeDtypeStruct(out.shape, out.dtype)],
-        (rows, heads, triton.cdiv(width, columns)),
-        tuning.COMBINE,
+        (rows, triton.cdiv(heads, chosen.heads), triton.cdiv(width, chosen.columns)),
+        chosen.tuning,
         capability,
         aliases={5: 0},
         H=heads,
         V=width,
-        BV=columns,
-        AT_ONCE=tuning.JOINED_PIECES,
+        BH=chosen.heads,
+        BV=chosen.columns,
+        AT_ONCE=chosen.pieces,
     )
     return out

@@ -60,7 +60,7 @@ def attention(spec: Spec, lengths: Sequence[int]) -> Attention:
         return pallas_kernels.paged_decode(*arrays, scale=1.0, implementation=implementation)
 
     arrays = (q, cache, cache, ints((rows, table)), ints((rows,)))
-    one = next(each for each in sass.launches(call, arrays, CAPABILITY) if each.name == "attend")
+    one = next(each for each in sass.launches(call, arrays, CAPABILITY) if each.name == "attend_piece")
     taken = resources.read(one.compiled)
     held = sass.at_once(int(taken["registers"]), int(taken["shared"]), one.tuning.warps, CAPABILITY)
     programs = visits(lengths, heads[1], chosen)

@@ -31,7 +31,7 @@ TRITON = Choice("triton", 90)
 STORIES = str(paths.STORIES)
 
 
-@pytest.mark.parametrize("least_keys", [tuning.LEAST_KEYS, 16])
+@pytest.mark.parametrize("least_keys", [tuning.LEAST_KEYS, 256])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode(case, least_keys, monkeypatch):
     """With a context that one program does, and with one that is divided among several."""
@@ -48,8 +48,9 @@ def test_as_many_programs_share_the_keys_as_run_at_once():
     def chosen(rows: int, kv_heads: int, context: int) -> tuning.Decode:
         return tuning.of_decode(90, rows, kv_heads, 128, "bfloat16", "bfloat16", context)
 
-    assert chosen(1, 8, 8192).programs == chosen(64, 8, 8192).programs == 4 * 132 // 8
-    assert (chosen(1, 2, 8192).splits, chosen(64, 8, 8192).splits, chosen(1, 2, 200).splits) == (32, 1, 1)
+    assert chosen(64, 8, 8192).programs == 4 * 132 // 8
+    assert chosen(1, 8, 8192).programs == 2 * 132 // 8 and 2 * chosen(1, 8, 8192).keys == chosen(64, 8, 8192).keys
+    assert (chosen(1, 2, 8192).splits, chosen(64, 8, 8192).splits, chosen(1, 2, 200).splits) == (32, 1, 8)
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
@@ -80,7 +81,8 @@ def test_tiles_and_pieces_of_latents(rows, case, monkeypatch):
     monkeypatch.setattr(tuning, "of_latent", lambda *_: Latent(rows, 32, rows < 64, 2, Tuning(8, 3)))
     monkeypatch.setattr(tuning, "LEAST_LATENTS", 16)
     monkeypatch.setattr(tuning, "LATENTS_OF_A_ROW", 0)
-    monkeypatch.setattr(tuning, "JOINED_PIECES", 2)
+    monkeypatch.setattr(tuning, "JOINED_NUMBERS", 1)  # two pieces at once
+    monkeypatch.setattr(tuning, "JOINED_PROGRAMS", rows)  # several heads in a program
     test_attention.test_decode_matches_the_naive_loop(case, TRITON)
     test_attention.test_ragged_prefill_matches_the_naive_loop(case, TRITON)
 

@@ -86,7 +86,7 @@ def cache(blocks: int, kv_heads: int, size: int, dtype: str) -> tuple[jax.Array,
 def decode(heads: Heads, lengths: list[int], dtype: str = "float16", window: int | None = None) -> Traced:
     """Keys and values of each row once, queries for each piece of a row, results; parts are written and read.
 
-    Each program reads whether there is a piece for it, and what it is, if so. A window begins with a whole visit.
+    Each program reads the four numbers of its piece.
     """
     num_heads, kv_heads, size = heads
     tables, blocks = paged(np.asarray(lengths), 64)
@@ -95,11 +95,11 @@ def decode(heads: Heads, lengths: list[int], dtype: str = "float16", window: int
     chosen = tuning.of_decode(90, len(lengths), kv_heads, size, "float16", dtype, 64 * BLOCK)
     programs = min(
         len(lengths) + chosen.programs,
-        len(lengths) * -(-(window + chosen.keys if window else 64 * BLOCK) // chosen.least_keys),
+        len(lengths) * -(-(window or 64 * BLOCK) // chosen.least_keys),
     )
-    needed = q.nbytes + programs * kv_heads * SECTOR
+    needed = q.nbytes + programs * kv_heads * 4 * SECTOR
     for row in pieces(lengths, chosen, window):
-        needed += sum(row) * token + len(row) * (kv_heads * 4 * SECTOR + num_heads * 2 * size)
+        needed += sum(row) * token + len(row) * num_heads * 2 * size
         needed += len(row) * num_heads * 2 * 4 * (size + 2) * (len(row) > 1)
     arrays = (q, keys, keys + 0, jnp.asarray(tables), ints(lengths))
     run = partial(pallas_kernels.paged_decode, *arrays, **own, window=window, implementation=TRITON)
@@ -268,7 +268,7 @@ def test_costs_are_counted_with_the_division_of_the_kernel():
     own = [keys for row in pieces(lengths, chosen) for keys in row if keys]
     expected = [2 * 128 * keys for keys in own * LLAMA[1]]
     found = [num_bytes for (name, _), num_bytes in attend.own.items() if name == "k_cache"]
-    assert sorted(found) == sorted(expected) and len(expected) == 2 * (1 + 3)
+    assert sorted(found) == sorted(expected) and len(expected) == 2 * (2 + 17)
 
 
 @triton.jit

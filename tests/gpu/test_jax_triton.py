@@ -58,7 +58,16 @@ def test_the_ptx_is_the_same_and_has_no_lines_for_a_debugger(monkeypatch, by_our
     names = dict.fromkeys([*list(resources.calls())[::EVERY], *wanted])
     theirs = {name: ptx(name, monkeypatch) for name in names}
     kernels = {kernel for found in theirs.values() for kernel in found}
-    assert {"attend", "combine", "rotate_and_store", "multiply", "multiply_fused", "survey", "finish"} <= kernels
+    assert {
+        "attend",
+        "attend_piece",
+        "combine",
+        "rotate_and_store",
+        "multiply",
+        "multiply_fused",
+        "survey",
+        "finish",
+    } <= kernels
     assert {"plan", "multiply_up", "multiply_down", "measure", "frame", "fill", "cut", "pick", "settle"} <= kernels
     by_ourselves()
     assert theirs == {name: ptx(name, monkeypatch) for name in names}

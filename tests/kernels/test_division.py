@@ -21,10 +21,10 @@ def check(pieces: Pieces, lengths: np.ndarray, window: int | None) -> Pieces:
     for row, length in enumerate(lengths):
         own = slice(found.first[row], found.first[row] + found.count[row])
         begin, end = found.begin[own], found.end[own]
-        first = 0 if window is None else max(length - window, 0) // VISITED * VISITED
+        first = 0 if window is None else max(length - window, 0)
         assert begin[0] == first and end[-1] == length
         np.testing.assert_array_equal(begin[1:], end[:-1])
-        assert (begin % VISITED == 0).all() and (len(begin) == 1 or (end > begin).all())
+        assert ((begin - first) % VISITED == 0).all() and (len(begin) == 1 or (end > begin).all())
     return found
 
 
@@ -36,7 +36,7 @@ def test_each_key_is_in_one_piece(seed, window):
     lengths = (random.pareto(0.7, rows) * 100).clip(0, 40000).astype(np.int32)
     lengths[random.random(rows) < 0.2] = 0
     found = check(evenly(jnp.asarray(lengths), 40000, window, VISITED, programs, LEAST), lengths, window)
-    keys = lengths if window is None else lengths - np.maximum(lengths - window, 0) // VISITED * VISITED
+    keys = lengths if window is None else np.minimum(lengths, window)
     even = -(-int(keys.sum()) // programs)
     most = max(even + even // 16, LEAST)
     assert (found.end - found.begin).max() < most + VISITED
