@@ -1,9 +1,10 @@
-"""Draws docs/running.svg, the picture in the README, from what the commands print: `python docs/make_picture.py`."""
+"""Draws docs/running.svg, the picture in the README: `python docs/make_picture.py` runs the commands in a terminal."""
 
 from __future__ import annotations
 
 import io
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -25,13 +26,28 @@ def main() -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for command in COMMANDS:
         console.print(Text.assemble(("$ ", "green"), (command, "bold")))
-        done = subprocess.run(
-            command, shell=True, capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
-        )
-        for line in done.stdout.strip().splitlines()[:LINES]:
-            console.print(Text(line))
+        for line in shown(command, os.environ | {"PATH": path})[:LINES]:
+            console.print(Text.from_ansi(line))
         console.print()
     Path(__file__).with_name("running.svg").write_text(console.export_svg(title="jaxllm"))
+
+
+def shown(command: str, environment: dict[str, str]) -> list[str]:
+    """Run a command in a terminal; return the lines that it leaves there, of both streams."""
+    own, other = pty.openpty()
+    process = subprocess.Popen(command, shell=True, stdout=other, stderr=other, env=environment)
+    os.close(other)
+    written = bytearray()
+    try:
+        while piece := os.read(own, 1 << 16):
+            written += piece
+    except OSError:  # Linux ends the reading of a closed terminal so
+        pass
+    os.close(own)
+    if process.wait() != 0:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    lines = written.decode().replace("\r\n", "\n").strip().split("\n")
+    return [line.rpartition("\r")[2] for line in lines]
 
 
 if __name__ == "__main__":

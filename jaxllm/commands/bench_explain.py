@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.commands.arguments import Subparsers, new_command
 from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
 from jaxllm.commands.bench_results import add_number, write
-from jaxllm.commands.session import open_llm
+from jaxllm.commands.session import add_verbose, open_llm
 
 # Steps of programs that are too large would be explained otherwise.
 ENGINE_DEFAULTS = {"EngineConfig.precompile": "all"}
@@ -28,6 +28,7 @@ def add(benchmarks: Subparsers) -> None:
     add_number(parser, "--num-steps", 32, "steps that are traced")
     parser.add_argument("--profile", metavar="DIR", help="keep the trace here, for ui.perfetto.dev")
     add_engine(parser, ENGINE_DEFAULTS, has_plot=False)
+    add_verbose(parser)
 
 
 def run(options: dict[str, Any]) -> int:

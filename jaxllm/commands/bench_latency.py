@@ -8,7 +8,7 @@ from jaxllm.commands.arguments import Subparsers, new_command
 from jaxllm.commands.bench_engine import add_engine, check_context, read_engine
 from jaxllm.commands.bench_results import add_number, write
 from jaxllm.commands.bench_trace import add_trace, check_trace, traced
-from jaxllm.commands.session import open_llm
+from jaxllm.commands.session import add_verbose, open_llm
 
 # What is measured is a batch, neither programs that are being compiled nor prompts that are cached.
 ENGINE_DEFAULTS = {"EngineConfig.precompile": "all", "EngineConfig.enable_prefix_caching": False}
@@ -31,6 +31,7 @@ def add(benchmarks: Subparsers) -> None:
     parser.add_argument("--disable-detokenize", action="store_true", help="make tokens, no text")
     add_trace(parser)
     add_engine(parser, ENGINE_DEFAULTS)
+    add_verbose(parser)
 
 
 def run(options: dict[str, Any]) -> int:

@@ -15,7 +15,7 @@ from jaxllm.commands.bench_trace import add_trace, check_trace, traced
 from jaxllm.commands.bench_workload import dataset_options
 from jaxllm.commands.constraint_flags import schema_of
 from jaxllm.commands.flags import add_flags, flag_of, given
-from jaxllm.commands.session import open_llm
+from jaxllm.commands.session import add_verbose, open_llm
 from jaxllm.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def add(benchmarks: Subparsers) -> None:
     add_trace(parser)
     add_flags(parser.add_argument_group("dataset"), DatasetOptions)
     add_engine(parser, ENGINE_DEFAULTS)
+    add_verbose(parser)
 
 
 def run(options: dict[str, Any]) -> int:

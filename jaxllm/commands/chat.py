@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.commands.arguments import Subparsers, add_model, build, engine_config, new_command
 from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, given
-from jaxllm.commands.session import add_lora, open_llm, stream, with_lora
+from jaxllm.commands.session import add_lora, add_verbose, open_llm, stream, with_lora
 from jaxllm.errors import UserError
 from jaxllm.lora_request import LoRARequest
 from jaxllm.sampling_params import SamplingParams
@@ -37,6 +37,7 @@ def add(commands: Subparsers) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--system", help="the system prompt")
     add_model(parser)
+    add_verbose(parser)
     add_lora(parser)
     add_sampling_flags(parser.add_argument_group("sampling"), CHAT_TOKENS, skipped=_NO_FLAGS)
     add_constraint_flags(parser.add_argument_group("form of the output"))

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, engine_config, new_command
 from jaxllm.commands.flags import add_engine_flags
-from jaxllm.commands.session import open_llm
+from jaxllm.commands.session import add_verbose, open_llm
 from jaxllm.embedded import EMBEDDER_DIR
 from jaxllm.errors import EngineError, UserError
 from jaxllm.pooling_params import PoolingParams
@@ -60,6 +60,7 @@ def add(commands: Subparsers) -> None:
         "--batch-size", type=int, default=1024, metavar="N", help="texts to embed and write at once (default: 1024)"
     )
     add_model(parser, "the small embedder within jaxllm")
+    add_verbose(parser)
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False)
 
 

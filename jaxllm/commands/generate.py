@@ -15,7 +15,7 @@ from typing import Any
 from jaxllm.commands.arguments import Subparsers, Usage, add_model, add_profile, build, engine_config, new_command
 from jaxllm.commands.constraint_flags import add_constraint_flags, constraint_of
 from jaxllm.commands.flags import add_engine_flags, add_sampling_flags, flag_of, given
-from jaxllm.commands.session import add_lora, open_llm, profile, stream, with_lora
+from jaxllm.commands.session import add_lora, add_verbose, open_llm, profile, stream, with_lora
 from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob, RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -40,6 +40,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="write one JSON object a line for each output")
     add_profile(parser)
     add_model(parser)
+    add_verbose(parser)
     add_lora(parser)
     add_sampling_flags(parser.add_argument_group("sampling"), GENERATE_TOKENS)
     add_constraint_flags(parser.add_argument_group("form of the output"))

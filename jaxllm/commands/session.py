@@ -6,6 +6,7 @@ Knows terminals and ^C.
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 import threading
@@ -48,14 +49,22 @@ def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], LoRARequest | No
     return own, request
 
 
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    """Add `--verbose`, for `open_llm`."""
+    parser.add_argument("-v", "--verbose", action="store_true", help="show how memory is divided and how a start went")
+
+
 @contextmanager
 def open_llm(options: Mapping[str, Any], **defaults: Any) -> Iterator[LLM]:
-    """Load the model that the flags name, with a progress bar at a terminal; errors name flags.
+    """Load the model that the flags name; errors name flags.
 
-    `defaults` are settings for which no flag was given.
+    A terminal shows a progress bar until the model is loaded. `defaults` are settings for which no flag was given.
     """
     from jaxllm.llm import LLM
 
+    if options["verbose"]:
+        logging.basicConfig(format="%(message)s", stream=sys.stderr)
+        logging.getLogger("jaxllm").setLevel(logging.INFO)
     try:
         settings = defaults | given(options, EngineConfig)
         loaded = LLM(options["model"], use_tqdm=sys.stderr.isatty(), **settings)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,11 +51,7 @@ def load_parts(config: EngineConfig, progress: bool, metrics: Metrics) -> Parts:
     default_params = default_sampling_params(setup.generation_config)
     runner = make_runner(config, setup, metrics, progress, phases=phases)
     start_phases = phases.finished()
-    text = describe(start_phases)
-    if progress:
-        print(text, file=sys.stderr)
-    else:
-        logging.getLogger(__name__).info("%s", text)
+    logging.getLogger(__name__).info("%s", describe(start_phases))
     geometry = runner.geometry
     model = ModelInfo(
         tokenizer=tokenizer,

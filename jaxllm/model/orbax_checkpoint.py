@@ -122,7 +122,15 @@ def load(folder: Path, declared: Params[Weight], mesh: Mesh, dtype: DTypeLike, p
     dtype = jnp.dtype(dtype)
     described = jax.tree.leaves(jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declared))
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in described)
-    bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress)
+    bar = tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        desc="reading weights",
+        disable=not progress,
+        leave=False,
+    )
 
     def restore(layer: int | None, weights: dict[str, Weight]) -> dict[str, Any]:
         tree: dict[str, Any] = {}

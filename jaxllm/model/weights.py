@@ -152,7 +152,15 @@ def read(
 ) -> Params[Array]:
     """Copy declared weights out of what `find_sources` found for them into arrays of `dtype`."""
     total = num_bytes(jax.tree.map(lambda weight: quantized.describe(weight, mesh, dtype), declared))
-    bar = tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="weights", disable=not progress)
+    bar = tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        desc="reading weights",
+        disable=not progress,
+        leave=False,
+    )
     pending: Any = None
 
     def build(layer: int | None, name: str, weight: Weight) -> Any:

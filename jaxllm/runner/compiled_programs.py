@@ -198,7 +198,8 @@ class ProgramTable:
     def wait(self, progress: bool = False) -> None:
         """Wait until every program that was asked for is compiled; the first failure is raised here."""
         noted = time.monotonic()
-        with tqdm(total=self.num_all, desc="programs", disable=not progress) as bar:
+        total = self._metrics.programs_awaited
+        with tqdm(total=total, desc="compiling programs", disable=not progress, leave=False) as bar:
             for thread in self._threads:
                 while thread.is_alive():
                     thread.join(0.5)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
@@ -136,7 +134,7 @@ class Runner:
         self._running_thread: int | None = None
         compilations = Compilations()
         compilations.begin()
-        self._start_programs(plan, progress)
+        self._start_programs(plan)
         try:
             if needs_weights:
                 with phases.phase("weights") as causes:
@@ -380,7 +378,7 @@ class Runner:
         draft = draft_setup.load(setup.drafting, setup.draft, self._mesh, setup.dtype, progress, seed)
         return replace(params, draft=draft)
 
-    def _start_programs(self, plan: MemoryPlan, progress: bool) -> None:
+    def _start_programs(self, plan: MemoryPlan) -> None:
         """Begin to compile the covering programs for a memory plan, while the weights are read."""
         setup, shards = self.setup, self._mesh.size
         self.memory_plan = plan
@@ -435,10 +433,7 @@ class Runner:
                 for operation, why in kernel_reasons(self._config, setup.platform, setup.kernels).items()
             )
         )
-        if progress:
-            tqdm.write(f"{text}\n{start}", sys.stderr)
-        else:
-            _log.info("%s\n%s", text, start)
+        _log.info("%s\n%s", text, start)
         self.programs.begin(self.programs.covering, os.cpu_count() or 2)
 
     def _digest(self) -> tuple[str, str]:
@@ -485,12 +480,12 @@ class Runner:
                 "allocate", self._state_shapes, partial(device_state.lower_allocation, self._state_shapes)
             )
             self._compile_small()
-            self.programs.wait()
+            self.programs.wait(progress)
             temporaries = max(self._temporary_bytes(key) for key in self.programs.covering)
             fitting = plan_memory(self._config, self.setup, self._mesh, free, temporaries)
             if fitting.num_blocks >= self.geometry.num_blocks:
                 return
-            self._start_programs(fitting, progress)
+            self._start_programs(fitting)
 
     def _temporary_bytes(self, key: Key) -> int:
         """Return what a program needs on one device beside weights and state."""

@@ -81,7 +81,8 @@ def digest_compiler(devices: tuple[Any, ...]) -> str:
 
 def digest_options() -> str:
     """Return a digest of JAX's options, as they are in the calling thread."""
-    values = jax.config.values | {"jax_default_matmul_precision": jax.config.jax_default_matmul_precision}
+    options: Any = jax.config
+    values = options.values | {"jax_default_matmul_precision": options.jax_default_matmul_precision}
     return digest({name: repr(value) for name, value in values.items() if not name.startswith(_WITHOUT_EFFECT)})
 
 

@@ -147,7 +147,7 @@ def test_progress_is_told_in_bytes(converted, capfd):
     _, target = converted
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(load(target, progress=True)))
     shown = capfd.readouterr().err
-    assert "weights: 100%" in shown and f"{held / 1024:.0f}k/{held / 1024:.0f}k" in shown
+    assert "reading weights:" in shown and f"/{held / 1024:.0f}k" in shown
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc")
