@@ -169,7 +169,7 @@ def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Ch
     """Return the reason why each operation's implementation was chosen."""
     return {
         operation: "asked for"
-        if f"{operation}={chosen}" in map(str, config.kernels)
+        if f"{operation}={chosen.name}" in config.kernels
         else chosen.reason or f"best on {platform}"
         for operation, chosen in kernels.items()
     }
