@@ -20,7 +20,7 @@ from pallas_kernels.tuning import PROCESSORS
 from tests.benchmarks.shapes import SHAPES
 from tests.benchmarks.step_bytes import STORED, cache_bytes, weight_bytes
 from tests.gpu import aot, conftest, measured_steps, resources, sass
-from tests.gpu.measured_steps import AIM, FOUND, Attend, makespan, visits
+from tests.gpu.measured_steps import NOW, makespan, visits
 
 assert conftest  # it finds XLA an assembler
 CAPABILITY = 90
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
     num_bytes: int
     kernels: int
     attention: Attention
-    milliseconds: tuple[float, float]  # with attention as it was measured, and as it is aimed at
+    milliseconds: float
     floor: float  # milliseconds: bytes alone
 
 
@@ -68,13 +68,11 @@ def attention(spec: Spec, lengths: Sequence[int]) -> Attention:
     return Attention(sass.waves(len(programs), held, CAPABILITY), makespan(programs, places))
 
 
-def cost(
-    spec: Spec, lengths: Sequence[int], kernels: int, attention: Attention, attends: Sequence[Attend] = (FOUND, AIM)
-) -> Cost:
-    """Add up a step, with each of two kinds of attention."""
+def cost(spec: Spec, lengths: Sequence[int], kernels: int, attention: Attention) -> Cost:
+    """Add up a step."""
     num_bytes = weight_bytes(spec, STORED[0]) + cache_bytes(spec, sum(lengths), is_eight_bit=False)
-    least, most = (measured_steps.milliseconds(spec, lengths, "triton", one, attention.visits) for one in attends)
-    return Cost(num_bytes, kernels, attention, (least, most), measured_steps.floor(spec, lengths))
+    taken = measured_steps.milliseconds(spec, lengths, "triton", NOW, attention.visits)
+    return Cost(num_bytes, kernels, attention, taken, measured_steps.floor(spec, lengths))
 
 
 def filled(spec: Spec) -> Iterator[str]:
@@ -90,13 +88,13 @@ def lines() -> Iterator[str]:
     """Write the tables."""
     spec = measured_steps.llama()
     kernels = {rows: aot.compile_step(SHAPES["llama-3.1-8b"], rows=rows).kernels for rows in (2, 64, 256)}
-    yield "| rows, contexts | GB | kernels | waves | visits | ms | of bytes alone | with the aim of attention |"
-    yield "| --- " * 8 + "|"
+    yield "| rows, contexts | GB | kernels | waves | visits | ms | of bytes alone |"
+    yield "| --- " * 7 + "|"
     for name, lengths in BATCHES.items():
         one = cost(spec, lengths, kernels[max(2, len(lengths))], attention(spec, lengths))
         cells = [name, f"{one.num_bytes / 1e9:.1f}", f"{one.kernels}", f"{one.attention.waves:.2f}"]
-        found, aim = one.milliseconds
-        cells += [f"{one.attention.visits}", f"{found:.1f}", f"{found / one.floor:.2f} ×", f"{aim / one.floor:.2f} ×"]
+        taken = one.milliseconds
+        cells += [f"{one.attention.visits}", f"{taken:.1f}", f"{taken / one.floor:.2f} ×"]
         yield f"| {' | '.join(cells)} |"
     yield ""
     yield from filled(spec)
