@@ -419,9 +419,7 @@ class Laid(NamedTuple):
     tokens: jax.Array  # i32[T]
     known: jax.Array  # i32[S, M * P]: the tokens of slots, with these
     sampling: jax.Array  # i32[S, F], with those of rows that came with the batch
-    last: (
-        jax.Array | None
-    )  # i32[R]: the tokens behind which a step samples; None in a decode step: all
+    last: jax.Array | None  # i32[R]: the tokens behind which a step samples; None in a decode step: all
     at: Places
 
 
