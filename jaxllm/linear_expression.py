@@ -20,8 +20,8 @@ MOST_PARTS = 4096  # that it has once its counted repetitions are written out
 _FLAT = frozenset(("LITERAL", "NOT_LITERAL", "IN", "ANY"))
 _BEGINNINGS = frozenset(("AT_BEGINNING", "AT_BEGINNING_STRING"))
 _REFUSED = {
-    "ASSERT": "a lookahead that is not at the beginning, or a lookbehind",
-    "ASSERT_NOT": "a negative lookahead that is not at the beginning, or a negative lookbehind",
+    "ASSERT": "a lookbehind",
+    "ASSERT_NOT": "a negative lookbehind",
     "GROUPREF": "a backreference",
     "GROUPREF_EXISTS": "a conditional group",
     "ATOMIC_GROUP": "an atomic group",
@@ -50,13 +50,15 @@ class _Place(NamedTuple):
     is_last: bool
     is_before_last_newline: bool
     is_boundary: bool
+    ahead: tuple[bool, ...] = ()  # whether each lookahead of the automaton holds
 
 
 class _State(NamedTuple):
-    """A state of the automaton, of which one of the first three is given."""
+    """A state of the automaton, for which at most one of the first four is given."""
 
     matches: Callable[[str], Any] | None = None  # a character, which is read
     assertion: str = ""
+    ahead: int | None = None  # the number of a lookahead, which is an assertion too
     is_end: bool = False
     follows: tuple[int, ...] = ()
 
@@ -75,7 +77,9 @@ class Expression:
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(str(error)) from None
         self._re = re.compile(pattern) if all(str(op) in _FLAT for op, _ in parsed) else None
-        self._automaton = None if self._re is not None else _Automaton(list(parsed), parsed.state.flags, self._work)
+        self._automaton = (
+            None if self._re is not None else _Automaton(list(parsed), parsed.state.flags, self._work, begins=True)
+        )
 
     def fullmatch(self, text: str) -> bool:
         """Whether it matches the whole text."""
@@ -91,17 +95,20 @@ class Expression:
 
 
 class _Automaton:
-    def __init__(self, items: list[Any], flags: int, work: Work) -> None:
+    def __init__(self, items: list[Any], flags: int, work: Work, begins: bool = False) -> None:
+        """`begins`: it is matched from the beginning of texts only, where `^` always holds."""
         if flags & ~_FLAGS:
             raise ValueError("it has flags other than a, i, s, u and x")
         self._work = work
         self._states = [_State(is_end=True)]
         self._num_parts = 0
-        self._ahead: list[tuple[_Automaton, bool]] = []  # with whether it must match
+        self._ahead: list[tuple[_Automaton, bool]] = []  # at the beginning, with whether it must match
+        self._later: dict[int, tuple[int, _Automaton, bool]] = {}  # others, with their number, by the parsed part
+        self._kept: list[Any] = []  # those parts, so that no other gets the identity of one
         self._leaves: dict[tuple[str, str, int], Callable[[str], Any]] = {}
         self._closures: dict[tuple[frozenset[int], _Place], frozenset[int]] = {}
         self._steps: dict[tuple[frozenset[int], str], frozenset[int]] = {}
-        while items and (str(items[0][0]), str(items[0][1])) in {("AT", each) for each in _BEGINNINGS}:
+        while begins and items and (str(items[0][0]), str(items[0][1])) in {("AT", each) for each in _BEGINNINGS}:
             items = items[1:]
         while items and str(items[0][0]) in ("ASSERT", "ASSERT_NOT") and items[0][1][0] == 1:
             op, (_, inner) = items[0]
@@ -139,7 +146,16 @@ class _Automaton:
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, inner = value
             return self._repeat(least, most, inner, follows, flags)
+        if op in ("ASSERT", "ASSERT_NOT") and value[0] == 1:
+            return self._add(_State(ahead=self._lookahead(op == "ASSERT", value[1], flags), follows=(follows,)))
         raise ValueError(f"it has {_REFUSED.get(op, op)}, which cannot be followed")
+
+    def _lookahead(self, wanted: bool, inner: Any, flags: int) -> int:
+        """Return the number of a lookahead; one that is repeated is made once."""
+        if id(inner) not in self._later:
+            self._kept.append(inner)
+            self._later[id(inner)] = len(self._later), _Automaton(list(inner), flags, self._work), wanted
+        return self._later[id(inner)][0]
 
     def _repeat(self, least: int, most: Any, inner: Any, follows: int, flags: int) -> int:
         if most is _parser.MAXREPEAT:
@@ -171,19 +187,27 @@ class _Automaton:
             self._leaves[key] = _compiler.compile(_parser.SubPattern(state, [(code, value)])).fullmatch
         return self._leaves[key]
 
-    def matches(self, text: str, is_whole: bool) -> bool:
-        """Follow all ways at once."""
-        if any(ahead.matches(text, is_whole=False) != wanted for ahead, wanted in self._ahead):
+    def matches(self, text: str, is_whole: bool, start: int = 0) -> bool:
+        """Follow all ways at once, from the character `start` on."""
+        if any(ahead.matches(text, False, start) != wanted for ahead, wanted in self._ahead):
             return False
         current = self._start
-        for place, character in enumerate(text):
-            closed = self._closed(current, _place(text, place))
+        for place in range(start, len(text)):
+            closed = self._closed(current, self._place(text, place))
             if 0 in closed and not is_whole:
                 return True
-            current = self._step(closed, character)
+            current = self._step(closed, text[place])
             if not current:
                 return False
-        return 0 in self._closed(current, _place(text, len(text)))
+        return 0 in self._closed(current, self._place(text, len(text)))
+
+    def _place(self, text: str, place: int) -> _Place:
+        found = _place(text, place)
+        if not self._later:
+            return found
+        self._work.spend(len(self._later) * (16 + len(text) - place))
+        ahead = (one.matches(text, False, place) == wanted for _, one, wanted in self._later.values())
+        return found._replace(ahead=tuple(ahead))
 
     def _closed(self, states: frozenset[int], place: _Place) -> frozenset[int]:
         """Add the states that are reached without reading."""
@@ -192,7 +216,7 @@ class _Automaton:
             found, left = set(states), list(states)
             while left:
                 state = self._states[left.pop()]
-                if state.matches is None and _holds(state.assertion, place):
+                if state.matches is None and _holds(state, place):
                     new = [each for each in state.follows if each not in found]
                     found.update(new)
                     left += new
@@ -221,7 +245,10 @@ def _is_word(character: str) -> bool:
     return character == "_" or character.isalnum()
 
 
-def _holds(assertion: str, place: _Place) -> bool:
+def _holds(state: _State, place: _Place) -> bool:
+    if state.ahead is not None:
+        return place.ahead[state.ahead]
+    assertion = state.assertion
     if assertion in _BEGINNINGS:
         return place.is_first
     if assertion == "AT_END":

@@ -257,6 +257,7 @@ def linear(
     *,
     kind: Kind = "float",
     rounds_rows: bool = False,
+    rounds: bool = False,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T O"]:
     """Multiply the rows `x` [T, D] with a weight of O rows and D columns: [T, O] in float32, in which sums are made.
@@ -268,6 +269,7 @@ def linear(
 
     With `rounds_rows`, for "int8" of one group without zeros, each row of `x` is rounded to 8 bits as well: products
     are summed as integers, exactly up to 133,000 columns, and the scales of row and weight multiply the sum.
+    With `rounds`, for "float" alone, XLA's product rounds each sum once, to the type of `x`, and writes that.
     `implementation` None takes what `linear_by` says, where that can do it, or else XLA's own products.
     """
     columns = weight.shape[1] * (2 if kind in PACKED else 1)
@@ -279,8 +281,12 @@ def linear(
         raise ValueError(f"scales {scales.shape} do not fit a weight {weight.shape}")
     if rounds_rows and (kind != "int8" or zeros is not None or scales is None or scales.shape[0] != 1):
         raise ValueError("rows are rounded for int8 with one scale for each of its rows, and no zeros")
+    if rounds and kind != "float":
+        raise ValueError(f"sums are rounded for weights that are floats, and this one is {kind}")
     static: dict[str, Any] = {"kind": kind, "rounds_rows": rounds_rows}
     site = Site("", dtype=str(x.dtype), **static)
+    if rounds:
+        return _dispatch("linear", "xla", site, static | {"rounds": True}, (x, weight, scales, zeros))
     chosen = implementation or _product_by(site)
     return _dispatch("linear", chosen, site, static, (x, weight, scales, zeros))
 

@@ -22,11 +22,12 @@ import jax.numpy as jnp
 from jax import Array, lax, named_scope
 from jaxtyping import Float, Int
 
+import pallas_kernels
 from jaxllm.model import fused, layers, mla, moe
 from jaxllm.model import pooler as pooling
 from jaxllm.model.parameters import Part, Scheme, Weight
 from jaxllm.model.pooler import Pooler
-from jaxllm.model.quantized import fitted
+from jaxllm.model.quantized import Quantized, fitted
 from jaxllm.model.spec import Latent, Rope, Spec, heads_per_shard
 from pallas_kernels import Choice
 from pallas_kernels.activations import activate, gated
@@ -80,6 +81,7 @@ class Context:
     axis: str = "tp"
     token_types: Array | None = None  # int32[T]; None: all are of type 0
     fused: Choice | None = None  # of products that take in norms, residuals and activations; only with `plain_linear`
+    rounds_inner: bool = False  # see `fused.rounds_inner`; only with `plain_linear`
 
 
 @flax.struct.dataclass
@@ -416,14 +418,21 @@ def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Con
     if spec.experts is not None and spec.experts.layers[layer]:
         return _all_reduce(moe.mix(spec, spec.experts, weights, x, context.axis).astype(x.dtype), context.axis)
     if context.linear is plain_linear:
-        return _mlp(spec, weights, x, context.axis)
+        rounds = context.rounds_inner and spec.mlp_gated and not isinstance(weights["up"], Quantized)
+        return _mlp(spec, weights, x, context.axis, rounds)
     return _run_mlp(spec, weights, x, partial(context.linear, layer), context.axis)
 
 
-@partial(jax.jit, static_argnames=("spec", "axis"))
-def _mlp(spec: Spec, weights: Arrays, x: Array, axis: str) -> Array:
+@partial(jax.jit, static_argnames=("spec", "axis", "rounds"))
+def _mlp(spec: Spec, weights: Arrays, x: Array, axis: str, rounds: bool) -> Array:
     """Traced once for all layers, which another `linear` cannot be: it may refer to arrays of its layer."""
-    return _run_mlp(spec, weights, x, partial(plain_linear, 0), axis)
+
+    def linear(name: str, x: Array, weight: Array, bias: Array | None = None) -> Array:
+        if rounds and name == "up" and bias is None:
+            return pallas_kernels.linear(x, weight, rounds=True).astype(jnp.float32)
+        return layers.linear(x, weight, bias)
+
+    return _run_mlp(spec, weights, x, linear, axis)
 
 
 def _run_mlp(spec: Spec, weights: Arrays, x: Array, linear: Callable[..., Array], axis: str) -> Array:

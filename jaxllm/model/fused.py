@@ -18,11 +18,22 @@ from jaxllm.model.quantized import Quantized
 from jaxllm.model.spec import Activation, Spec
 from pallas_kernels import Choice, Norm
 
+_LEAST_ROUNDED = 512  # tokens; the products of fewer are still in a GPU's cache when the activation reads them
+
 
 def chosen(kernels: Mapping[str, Choice]) -> Choice | None:
     """Return the choice for fused products; None if XLA's were chosen for every number of tokens."""
     own = kernels["fused_linear"]
     return None if {own.name, *(name for _, name in own.sizes)} == {"xla"} else own
+
+
+def rounds_inner(kernels: Mapping[str, Choice], tokens: int) -> bool:
+    """Return whether the product of a feed-forward's gate and up is written in the type of the activations.
+
+    On a GPU, for prompts: 8,192 tokens of Llama 3 8B have 939 MB of it in float32, whose activation took 409 us of an
+    H100; that of bfloat16 took 241.
+    """
+    return kernels["linear"].capability is not None and tokens >= _LEAST_ROUNDED
 
 
 def halves(spec: Spec, weights: dict[str, Any], layer: int, choice: Choice, tokens: int) -> tuple[bool, bool]:

@@ -475,6 +475,7 @@ def _forward(
     kv = list(state.kv)
     attend = attention(spec, model.geometry, model.kernels, shape, kv, tables, field, laid.slots, laid.positions)
     context = decoder.Context(laid.positions, attend, axis=AXIS, fused=fused.chosen(model.kernels))
+    context = replace(context, rounds_inner=fused.rounds_inner(model.kernels, shape.tokens))
     if adapters:
         linear = adapted_linear(adapters, field["token_adapter"], model.joins_adapters)
         context = replace(context, linear=linear, fused=None)

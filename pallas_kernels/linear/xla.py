@@ -17,9 +17,18 @@ _FEW_ROWS = 64
 
 
 def linear(
-    x: Array, weight: Array, scales: Array | None, zeros: Array | None, *, kind: Kind, rounds_rows: bool
+    x: Array,
+    weight: Array,
+    scales: Array | None,
+    zeros: Array | None,
+    *,
+    kind: Kind,
+    rounds_rows: bool,
+    rounds: bool = False,
 ) -> Array:
     """See `pallas_kernels.linear`."""
+    if rounds:
+        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
     if scales is None:
         return _sums(x, weight)
     if rounds_rows:

@@ -1,6 +1,6 @@
 """The time of a decode step of Llama-3.1-8B on one H100 as the sum of its kernels' times: arithmetic, nothing runs.
 
-`python -m tests.gpu.measured_steps` compares it with measured steps and predicts steps with today's products. All times
+`python -m tests.gpu.measured_steps` compares it with measured steps and predicts others. All times
 were measured in bfloat16 on an H100 80GB HBM3 on 2026-11-27: a step's kernels by JAX's profiler, products in CUDA
 graphs over weights that exceed the L2 cache.
 """
@@ -48,8 +48,7 @@ PRODUCTS: dict[str, tuple[Times, ...]] = {
     ),
 }
 MOST_FUSED = max(PRODUCTS["triton"][0])  # rows; with more, products are XLA's
-# Further launches of a layer: sums of pieces, keys and values, and six of XLA's around its products.
-COMBINE: Times = {1: 1.9, 16: 2.9, 64: 2.3, 128: 3.8, 256: 6.1}
+# Further launches of a layer: keys and values, and six of XLA's around its products.
 STORE: Times = {1: 1.6, 16: 1.9, 64: 3.1, 256: 8.5}
 APART: Times = {1: 1.75, 16: 1.9, 64: 3.35, 128: 4.1, 256: 6.7}
 APARTS = 6
@@ -67,6 +66,7 @@ class Attend(NamedTuple):
     visit: float  # microseconds that a program waits for its loads and multiplies: 14.2 us for 8 visits of one row
     start: float  # microseconds in which memory is idle, at the beginning and the end
     bandwidth: float  # bytes a second in between
+    combine: Times  # of the kernel that adds up pieces, by rows
     few: float | None = None  # microseconds of up to FEW visits, if not `visit` for each
 
     def microseconds(self, num_bytes: float, visits: int) -> float:
@@ -74,9 +74,10 @@ class Attend(NamedTuple):
         return max(waiting, self.start + 1e6 * num_bytes / self.bandwidth)
 
 
-FOUND = Attend(1.7, 5.0, 2.72e12)  # the kernel of the measured steps, which divided keys as BEFORE
-# Today's: 6.1 us for a row of 1k, and for 64 and 256 rows 2.85 and 2.94 TB/s. Longer rows alone were not measured.
-NOW = Attend(1.7, 3.9, 2.97e12, few=6.1)
+ATTEND = {
+    "a9dbdfd": Attend(1.7, 5.0, 2.72e12, {1: 1.9, 16: 2.9, 64: 2.3, 128: 3.8, 256: 6.1}),
+    "triton": Attend(1.7, 4.1, 2.98e12, {1: 2.1, 64: 1.9, 256: 1.7}, few=6.0),  # from `make gpu-check`: 1, 64, 256 rows
+}
 
 
 class Measured(NamedTuple):
@@ -101,6 +102,12 @@ STEPS = (
     Measured("16 of 8k", [8192] * 16, "a9dbdfd", 13.7, slower=1.0),
     *(Measured(f"{rows} of 1k, xla", [1024] * rows, "xla", one) for rows, one in ((1, 6.16), (16, 7.0), (64, 10.09))),
     Measured("128 of 1k, xla", [1024] * 128, "xla", 13.6),
+    # benchmarks/gpu, 2026-11-27: measured after the constants of products were.
+    *(
+        Measured(f"{rows} of 1k, now", [1024] * rows, "triton", one)
+        for rows, one in ((1, 5.83), (16, 6.69), (64, 9.33), (128, 13.22), (256, 19.91))
+    ),
+    Measured("16 of 8k, now", [8192] * 16, "triton", 11.61),
 )
 
 
@@ -147,7 +154,7 @@ def milliseconds(spec: Spec, lengths: Sequence[int], products: str, attend: Atte
     is_fused = products != "xla" and rows <= MOST_FUSED
     layer = sum(at(one, rows) for one in PRODUCTS[products if is_fused else "xla"])
     layer += 0 if is_fused else APARTS * at(APART, rows)
-    layer += at(COMBINE, rows) + at(STORE, rows)
+    layer += at(attend.combine, rows) + at(STORE, rows)
     keys = cache_bytes(spec, sum(lengths), is_eight_bit=False) / spec.num_layers
     layer += attend.microseconds(keys, num_visits)
     logits = 1e6 * 4 * rows * spec.vocab_size / READING
@@ -168,7 +175,9 @@ def compared() -> Iterator[tuple[Measured, float]]:
     """Yield each measured step and its computed milliseconds."""
     spec = llama()
     for one in STEPS:
-        yield one, milliseconds(spec, one.lengths, one.products, FOUND, longest(spec, one.lengths, BEFORE))
+        name, chosen = ("triton", None) if one.products == "triton" else ("a9dbdfd", BEFORE)
+        found = milliseconds(spec, one.lengths, one.products, ATTEND[name], longest(spec, one.lengths, chosen))
+        yield one, found
 
 
 def lines() -> Iterator[str]:
@@ -180,14 +189,13 @@ def lines() -> Iterator[str]:
         measured = f"{one.milliseconds - one.slower:.2f} to " * (one.slower > 0) + f"{one.milliseconds:.2f}"
         yield f"| {one.name} | {measured} | {found:.2f} | {100 * one.difference(found):+.1f} % |"
     yield ""
-    yield "| rows of 1k | floor, ms | products as they are now, ms | × floor | attention too | × floor |"
-    yield "| --- " * 6 + "|"
+    yield "| rows of 1k | floor, ms | computed, ms | × floor |"
+    yield "| --- " * 4 + "|"
     for rows in (1, 16, 32, 64, 128, 256):
         lengths = [1024] * rows
-        least, kinds = floor(spec, lengths), ((FOUND, BEFORE), (NOW, None))
-        found = [milliseconds(spec, lengths, "triton", one, longest(spec, lengths, chosen)) for one, chosen in kinds]
-        cells = [cell for one in found for cell in (f"{one:.2f}", f"{one / least:.2f}")]
-        yield f"| {rows} | {least:.2f} | {' | '.join(cells)} |"
+        least = floor(spec, lengths)
+        found = milliseconds(spec, lengths, "triton", ATTEND["triton"], longest(spec, lengths))
+        yield f"| {rows} | {least:.2f} | {found:.2f} | {found / least:.2f} |"
 
 
 if __name__ == "__main__":

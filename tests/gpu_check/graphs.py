@@ -19,7 +19,7 @@ from tests.benchmarks.bare import replay
 from tests.gpu_check import shape8b
 from tests.gpu_check.check import Check
 
-LAUNCHED, CHANGED = "Execute command buffer on device", r"Updated command buffer in (\d+)"
+LAUNCHED, CHANGED = "Execute command buffer", r"Updated command buffer in (\d+)"
 CAPTURED = "Command buffer trace cache create new item"
 
 

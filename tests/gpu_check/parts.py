@@ -33,12 +33,12 @@ GRAPHS_LOGGED = {
     "TF_CPP_VMODULE": "command_buffer_thunk=3,command_buffer_cmd=6,command=6,traced_command_buffer=6",
 }
 PARTS = {
-    "machine": Part(25, ("jax", "numpy"), 0.9),
-    "model": Part(185, ENGINE, 0.94),
-    "features": Part(95, ENGINE, 0.08, is_correctness=True),
-    "graphs": Part(35, ENGINE, 0.94, environment=GRAPHS_LOGGED),
-    "starts": Part(100, ENGINE, 0.94),
-    "correctness": Part(40, KERNELS, 0.9, is_correctness=True),
+    "machine": Part(15, ("jax", "numpy"), 0.9),
+    "model": Part(115, ENGINE, 0.94),
+    "features": Part(215, ENGINE, 0.08, is_correctness=True),
+    "graphs": Part(15, ENGINE, 0.94, environment=GRAPHS_LOGGED),
+    "starts": Part(40, ENGINE, 0.94),
+    "correctness": Part(80, KERNELS, 0.9, is_correctness=True),
     "kernels": Part(120, KERNELS, 0.9, is_optional=True),
 }
 

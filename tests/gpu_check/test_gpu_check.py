@@ -321,6 +321,12 @@ def test_what_the_log_says_of_graphs_is_counted():
     I1126 12:00:00.4 7 traced_command_buffer.cc:86] Command buffer trace cache create new item for command attend
     I1126 12:00:00.5 7 command_buffer_thunk.cc:331] Execute command buffer on device #0; num_executions=1"""
     assert graphs.Graphs.of(log) == (2, 2, 1, 1000.0)
+    # Of jax 0.11.2, on an H100.
+    log = """I1127 09:43:27.5 5575 command_buffer_thunk.cc:336] [0] Create/Update command buffer by recoding command \
+    buffer cmd sequence after 1 executions since last update; num_commands=241; updated_allocs=1; needs_update=true
+    I1127 09:43:27.6 5575 command_buffer_thunk.cc:362] [0] Updated command buffer in 40 \u03bcs; num_commands=241
+    I1127 09:43:27.7 5575 command_buffer_thunk.cc:371] [0] Execute command buffer; num_executions=1"""
+    assert graphs.Graphs.of(log) == (1, 1, 0, 40.0)
 
 
 def test_targets_are_said_to_be_reached_or_behind(tmp_path):

@@ -82,8 +82,14 @@ class Tokenizer:
             raise BrokenTextError("no text")
         return PIECES[token_id]
 
+    def is_special(self, text: str) -> bool:
+        return False  # its stop strings are drawn from letters
+
     def token_text(self, token_id: int) -> str:
         return PIECES[token_id].decode(errors="replace")
+
+    def raw_bytes(self, token_id: int) -> bytes:
+        return PIECES[token_id]
 
     def check_length(self, text: str, max_model_len: int) -> None:
         if len(text) > 8 * max_model_len:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jaxllm.text.chat_template import compile_template, render
+from jaxllm.text.message_forms import read_json, shaped
 from training import corpus, tool_calls
 from training.tool_calls import draw_turn
 
@@ -19,6 +20,7 @@ CALL = re.compile(r'<tool_call>\{"name": "(\w+)", "arguments": (\{.*?\})\}</tool
 
 
 def rendered(messages: list[Any], tools: list[Any] | None = None, template: Any = TEMPLATE, ends: bool = True) -> str:
+    messages = shaped(messages, template.shape, read_json)
     return render(
         template, messages, add_generation_prompt=not ends, continue_final_message=False, tools=tools, variables={}
     )
