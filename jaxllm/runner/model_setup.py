@@ -34,8 +34,8 @@ from jaxllm.model.stored_head import with_stored_head
 from jaxllm.runner import aot_manifest, device_state, draft_setup, memory_plan
 from jaxllm.runner.draft_setup import DraftFolder
 from jaxllm.runner.drafting import Drafting
-from jaxllm.runner.program_digest import cpu_name
 from jaxllm.runner.memory_plan import MemoryPlan
+from jaxllm.runner.program_digest import cpu_name
 from jaxllm.sampling.logits_processors import processor_name
 from jaxllm.sampling.sampler import Extras
 from jaxllm.sampling.vocab_parallel import MOST_TOKENS
