@@ -43,6 +43,11 @@ def is_here(folder: Path) -> bool:
     return (folder / LISTING).is_file() or (folder / FOLDER).is_dir()
 
 
+def has_head(folder: Path) -> bool:
+    """Return whether the checkpoint has an output head apart from the embedding."""
+    return (read_object(folder, LISTING) or {}).get("has_head") is True
+
+
 def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name], None]) -> None:
     """Write the parts of a model's weights into `folder`, one at a time, and call `written` after each.
 
@@ -75,7 +80,8 @@ def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name],
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save((folder / FOLDER).absolute(), ocp.args.PyTreeSave(tree, save_args=chunked))
-    (folder / LISTING).write_text(json.dumps({"files": _list_files(folder)}, indent=1) + "\n")
+    listing = {"files": _list_files(folder), "has_head": (None, "head") in parts}
+    (folder / LISTING).write_text(json.dumps(listing, indent=1) + "\n")
 
 
 def check(folder: Path, declared: Params[Weight]) -> None:

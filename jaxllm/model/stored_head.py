@@ -24,8 +24,11 @@ _ROWS = 4096  # that are compared at once
 
 def with_stored_head(folder: Path, spec: Spec, family: Family) -> Spec:
     """Return `spec`, untied if the folder stores a head that differs from the embedding."""
-    has_files = (folder / INDEX).is_file() or (folder / SINGLE).is_file()
-    if not spec.tie_embeddings or not has_files or orbax_checkpoint.is_here(folder):
+    if not spec.tie_embeddings:
+        return spec
+    if orbax_checkpoint.is_here(folder):
+        return replace(spec, tie_embeddings=not orbax_checkpoint.has_head(folder))
+    if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         return spec
     tensors = {name.removeprefix(family.prefix): tensor for name, tensor in open_tensors(folder).items()}
     head, embedding = (family.tensors[name] for name in ("head", "embed"))

@@ -35,6 +35,7 @@ from jaxllm.runner import aot_manifest, device_state, draft_setup, memory_plan
 from jaxllm.runner.draft_setup import DraftFolder
 from jaxllm.runner.drafting import Drafting
 from jaxllm.runner.memory_plan import MemoryPlan
+from jaxllm.runner.program_digest import cpu_name
 from jaxllm.sampling.logits_processors import processor_name
 from jaxllm.sampling.sampler import Extras
 from jaxllm.sampling.vocab_parallel import MOST_TOKENS
@@ -169,7 +170,7 @@ def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Ch
     """Return the reason why each operation's implementation was chosen."""
     return {
         operation: "asked for"
-        if f"{operation}={chosen}" in map(str, config.kernels)
+        if f"{operation}={chosen.name}" in config.kernels
         else chosen.reason or f"best on {platform}"
         for operation, chosen in kernels.items()
     }
@@ -414,6 +415,7 @@ def describe_programs(config: EngineConfig, setup: Setup, shards: int, plan: Mem
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "device": setup.devices[0].device_kind,
+        "processor": cpu_name() if setup.platform == "cpu" else "",
         "num_devices": len(setup.devices),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "kernels": {operation: str(chosen) for operation, chosen in setup.kernels.items()},

@@ -110,6 +110,13 @@ def _host() -> tuple[Any, ...]:
     return sorted(build.processor()), model, cores
 
 
+def cpu_name() -> str:
+    """Return the processor's name, and the number of cores that its programs are compiled for."""
+    _, model, cores = _host()
+    names = [line.partition(":")[2].strip() for line in model.splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else model}, {cores} cores"
+
+
 def _add(found: Any, value: Any) -> None:
     """Add a value, with its kind and length, so that different values add different bytes."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"

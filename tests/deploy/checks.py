@@ -160,6 +160,8 @@ def _of_isolation(pod: Mapping[str, Any], container: Mapping[str, Any]) -> Itera
     context = pod["securityContext"]
     if (str(context["runAsUser"]), str(context["runAsGroup"])) != user or context["fsGroup"] != context["runAsGroup"]:
         yield f"the image's user is {user}"
+    if context.get("fsGroupChangePolicy") != "OnRootMismatch":
+        yield "each pod lets the group write what is kept, and no pod reads that then"
     if not context["runAsNonRoot"] or context["seccompProfile"] != {"type": "RuntimeDefault"}:
         yield "the pod may be root"
     own = container["securityContext"]
@@ -195,6 +197,11 @@ def _of_resources(resources: Mapping[str, Any], pod: Mapping[str, Any], engine: 
             sizes.append(claim["resources"]["requests"].get("storage"))
     if bad := [size for size in sizes if QUANTITY.fullmatch(str(size)) is None]:
         yield f"{bad} are no quantities"
+    for volume in pod["volumes"]:
+        limit = re.fullmatch(r"(\d+)Gi", str(volume.get("emptyDir", {}).get("sizeLimit", "")))
+        most = 4 << 30 if engine.compilation_cache_bytes is None else engine.compilation_cache_bytes
+        if volume["name"] == "cache" and limit is not None and 2 * most > int(limit[1]) << 30:
+            yield "compiled programs fill the volume of the cache"
     if resources["requests"].get("memory") != resources["limits"].get("memory") or "cpu" not in resources["requests"]:
         yield "memory is not requested as it is limited"
     gpus = resources["limits"].get(GPU)

@@ -89,6 +89,7 @@ CONTAINER = "spec/template/spec/containers/0"
         ("Deployment", "spec/template/spec/terminationGracePeriodSeconds", 135),
         ("Deployment", "spec/template/spec/securityContext/runAsUser", 0),
         ("Deployment", "spec/template/spec/securityContext/fsGroup", 0),
+        ("Deployment", "spec/template/spec/securityContext/fsGroupChangePolicy", "Always"),
         ("Deployment", f"{CONTAINER}/args/7", "--drain-delay=0"),
         ("Deployment", f"{CONTAINER}/args/8", "--shutdown-timeout=600"),
         ("Deployment", f"{CONTAINER}/args/6", "--tensor-parallel-size=2"),
@@ -111,6 +112,15 @@ def test_a_wrong_number_is_found(kind: str, path: str, number: Any) -> None:
     node[last] = number
     assert all(schemas.errors(manifest) == [] for manifest in manifests)
     assert checks.problems(manifests)
+
+
+@pytest.mark.parametrize("argument", ["--compilation-cache-bytes=2G", "--max-model-len=64"])
+def test_programs_that_fill_their_volume_are_found(argument: str) -> None:
+    manifests = kustomize.build(FOLDER / "base")
+    (deployment,) = (manifest for manifest in manifests if manifest["kind"] == "Deployment")
+    arguments = checks.container_of(deployment)["args"]
+    arguments[arguments.index("--compilation-cache-bytes=1G")] = argument
+    assert checks.problems(manifests) == ["compiled programs fill the volume of the cache"]
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, which has kustomize in it")

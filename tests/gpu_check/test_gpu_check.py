@@ -74,7 +74,7 @@ def test_the_dry_run_passes(tmp_path):
     assert [row["requests"] for row in model if "requests" in row] == [2, 8]
     assert parts["features"]["measured"][-1]["cases_compared"] == len(feature.CASES)
     assert [row["rows"] for row in parts["graphs"]["measured"] if "rows" in row] == [1, 8]
-    assert len([row for row in parts["starts"]["measured"] if row.get("seconds_to_text")]) == 3
+    assert len([row for row in parts["starts"]["measured"] if row.get("seconds_to_text")]) == 4
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import pallas_kernels
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
-from jaxllm.runner.model_setup import OPERATIONS, prepare
+from jaxllm.runner.model_setup import OPERATIONS, kernel_reasons, prepare
 from pallas_kernels import Site, choice
 from pallas_kernels.native import build
 from tests.support import paths
@@ -131,6 +131,9 @@ def test_the_choice_of_a_program_is_that_of_its_number_of_tokens(monkeypatch: py
     for name in ("xla", "triton"):
         asked = pallas_kernels.resolve("fused_linear", HOPPER, name)
         assert [asked.of(one).name for one in tokens] == [name] * 8 + ["xla"] * 2
+        for kernels, why in (([f"fused_linear={name}"], "asked for"), ([], "best on gpu")):
+            config = EngineConfig(model=STORIES, kernels=kernels)
+            assert kernel_reasons(config, "gpu", {"fused_linear": asked}) == {"fused_linear": why}
     assert str(pallas_kernels.resolve("fused_linear", HOPPER, "xla")) == "xla"
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.commands.conversion import convert
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.model import sharding, weights
@@ -42,6 +43,18 @@ def test_a_head_that_differs_anywhere_is_the_models_own(
     if place is not None:
         np.testing.assert_array_equal(params.top["head"][:97], head)
         assert "lm_head.weight differs from embed_tokens.weight" in caplog.text
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_converted_head_is_the_models_own(tmp_path: Path, differs: bool) -> None:
+    tensors = random_tensors(TIED)
+    write_checkpoint(tmp_path / "stored", TIED, tensors | {HEAD: tensors[EMBEDDING] + differs}, 1)
+    folder = convert(str(tmp_path / "stored"), tmp_path / "converted")
+    setup = prepare(EngineConfig(model=str(folder), skip_tokenizer_init=True, num_kv_blocks=8))
+    assert setup.spec.tie_embeddings is not differs
+    params = weights.load(folder, setup.spec, setup.family, sharding.make_mesh(jax.devices(), 1), "float32")
+    if differs:
+        np.testing.assert_array_equal(params.top["head"][:97], tensors[EMBEDDING] + 1)
 
 
 def test_a_head_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:

@@ -10,12 +10,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxllm import LLM
+from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm.model.families import read_spec
-from jaxllm.runner import aot_manifest
+from jaxllm.model.sharding import make_mesh
+from jaxllm.runner import aot_manifest, program_digest
+from jaxllm.runner.model_setup import describe_programs, plan_memory, prepare
 from tests.support import paths
 from tests.support.checkpoints import CONFIG, write_checkpoint
 from tests.support.paths import GOLDEN
@@ -37,6 +41,8 @@ print(json.dumps({
     "found": seen["/jax/compilation_cache/cache_hits"],
     "blocks": runner.geometry.num_blocks,
     "seqs": runner.setup.max_num_seqs,
+    "read": runner._kept.num_read,
+    "traced": llm.engine.metrics.trace_seconds,
     "late": llm.engine.metrics.compilations_after_ready,
 }))
 llm.close()
@@ -64,11 +70,20 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_start_with_prepared_programs_compiles_nothing(model: str, folder: Path) -> None:
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_start_with_prepared_programs_compiles_nothing(
+    model: str, folder: Path, is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_whole:
+        monkeypatch.setenv("JAXLLM_CACHE_BYTES", str(1 << 30))
+        folder = tmp_path / "whole"
+        run(sys.executable, "-m", "jaxllm", "compile", model, "--out", str(folder), *SIZES)
+        folder = folder.rename(tmp_path / "moved")
     ended = run(sys.executable, "-c", START, model, STORIES, str(folder))
     seen = json.loads(ended.stdout)
     assert (seen["blocks"], seen["seqs"], seen["late"]) == (37, 1, 0), "the sizes are those that were compiled for"
-    assert seen["asked"] == seen["found"] > 8
+    assert seen["asked"] == seen["found"] and seen["read" if is_whole else "found"] > 8
+    assert (seen["traced"] == 0) is is_whole
     assert "prepared" not in ended.stderr
 
 
@@ -81,6 +96,16 @@ def test_what_differs_is_said_in_one_line(model: str, folder: Path, caplog: pyte
         assert llm.engine.runner.geometry.num_blocks == 40 and llm.engine.runner.setup.max_num_seqs == 1
     (line,) = [record.getMessage() for record in caplog.records if "prepared" in record.getMessage()]
     assert "jax is " in line and "not '0.1'; num_kv_blocks is 40, not 37" in line
+
+
+def test_another_processor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model=STORIES, num_kv_blocks=8)
+    setup = prepare(config)
+    plan = plan_memory(config, setup, make_mesh(jax.devices(), 1), None)
+    recorded = describe_programs(config, setup, 1, plan)
+    monkeypatch.setattr(program_digest, "_host", lambda: ([], "model name\t: A chip\nFeatures\t: fp", 96))
+    told = aot_manifest.difference(recorded, describe_programs(config, setup, 1, plan))
+    assert told.startswith("processor is 'A chip, 96 cores', not '") and ";" not in told
 
 
 def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
