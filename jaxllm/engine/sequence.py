@@ -9,7 +9,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 import numpy as np
 
@@ -44,7 +43,7 @@ class Sequence:
     tokens: array[int]  # of prompt and output, int32; only appended to before its end
     detokenizer: Detokenizer
     matcher: StopMatcher
-    stop_tokens: Mapping[int, str] = MappingProxyType({})  # special tokens that are stop strings, where texts skip them
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens that stop, where texts skip them
     seed: int = 0
     row: np.ndarray | None = None  # its packed row of the sampling state, see sampling.pack_row
     extras: np.ndarray | None = None  # its packed extras, see sampling.Extras
