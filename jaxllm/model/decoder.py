@@ -427,7 +427,7 @@ def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Con
 def _mlp(spec: Spec, weights: Arrays, x: Array, axis: str, rounds: bool) -> Array:
     """Traced once for all layers, which another `linear` cannot be: it may refer to arrays of its layer."""
 
-    def linear(name: str, x: Array, weight: Array, bias: Array | None = None) -> Array:
+    def linear(name: str, x: Array, weight: Array | Quantized[Array], bias: Array | None = None) -> Array:
         if rounds and name == "up" and bias is None:
             return pallas_kernels.linear(x, weight, rounds=True).astype(jnp.float32)
         return layers.linear(x, weight, bias)

@@ -57,6 +57,9 @@ NOT_OF_A_REQUEST = {
         "jaxllm_server.http.app": "Front.__call__",
         "jaxllm_server.http.error_bodies": "is_anthropics",
     },
+    "a template runs in it, whose own errors are the caller's": {
+        "jaxllm.text.chat_template": "_generated",
+    },
     "the last act of cleaning up": {
         "jaxllm.engine.async_llm": "AsyncLLM._close",
         "jaxllm.engine.fair_threads": "FairThreads._ended FairThreads._give_back FairThreads._hand_out",

@@ -243,8 +243,8 @@ HISTORY = [
         "blocks are copied after the step has written them",
         "runner.model_runner.Runner._start",
         "            if len(plan.copies):\n                self._copy(plan.copies)\n"
-        "            self._state, returned = self.programs[way[0]](self._params, self._state, buffer, *own)\n",
-        "            self._state, returned = self.programs[way[0]](self._params, self._state, buffer, *own)\n"
+        "            self._state, returned = self.programs[key](self._params, self._state, buffer, *own)\n",
+        "            self._state, returned = self.programs[key](self._params, self._state, buffer, *own)\n"
         "            if len(plan.copies):\n                self._copy(plan.copies)\n",
     ),
     Mutant(
