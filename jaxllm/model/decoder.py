@@ -418,8 +418,7 @@ def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Con
     if spec.experts is not None and spec.experts.layers[layer]:
         return _all_reduce(moe.mix(spec, spec.experts, weights, x, context.axis).astype(x.dtype), context.axis)
     if context.linear is plain_linear:
-        rounds = context.rounds_inner and spec.mlp_gated and not isinstance(weights["up"], Quantized)
-        return _mlp(spec, weights, x, context.axis, rounds)
+        return _mlp(spec, weights, x, context.axis, context.rounds_inner and spec.mlp_gated)
     return _run_mlp(spec, weights, x, partial(context.linear, layer), context.axis)
 
 
@@ -428,7 +427,7 @@ def _mlp(spec: Spec, weights: Arrays, x: Array, axis: str, rounds: bool) -> Arra
     """Traced once for all layers, which another `linear` cannot be: it may refer to arrays of its layer."""
 
     def linear(name: str, x: Array, weight: Array | Quantized[Array], bias: Array | None = None) -> Array:
-        if rounds and name == "up" and bias is None:
+        if rounds and name == "up" and bias is None and not isinstance(weight, Quantized):
             return pallas_kernels.linear(x, weight, rounds=True).astype(jnp.float32)
         return layers.linear(x, weight, bias)
 
