@@ -32,7 +32,7 @@ def compiled(shape: Shape, variant: Variant | None) -> aot.Program:
     """Compile a step of one layer of the 8B shape: all layers read the same fields of the buffer."""
     spec, _ = read_spec(dict(SHAPES["llama-3.1-8b"] | {"num_hidden_layers": 1}))
     options = {**step.compiler_options("gpu"), **aot.FIXED}
-    return aot.compile_shape(spec, GEOMETRY, shape, 1, variant, "bfloat16", None, True, options)
+    return aot.compile_shape(spec, GEOMETRY, shape, 1, variant, "bfloat16", None, True, True, options)
 
 
 @pytest.mark.parametrize(
