@@ -213,15 +213,18 @@ def json_response(body: Mapping[str, Any], status: int = 200) -> Response:
 async def send_json(send: Send, content: bytes) -> None:
     """Send a whole answer."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+    *pieces, last = _pieces(content)
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await _send_pieces(send, content, more=False)
+    for piece in pieces:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _send_pieces(send: Send, content: bytes, more: bool) -> None:
-    for start in range(0, max(len(content), 1), _PIECE):
-        is_last = start + _PIECE >= len(content)
-        piece = content if start == 0 and is_last else content[start : start + _PIECE]
-        await send({"type": "http.response.body", "body": piece, "more_body": more or not is_last})
+def _pieces(content: bytes) -> list[bytes]:
+    """Cut what is sent into pieces, at least one."""
+    if len(content) <= _PIECE:
+        return [content]
+    return [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
 
 
 def _num_values(chunk: Chunk) -> int:
@@ -240,7 +243,8 @@ def _num_prompt_values(chunk: Chunk) -> int:
 
 async def _send_events(send: Send, events: bytes) -> None:
     if events:
-        await _send_pieces(send, events, more=True)
+        for piece in _pieces(events):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
 async def _disconnected(receive: Receive) -> None:
