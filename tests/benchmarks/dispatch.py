@@ -2,8 +2,8 @@
 
 `python -m tests.benchmarks.dispatch`. Steps of the embedded model are noted and dispatched again, each when the one
 before it has ended; and steps with as many arrays as an 8B model has. A call returns while the device
-computes. Measured is the processor time of the thread that dispatches, because the device's threads, which are XLA's,
-take the same cores. Medians, and the lowest tenth beside them. The aim holds for two rows: behind a step of several
+computes. It measures the processor time of the dispatching thread, because the device's threads, which are XLA's,
+take the same cores. It prints medians and lowest tenths. The aim holds for two rows: after a step of several
 milliseconds the same calls take two to eight times as long, because the thread's data have left the processor's caches
 (after `time.sleep` too), and such a step hides them.
 """

@@ -93,7 +93,7 @@ def test_nothing_of_a_stranger_is_decoded(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("with_tls", [False, True])
 def test_silent_strangers_keep_no_replica_out(with_tls: bool, certificates: Path) -> None:
-    """Of 100 that say nothing, or half of a handshake, 16 stay connected; a replica is admitted beside them."""
+    """Of 100 silent or half-connected strangers 16 stay connected, and a replica is still admitted."""
 
     async def run() -> None:
         tls = trust = None

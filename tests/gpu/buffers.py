@@ -2,7 +2,7 @@
 
 A call through XLA's FFI is recorded into the graph again whenever one of its buffers has another address than in the 16
 sets of addresses that are kept for it: all the PTX is hashed then, 20 to 50 us a call. Weights, donated state and
-constants stay where they are. What the host sends and what a step returns have new addresses at each step. A call that
+constants stay where they are. The sent batch and the returned results have new addresses at each step. A call that
 reads part of an array is inside a fusion.
 """
 
