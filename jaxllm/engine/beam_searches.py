@@ -14,7 +14,7 @@ from jaxllm.engine.input_batch import InputBatch
 from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.metrics import Metrics
-from jaxllm.runner.step import Result
+from jaxllm.runner.results import Result
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Move, Plan
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxllm.engine.input_batch import InputBatch, blaming
 from jaxllm.engine.sequence import Sequence
-from jaxllm.runner.step import Result
+from jaxllm.runner.results import Result
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.state import Plan, State

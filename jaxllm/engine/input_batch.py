@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from jaxllm.engine.sequence import Sequence
-from jaxllm.runner.scoring import Scored
+from jaxllm.runner.results import Scored
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.state import Plan

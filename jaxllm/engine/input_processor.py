@@ -23,7 +23,7 @@ from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.errors import UserError, too_long
 from jaxllm.outputs import RequestMetrics
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.runner.step import MOST_LOGPROBS
+from jaxllm.runner.results import MOST_LOGPROBS
 from jaxllm.sampling import sampler
 from jaxllm.sampling_params import MAX_BAD_WORD_TOKENS, RequestOutputKind, SamplingParams, validate_for_model
 from jaxllm.scheduler import scheduler

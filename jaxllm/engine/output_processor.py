@@ -17,8 +17,7 @@ from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.metrics import Metrics
 from jaxllm.model.pooler import Pooler, finish
 from jaxllm.outputs import FinishReason, RequestOutput
-from jaxllm.runner.scoring import Score
-from jaxllm.runner.step import Result
+from jaxllm.runner.results import Result, Score
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events

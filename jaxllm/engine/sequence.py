@@ -16,8 +16,7 @@ from jaxllm.engine.adapters import Adapter
 from jaxllm.engine.beams import BeamSearch, Ended
 from jaxllm.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from jaxllm.pooling_params import PoolingParams
-from jaxllm.runner.scoring import Score
-from jaxllm.runner.step import Result
+from jaxllm.runner.results import Result, Score
 from jaxllm.sampling.sampler import Variant
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.structured_output.constraint import Constraint

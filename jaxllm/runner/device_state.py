@@ -8,8 +8,7 @@ F numbers of a slot's extras.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
@@ -18,39 +17,12 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxllm.model import sharding
-from jaxllm.model.spec import Spec, heads_per_shard
+from jaxllm.model.spec import Spec
 from jaxllm.runner.drafting import Drafted, Drafting
+from jaxllm.runner.kv_cache import Geometry, KvLayer, Leaf, abstract_kv
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras
-from pallas_kernels import SCALED
 
-Leaf = TypeVar("Leaf")
 TOKENS_AT, SAMPLING_AT, EXTRAS_AT = -4, -3, -2  # of the state's leaves in order
-KV_AXES = (None, "kv_heads", None, "head")
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """The sizes that every program and the state share."""
-
-    num_slots: int  # S
-    num_blocks: int  # N
-    block_size: int  # P
-    max_model_len: int  # tokens
-    float8: str | None = None  # where the cache holds bytes: the type of 8-bit floats that they are
-
-    @property
-    def max_blocks(self) -> int:
-        """Blocks of the longest sequence, M."""
-        return -(-self.max_model_len // self.block_size)
-
-
-class KvLayer(NamedTuple, Generic[Leaf]):
-    """The cache of one layer: keys and values of all blocks, and scales where it holds 8-bit numbers."""
-
-    keys: Leaf  # [N, K, P, C]
-    values: Leaf | None  # [N, K, P, C]; None in latent attention, where they are part of the keys
-    k_scales: Leaf | None = None  # float32[N, K, P]: what a vector's numbers are multiplied with
-    v_scales: Leaf | None = None
 
 
 @struct.dataclass
@@ -65,16 +37,6 @@ class DeviceState(Generic[Leaf]):
     sampling: Leaf  # int32[S, ROW_WIDTH]: a `sampler.pack_row` for each slot
     extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row says how many of them are valid
     hidden: Leaf  # [T, D]: hidden states of the last step of the widest variant, which `scoring` reads
-
-
-def block_bytes(spec: Spec, block_size: int, dtype: jnp.dtype, shards: int) -> int:
-    """Return the bytes that one block takes on one device in a cache of `dtype`, all layers and scales together.
-
-    Latent attention keeps no values: they are part of the keys, the same on every device.
-    """
-    arrays = 2 if spec.latent is None else 1
-    vector = spec.head_size * dtype.itemsize + (4 if dtype.name in SCALED else 0)
-    return arrays * spec.num_layers * heads_per_shard(spec, shards)[1] * block_size * vector
 
 
 def abstract(
@@ -117,21 +79,6 @@ def abstract(
         extras=whole((geometry.num_slots, extras.width), int32),
         hidden=whole((max_tokens, spec.width), dtype),
     )
-
-
-def abstract_kv(
-    spec: Spec, geometry: Geometry, mesh: Mesh, dtype: jnp.dtype
-) -> tuple[KvLayer[jax.ShapeDtypeStruct], ...]:
-    """Describe the KV blocks of each layer, with scales where 8-bit numbers need them."""
-    heads = heads_per_shard(spec, mesh.size)[1] * mesh.size
-    shape = geometry.num_blocks, heads, geometry.block_size, spec.head_size
-    block = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.named(mesh, KV_AXES))
-    scales = None
-    if dtype.name in SCALED:
-        scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32, sharding=sharding.named(mesh, KV_AXES[:3]))
-    if spec.latent is not None:
-        return (KvLayer(block, None, scales),) * spec.num_layers
-    return (KvLayer(block, block, scales, scales),) * spec.num_layers
 
 
 def lower_allocation(state: Any) -> jax.stages.Lowered:

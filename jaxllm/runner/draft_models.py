@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,10 @@ from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState
 from jaxllm.runner.drafting import Drafted, Drafting, Places
+from jaxllm.runner.step_model import StepModel
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import SamplingRows, Variant
 from jaxllm.sampling.vocab_parallel import Vocabulary
-
-if TYPE_CHECKING:
-    from jaxllm.runner.step import StepModel
 
 
 class Batch(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,10 @@ from jax import lax
 
 from jaxllm.model.eagle import Head
 from jaxllm.model.spec import Spec
+from jaxllm.runner.kv_cache import KvLayer, Leaf
 from jaxllm.sampling.sampler import Sampled
 from pallas_kernels import Choice
 
-if TYPE_CHECKING:
-    from jaxllm.runner.device_state import KvLayer
-
-Leaf = TypeVar("Leaf")
 NO_DRAFT = -1  # equal to no token
 
 

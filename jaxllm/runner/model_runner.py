@@ -23,11 +23,12 @@ import numpy as np
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder, lora, sharding, weights
-from jaxllm.runner import aot_manifest, batch, device_state, draft_setup, memory_plan, scoring, step
+from jaxllm.runner import aot_manifest, batch, device_state, draft_setup, memory_plan, results, scoring, step
 from jaxllm.runner.compilation_cache import use_compilation_cache
 from jaxllm.runner.compiled_programs import VARIANTS, Key, Programs
-from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TOKENS_AT, Geometry
+from jaxllm.runner.device_state import EXTRAS_AT, SAMPLING_AT, TOKENS_AT
 from jaxllm.runner.kept_programs import KeptPrograms
+from jaxllm.runner.kv_cache import Geometry
 from jaxllm.runner.memory_plan import MemoryPlan
 from jaxllm.runner.model_setup import (
     Setup,
@@ -42,9 +43,10 @@ from jaxllm.runner.model_setup import (
 from jaxllm.runner.profiling import span
 from jaxllm.runner.program_digest import digest, digest_compiler, digest_source
 from jaxllm.runner.resident_adapters import ResidentAdapters, Weights
-from jaxllm.runner.scoring import SCORED_ROWS, Scored
+from jaxllm.runner.results import Result, Scored
+from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.runner.startup_timing import Compilations, Phases
-from jaxllm.runner.step import Result, StepModel
+from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.sampler import ROW_WIDTH, Variant
 from jaxllm.scheduler.state import Limits, Plan
@@ -74,9 +76,9 @@ class StepInFlight(NamedTuple):
         if joined.ndim == 1:
             joined = joined[: len(joined) // self.width * self.width].reshape(-1, self.width)
         if self.has_drafts:
-            result = step.read_verified(joined, self.plan, self.num_logprobs)
+            result = results.read_verified(joined, self.plan, self.num_logprobs)
         else:
-            result = step.read(joined, len(self.plan.slots), self.num_logprobs)
+            result = results.read(joined, len(self.plan.slots), self.num_logprobs)
         if not self.scores:
             return result
         return replace(result, scores=[score for of, found in self.scores for score in scoring.read_scores(of, found)])
@@ -116,7 +118,7 @@ class Runner:
         with phases.phase("plan"):
             self._processors = load_processors(config.logits_processors, setup.spec.vocab_size)
             self.extras = extras_of(config, setup.spec)
-            self.num_logprobs = step.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
+            self.num_logprobs = results.num_logprobs(config.max_logprobs, setup.spec.vocab_size)
             self._mesh = sharding.make_mesh(setup.devices, config.tensor_parallel_size)
             self._params_shapes = describe_weights(config, setup, self._mesh)
             self.drafting = draft_setup.with_cost(setup.drafting, self._params_shapes)
@@ -129,8 +131,8 @@ class Runner:
             if needs_weights and config.load_format != "dummy":
                 weights.check(setup.folder, setup.spec, setup.family, self._mesh.size, setup.pooler)
                 draft_setup.check(setup.drafting, setup.draft, self._mesh.size)
-        self._params: step.Leaves = ()
-        self._state: step.Leaves = ()
+        self._params: Leaves = ()
+        self._state: Leaves = ()
         self._running_thread: int | None = None
         compilations = Compilations()
         compilations.begin()
@@ -316,7 +318,7 @@ class Runner:
     def _in_flight(self, joined: jax.Array, plan: Plan, key: Key, scores: Sequence[Any]) -> StepInFlight:
         assert key.variant is not None
         has_drafts = key.shape.drafts > 0
-        width = step.result_width(key.variant, self.num_logprobs, has_drafts)
+        width = results.result_width(key.variant, self.num_logprobs, has_drafts)
         return StepInFlight(joined, plan, has_drafts, self.num_logprobs, width, scores)
 
     def _with_room(self, buffer: np.ndarray, key: Key) -> np.ndarray:

@@ -31,7 +31,7 @@ from jaxllm.model.pooler_files import most_tokens, read_pooler
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.model.stored_formats import Stored
 from jaxllm.model.stored_head import with_stored_head
-from jaxllm.runner import aot_manifest, device_state, draft_setup, memory_plan
+from jaxllm.runner import aot_manifest, draft_setup, kv_cache, memory_plan
 from jaxllm.runner.draft_setup import DraftFolder
 from jaxllm.runner.drafting import Drafting
 from jaxllm.runner.memory_plan import MemoryPlan
@@ -382,7 +382,7 @@ def _block_bytes(config: EngineConfig, setup: Setup, mesh: Mesh) -> int:
         return 0
     own = None if setup.drafting is None else setup.drafting.spec
     specs = [setup.spec] if own is None else [setup.spec, own]
-    return sum(device_state.block_bytes(spec, config.block_size, setup.cache_dtype, mesh.size) for spec in specs)
+    return sum(kv_cache.block_bytes(spec, config.block_size, setup.cache_dtype, mesh.size) for spec in specs)
 
 
 def _bytes_on_one(described: Any) -> int:

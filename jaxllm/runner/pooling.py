@@ -24,12 +24,12 @@ from jaxllm.model.decoder import Attend, Heads, Params
 from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import AXIS
 from jaxllm.model.spec import Spec, heads_per_shard
-from jaxllm.runner import batch, device_state, encoder_batch, step
+from jaxllm.runner import batch, encoder_batch, kv_cache, step
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.compiled_programs import Key, ProgramTable, Way
-from jaxllm.runner.device_state import Geometry, KvLayer, Leaf
-from jaxllm.runner.step import Leaves, StepModel
+from jaxllm.runner.kv_cache import Geometry, KvLayer, Leaf
+from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.scheduler.state import Plan
 from pallas_kernels.kv_cache.xla import rotate
 
@@ -56,7 +56,7 @@ def abstract(
         return PoolState()
     whole = partial(jax.ShapeDtypeStruct, sharding=sharding.replicated(mesh))
     return PoolState(
-        kv=device_state.abstract_kv(spec, geometry, mesh, cache_dtype),
+        kv=kv_cache.abstract_kv(spec, geometry, mesh, cache_dtype),
         tables=whole((geometry.num_slots, geometry.max_blocks), jnp.int32),
         sums=whole((geometry.num_slots, spec.width), jnp.float32) if own.pooling == "mean" else None,
     )

@@ -16,7 +16,7 @@ from jaxllm.runner.compiled_programs import Key
 from jaxllm.runner.model_runner import PATCH_ENTRIES, Runner
 from jaxllm.runner.pooling import PoolPrograms
 from jaxllm.runner.profiling import span
-from jaxllm.runner.step import Result
+from jaxllm.runner.results import Result
 from jaxllm.scheduler.state import Limits, Plan
 
 

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import jaxllm
 import pallas_kernels
 from pallas_kernels.native import build
 
@@ -54,8 +53,7 @@ def digest(*values: Any) -> str:
 def digest_source() -> str:
     """Return a digest of the files from which programs are traced."""
     found = hashlib.sha256()
-    for package in (jaxllm, pallas_kernels):
-        root = Path(str(package.__file__)).parent
+    for root in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
         for file in sorted(path for path in root.rglob("*") if path.suffix in _SOURCES):
             _add(found, (file.relative_to(root).as_posix(), file.read_bytes()))
     return found.hexdigest()

@@ -8,8 +8,6 @@ Letters: Q positions, V vocabulary, Vx vocabulary of one shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,34 +16,13 @@ from jax.sharding import PartitionSpec
 
 from jaxllm.model import decoder
 from jaxllm.model.sharding import AXIS
-from jaxllm.runner import step
-from jaxllm.runner.step import Leaves, StepModel
+from jaxllm.runner.results import Score, Scored, join, read
+from jaxllm.runner.step_model import Leaves, StepModel, products_of
 from jaxllm.sampling import sampler
 from jaxllm.sampling.sampler import Sampled
 from jaxllm.sampling.vocab_parallel import Vocabulary
 
 SCORED_ROWS = 64  # positions that one call takes
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A position whose log-probabilities are wanted beside the step's own: in a prompt, or of the whole vocabulary."""
-
-    sequence_id: int
-    position: int  # of the token that is scored
-    index: int  # of the token before it among the step's
-    token: int  # that stands there; 0 where it is to be sampled
-    is_whole: bool  # wants all of the vocabulary
-
-
-class Score(NamedTuple):
-    """The log-probabilities at one position."""
-
-    of: Scored
-    logprob: float  # of the token
-    rank: int
-    top_logprobs: np.ndarray  # float32[n], falling; n is V where all are wanted
-    top_ids: np.ndarray  # int32[n]
 
 
 def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.Array], jax.Array]:
@@ -61,13 +38,13 @@ def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.
     def on_shard(params_leaves: Leaves, hidden: jax.Array, places: jax.Array) -> jax.Array:
         weights = jax.tree.unflatten(params_tree, params_leaves)
         vocabulary = Vocabulary(spec.vocab_size, AXIS)
-        with step.products_of(model):
+        with products_of(model):
             logits = decoder.head(spec, weights, hidden.at[places[:, 0]].get(mode="clip"))  # [Q, Vx]
         logits = vocabulary.without_padding(logits)
         if is_whole:
             return sampler.all_logprobs(logits, vocabulary)
         found = sampler.logprobs_of(logits, places[:, 1], None, model.num_logprobs, vocabulary)
-        return step.join(Sampled(places[:, 1], jnp.ones(len(places), jnp.bool_), *found))
+        return join(Sampled(places[:, 1], jnp.ones(len(places), jnp.bool_), *found))
 
     on_shard.__name__ = "score_whole" if is_whole else "score"
     params_specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(params))
@@ -91,7 +68,7 @@ def read_scores(wanted: Sequence[Scored], found: jax.Array | np.ndarray) -> list
             rank = 1 + int(np.count_nonzero(values[row] > logprob))
             scores.append(Score(of, float(logprob), rank, values[row, order], order))
         else:
-            one = step.read(values[row : row + 1], 1, (values.shape[1] - 4) // 2)
+            one = read(values[row : row + 1], 1, (values.shape[1] - 4) // 2)
             assert one.logprob is not None and one.rank is not None
             assert one.top_logprobs is not None and one.top_ids is not None
             scores.append(Score(of, float(one.logprob[0]), int(one.rank[0]), one.top_logprobs[0], one.top_ids[0]))

@@ -12,81 +12,32 @@ of one shard.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, named_scope
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import pallas_kernels
-from jaxllm.model import decoder, fused, lora
+from jaxllm.model import decoder, fused
 from jaxllm.model.decoder import Params
 from jaxllm.model.lora_linear import adapted_linear
-from jaxllm.model.pooler import Pooler
 from jaxllm.model.sharding import AXIS
-from jaxllm.model.spec import Spec
 from jaxllm.runner import batch, draft_models, drafting
 from jaxllm.runner.attention import attention
 from jaxllm.runner.batch import Shape
-from jaxllm.runner.device_state import DeviceState, Geometry
-from jaxllm.runner.drafting import Drafting, Places
+from jaxllm.runner.device_state import DeviceState
+from jaxllm.runner.drafting import Places
+from jaxllm.runner.results import join, result_width
+from jaxllm.runner.step_model import Adapter, Leaves, StepModel, products_of
 from jaxllm.sampling import sampler
-from jaxllm.sampling.sampler import Extras, Processor, Sampled, Variant
+from jaxllm.sampling.sampler import Sampled, Variant
 from jaxllm.sampling.vocab_parallel import Vocabulary
-from jaxllm.sampling_params import MAX_REPORTED_TOKENS
-from jaxllm.scheduler.state import Plan
-from pallas_kernels import Choice
-
-if TYPE_CHECKING:
-    from jaxllm.runner.scoring import Score
-
-Leaves = tuple[jax.Array, ...]
-Adapter = lora.Adapter[jax.Array]
-MOST_LOGPROBS = 20  # likeliest tokens that a step reports; requests for more are scored from whole rows (scoring.py)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a step sampled, on the host: a row for each row of its plan."""
-
-    tokens: np.ndarray  # int32[R]; int32[R, W] with `counts`
-    is_finite: np.ndarray  # bool[R]
-    logprob: np.ndarray | None = None  # float32[R]; this and what follows only where the variant computes it
-    rank: np.ndarray | None = None  # int32[R]
-    top_logprobs: np.ndarray | None = None  # float32[R, n]
-    top_ids: np.ndarray | None = None  # int32[R, n]
-    reported: np.ndarray | None = None  # float32[R, MAX_REPORTED_TOKENS]
-    scores: Sequence[Score] = ()  # of the positions that `Runner.dispatch` was given
-    pooled: np.ndarray | None = None  # float32[R, W], of a model that pools, where no tokens are sampled
-    # Of a step that verified drafts. The arrays of log-probabilities have an entry for each token of it.
-    counts: np.ndarray | None = None  # int32[R]: tokens that a row sampled, drafts that were kept and one more
-    drafted: np.ndarray | None = None  # int32[R]: drafts that it verified
-    places: np.ndarray | None = None  # int[R]: of its first token in those arrays
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepModel:
-    """What all programs of an engine have in common."""
-
-    spec: Spec
-    geometry: Geometry
-    num_logprobs: int  # likeliest tokens that a step returns
-    extras: Extras
-    processors: Sequence[Processor]
-    mesh: Mesh
-    params: Params[jax.ShapeDtypeStruct]
-    state: Any  # the device's state, described: a DeviceState, or a PoolState
-    kernels: Mapping[str, Choice]
-    pooler: Pooler | None = None  # of a model that pools
-    adapter: lora.Adapter[jax.ShapeDtypeStruct] = ()  # each one, described; empty: there are none
-    joins_adapters: bool = False  # see `adapted_linear`
-    drafting: Drafting | None = None  # of an engine that verifies drafts
 
 
 def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
@@ -159,21 +110,6 @@ def on_shards(
         out_specs=(state_specs, result),
         check_vma=False,  # kernels inside of shard_map declare no varying axes
     )
-
-
-@contextmanager
-def products_of(model: StepModel) -> Iterator[None]:
-    """Have products that are traced inside done as was chosen; nothing is set for XLA's own, which are the default."""
-    ways = {
-        "linear": pallas_kernels.linear_by,
-        "fused_topk": pallas_kernels.fused_topk_by,
-        "fused_experts": pallas_kernels.fused_experts_by,
-    }
-    with ExitStack() as entered:
-        for operation, by in ways.items():
-            if model.kernels[operation].name != "xla":
-                entered.enter_context(by(model.kernels[operation]))
-        yield
 
 
 def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -271,57 +207,6 @@ def program_name(shape: Shape, variant: Variant | None, part: str = "forward") -
     if shape.drafts:
         kind += f"_drafts_{shape.rows}"
     return f"{kind}_{shape.tokens}{with_adapters}_{part if variant is None else variant.value}"
-
-
-def result_width(variant: Variant, num_logprobs: int, drafts: bool) -> int:
-    """Return the columns of a program's results, W, as `join` lays them out."""
-    width = 2
-    if variant in (Variant.FILTERED, Variant.FULL):
-        width = 4 + 2 * num_logprobs + (MAX_REPORTED_TOKENS if variant is Variant.FULL else 0)
-    return width + 2 * drafts
-
-
-def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
-    """Return how many of the likeliest tokens a step reports, where requests may ask for `max_logprobs`; -1: all."""
-    return min(MOST_LOGPROBS if max_logprobs == -1 else max_logprobs, MOST_LOGPROBS, vocab_size)
-
-
-def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> Result:
-    """Take the results of a program that verifies drafts apart, an entry for each token of the plan."""
-    joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
-    result = read(joined, plan.num_tokens, num_logprobs)
-    if not plan.num_drafts:  # a chunk's token comes behind its last
-        last = np.cumsum(plan.lengths) - 1
-        arrays = {own.name: getattr(result, own.name) for own in fields(result)}
-        return replace(result, **{name: each[last] for name, each in arrays.items() if isinstance(each, np.ndarray)})
-    places = np.cumsum(plan.lengths) - plan.lengths
-    following = places[:, None] + np.arange(plan.lengths.max())
-    return replace(
-        result,
-        tokens=result.tokens[np.minimum(following, plan.num_tokens - 1)],
-        is_finite=result.is_finite[places],
-        counts=counts[places],
-        drafted=drafted[places],
-        places=places,
-    )
-
-
-def read(joined: np.ndarray, num_rows: int, num_logprobs: int) -> Result:
-    """Take a step's results apart, int32[R, W] as `build` returns them; rows behind `num_rows` were padding."""
-    joined = np.ascontiguousarray(joined[:num_rows].T)  # [W, R]
-    tokens, is_finite = joined[0], joined[1].astype(np.bool_)
-    if len(joined) == 2:
-        return Result(tokens, is_finite)
-    ids_at, reported_at = 4 + num_logprobs, 4 + 2 * num_logprobs
-    return Result(
-        tokens=tokens,
-        is_finite=is_finite,
-        logprob=joined[2].view(np.float32),
-        rank=joined[3],
-        top_logprobs=joined[4:ids_at].view(np.float32).T,
-        top_ids=joined[ids_at:reported_at].T,
-        reported=joined[reported_at:].view(np.float32).T if len(joined) > reported_at else None,
-    )
 
 
 def patch(tables: jax.Array, tokens: jax.Array, changes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -576,19 +461,3 @@ def _sample(
             model.kernels["sample"],
             mask,
         )
-
-
-def join(sampled: Sampled) -> jax.Array:
-    """Lay all results side by side, int32[R, W], so that they reach the host in one transfer."""
-    columns = [sampled.tokens[:, None], sampled.is_finite[:, None].astype(jnp.int32)]
-    if sampled.logprob is not None:
-        assert sampled.rank is not None and sampled.top_logprobs is not None and sampled.top_ids is not None
-        columns += [
-            lax.bitcast_convert_type(sampled.logprob, jnp.int32)[:, None],
-            sampled.rank[:, None],
-            lax.bitcast_convert_type(sampled.top_logprobs, jnp.int32),
-            sampled.top_ids,
-        ]
-        if sampled.reported is not None:
-            columns.append(lax.bitcast_convert_type(sampled.reported, jnp.int32))
-    return jnp.concatenate(columns, axis=1)

@@ -29,7 +29,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.embedded import ADAPTERS, MODEL_DIR
 from jaxllm.model import decoder, sharding, weights
 from jaxllm.model.families import read_spec
-from jaxllm.runner import device_state, draft_setup
+from jaxllm.runner import draft_setup, kv_cache
 from jaxllm.runner.aot_manifest import difference
 from jaxllm.runner.model_setup import describe_programs, plan_memory, prepare
 from jaxllm.scheduler.recorded import RecordedScheduler
@@ -270,8 +270,8 @@ def test_the_plan_counts_what_is_allocated(case: str, shards: int) -> None:
     setup = prepare(config, needs_weights=False)
     mesh = sharding.make_mesh(jax.devices(), shards)
     plan = plan_memory(config, setup, mesh, 1 << 32)
-    geometry = device_state.Geometry(num_slots=2, num_blocks=24, block_size=16, max_model_len=64)
-    layers = device_state.abstract_kv(setup.spec, geometry, mesh, setup.cache_dtype)
+    geometry = kv_cache.Geometry(num_slots=2, num_blocks=24, block_size=16, max_model_len=64)
+    layers = kv_cache.abstract_kv(setup.spec, geometry, mesh, setup.cache_dtype)
     leaves = jax.tree.leaves(layers)
     held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     assert held == plan.kv_bytes and len(leaves) == len(layers) * (2 if setup.spec.latent else 4)

@@ -15,7 +15,7 @@ from jaxllm import LLM, EngineError, SamplingParams
 from jaxllm.engine.sequence import SequenceGroup
 from jaxllm.outputs import RequestOutput
 from jaxllm.runner.model_runner import StepInFlight
-from jaxllm.runner.step import Result
+from jaxllm.runner.results import Result
 from jaxllm.scheduler.block_pool import PoolEditor
 from tests.faults.served import ENGINE
 

@@ -29,9 +29,10 @@ from jaxllm.model.parameters import Scheme, Weight
 from jaxllm.model.spec import Spec, heads_per_shard
 from jaxllm.runner import batch, device_state, draft_setup, step
 from jaxllm.runner.batch import Shape
-from jaxllm.runner.device_state import Geometry
 from jaxllm.runner.drafting import Drafting
+from jaxllm.runner.kv_cache import Geometry
 from jaxllm.runner.model_setup import OPERATIONS
+from jaxllm.runner.step_model import StepModel
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from pallas_kernels import Choice, Site
 from tests.gpu import buffers
@@ -216,7 +217,7 @@ def compile_shape(
     state = device_state.abstract(spec, geometry, shape.tokens, extras, *own, 2 * batch.buffer_size(shape) * stays)
     chosen = kernels_of(spec, devices, dtype, kernels, scheme, cache, is_deterministic)
     adapter = lora.abstract(spec, over, dtype, RANK) if shape.adapters else ()
-    model = step.StepModel(
+    model = StepModel(
         spec=spec,
         geometry=geometry,
         num_logprobs=0,

@@ -16,7 +16,7 @@ pytest.importorskip("jax_cuda13_plugin")
 from jaxllm.model.families import read_spec
 from jaxllm.runner import batch, step
 from jaxllm.runner.batch import Shape
-from jaxllm.runner.device_state import Geometry
+from jaxllm.runner.kv_cache import Geometry
 from jaxllm.sampling.sampler import ROW_WIDTH, Variant
 from tests.benchmarks.shapes import SHAPES
 from tests.gpu import aot, buffers

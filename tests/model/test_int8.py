@@ -26,9 +26,10 @@ from jaxllm.model import decoder, layers, sharding, weights
 from jaxllm.model.families import read_spec
 from jaxllm.model.parameters import Scheme
 from jaxllm.model.quantized import Quantized
-from jaxllm.runner import batch, device_state, step
+from jaxllm.runner import batch, device_state, kv_cache, step
 from jaxllm.runner.aot_manifest import difference
 from jaxllm.runner.model_setup import OPERATIONS, describe_programs, free_bytes, plan_memory, prepare
+from jaxllm.runner.step_model import StepModel
 from jaxllm.sampling.sampler import Extras, Variant
 from jaxllm.text.tokenizer import load_tokenizer
 from pallas_kernels import Choice, by_row
@@ -230,11 +231,11 @@ def test_no_step_converts_a_weight(rows):
     spec, _ = read_spec(CONFIG | sizes | {"num_attention_heads": 14, "head_dim": 64})
     mesh = sharding.make_mesh(jax.devices(), 1)
     params = weights.abstract(spec, mesh, "float32", "int8")
-    geometry = device_state.Geometry(num_slots=16, num_blocks=64, block_size=16, max_model_len=64)
+    geometry = kv_cache.Geometry(num_slots=16, num_blocks=64, block_size=16, max_model_len=64)
     extras = Extras(spec.vocab_size)
     state = device_state.abstract(spec, geometry, 16, extras, mesh, jnp.dtype(jnp.float32))
     (shape,) = (shape for shape in batch.decode_shapes(16) if shape.rows == rows)
-    model = step.StepModel(
+    model = StepModel(
         spec=spec,
         geometry=geometry,
         num_logprobs=0,

@@ -15,7 +15,7 @@ from jaxllm.commands.conversion import convert
 from jaxllm.errors import UserError
 from jaxllm.model import sharding, weights
 from jaxllm.model.families import read_spec
-from jaxllm.runner import device_state
+from jaxllm.runner import device_state, kv_cache
 from jaxllm.sampling.sampler import Extras
 from tests.support.checkpoints import load
 from tests.support.paths import GOLDEN
@@ -127,9 +127,9 @@ def test_devices_that_do_not_divide_an_expert_are_refused():
 def test_a_block_of_latents_is_counted_once_and_is_whole_on_each_device():
     spec, _ = read_spec(weights.read_config(GOLDEN / "deepseek-v3"))
     dtype = np.dtype("bfloat16")
-    geometry = device_state.Geometry(num_slots=2, num_blocks=5, block_size=16, max_model_len=64)
+    geometry = kv_cache.Geometry(num_slots=2, num_blocks=5, block_size=16, max_model_len=64)
     for shards in (1, 2):
-        assert device_state.block_bytes(spec, 16, dtype, shards) == 2 * 16 * (24 + 8) * 2
+        assert kv_cache.block_bytes(spec, 16, dtype, shards) == 2 * 16 * (24 + 8) * 2
         mesh = sharding.make_mesh(jax.devices(), shards)
         state = device_state.abstract(spec, geometry, 32, Extras(spec.vocab_size), mesh, dtype)
         held = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(state.kv)]

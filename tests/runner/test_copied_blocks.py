@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxllm.model.sharding import make_mesh
 from jaxllm.runner import step
-from jaxllm.runner.device_state import KvLayer
+from jaxllm.runner.kv_cache import KvLayer
 
 
 def test_a_fork_copies_every_part_of_a_block() -> None:

@@ -16,8 +16,9 @@ import pytest
 
 from jaxllm.model import sharding, weights
 from jaxllm.model.families import read_spec
-from jaxllm.runner import batch, device_state, step
+from jaxllm.runner import batch, device_state, kv_cache, step
 from jaxllm.runner.model_setup import OPERATIONS
+from jaxllm.runner.step_model import StepModel
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from pallas_kernels import Choice
 from tests.support.paths import GOLDEN
@@ -32,9 +33,9 @@ def digests(family: str) -> dict[str, str]:
     """Return the digest of each program's text of a family's golden model."""
     spec, _ = read_spec(json.loads((GOLDEN / family / "config.json").read_text()))
     mesh, dtype = sharding.make_mesh(jax.devices(), 1), jnp.dtype(jnp.float32)
-    geometry = device_state.Geometry(num_slots=SLOTS, num_blocks=16, block_size=SIZE, max_model_len=64)
+    geometry = kv_cache.Geometry(num_slots=SLOTS, num_blocks=16, block_size=SIZE, max_model_len=64)
     extras = Extras(spec.vocab_size)
-    model = step.StepModel(
+    model = StepModel(
         spec=spec,
         geometry=geometry,
         num_logprobs=2,

@@ -26,8 +26,9 @@ from jaxllm.metrics import Metrics
 from jaxllm.runner import batch, draft_setup
 from jaxllm.runner.batch import TILE, Shape
 from jaxllm.runner.compiled_programs import Key, Programs
-from jaxllm.runner.device_state import DeviceState, Geometry
+from jaxllm.runner.device_state import DeviceState
 from jaxllm.runner.drafting import NO_DRAFT, Drafted
+from jaxllm.runner.kv_cache import Geometry
 from jaxllm.runner.model_runner import HeldStep, Runner, StepInFlight
 from jaxllm.runner.resident_adapters import ResidentAdapters
 from jaxllm.runner.scoring import SCORED_ROWS

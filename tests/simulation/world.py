@@ -33,7 +33,7 @@ from jaxllm.errors import (
 )
 from jaxllm.metrics import StepReport
 from jaxllm.outputs import RequestOutput
-from jaxllm.runner.device_state import Geometry
+from jaxllm.runner.kv_cache import Geometry
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.scheduler.state import Plan, Request
 from tests.simulation.adapters import Folders, Held, make_store

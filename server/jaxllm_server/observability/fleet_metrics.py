@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
@@ -11,10 +11,7 @@ from jaxllm.engine.async_llm import AsyncLLM, EngineState
 from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.fleet.replica import Replica
 from jaxllm.metrics import DeviceReport, Load, Metrics
-from jaxllm_server.observability.prometheus import PrometheusObserver
-
-if TYPE_CHECKING:
-    from jaxllm_server.shared.adapters import ServedAdapters
+from jaxllm_server.observability.prometheus import FinishedByAdapter, PrometheusObserver
 
 
 class One:
@@ -51,7 +48,7 @@ class One:
 class FleetObserver(PrometheusObserver):
     """An observer of the first replica, with observers of the others."""
 
-    def __init__(self, fleet: FleetLLM, model_name: str, adapters: ServedAdapters) -> None:
+    def __init__(self, fleet: FleetLLM, model_name: str, adapters: FinishedByAdapter) -> None:
         ones: list[Any] = [One(fleet, replica) for replica in fleet.replicas]
         super().__init__(ones[0], model_name, adapters)
         others = [PrometheusObserver(one, model_name, adapters, number) for number, one in enumerate(ones[1:], 1)]
@@ -72,7 +69,7 @@ class FleetObserver(PrometheusObserver):
         yield from families.values()
 
 
-def observer_of(engine: AsyncLLM, model_name: str, adapters: ServedAdapters) -> PrometheusObserver:
+def observer_of(engine: AsyncLLM, model_name: str, adapters: FinishedByAdapter) -> PrometheusObserver:
     """Make the observer of an engine or of a fleet, and let it be told what happens."""
     if isinstance(engine, FleetLLM):
         return FleetObserver(engine, model_name, adapters)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, Protocol, get_args
 
 import psutil
 from google.rpc import code_pb2
@@ -30,9 +30,6 @@ from jaxllm.metrics import Load, Metrics, StepReport
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.v1 import control_pb2, inference_pb2
-
-if TYPE_CHECKING:
-    from jaxllm_server.shared.adapters import ServedAdapters
 
 OTHER = "other"  # the label of everything that is in no closed set
 HTTP_ROUTES = (
@@ -184,12 +181,37 @@ class Histogram:
         return [*shown, ("+Inf", totals[-1])], self._sum
 
 
+class FinishedRequests(Protocol):
+    """Requests of one adapter that have ended."""
+
+    @property
+    def name(self) -> str:
+        """The name under which the adapter is served."""
+        ...
+
+    @property
+    def num_finished(self) -> int:
+        """How many have ended."""
+        ...
+
+
+class FinishedByAdapter(Protocol):
+    """The served adapters, as metrics read them."""
+
+    @property
+    def num_finished_others(self) -> int:
+        """How many requests of adapters that are no longer loaded have ended."""
+        ...
+
+    def __iter__(self) -> Iterator[FinishedRequests]: ...
+
+
 class PrometheusObserver(Collector):
     """An `Observer` of one engine, and the text that Prometheus reads. Has a registry of its own."""
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
-    def __init__(self, engine: AsyncLLM, model_name: str, adapters: ServedAdapters, number: int = 0) -> None:
+    def __init__(self, engine: AsyncLLM, model_name: str, adapters: FinishedByAdapter, number: int = 0) -> None:
         """`number` is which of a fleet's engines it is."""
         self._engine = engine
         self._adapters = adapters

@@ -1,0 +1,58 @@
+"""`StepModel`: everything that the programs of one engine have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import pallas_kernels
+from jaxllm.model import lora
+from jaxllm.model.decoder import Params
+from jaxllm.model.pooler import Pooler
+from jaxllm.model.spec import Spec
+from jaxllm.runner.drafting import Drafting
+from jaxllm.runner.kv_cache import Geometry
+from jaxllm.sampling.sampler import Extras, Processor
+from pallas_kernels import Choice
+
+Leaves = tuple[jax.Array, ...]
+Adapter = lora.Adapter[jax.Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """What all programs of an engine have in common."""
+
+    spec: Spec
+    geometry: Geometry
+    num_logprobs: int  # likeliest tokens that a step returns
+    extras: Extras
+    processors: Sequence[Processor]
+    mesh: Mesh
+    params: Params[jax.ShapeDtypeStruct]
+    state: Any  # the device's state, described: a DeviceState, or a PoolState
+    kernels: Mapping[str, Choice]
+    pooler: Pooler | None = None  # of a model that pools
+    adapter: lora.Adapter[jax.ShapeDtypeStruct] = ()  # each one, described; empty: there are none
+    joins_adapters: bool = False  # see `adapted_linear`
+    drafting: Drafting | None = None  # of an engine that verifies drafts
+
+
+@contextmanager
+def products_of(model: StepModel) -> Iterator[None]:
+    """Have products that are traced inside done as was chosen; nothing is set for XLA's own, which are the default."""
+    ways = {
+        "linear": pallas_kernels.linear_by,
+        "fused_topk": pallas_kernels.fused_topk_by,
+        "fused_experts": pallas_kernels.fused_experts_by,
+    }
+    with ExitStack() as entered:
+        for operation, by in ways.items():
+            if model.kernels[operation].name != "xla":
+                entered.enter_context(by(model.kernels[operation]))
+        yield
