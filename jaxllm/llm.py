@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
 from jaxllm.beam_search_params import BeamSearchParams
 from jaxllm.config import EngineConfig, config_of
+from jaxllm.engine.engine_client import SteppedEngine
 from jaxllm.engine.input_processor import Params, Prompt
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.pooled_input import check_kind
@@ -71,11 +72,11 @@ class LLM:
 
     def __init__(self, model: str | EngineConfig | None = None, *, use_tqdm: bool = False, **engine_args: Any) -> None:
         config = config_of(model, engine_args)
-        self.engine: LLMEngine
+        self.engine: SteppedEngine
         if config.data_parallel_size == 1:
             self.engine = LLMEngine.from_engine_args(config, progress=use_tqdm)
         else:
-            self.engine = cast("LLMEngine", FleetEngine(config))  # as much of one as this class and `bench` use
+            self.engine = FleetEngine(config)
         self._num_requests = 0
 
     @classmethod

@@ -12,12 +12,12 @@ from jaxllm.bench.explain import Explanation, explain, programs_in, read_trace
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxllm.engine.engine_client import SteppedEngine
     from jaxllm.engine.input_processor import Prompt
-    from jaxllm.engine.llm_engine import LLMEngine
 
 
 def trace(
-    engine: LLMEngine,
+    engine: SteppedEngine,
     requests: Sequence[tuple[Prompt, SamplingParams]],
     num_skipped: int,
     num_steps: int,
@@ -41,7 +41,8 @@ def trace(
                 path = profile.stop()
             return _explain(engine, path)
     finally:
-        engine.abort_requests([(request.request_id, "abort") for request in accepted])
+        for request in accepted:
+            engine.abort_request(request.request_id)
 
 
 def batch(vocab_size: int, batch_size: int, input_len: int, output_len: int) -> list[tuple[Prompt, SamplingParams]]:
@@ -51,6 +52,6 @@ def batch(vocab_size: int, batch_size: int, input_len: int, output_len: int) -> 
     return [(prompt, params) for prompt in prompts]
 
 
-def _explain(engine: LLMEngine, path: Path) -> Explanation:
+def _explain(engine: SteppedEngine, path: Path) -> Explanation:
     events = read_trace(path)
-    return explain(events, engine.runner.program_texts(programs_in(events)))
+    return explain(events, engine.program_texts(programs_in(events)))

@@ -7,7 +7,7 @@ protocols: the caller of `step` decides when.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -408,6 +408,10 @@ class LLMEngine:
         self._check_open()
         self._profile = Profile(folder, num_steps)
         return self._profile
+
+    def program_texts(self, names: Collection[str]) -> dict[str, str]:
+        """Return the HLO texts of programs, as a trace names them."""
+        return self.runner.program_texts(names)
 
     def close(self) -> None:
         """Stop background work and free the device's memory; closing twice does nothing."""

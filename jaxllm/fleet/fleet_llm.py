@@ -9,19 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 from jaxllm.beam_search_params import BeamSearchParams
-from jaxllm.config import EngineConfig
-from jaxllm.engine.async_llm import LONG_TEXT, AsyncLLM
+from jaxllm.config import EngineConfig, config_of
+from jaxllm.engine.adapters import Adapter, Known
+from jaxllm.engine.async_llm import LONG_TEXT
+from jaxllm.engine.engine_client import EngineView
 from jaxllm.engine.input_processor import text_to_encode
+from jaxllm.engine.kv_events import BlockBatch
 from jaxllm.engine.life_cycle import EngineState
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.prompts import Prompt, checked_ids, parts_of
-from jaxllm.errors import RequestFailedError, UnavailableError, UserError, late
+from jaxllm.engine.streaming_engine import StreamingEngine
+from jaxllm.errors import FeatureDisabledError, RequestFailedError, UnavailableError, UserError, late
 from jaxllm.fleet import node
 from jaxllm.fleet.choose import digests_of
 from jaxllm.fleet.door import Door
@@ -29,7 +33,7 @@ from jaxllm.fleet.replica import Replica, Routed
 from jaxllm.fleet.router import NONE_TAKES_WORK, Router
 from jaxllm.fleet.supervisor import Supervisor
 from jaxllm.lora_request import LoRARequest
-from jaxllm.metrics import Load, Observer, summed
+from jaxllm.metrics import DeviceReport, Load, Metrics, Observer, summed
 from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
@@ -41,12 +45,13 @@ CHARACTERS_A_TOKEN = 4  # of a text that is pooled, which the replica tokenizes
 _SHARED = ("generation_config", "default_params", "eos_ids", "vocab_size", "max_model_len", "block_size", "pooler")
 
 
-class FleetLLM(AsyncLLM):
+class FleetLLM(StreamingEngine):
     """As `AsyncLLM`, with `config.data_parallel_size` replicas.
 
-    Of them `num_local` are processes of this machine; others connect to `door`. `observers` are told what each replica
-    does.
+    Of them `num_local` are processes of this machine; others connect to `door`.
     """
+
+    drains_replicas = True
 
     def __init__(
         self,
@@ -55,29 +60,34 @@ class FleetLLM(AsyncLLM):
         num_local: int | None = None,
         door: Door | None = None,
         module: str = "jaxllm.fleet.node",  # that our processes run
-        **given: Any,
+        max_queued_requests: int | None = None,
+        max_queued_tokens: int | None = None,
+        hang_timeout: float = 8.0,
+        **engine_args: Any,
     ) -> None:
-        super().__init__(model, **given)
-        config = self.config
-        for name, is_wanted in (
-            ("enable_lora", config.enable_lora),
-            ("enable_kv_cache_events", config.enable_kv_cache_events),
-            ("record", self._recorder is not None),
-        ):
-            if is_wanted:
+        config = config_of(model, engine_args)
+        count = config.data_parallel_size
+        num_local = count if num_local is None else min(num_local, count)
+        self.replicas = [Replica(number, is_local=number < num_local) for number in range(count)]
+        self._router = Router(self.replicas, self._fail)
+        super().__init__(
+            config,
+            self._router,
+            time.monotonic,
+            max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+            hang_timeout=hang_timeout,
+        )
+        for name in ("enable_lora", "enable_kv_cache_events"):
+            if getattr(config, name):
                 raise UserError(f"{name} is not supported with data_parallel_size above 1.", name)
         if any(callable(each) for each in config.logits_processors):
             message = "logits_processors must be named, as package.module:function, with data_parallel_size above 1."
             raise UserError(message, "logits_processors")
-        count = config.data_parallel_size
-        num_local = count if num_local is None else min(num_local, count)
         if num_local < count and door is None:
             message = f"{count - num_local} of {count} replicas are left to other machines: give data_parallel_address."
             raise UserError(message, "data_parallel_address")
-        self.replicas = [Replica(number, is_local=number < num_local) for number in range(count)]
-        self.observers: Sequence[Observer] = ()
-        self._router = Router(self.replicas, self._fail)
-        self._inbox: Any = self._router
+        self._observers: list[list[Observer]] = [[] for _ in self.replicas]
         self._model: ModelInfo | None = None
         self._supervisor = Supervisor(
             self.replicas, self, self._settings_of, hang_timeout=self.hang_timeout, module=module, door=door
@@ -85,14 +95,9 @@ class FleetLLM(AsyncLLM):
 
     # Its life.
 
-    async def start(self) -> None:
-        """Start the replicas; wait until those of this machine have loaded the model, or, without any, another has."""
-        if self._started is None:
-            self._loop = asyncio.get_running_loop()
-            self._started = self._loop.create_future()
-            self._death = self._loop.create_future()
-            await self._supervisor.start()
-        await asyncio.shield(self._started)
+    async def _begin(self) -> None:
+        """Start the replicas; those of this machine are waited for, or, without any, the first of the others."""
+        await self._supervisor.start()
 
     async def close(self, timeout: float = 30.0) -> bool:
         """End the replicas; requests that still run fail."""
@@ -124,7 +129,7 @@ class FleetLLM(AsyncLLM):
             engine=engine,
             address=path,
             number=number,
-            observes=bool(self.observers),
+            observes=any(self._observers),
             cores=tuple(cores[number * share : (number + 1) * share]),
             hang_timeout=self.hang_timeout,
             log_level=_log.getEffectiveLevel(),
@@ -173,12 +178,11 @@ class FleetLLM(AsyncLLM):
         self._died(error)
 
     def _observe(self, replica: Replica, name: str, given: list[Any]) -> None:
-        if not self.observers:
-            return
-        try:
-            getattr(self.observers[replica.number], name)(*given)
-        except Exception:  # statistics must not fail a request
-            _log.exception("the observer failed")
+        for observer in self._observers[replica.number]:
+            try:
+                getattr(observer, name)(*given)
+            except Exception:  # statistics must not fail a request
+                _log.exception("the observer failed")
 
     def _put(self, replica: Replica, name: str, output: RequestOutput) -> None:
         """Hand an output to its reader."""
@@ -236,7 +240,7 @@ class FleetLLM(AsyncLLM):
             tokenizer.obey_add_eos_token()
         return model
 
-    # What `AsyncLLM` asks of its engine.
+    # As an `EngineClient`.
 
     @property
     def model(self) -> ModelInfo:
@@ -246,18 +250,22 @@ class FleetLLM(AsyncLLM):
         return self._model
 
     @property
-    def engine(self) -> Any:
-        """What there is of one engine: the model."""
-        return SimpleNamespace(model=self.model)
+    def engines(self) -> Sequence[EngineView]:
+        """The replicas, by their numbers."""
+        return [ReplicaView(self, replica) for replica in self.replicas]
+
+    def add_observer(self, observer: Observer, number: int = 0) -> None:
+        """Call an observer with each step and each end of a request of a replica, by its number."""
+        self._observers[number].append(observer)
 
     @property
     def state(self) -> EngineState:
         """What the fleet does: "hung" while no replica takes work."""
-        state = self._life.state(is_hung=False)
+        state = super().state
         return "hung" if state == "serving" and not any(each.takes_work for each in self.replicas) else state
 
     def _unavailable(self) -> Exception | None:
-        error = self._life.unavailable(is_hung=False, was_started=self._started is not None)
+        error = super()._unavailable()
         if error is None and not any(each.takes_work for each in self.replicas):
             return UnavailableError(NONE_TAKES_WORK)
         return error
@@ -280,6 +288,38 @@ class FleetLLM(AsyncLLM):
         """Forget all cached prompts; False where requests run."""
         return all(await self._call_all("reset_prefix_cache"))
 
+    def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
+        """Raise UserError: replicas have no adapters."""
+        raise _no_adapters()
+
+    def known_adapter(self, lora_request: LoRARequest) -> Known | None:
+        """Return None: replicas have no adapters."""
+
+    def forget_adapter(self, lora_id: int) -> bool:
+        """Return False: there are no adapters."""
+        return False
+
+    def read_adapter(self, lora_request: LoRARequest) -> Adapter:
+        """Raise UserError: replicas have no adapters."""
+        raise _no_adapters()
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Raise UserError: replicas have no adapters."""
+        raise _no_adapters()
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Return False: there are no adapters."""
+        return False
+
+    async def list_loras(self) -> set[int]:
+        """Return nothing: there are no adapters."""
+        return set()
+
+    async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
+        """Raise FeatureDisabledError: replicas' events are read by the router alone."""
+        raise FeatureDisabledError("kv_events is not supported with data_parallel_size above 1.", "data_parallel_size")
+        yield  # an iterator, as of one engine
+
     async def start_profile(self, folder: str, num_steps: int) -> None:
         """Begin a trace of each replica's next steps, in folders of their own."""
         calls = [each.call("start_profile", f"{folder}/replica-{each.number}", num_steps) for each in self._loaded_ones]
@@ -298,7 +338,7 @@ class FleetLLM(AsyncLLM):
         """Call a method of every replica's engine."""
         return await asyncio.gather(*(each.call(name) for each in self._loaded_ones))
 
-    async def _accept(  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def _accept(
         self,
         request_id: str,
         prompt: Prompt,
@@ -311,7 +351,7 @@ class FleetLLM(AsyncLLM):
     ) -> Routed:
         """Find out what a request's way depends on; its replica checks it."""
         if lora_request is not None:
-            raise UserError("adapters are not supported with data_parallel_size above 1.", "lora_request")
+            raise _no_adapters()
         text, ids, salt = parts_of(prompt, "token_type_ids")
         digests: Sequence[bytes] = ()
         tokens: Sequence[int]
@@ -371,6 +411,41 @@ class FleetLLM(AsyncLLM):
     def _close(self, stream: Any) -> None:
         self._router.leave(stream.internal_id)
         self._streams.close(stream)
+
+
+def _no_adapters() -> UserError:
+    return UserError("adapters are not supported with data_parallel_size above 1.", "lora_request")
+
+
+class ReplicaView:
+    """A replica as metrics read an engine."""
+
+    def __init__(self, fleet: FleetLLM, replica: Replica) -> None:
+        self.config = fleet.config
+        self._fleet, self._replica = fleet, replica
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model, as all replicas have it."""
+        return self._fleet.model
+
+    @property
+    def metrics(self) -> Metrics:
+        """The counters of all its processes."""
+        return self._replica.metrics
+
+    @property
+    def state(self) -> EngineState:
+        """The state of its life cycle."""
+        return self._replica.state
+
+    def get_load(self) -> Load:
+        """Return how busy it is."""
+        return self._replica.get_load()
+
+    def device_report(self) -> DeviceReport | None:
+        """Return what is compiled there."""
+        return self._replica.device_report()
 
 
 _ADDED = (

@@ -70,7 +70,7 @@ async def run(settings: Settings, engine: AsyncLLM | None = None) -> bool:
     reader, writer = await _connect(settings)
     node = Node(engine, reader, writer)
     if settings.observes:
-        engine.observer = node
+        engine.add_observer(node)
     if settings.number is None:  # else the front end gets the signals
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, node.leave)

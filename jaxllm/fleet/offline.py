@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxllm.config import EngineConfig
@@ -17,7 +18,8 @@ from jaxllm.fleet.node import NO_BOUND
 from jaxllm.fleet.replica import Routed
 from jaxllm.lora_request import LoRARequest
 from jaxllm.metrics import Load, Metrics
-from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.outputs import CompletionOutput, FinishReason, RequestOutput
+from jaxllm.runner.profiling import DEFAULT_STEPS, Profile
 
 Result = TypeVar("Result")
 
@@ -67,9 +69,13 @@ class FleetEngine:
         """Say how busy all are."""
         return self._fleet.get_load()
 
-    def start_profile(self, *_: object) -> None:
-        """Refuse: which of the replicas?"""
+    def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
+        """Raise UserError: a trace is of one engine."""
         raise UserError("profile one engine: set data_parallel_size to 1.", "data_parallel_size")
+
+    def program_texts(self, names: Collection[str]) -> dict[str, str]:
+        """Return nothing: the programs are in other processes."""
+        return {}
 
     def add_request(
         self,
@@ -93,15 +99,15 @@ class FleetEngine:
         """Let a replica check a request."""
         return self._run(self._fleet.check_request(request_id, prompt, params, priority, lora_request))
 
-    def add(self, accepted: Sequence[Routed]) -> None:
+    def add(self, requests: Sequence[Routed]) -> None:
         """Start requests that were accepted."""
 
         async def add() -> None:
-            for each in accepted:
+            for each in requests:
                 task = self._tasks[each.request_id] = asyncio.ensure_future(self._answer(each))
                 task.add_done_callback(lambda task, name=each.request_id: self._forget(name, task))
 
-        self._live |= {each.request_id for each in accepted}
+        self._live |= {each.request_id for each in requests}
         self._run(add())
 
     async def _answer(self, accepted: Routed) -> None:
@@ -135,8 +141,9 @@ class FleetEngine:
                 self._live.discard(request_id)
             return [output]
 
-    def abort_request(self, request_id: str) -> None:
+    def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None:
         """End a request, if it runs; nothing of it is seen again."""
+        request_id = request_ids
 
         async def end() -> None:
             task = self._tasks.pop(request_id, None)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.engine_client import EngineClient
 from jaxllm.errors import UserError
 from jaxllm.file_limit import raise_file_limit
 from jaxllm.log_lines import LineFormatter
@@ -234,7 +235,7 @@ class Server:
             _log.warning("the engine's thread has not ended: a step hangs")
 
 
-def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> AsyncLLM:
+def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> EngineClient:
     """Make the engine, or the fleet of them."""
     from jaxllm_server.shared.adapters import requests_of
 

@@ -99,11 +99,11 @@ class Steps:
 @pytest.mark.parametrize("num_prompt", [10, 150])  # in one chunk, in several
 def test_the_tokens_of_steps_are_those_of_prompts_and_outputs(engine: AsyncLLM, run: Run, num_prompt: int) -> None:
     async def check() -> None:
-        engine.observer = steps = Steps()
+        steps = Steps()
+        engine.add_observer(steps)
         await read(engine, [5 + num_prompt % 7] * num_prompt, params(max_tokens=10, ignore_eos=True))
         await is_empty(engine)
         assert steps.num_tokens == num_prompt + 10
-        engine.observer = None
 
     run(check())
 

@@ -61,7 +61,7 @@ NOT_OF_A_REQUEST = {
         "jaxllm.text.chat_template": "_generated",
     },
     "the last act of cleaning up": {
-        "jaxllm.engine.async_llm": "AsyncLLM._close",
+        "jaxllm.engine.streaming_engine": "StreamingEngine._close",
         "jaxllm.engine.fair_threads": "FairThreads._ended FairThreads._give_back FairThreads._hand_out",
         "jaxllm.engine.output_streams": "StreamTable.close",
     },

@@ -108,7 +108,7 @@ class Doors:
         self.llm._engine = LLMEngine(config, metrics=Metrics(), parts=parts)
         self.llm._life.on("ready")
         inbox: Any = _Answering(self.llm)
-        self.llm._inbox = inbox
+        self.llm._queue = self.llm._inbox = inbox
         self.serving = Serving(self.llm, OPTIONS)
         self._runner = asyncio.Runner()
 

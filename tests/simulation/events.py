@@ -15,7 +15,7 @@ from tests.simulation.device import Violation
 from tests.simulation.requests import burst, leave_early, race, submit
 
 if TYPE_CHECKING:
-    from jaxllm.engine.async_llm import PauseMode
+    from jaxllm.engine.engine_client import PauseMode
     from tests.simulation.world import World
 
 

@@ -92,7 +92,7 @@ HISTORY = [
     ),
     Mutant(
         "the deadline of a waiting client is dropped",
-        "engine.async_llm.AsyncLLM.generate",
+        "engine.streaming_engine.StreamingEngine.generate",
         "if timeout is not None:",
         "if False:",
     ),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.beam_search_params import BeamSearchParams
-from jaxllm.engine.async_llm import most_queued, most_queued_tokens
+from jaxllm.engine.streaming_engine import most_queued, most_queued_tokens
 from jaxllm.errors import (
     ContextLengthError,
     DrainingError,

@@ -44,23 +44,22 @@ def pooled(index: int, call: PoolCall, width: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=1 if call.task == "score" else width).astype(np.float32)
 
 
-class FakeStore:
-    """What a server's adapters ask of an engine: folders whose names begin with "bad" cannot be read."""
+class FakeAdapters:
+    """The methods of an engine for adapters: folders whose names begin with "bad" cannot be read."""
 
     def __init__(self) -> None:
         self.known_requests: dict[int, LoRARequest] = {}
-        self.adapters = self
 
-    def add_lora(self, request: LoRARequest) -> bool:
+    def read_adapter(self, request: LoRARequest) -> bool:
         if Path(request.lora_path).name.startswith("bad"):
             raise UserError(f"adapter {request.lora_name!r}: {request.lora_path} is bad.", "lora_request")
         self.known_requests[request.lora_int_id] = request
         return True
 
-    def remove_lora(self, number: int) -> bool:
+    def forget_adapter(self, number: int) -> bool:
         return self.known_requests.pop(number, None) is not None
 
-    def known(self, request: LoRARequest) -> Known | None:
+    def known_adapter(self, request: LoRARequest) -> Known | None:
         return Known(b"", request.lora_int_id, 8, frozenset({2}), True)
 
 
@@ -72,10 +71,15 @@ class FakeServing:
         self.root = "/models/fake"
         self.options = ServerOptions() if options is None else options
         self.script = SCRIPT if script is None else script
+        own = FakeAdapters()
         self.engine = SimpleNamespace(
             state="serving",
+            drains_replicas=False,
+            engines=(None,),
+            read_adapter=own.read_adapter,
+            forget_adapter=own.forget_adapter,
+            known_adapter=own.known_adapter,
             config=SimpleNamespace(enable_lora=self.options.lora_root is not None),
-            engine=FakeStore(),
             check_health=self._check_health,
             model=SimpleNamespace(
                 max_model_len=64,

@@ -32,7 +32,7 @@ from jaxllm_server.shared.calls import Call, Chunk, Part, PromptInfo, Timing, Us
 from jaxllm_server.shared.client_quota import Shares
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
-from tests.support.fake_serving import FakeStore
+from tests.support.fake_serving import FakeAdapters
 
 Result = TypeVar("Result")
 SOON = 3.0  # seconds, for what happens in milliseconds
@@ -108,12 +108,12 @@ class ScriptedServing:
                 await asyncio.sleep(0.001)
 
 
-class FakeEngine:
+class FakeEngine(FakeAdapters):
     """What the services ask of an `AsyncLLM`."""
 
     def __init__(self, has_adapters: bool) -> None:
         self.state = "serving"
-        self.engine = FakeStore()
+        super().__init__()
         self.aborted: list[str] = []
         self.paused: tuple[str, bool] | None = None
         self.max_queued_requests = 32

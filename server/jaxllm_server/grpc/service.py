@@ -34,7 +34,7 @@ from jaxllm_server.grpc.error_details import failure_of
 from jaxllm_server.shared.client_quota import client_of, host_of_peer
 
 if TYPE_CHECKING:
-    from jaxllm.engine.async_llm import PauseMode
+    from jaxllm.engine.engine_client import PauseMode
     from jaxllm_server.shared.auth import Keys
     from jaxllm_server.shared.calls import Call, Chunk
     from jaxllm_server.shared.pool_calls import PoolCall, PoolResult

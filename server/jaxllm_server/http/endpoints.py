@@ -18,8 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxllm.errors import FeatureDisabledError, UnavailableError, UserError
-from jaxllm.fleet.fleet_llm import FleetLLM
+from jaxllm.errors import UnavailableError, UserError
 from jaxllm.pooling_params import TASKS as POOLING_TASKS
 from jaxllm.version import __version__
 from jaxllm_server.anthropic.messages import MessagesReply, count_call_of
@@ -251,11 +250,9 @@ class Endpoints:
     async def drain(self, request: Request) -> ASGIApp:
         """Give a replica no more work, and answer when it has none and serves anew."""
         engine, number = self._serving.engine, request.query_params.get("replica", "")
-        if not isinstance(engine, FleetLLM):
-            raise FeatureDisabledError("this server has one engine: SIGTERM drains it.", "replica")
-        if not number.isdecimal():
+        if engine.drains_replicas and not number.isdecimal():
             raise UserError(f"replica must be the number of a replica, got {number!r}.", "replica")
-        await engine.drain_replica(int(number[:9]))
+        await engine.drain_replica(int(number[:9] or 0))
         return json_response({"replica": int(number[:9])})
 
     async def openapi(self, request: Request) -> ASGIApp:
@@ -297,7 +294,7 @@ class Endpoints:
             return "generate" in tasks
         if path.endswith("_lora_adapter"):
             return self._options.lora_root is not None
-        return path != "/drain" or isinstance(self._serving.engine, FleetLLM)
+        return path != "/drain" or self._serving.engine.drains_replicas
 
     def _gated(self, endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[Request], Awaitable[ASGIApp]]:
         """Wrap an endpoint so that its requests count as being answered, body and answer included."""

@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from jaxllm.fleet.fleet_llm import FleetLLM
 from jaxllm.version import __version__
 from jaxllm_server.anthropic import models as anthropic
 from jaxllm_server.http.answers import json_response
@@ -110,8 +109,8 @@ class StatusEndpoints:
         engine = self._serving.engine
         load = engine.get_load()
         answer = {"server_load": load.running + load.waiting, **load._asdict()}
-        if isinstance(engine, FleetLLM):
-            answer["replicas"] = [{"state": each.state, **each.get_load()._asdict()} for each in engine.replicas]
+        if len(engine.engines) > 1:
+            answer["replicas"] = [{"state": each.state, **each.get_load()._asdict()} for each in engine.engines]
         return json_response(answer)
 
     async def metrics(self, request: Request) -> ASGIApp:

@@ -1,59 +1,24 @@
-"""The metrics of a fleet: each family once, with the samples of every replica, which the label `engine` tells apart."""
+"""The metrics of several engines: each family once, with the samples of each, by the label `engine`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
-from jaxllm.engine.async_llm import AsyncLLM, EngineState
-from jaxllm.fleet.fleet_llm import FleetLLM
-from jaxllm.fleet.replica import Replica
-from jaxllm.metrics import DeviceReport, Load, Metrics
+from jaxllm.engine.engine_client import EngineClient
 from jaxllm_server.observability.prometheus import FinishedByAdapter, PrometheusObserver
 
 
-class One:
-    """A replica, as an observer reads an engine."""
-
-    def __init__(self, fleet: FleetLLM, replica: Replica) -> None:
-        self.config = fleet.config
-        self._fleet, self._replica = fleet, replica
-
-    @property
-    def model(self) -> Any:
-        """The model, which all replicas have."""
-        return self._fleet.model
-
-    @property
-    def metrics(self) -> Metrics:
-        """What it has counted."""
-        return self._replica.metrics
-
-    @property
-    def state(self) -> EngineState:
-        """What it does."""
-        return self._replica.state
-
-    def get_load(self) -> Load:
-        """Say how busy it is."""
-        return self._replica.get_load()
-
-    def device_report(self) -> DeviceReport | None:
-        """Say what is compiled there."""
-        return self._replica.device_report()
-
-
 class FleetObserver(PrometheusObserver):
-    """An observer of the first replica, with observers of the others."""
+    """An observer of the first engine, with observers of the others."""
 
-    def __init__(self, fleet: FleetLLM, model_name: str, adapters: FinishedByAdapter) -> None:
-        ones: list[Any] = [One(fleet, replica) for replica in fleet.replicas]
-        super().__init__(ones[0], model_name, adapters)
-        others = [PrometheusObserver(one, model_name, adapters, number) for number, one in enumerate(ones[1:], 1)]
-        self._others = others
-        fleet.observers = [self, *others]
+    def __init__(self, client: EngineClient, model_name: str, adapters: FinishedByAdapter) -> None:
+        first, *others = client.engines
+        super().__init__(first, model_name, adapters)
+        self._others = [PrometheusObserver(each, model_name, adapters, number) for number, each in enumerate(others, 1)]
+        for number, observer in enumerate((self, *self._others)):
+            client.add_observer(observer, number)
 
     def collect(self) -> Iterator[Metric]:
         """Give all families."""
@@ -69,9 +34,10 @@ class FleetObserver(PrometheusObserver):
         yield from families.values()
 
 
-def observer_of(engine: AsyncLLM, model_name: str, adapters: FinishedByAdapter) -> PrometheusObserver:
-    """Make the observer of an engine or of a fleet, and let it be told what happens."""
-    if isinstance(engine, FleetLLM):
-        return FleetObserver(engine, model_name, adapters)
-    engine.observer = observer = PrometheusObserver(engine, model_name, adapters)
+def observer_of(client: EngineClient, model_name: str, adapters: FinishedByAdapter) -> PrometheusObserver:
+    """Make the observer of an engine or of a fleet, and have it called."""
+    if len(client.engines) > 1:
+        return FleetObserver(client, model_name, adapters)
+    observer = PrometheusObserver(client, model_name, adapters)
+    client.add_observer(observer)
     return observer

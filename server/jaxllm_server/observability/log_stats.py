@@ -11,9 +11,12 @@ from jaxllm.metrics import Load, Metrics
 
 
 class Engine(Protocol):
-    """What is read of an AsyncLLM."""
+    """An engine, as far as the line reads it."""
 
-    metrics: Metrics
+    @property
+    def metrics(self) -> Metrics:
+        """Its counters."""
+        ...
 
     def get_load(self) -> Load:
         """Say how busy the engine is."""

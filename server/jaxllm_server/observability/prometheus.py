@@ -24,7 +24,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxllm.engine.async_llm import AsyncLLM, EngineState
+from jaxllm.engine.engine_client import EngineView
+from jaxllm.engine.life_cycle import EngineState
 from jaxllm.errors import EngineError
 from jaxllm.metrics import Load, Metrics, StepReport
 from jaxllm.outputs import FinishReason, RequestOutput
@@ -211,7 +212,7 @@ class PrometheusObserver(Collector):
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
-    def __init__(self, engine: AsyncLLM, model_name: str, adapters: FinishedByAdapter, number: int = 0) -> None:
+    def __init__(self, engine: EngineView, model_name: str, adapters: FinishedByAdapter, number: int = 0) -> None:
         """`number` is which of a fleet's engines it is."""
         self._engine = engine
         self._adapters = adapters

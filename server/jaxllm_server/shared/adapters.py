@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxllm.engine.adapters import Known
-from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.engine_client import EngineClient
 from jaxllm.errors import AdapterNotFoundError, FeatureDisabledError, UnavailableError, UserError
 from jaxllm.lora_request import LoRARequest
 from jaxllm_server.shared.options import ServerOptions
@@ -48,7 +48,7 @@ class Served:
 class ServedAdapters:
     """All adapters of one server, by name."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions, model_names: Sequence[str]) -> None:
+    def __init__(self, engine: EngineClient, options: ServerOptions, model_names: Sequence[str]) -> None:
         self.num_finished_others = 0  # requests of adapters that were unloaded
         self._engine = engine
         self._model_names = model_names
@@ -82,7 +82,7 @@ class ServedAdapters:
 
     def known(self, served: Served) -> Known | None:
         """Return what the engine remembers of an adapter."""
-        return self._engine.engine.adapters.known(served.request)
+        return self._engine.known_adapter(served.request)
 
     @contextmanager
     def using(self, served: Served | None) -> Iterator[None]:
@@ -146,7 +146,7 @@ class ServedAdapters:
             folder = await self._engine.off_loop(_folder_of, root, name, path, client=client)
             request = LoRARequest(name, next(self._numbers), str(folder))
             try:
-                await self._engine.off_loop(self._engine.engine.add_lora, request, client=client)
+                await self._engine.off_loop(self._engine.read_adapter, request, client=client)
             except UserError as error:
                 told = str(error).replace(f"{root}/", "").replace(str(root), path)
                 raise UserError(told, "lora_path") from error
@@ -162,7 +162,7 @@ class ServedAdapters:
 
     def _forget_unused(self, served: Served) -> None:
         if served.is_gone and not served.num_users:
-            self._engine.engine.remove_lora(served.request.lora_int_id)
+            self._engine.forget_adapter(served.request.lora_int_id)
 
     def _check_enabled(self, parameter: str | None = None) -> None:
         if not self._engine.config.enable_lora:

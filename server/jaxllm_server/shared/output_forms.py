@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
-from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.engine_client import EngineClient
 from jaxllm.errors import FeatureDisabledError, UserError
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.structured_outputs_params import StructuredOutputsParams
@@ -39,7 +39,7 @@ class OutputForms:
     """
 
     def __init__(
-        self, engine: AsyncLLM, options: ServerOptions, template: str | None, template_kwargs: Mapping[str, Any]
+        self, engine: EngineClient, options: ServerOptions, template: str | None, template_kwargs: Mapping[str, Any]
     ) -> None:
         self._engine = engine
         self._options = options

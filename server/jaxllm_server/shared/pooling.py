@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.engine.async_llm import LONG_TEXT, AsyncLLM, most_queued, most_queued_tokens
+from jaxllm.engine.async_llm import LONG_TEXT
+from jaxllm.engine.engine_client import EngineClient
 from jaxllm.engine.model_info import ModelInfo
+from jaxllm.engine.streaming_engine import most_queued, most_queued_tokens
 from jaxllm.errors import (
     FeatureDisabledError,
     OverloadedError,
@@ -257,7 +259,7 @@ def has_room(serving: Serving, client: str, num_running: int) -> bool:
     return num_running < most and serving.shares.room(client) >= 1
 
 
-def _places(engine: AsyncLLM) -> int:
+def _places(engine: EngineClient) -> int:
     """Return how many requests can run and wait."""
     slots = engine.get_load().max_running
     return slots + most_queued(engine.max_queued_requests, slots)

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jaxllm.engine.async_llm import LONG_TEXT, AsyncLLM
+from jaxllm.engine.async_llm import LONG_TEXT
+from jaxllm.engine.engine_client import EngineClient
 from jaxllm.engine.input_processor import num_kept, text_to_encode
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.engine.prompts import checked_ids
@@ -44,7 +45,7 @@ class Prompts:
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        engine: EngineClient,
         options: ServerOptions,
         template: str | None,
         template_kwargs: Mapping[str, Any],

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from jaxllm.embedded import SHIPPED
 from jaxllm.engine.adapters import Adapter
-from jaxllm.engine.async_llm import AsyncLLM
+from jaxllm.engine.engine_client import EngineClient
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import NotFoundError, RequestFailedError, UserError, late, too_long
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -45,7 +45,7 @@ _log = logging.getLogger("jaxllm.server")
 class Serving:
     """Answers calls with one engine. It can be made while the engine is still loading."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+    def __init__(self, engine: EngineClient, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
         shipped = {path: name for name, path in SHIPPED.items()}
@@ -218,9 +218,10 @@ class Serving:
         """Return a request's adapter, which is read again if it is not in the host's memory any more."""
         if served is None:
             return None
-        store = self.engine.engine.adapters
         try:
-            return store.find(served.request) or await self.off_loop(client, store.get, served.request)
+            return self.engine.find_adapter(served.request) or await self.off_loop(
+                client, self.engine.read_adapter, served.request
+            )
         except UserError as error:  # it could be read once; its folder is not the client's business
             _log.error("%s", error)
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm.config import EngineConfig
-from jaxllm.engine.async_llm import EngineState
+from jaxllm.engine.life_cycle import EngineState
 from jaxllm.errors import UnavailableError
 from jaxllm.metrics import DeviceReport, Load, Metrics, StepReport
 from jaxllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput

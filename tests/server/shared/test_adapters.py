@@ -16,15 +16,15 @@ from jaxllm.lora_request import LoRARequest
 from jaxllm_server.shared.adapters import ServedAdapters, requests_of
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.serving import Serving
-from tests.support.fake_serving import FakeStore
+from tests.support.fake_serving import FakeAdapters
 
 
-class Engine:
+class Engine(FakeAdapters):
     """An `AsyncLLM` whose threads can be held up."""
 
     def __init__(self, enable_lora: bool = True) -> None:
         self.config = SimpleNamespace(enable_lora=enable_lora, model="base")
-        self.engine = FakeStore()
+        super().__init__()
         self.state = "serving"
         self.may_read = threading.Event()
         self.may_read.set()
@@ -41,7 +41,7 @@ class Engine:
 
     @property
     def known(self) -> set[int]:
-        return set(self.engine.known_requests)
+        return set(self.known_requests)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_what_is_loaded_lies_in_the_folder_for_it(root: Path, path: str, error: 
     load = own.load("x", path.replace("{root}", str(root)))
     if error is None:
         asyncio.run(load)
-        (request,) = engine.engine.known_requests.values()
+        (request,) = engine.known_requests.values()
         assert Path(request.lora_path).is_relative_to(root) and Path(request.lora_path).is_dir()
         assert own.find("x").source == path.replace("{root}", str(root))
         return

@@ -1,0 +1,273 @@
+"""`EngineClient`: the interface through which servers use an engine, a fleet of engines, or several of another kind.
+
+`AsyncLLM` and `FleetLLM` implement it, and `SteppedEngine` is its counterpart for callers without an event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from jaxllm.config import EngineConfig
+from jaxllm.engine.adapters import Adapter, Known
+from jaxllm.engine.input_processor import Params, Prompt
+from jaxllm.engine.kv_events import BlockBatch
+from jaxllm.engine.life_cycle import EngineState
+from jaxllm.engine.model_info import ModelInfo
+from jaxllm.lora_request import LoRARequest
+from jaxllm.metrics import DeviceReport, Load, Metrics, Observer
+from jaxllm.outputs import FinishReason, PoolingRequestOutput, RequestOutput
+from jaxllm.pooling_params import PoolingParams
+from jaxllm.runner.profiling import DEFAULT_STEPS, Profile
+
+Result = TypeVar("Result")
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class EngineView(Protocol):
+    """One engine, as metrics and status pages read it; nothing here waits."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """Its settings."""
+        ...
+
+    @property
+    def metrics(self) -> Metrics:
+        """Its counters."""
+        ...
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model's tokenizer, limits and defaults; UnavailableError while it is being loaded."""
+        ...
+
+    @property
+    def state(self) -> EngineState:
+        """The state of its life cycle."""
+        ...
+
+    def get_load(self) -> Load:
+        """Return how busy it is."""
+        ...
+
+    def device_report(self) -> DeviceReport | None:
+        """Return what is compiled and the devices' memory; None where that is unknown."""
+        ...
+
+
+class EngineClient(EngineView, Protocol):
+    """An engine, or several behind one interface. All methods belong to the event loop that called `start`."""
+
+    max_queued_requests: int | None
+    max_queued_tokens: int | None
+
+    @property
+    def drains_replicas(self) -> bool:
+        """Whether `drain_replica` does anything."""
+        ...
+
+    @property
+    def engines(self) -> Sequence[EngineView]:
+        """The engines behind it, by their numbers; an engine alone is its own."""
+        ...
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether `pause` holds it."""
+        ...
+
+    @property
+    def num_live(self) -> int:
+        """How many requests have not ended."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model; a problem with it is raised here."""
+
+    async def close(self, timeout: float = 30.0) -> bool:
+        """Stop; requests that still run fail. Return whether everything has ended within `timeout` seconds."""
+        ...
+
+    async def wait_dead(self) -> BaseException:
+        """Wait until the engine dies, and return the cause."""
+        ...
+
+    def add_observer(self, observer: Observer, number: int = 0) -> None:
+        """Call an observer with each step and each end of a request of one of `engines`."""
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        owner: str = "",
+        client: str | None = None,
+        priority: int = 0,
+        time_limit: float | None = None,
+        timeout: float | None = None,
+        arrival: float | None = None,
+        name: str | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Stream a request's outputs; to close the iterator aborts the request."""
+        ...
+
+    def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput]:
+        """Yield the one output of a prompt that is pooled; options as of `generate`."""
+        ...
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End the requests of these ids."""
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError or UnavailableError unless requests are accepted."""
+
+    def check_room(self) -> None:
+        """Raise OverloadedError or UnavailableError if no request would be accepted."""
+
+    def check_queue(self, num_sequences: int, num_tokens: int, num_prompts: int = 1) -> None:
+        """Raise OverloadedError if the queue would be longer than its bounds."""
+
+    def preparing(self, num_sequences: int) -> AbstractContextManager[None]:
+        """Count a request into the queue while its prompt is made."""
+        ...
+
+    async def off_loop(self, function: Callable[..., Result], *arguments: Any, client: str | None = None) -> Result:
+        """Run something slow in a thread; clients take turns."""
+        ...
+
+    def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
+        """Return an adapter that is in memory; None if it must be read."""
+        ...
+
+    def known_adapter(self, lora_request: LoRARequest) -> Known | None:
+        """Return what is remembered of an adapter that was read, whether it is in memory or not."""
+        ...
+
+    def forget_adapter(self, lora_id: int) -> bool:
+        """Do as `remove_lora`, at once."""
+        ...
+
+    def read_adapter(self, lora_request: LoRARequest) -> Adapter:
+        """Read an adapter, which is slow; a problem with it is a UserError. Any thread may call this."""
+        ...
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter ahead of the requests that name it."""
+        ...
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; return whether it was known."""
+        ...
+
+    async def list_loras(self) -> set[int]:
+        """Return the ids of adapters that were read and not removed."""
+        ...
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompts; False where requests run."""
+        ...
+
+    async def start_profile(self, folder: str, num_steps: int) -> None:
+        """Begin a trace of the next `num_steps` steps."""
+
+    def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
+        """Stream what enters and leaves the prefix cache."""
+        ...
+
+    async def pause(self, mode: PauseMode = "abort", clear_cache: bool | None = None) -> None:
+        """Take no more work and stop computing, until `resume`."""
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+
+    def announce_drain(self) -> None:
+        """Report "not ready" but accept requests until `drain`."""
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Refuse new requests and wait for the running ones; return whether all have finished."""
+        ...
+
+    async def drain_replica(self, number: int) -> None:
+        """Start one of `engines` anew when it has no more work; FeatureDisabledError without `drains_replicas`."""
+
+
+class SteppedEngine(Protocol):
+    """An engine, or a fleet of them, that one thread adds to, steps and aborts; see `LLMEngine`."""
+
+    config: EngineConfig
+
+    @property
+    def metrics(self) -> Metrics:
+        """Its counters."""
+        ...
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model's tokenizer, limits and defaults."""
+        ...
+
+    def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
+        """Return the model as a request sees it: with the tokenizer of its adapter, if that brings one."""
+        ...
+
+    def load(self) -> Load:
+        """Return how busy it is."""
+        ...
+
+    def accept(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: Params | None = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> Any:
+        """Check a request and return it for `add`; nothing is queued."""
+        ...
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: Params | None = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
+        """Queue a request; a problem with it is a UserError."""
+
+    def add(self, requests: Sequence[Any]) -> None:
+        """Queue requests that `accept` returned."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        ...
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for outputs and return them."""
+        ...
+
+    def abort_request(self, request_ids: str, reason: FinishReason = "abort") -> RequestOutput | None:
+        """Drop a request; return its last output, where there is one."""
+        ...
+
+    def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
+        """Begin a trace of the next `num_steps` steps."""
+        ...
+
+    def program_texts(self, names: Collection[str]) -> dict[str, str]:
+        """Return the HLO texts of programs, as a trace names them."""
+        ...
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prompts; False where requests run."""
+        ...
+
+    def close(self) -> None:
+        """Free the devices' memory."""
