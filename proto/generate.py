@@ -1,7 +1,8 @@
-"""Makes the Python stubs of the API again: `make proto`, or `python proto/generate.py [folder]`.
+"""Makes what is generated of the API's declarations: `make proto`, or `python proto/generate.py [folder]`.
 
-The folder (default: the repository) gets `jaxllm/v1/`. Needs grpcio-tools 1.81.1: generated code runs on the
-protobuf that it was made for and on the next major version, never on an older one, and 1.81 makes it for 6.33.
+The folder (default: the repository) gets the Python stubs, `jaxllm/v1/`, and `jaxllm/client/sampling_options.py`. Needs
+grpcio-tools 1.81.1: generated code runs on the protobuf that it was made for and on the next major version, never on an
+older one, and 1.81 makes it for 6.33.
 """
 
 from __future__ import annotations
@@ -13,7 +14,25 @@ from pathlib import Path
 
 from grpc_tools import protoc
 
+from jaxllm.sampling_fields import GRPC, declaration_of, names_in
+from jaxllm.sampling_params import SamplingParams
+
 SOURCES = Path(__file__).parent
+HEAD = '''"""The client's options that are fields of `SamplingParams`. Made by proto/generate.py of declarations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from jaxllm.sampling_params import RepetitionDetectionParams
+from jaxllm.structured_outputs_params import StructuredOutputsParams
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Fields of `SamplingParams`, which has their meaning; None, like absence, leaves one to the model's defaults."""
+
+'''
 VERSION = "1.81.1"  # exact, because the stubs name it
 
 
@@ -34,6 +53,22 @@ def generate(folder: Path) -> None:
     )
     if status != 0:
         raise SystemExit("protoc failed; what it said is above.")
+    (folder / "jaxllm" / "client").mkdir(parents=True, exist_ok=True)
+    (folder / "jaxllm" / "client" / "sampling_options.py").write_text(sampling_options())
+
+
+def sampling_options() -> str:
+    """Return the module with the client's options that are fields of `SamplingParams`.
+
+    Type checkers do not know a class that is made at run time.
+    """
+    lines = []
+    for path, name in names_in(SamplingParams, GRPC).items():
+        if not path.startswith("stream."):
+            own = SamplingParams.__dataclass_fields__[name]
+            kind = declaration_of(own).given or str(own.type).removesuffix(" | None")
+            lines.append(f"    {name}: {kind} | None")
+    return HEAD + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

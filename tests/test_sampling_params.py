@@ -17,8 +17,8 @@ import pytest
 from jaxllm import sampling_params
 from jaxllm.errors import UserError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxllm.sampling_fields import MAX_IDS
 from jaxllm.sampling_params import (
-    MAX_IDS,
     MAX_MASKED_STOP_IDS,
     MAX_PROCESSORS,
     RequestOutputKind,
@@ -140,7 +140,7 @@ def test_out_of_range_is_refused_in_vllms_words(arguments: dict, message: str):
 
 INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 INTEGERS += ("truncate_prompt_tokens", "stream_interval")
-NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
+NUMBERS = tuple(own.name for own in dataclasses.fields(SamplingParams) if own.type == "float")
 FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
 FLAGS += ("skip_reading_prefix_cache",)
 OTHERS = ("stop", "stop_token_ids", "logit_bias", "output_kind", "allowed_token_ids", "logprob_token_ids", "bad_words")

@@ -8,47 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from jaxllm.sampling_params import RepetitionDetectionParams
-from jaxllm.structured_outputs_params import StructuredOutputsParams
+from jaxllm.client.sampling_options import SamplingOptions
+from jaxllm.sampling_fields import GRPC, names_in
+from jaxllm.sampling_params import SamplingParams
 
 
-class GenerateOptions(TypedDict, total=False):
-    """What a call may say beside its prompt; None, like absence, leaves it to the model's defaults."""
+class GenerateOptions(SamplingOptions, total=False):
+    """The options of a call besides its prompt; None, like absence, leaves it to the model's defaults."""
 
-    temperature: float | None  # 0 is greedy
-    top_p: float | None
-    top_k: int | None  # 0 or -1: all tokens
-    min_p: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    seed: int | None
-    n: int | None  # sequences; read them from `outputs`
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    bad_words: Sequence[str] | None
-    extra_args: Mapping[str, Sequence[float] | float] | None  # names of the server's logits processors, their numbers
-    skip_reading_prefix_cache: bool | None
-    max_tokens: int | None  # None: until the model's context is full
-    min_tokens: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    include_stop_str_in_output: bool | None
-    ignore_eos: bool | None
     time_limit: float | None  # seconds after which what there is is returned; `timeout` instead fails the call
-    truncate_prompt_tokens: int | None  # keep this many, the last ones; -1: as many as the model holds
-    repetition_detection: RepetitionDetectionParams | Mapping[str, int] | None
-    detokenize: bool | None  # False: token ids only
     return_token_ids: bool | None  # False saves their bytes
     return_prompt_token_ids: bool | None
-    logprobs: int | None  # likeliest tokens to report beside the sampled one; -1: all
     logprob_texts: bool | None  # with the text of each; on unless False where there are any log-probabilities
-    prompt_logprobs: int | None  # the same for each of the prompt's tokens
-    logprob_token_ids: Sequence[int] | None
-    skip_special_tokens: bool | None
     include_reasoning: bool | None
-    # What the output must look like; a mapping means StructuredOutputsParams, a pydantic class its JSON schema.
-    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | type | None
     # A beam search of width n, with "length_penalty" and "early_stopping" (True, False or "never"); {}: as they are.
     beam_search: Mapping[str, Any] | None
     model: str | None
@@ -118,33 +90,14 @@ class ClassifyOptions(ScoreOptions, total=False):
     add_special_tokens: bool | None
 
 
-# Keyword to field of GenerateRequest.
+# Keyword to field of GenerateRequest: those of SamplingParams, but for what only a stream has, then others.
 GENERATE_FIELDS = {
-    **{
-        name: f"sampling.{name}"
-        for name in (
-            *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-            *("seed", "n", "logit_bias", "allowed_token_ids", "bad_words", "extra_args", "skip_reading_prefix_cache"),
-        )
-    },
-    **{
-        name: f"stop.{name}"
-        for name in (
-            *("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "time_limit", "truncate_prompt_tokens"),
-            "repetition_detection",
-        )
-    },
-    "stop": "stop.stop_strings",
-    "include_stop_str_in_output": "stop.include_stop",
-    **{
-        name: f"output.{name}"
-        for name in ("logprobs", "logprob_texts", "prompt_logprobs", "logprob_token_ids", "skip_special_tokens")
-    },
-    "detokenize": "output.text",
+    **{name: path for path, name in names_in(SamplingParams, GRPC).items() if not path.startswith("stream.")},
+    "time_limit": "stop.time_limit",
+    "logprob_texts": "output.logprob_texts",
     "return_token_ids": "output.token_ids",
     "return_prompt_token_ids": "output.prompt_token_ids",
     "include_reasoning": "output.reasoning",
-    "structured_outputs": "structured_output",
     "beam_search": "sampling.beam_search",
     **{name: name for name in ("model", "adapter", "request_id", "priority", "cache_salt", "add_special_tokens")},
 }

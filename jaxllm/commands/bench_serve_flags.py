@@ -7,10 +7,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from jaxllm.commands.arguments import Usage
 from jaxllm.commands.constraint_flags import schema_of
+from jaxllm.sampling_fields import declaration_of
+from jaxllm.sampling_params import SamplingParams
 
 METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time")
 GOODPUT = ("ttft", "tpot", "e2el")
@@ -22,15 +25,7 @@ ENDPOINTS = {
 }
 _EMBEDS = ("embeddings", "/v1/embeddings")  # of --endpoint: what embeds, whatever the backend
 _EMBED_METRICS = ("e2el", "client_queue_time")
-SAMPLING = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "repetition_penalty": float,
-}
+SAMPLING = {own.name: type(own.default) for own in fields(SamplingParams) if declaration_of(own).shapes_distribution}
 HTTP_PORT, GRPC_PORT = 8000, 50051
 _KEYS = ("OPENAI_API_KEY", "JAXLLM_API_KEY")  # where a key may be, first come first served
 RAMP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")

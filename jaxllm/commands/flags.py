@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxllm.config import DTYPE_NAMES, NOT_BUILT, WITHOUT_EFFECT, EngineConfig
 from jaxllm.errors import UserError
+from jaxllm.sampling_fields import MODEL, names_in
 from jaxllm.sampling_params import SamplingParams
 
 # Fields that are set most often; `--help` lists them first.
@@ -22,14 +23,11 @@ COMMON = (
     *("max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size"),
 )
 IDLE = "without_effect"  # the key under which parsed options list the given flags that change nothing
-_NO_FLAGS = {"detokenize", "output_kind", "stream_interval"}  # of a program that reads outputs
-_NO_FLAGS |= {"logit_bias", "extra_args", "repetition_detection", "structured_outputs"}  # tables
 _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
 _SHORT |= {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 _UNITS = {"": 1, **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgt")}}
 _UNITS |= {letter: 1024 ** (power + 1) for power, letter in enumerate("KMGT")}
-# What a model's generation_config.json may set (see `types.default_sampling_params`).
-_OF_THE_MODEL = {"repetition_penalty", "temperature", "top_k", "top_p", "min_p"}
+_OF_THE_MODEL = {*names_in(SamplingParams, MODEL).values()} - {"max_tokens"}  # which the command's default is for
 
 
 def flag_of(field: str, cls: type, has_sampling: bool = False) -> str:
@@ -66,7 +64,7 @@ def add_common_flags(parser: argparse.ArgumentParser, server: type) -> None:
 
 def add_sampling_flags(group: argparse._ArgumentGroup, max_tokens: int, skipped: Collection[str] = ()) -> None:
     """Add a flag for every field of `SamplingParams` but the skipped ones; `max_tokens` is the command's default."""
-    skipped = {*skipped, *_NO_FLAGS}
+    skipped = {*skipped, *(field.name for field in fields(SamplingParams) if field.metadata["help"] is None)}
     add_flags(group, SamplingParams, skipped, {"max_tokens": max_tokens})
 
 

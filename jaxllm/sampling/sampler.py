@@ -21,10 +21,10 @@ from flax import struct
 from jax import lax
 
 import pallas_kernels
+from jaxllm.checks import INT32_MAX
 from jaxllm.errors import EngineError
 from jaxllm.sampling.vocab_parallel import Vocabulary
 from jaxllm.sampling_params import (
-    INT32_MAX,
     MAX_BAD_WORD_TOKENS,
     MAX_BIASED_TOKENS,
     MAX_MASKED_STOP_IDS,

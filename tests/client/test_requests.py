@@ -16,21 +16,24 @@ from jaxllm.client.requests import (
     generate_request,
     score_request,
 )
+from jaxllm.sampling_fields import GRPC, names_in
 from jaxllm.sampling_params import RepetitionDetectionParams, SamplingParams
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 from jaxllm.v1 import inference_pb2, types_pb2
 from tests.client.fake_server import FakeServer, deltas_of_whole, plain
 
+# A value of each option, and the request that it makes: those that are plain in `SamplingParams`, then others.
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{
+        name: (value, {section: {leaf: value}})
+        for path, name in names_in(SamplingParams, GRPC).items()
+        for section, _, leaf in (path.partition("."),)
+        for kind, value in (("float", 0.25), ("int", 3), ("bool", True))
+        if section != "stream" and str(SamplingParams.__dataclass_fields__[name].type).removesuffix(" | None") == kind
+    },
     "temperature": (0, {"sampling": {"temperature": 0.0}}),
-    "top_p": (0.9, {"sampling": {"top_p": 0.9}}),
     "top_k": (-1, {"sampling": {"top_k": -1}}),
-    "min_p": (0.25, {"sampling": {"min_p": 0.25}}),
-    "presence_penalty": (0.5, {"sampling": {"presence_penalty": 0.5}}),
-    "frequency_penalty": (-2, {"sampling": {"frequency_penalty": -2.0}}),
-    "repetition_penalty": (1.1, {"sampling": {"repetition_penalty": 1.1}}),
     "seed": (-(2**63), {"sampling": {"seed": str(-(2**63))}}),
-    "n": (3, {"sampling": {"n": 3}}),
     "logit_bias": ({5: -100}, {"sampling": {"logit_bias": {"5": -100.0}}}),
     "allowed_token_ids": ([1], {"sampling": {"allowed_token_ids": [1]}}),
     "bad_words": (["x"], {"sampling": {"bad_words": ["x"]}}),
@@ -43,11 +46,9 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
         RepetitionDetectionParams(max_pattern_size=4, min_count=3),
         {"stop": {"repetition_detection": {"max_pattern_size": 4, "min_count": 3}}},
     ),
-    "max_tokens": (64, {"stop": {"max_tokens": 64}}),
     "min_tokens": (0, {"stop": {"min_tokens": 0}}),
     "stop": ("\n\n", {"stop": {"stop_strings": ["\n\n"]}}),
     "stop_token_ids": ((2, 3), {"stop": {"stop_token_ids": [2, 3]}}),
-    "include_stop_str_in_output": (True, {"stop": {"include_stop": True}}),
     "ignore_eos": (False, {"stop": {"ignore_eos": False}}),
     "time_limit": (1.5, {"stop": {"time_limit": "1.500s"}}),
     "truncate_prompt_tokens": (-1, {"stop": {"truncate_prompt_tokens": -1}}),
@@ -120,13 +121,6 @@ def test_pairs_and_token_ids_are_sent() -> None:
 
 def test_every_option_is_tested() -> None:
     assert set(GenerateOptions.__annotations__) == set(OPTIONS)
-
-
-def test_options_are_named_as_sampling_parameters_are() -> None:
-    """Every parameter that the engine has built can be given by the same name, but the two that are of Python's API."""
-    built = set(SamplingParams.__dataclass_fields__) - {"output_kind", "stream_interval"}
-    not_built = {name for name, field in SamplingParams.__dataclass_fields__.items() if "InitVar" in str(field.type)}
-    assert built - not_built <= set(GenerateOptions.__annotations__)
 
 
 class Person:

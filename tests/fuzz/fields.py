@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
+
+from jaxllm.sampling_params import SamplingParams
 
 BASE: dict[str, Any] = {"prompt": "Once", "temperature": 1.0, "max_tokens": 2, "seed": 3}
 _WHOLE = [0, -1, 1, 2, 3, 16, 17, 128, 511, 512, 1535, 1536, 2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1, 2**63, 2**64]
@@ -19,14 +22,13 @@ _IDS = [
     *(list(range(5, 135)), 5, "5", {}),
 ]
 _TEXTS = ["", "a", "a\0b", "\uffff", "e" + "\u0301" * 60, "x" * 64, "x" * 65, "<|im_end|>", 1, True, [], ["a"], {}]
-_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_INTEGERS = ("top_k", "seed", "n", "max_tokens", "min_tokens", "truncate_prompt_tokens", "stream_interval", "priority")
+_BY_TYPE = {"float": _NUMBERS, "int": _NUMBERS, "bool": _FLAGS, "Sequence[int]": _IDS}
+_LEFT_OUT = ("detokenize", "prompt_logprobs")  # which change what is compared
+_FIELDS = [own for own in fields(SamplingParams) if own.name not in _LEFT_OUT]
 
 VALUES: dict[str, list[Any]] = {
-    **dict.fromkeys((*_FLOATS, *_INTEGERS, "logprobs"), _NUMBERS),
-    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"), _FLAGS),
-    "skip_reading_prefix_cache": _FLAGS,
-    **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "logprob_token_ids"), _IDS),
+    **{own.name: _BY_TYPE[kind] for own in _FIELDS if (kind := str(own.type).removesuffix(" | None")) in _BY_TYPE},
+    "priority": _NUMBERS,
     "time_limit": [0, -0.0, -1, 1e-6, 0.5, 60, 10**9, 10**9 + 1, 2**64, 1e308, *_WRONG],
     # Of a list of texts, HTTP alone makes several prompts.
     "prompt": [*(one for one in (*_TEXTS, *_IDS) if one not in (["a"], ["1"])), [5] * 511, [5] * 512],

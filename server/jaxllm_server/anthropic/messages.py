@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.sampling_fields import ANTHROPIC, names_in
+from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.anthropic.conversation import is_prefilled, messages_of, tool_choice_of, tool_id, tools_of
 from jaxllm_server.anthropic.errors import error_body_of
 from jaxllm_server.openai.messages import Body, flag, given, integer, mapping, shared_call_fields, text
@@ -18,7 +20,7 @@ from jaxllm_server.shared.calls import Call, Chunk, Part, Usage, is_forced
 from jaxllm_server.shared.options import ServerOptions
 
 _PROMPT = frozenset({"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config"})
-_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "min_p"})  # the last two are vLLM's
+_SAMPLING = names_in(SamplingParams, ANTHROPIC).keys()  # seed and min_p are vLLM's
 _BEYOND = frozenset({"chat_template_kwargs", "priority", "cache_salt", "time_limit"})  # vLLM's, and jaxllm's own
 # What concerns Anthropic's own service: accounts, places, a cache that has to be asked for, changes of the history that
 # a server makes. Coding agents send some of them with every request.

@@ -311,8 +311,7 @@ def _hash(digest: bytes) -> int:
 
 def default_sampling_of(params: SamplingParams) -> types_pb2.SamplingParams:
     """Return what requests that leave it open are sampled with; every field but the seed is set."""
-    open_ended = ("seed", "logit_bias", "allowed_token_ids", "bad_words", "extra_args", "skip_reading_prefix_cache")
-    names = [own for own in SAMPLING_NAMES["sampling"] if own not in open_ended]
+    names = [own for own in SAMPLING_NAMES["sampling"] if getattr(SamplingParams, own) not in (None, ())]
     return types_pb2.SamplingParams(**{own: getattr(params, own) for own in names})
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.sampling_fields import OLLAMA, names_in
+from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.ollama.models import model_name, moment
 from jaxllm_server.openai.chat import conversation_of
 from jaxllm_server.openai.messages import Body, flag, given, mapping, prompts_of, text
@@ -20,11 +22,7 @@ from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolResult
 
 PATHS = tuple(f"/api/{name}" for name in ("chat", "generate", "embed", "tags", "show", "ps", "version"))
-_SAMPLING = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
-    **{name: name for name in ("presence_penalty", "frequency_penalty")},
-    **{"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"},
-}
+_SAMPLING = names_in(SamplingParams, OLLAMA)
 # How Ollama loads a model and lays out its memory, and samplers that only llama.cpp has.
 _IDLE_OPTIONS = frozenset(
     (

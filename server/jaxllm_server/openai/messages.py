@@ -10,9 +10,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from jaxllm.checks import INT32_MAX
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.outputs import Logprob
-from jaxllm.sampling_params import INT32_MAX
+from jaxllm.sampling_fields import OPENAI, names_in
+from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.openai.constraints import FIELDS as CONSTRAINTS
 from jaxllm_server.openai.constraints import constraint_of
 from jaxllm_server.openai.unknown_fields import OF_OTHER_ROUTES, check
@@ -25,19 +27,9 @@ Body = Mapping[str, Any]
 LEAST_LOGPROB = -9999.0  # in place of -inf, which JSON does not have; vLLM's number
 _SHOWN_NAME = 64  # characters of a field's name that an error repeats
 
-# Handed to SamplingParams under their own names, with whatever value came.
-SAMPLING = frozenset(
-    (
-        *("n", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-        *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
-        *("skip_special_tokens", "truncate_prompt_tokens", "stream_interval"),
-        *("prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "bad_words", "repetition_detection"),
-        "skip_reading_prefix_cache",
-        # Refused there by name, with their defaults excepted:
-        *("spaces_between_special_tokens", "thinking_token_budget"),
-    )
-)
+# Handed to SamplingParams under their own names, with whatever value came; the last two are refused there by name, with
+# their defaults excepted.
+SAMPLING = names_in(SamplingParams, OPENAI).keys() | {"spaces_between_special_tokens", "thinking_token_budget"}
 # Clients send these; on a server with one model and no store they can change nothing.
 WITHOUT_EFFECT = frozenset(
     (

@@ -24,6 +24,8 @@ def test_stubs_are_those_of_the_proto_files(tmp_path: Path) -> None:
     committed = {path.name: path.read_bytes() for path in (ROOT / "jaxllm" / "v1").glob("*_pb2*")}
     assert len(made) == 9
     assert made == committed, "make proto"
+    options = Path("jaxllm", "client", "sampling_options.py")
+    assert (tmp_path / options).read_text() == (ROOT / options).read_text(), "make proto"
 
 
 def test_buf_finds_nothing() -> None:
