@@ -27,6 +27,7 @@ from pallas_kernels.activations import ACTIVATIONS, Activation
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 from pallas_kernels.choice import Choice, Site, capability_of
 from pallas_kernels.experts.xla import Scores
+from pallas_kernels.kv_cache import xla as kv_cache
 from pallas_kernels.linear.numbers import PACKED, Kind
 from pallas_kernels.sampling.xla import MOST_TOKENS
 
@@ -104,16 +105,13 @@ def copy_blocks(
     v_cache: Num[Array, "N ..."] | None,
     sources: Int[Array, " X"],
     targets: Int[Array, " X"],
-    *,
-    implementation: str | Choice | None = None,
 ) -> tuple[Num[Array, "N ..."], Num[Array, "N ..."] | None]:
     """Copy blocks `sources` [X] of the caches to `targets` [X] (copy on write), in place where caches are donated.
 
     Scales are copied as caches are, by a call of their own. A target of N or more is not written. No two targets may be
     equal, and no target may be another's source.
     """
-    site = Site("", dtype=str(k_cache.dtype), cache_dtype=str(k_cache.dtype))
-    return _dispatch("copy_blocks", implementation, site, {}, (k_cache, v_cache, sources, targets))
+    return kv_cache.copy_blocks(k_cache, v_cache, sources, targets)
 
 
 def paged_decode(

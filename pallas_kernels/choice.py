@@ -20,7 +20,6 @@ from typing import Any
 # operation and, unless it can do everything, `refusal(operation, site)`.
 MODULES: dict[str, dict[str, str]] = {
     "write_kv": {"xla": "kv_cache.xla", "pallas": "kv_cache.pallas", "triton": "kv_cache.triton_kernels"},
-    "copy_blocks": {"xla": "kv_cache.xla", "triton": "kv_cache.triton_kernels"},
     "paged_decode": {
         "xla": "attention.xla",
         "xla_lanes": "attention.xla_lanes",

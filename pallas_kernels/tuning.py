@@ -83,7 +83,6 @@ class Experts(NamedTuple):
 # Of joining pieces: values of a piece, numbers of all pieces that a program loads at once, and programs at most. With
 # many rows most programs only exit, and 8,192 of them took 6.2 us (256 rows of Llama 3 8B on an H100).
 JOINED_VALUES, JOINED_NUMBERS, JOINED_PROGRAMS = 128, 4096, 1024
-COPY, COPIED = Tuning(4, 1), 2048  # numbers of a block that a program copies
 LEAST_KEYS, MOST_SPLITS = 16, 32
 RESIDENT = 4  # programs of `paged_decode` on a multiprocessor: 128 threads of at most 128 of its 65,536 registers
 # Rows times heads of keys up to which `paged_decode` visits half the keys at once, in half the programs: one row of 1k

@@ -228,7 +228,7 @@ def build_copy(model: StepModel) -> Callable[[Leaves, jax.Array], Leaves]:
     """
 
     def on_shard(leaves: Leaves, copies: jax.Array) -> Leaves:
-        copy = partial(pallas_kernels.copy_blocks, sources=copies[:, 0], targets=copies[:, 1], implementation="xla")
+        copy = partial(pallas_kernels.copy_blocks, sources=copies[:, 0], targets=copies[:, 1])
         return tuple(copy(leaf, None)[0] for leaf in leaves)
 
     on_shard.__name__ = "copy_blocks"

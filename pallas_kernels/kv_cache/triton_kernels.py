@@ -8,8 +8,6 @@ as launching its kernels does (measured on 8.0 and 9.0).
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import triton
 import triton.language as tl
@@ -23,8 +21,6 @@ from pallas_kernels.triton_bridge import call
 
 def refusal(operation: str, site: Site) -> str | None:
     """Say why this cannot write there; None where it can."""
-    if operation == "copy_blocks":  # whatever the numbers are
-        site = dataclasses.replace(site, dtype="float32", cache_dtype="float32")
     return triton_bridge.refusal(site)
 
 
@@ -146,19 +142,6 @@ def rotate_and_store(
             tl.store(stored_at + rest[None, :], behind.to(cache.dtype.element_ty), mask=is_rest & is_kept[:, None])
 
 
-@triton.jit
-def copy(sources, targets, k_cache, v_cache, N: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr):
-    """Copy BN numbers of one block; grid (copies, pieces of a block)."""
-    source = tl.load(sources + tl.program_id(0)).to(tl.int64)
-    target = tl.load(targets + tl.program_id(0)).to(tl.int64)
-    at = tl.program_id(1) * BN + tl.arange(0, BN)
-    if target < N:
-        mask = at < SIZE
-        tl.store(k_cache + target * SIZE + at, tl.load(k_cache + source * SIZE + at, mask=mask), mask=mask)
-        if v_cache is not None:
-            tl.store(v_cache + target * SIZE + at, tl.load(v_cache + source * SIZE + at, mask=mask), mask=mask)
-
-
 def write_kv(
     qkv: Array,
     k_cache: Array,
@@ -220,27 +203,3 @@ def write_kv(
     new_keys, new_values, new_k_scales, new_v_scales = found
     assert new_keys is not None
     return q, new_keys, new_values, new_k_scales, new_v_scales
-
-
-def copy_blocks(
-    k_cache: Array, v_cache: Array | None, sources: Array, targets: Array, *, capability: int | None
-) -> tuple[Array, Array | None]:
-    """See `pallas_kernels.copy_blocks`."""
-    if v_cache is not None and (v_cache.shape, v_cache.dtype) != (k_cache.shape, k_cache.dtype):
-        one, other = (copy_blocks(cache, None, sources, targets, capability=capability) for cache in (k_cache, v_cache))
-        return one[0], other[0]
-    caches = [one for one in (k_cache, v_cache) if one is not None]
-    size = k_cache.size // k_cache.shape[0]
-    copied = call(
-        copy,
-        (sources, targets, k_cache, v_cache),
-        [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in caches],
-        (len(sources), triton.cdiv(size, tuning.COPIED)),
-        tuning.COPY,
-        capability,
-        aliases={2 + number: number for number in range(len(caches))},
-        N=k_cache.shape[0],
-        SIZE=size,
-        BN=tuning.COPIED,
-    )
-    return copied[0], copied[1] if v_cache is not None else None

@@ -1,12 +1,10 @@
-"""What the Triton kernels take of a GPU, compiled where there is none: `python -m tests.gpu.resources [--write]`.
+"""What the Triton kernels take of a GPU, compiled where there is none: `python -m tests.gpu.resources`.
 
 Registers of a thread, bytes that spill out of them, shared memory of a program, and whether Hopper's wgmma is used.
-resources.json holds what was found with the versions that `make gpu-aot` installs.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
@@ -25,7 +23,6 @@ from tqdm import tqdm
 import pallas_kernels
 from pallas_kernels import Choice, Kind, triton_bridge
 
-TABLE = Path(__file__).with_name("resources.json")
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 CAPABILITIES = (80, 90, 100)
 # Query heads, key-value heads, head size, what else attention does: Qwen2.5-0.5B, Llama 3 8B, Gemma 2 9B, gpt-oss.
@@ -111,7 +108,6 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     qkv, cache = _array((64, 48, 128), "bfloat16"), _array((BLOCKS, 8, BLOCK_TOKENS, 128), "bfloat16")
     arrays = (qkv, cache, cache, _ints(64), _ints(64), _array((64, 32), "float32"), None)
     found["write_kv of 64 tokens, neighbours, half of a head"] = (partial(_write, True), arrays)
-    found["copy_blocks"] = (_copy, (cache, cache, _ints(16), _ints(16)))
     for size in VOCABULARIES:
         for rows in (1, 64):
             logits, row = _array((rows, size), "float32"), _array((rows,), "float32")
@@ -244,25 +240,14 @@ def _write_latents(implementation: Choice, *arrays: Any) -> Any:
     return pallas_kernels.write_kv(*given, k_scales=scales, implementation=implementation)
 
 
-def _copy(implementation: Choice, *arrays: Any) -> Any:
-    return pallas_kernels.copy_blocks(*arrays, implementation=implementation)
-
-
 def _sample(implementation: Choice, *arrays: Any) -> Any:
     return pallas_kernels.sample(*arrays, implementation=implementation)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {TABLE.name}")
-    options = parser.parse_args()
     found = {name: kernel for capability in CAPABILITIES for name, kernel in everything(capability).items()}
-    lines = [f"  {json.dumps(name)}: {json.dumps(resources)}" for name, resources in found.items()]
-    text = "{\n" + ",\n".join(lines) + "\n}\n"
-    if options.write:
-        TABLE.write_text(text)
-    else:
-        sys.stdout.write(text)
+    for name, kernel in found.items():
+        print(json.dumps({name: kernel}))
 
 
 if __name__ == "__main__":

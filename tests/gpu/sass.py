@@ -1,8 +1,7 @@
-"""What the machine code of the Triton kernels does, where there is no GPU: `python -m tests.gpu.sass [name] [--write]`.
+"""What the machine code of the Triton kernels does, where there is no GPU: `python -m tests.gpu.sass [name]`.
 
 Widths of loads from memory, loads that are under way while a loop multiplies, registers that go through memory, what
-the assembler has to say about wgmma, and how many programs a device runs at once. sass.json holds what was found for
-H200 with the versions that `make gpu-aot` installs.
+the assembler has to say about wgmma, and how many programs a device runs at once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +26,6 @@ from pallas_kernels import Choice, triton_bridge
 from pallas_kernels.tuning import PROCESSORS, Tuning
 from tests.gpu import resources
 
-TABLE = Path(__file__).with_name("sass.json")
 _TOOLS = resources.TOOL.parent
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][\w.]*)\s*([^;]*);", re.MULTILINE)
 _MULTIPLIES = ("HMMA", "IMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA", "UTC")
@@ -227,17 +224,8 @@ def everything(capability: int, name: str = "") -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", nargs="?", default="", help="a regular expression for names of calls")
-    parser.add_argument("--write", action="store_true", help=f"put what is found into {TABLE.name}")
-    options = parser.parse_args()
-    found = everything(90, options.name)
-    known = json.loads(TABLE.read_text()) if options.write and options.name else {}
-    kept = {name: row for name, row in known.items() if not re.search(options.name, name.partition(": ")[2])}
-    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in (kept | found).items()]
-    text = "{\n" + ",\n".join(lines) + "\n}\n"
-    if options.write:
-        TABLE.write_text(text)
-    else:
-        sys.stdout.write(text)
+    for name, row in everything(90, parser.parse_args().name).items():
+        print(json.dumps({name: row}))
 
 
 if __name__ == "__main__":

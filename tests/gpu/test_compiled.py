@@ -1,11 +1,7 @@
-"""The Triton kernels compiled for H200, with ALL=1 for A100 and B200: nothing spills, Hopper's wgmma, a table holds it.
-
-`python -m tests.gpu.resources --write` makes the table again, with the versions that `make gpu-aot` installs.
-"""
+"""The Triton kernels compiled for H200, with ALL=1 for A100 and B200: nothing spills, and Hopper's wgmma is used."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from functools import partial
@@ -83,18 +79,6 @@ def test_weights_of_experts_are_read_16_bytes_at_once(tokens, monkeypatch):
     """What else is read are the numbers of tiles and assignments, and biases. Rows of 2,884 numbers are not aligned."""
     assert loads(2880, tokens, monkeypatch) == {"copy of 16", "ld.global.b32", "ld.global.b16"}
     assert "copy of 16" not in loads(2884, tokens, monkeypatch)
-
-
-def test_resources_are_those_of_the_table(found, capability):
-    """Registers may change with a version of the assembler, a little; a kernel that needs more is seen."""
-    whole = json.loads(resources.TABLE.read_text())
-    table = {name: kernel for name, kernel in whole.items() if name.startswith(f"sm_{capability} ")}
-    assert found.keys() == table.keys()
-    for name, kernel in found.items():
-        assert abs(kernel["registers"] - table[name]["registers"]) <= 8, name
-        assert {key: kernel[key] for key in ("stack", "shared", "wgmma")} == {
-            key: table[name][key] for key in ("stack", "shared", "wgmma")
-        }, name
 
 
 def asynchronous_loads(call, arrays, capability, monkeypatch) -> Counter[int]:

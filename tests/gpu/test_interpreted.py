@@ -118,17 +118,6 @@ def test_write_kv_is_what_the_reference_is(write, dtype):
     test_attention.check_write_beside_the_reference(write, dtype, TRITON)
 
 
-def test_blocks_are_copied():
-    rng = np.random.default_rng(0)
-    k_cache, v_cache = jnp.asarray(rng.standard_normal((2, 9, 2, 4, 24)), jnp.float32)
-    places = jnp.asarray([1, 4, 7], jnp.int32), jnp.asarray([0, 9, 2], jnp.int32)
-    for caches in ((k_cache, v_cache), (k_cache, None)):
-        expected = pallas_kernels.copy_blocks(*caches, *places, implementation="xla")
-        got = pallas_kernels.copy_blocks(*caches, *places, implementation=TRITON)
-        jax.tree.map(np.testing.assert_array_equal, got, expected)
-        np.testing.assert_array_equal(np.asarray(got[0])[[0, 2]], np.asarray(k_cache)[[1, 7]])
-
-
 SCALED = [*CASES[2:9], CASES[12]]
 
 

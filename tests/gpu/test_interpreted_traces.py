@@ -149,13 +149,6 @@ def write(heads: Heads, tokens: int, dtype: str = "float16", is_interleaved: boo
     return Traced(run, needed)
 
 
-def copy() -> Traced:
-    """Each number read once and written once."""
-    keys = numbers(9, 8, BLOCK, 128)
-    run = partial(pallas_kernels.copy_blocks, keys, keys + 0, ints(1, 4, 7), ints(0, 9, 2), implementation=TRITON)
-    return Traced(run, 2 * 2 * 2 * keys.nbytes // 9)
-
-
 def linear(tokens: int, rows: int, columns: int, kind: Any, groups: int) -> Traced:
     """A weight once for each block of tokens, tokens once for each block of rows, parts of sums once."""
     packed = kind in ("int4", "float4")
@@ -207,7 +200,6 @@ CASES: dict[str, Callable[[], Traced]] = {
     "write": lambda: write(LLAMA, 3),
     "write, neighbours": lambda: write(LLAMA, 2, is_interleaved=True),
     "write, scales": lambda: write(LLAMA, 3, "int8"),
-    "copy": copy,
     "linear, int8": lambda: linear(16, 128, 1024, "int8", 1),
     "linear, float8, two blocks of tokens": lambda: linear(144, 128, 256, "float8", 1),
     "linear, int4 by groups": lambda: linear(16, 128, 1024, "int4", 8),

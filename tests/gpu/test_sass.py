@@ -1,11 +1,7 @@
-"""The machine code of the Triton kernels for H200: keys and values come in wide loads, nothing is serialized, a table.
-
-`python -m tests.gpu.sass --write` makes the table again, with the versions that `make gpu-aot` installs.
-"""
+"""The machine code of the Triton kernels for H200: keys and values come in wide loads, nothing is serialized."""
 
 from __future__ import annotations
 
-import json
 import re
 
 import jax
@@ -21,7 +17,7 @@ from tests.gpu import measured_steps, resources, sass, step_costs
 
 # On the worker that compiles them for test_compiled, where that is.
 pytestmark = pytest.mark.xdist_group("sm_90")
-FEW = r"8B, (bfloat16|float8)|linear of 16|256 tokens, int4|copy_blocks|^sample of 1 rows of 32000, filtered"
+FEW = r"8B, (bfloat16|float8)|linear of 16|256 tokens, int4|^sample of 1 rows of 32000, filtered"
 LEAST_ASKED = 32 << 10  # bytes, of a multiprocessor, by Little's law: 4.8 TB/s over 132 of them, for 0.9 us
 ATTENDS = [name for name in resources.calls() if name.startswith("paged_") and "float32" not in name]
 ATTENDS = [name for name in ATTENDS if name not in resources.latent_calls()]
@@ -61,11 +57,9 @@ def test_keys_and_values_come_in_wide_loads(name):
         assert max(held * loops[0].under_way, others) >= LEAST_ASKED
 
 
-def test_nothing_moves_registers_through_memory_and_the_table_holds():
-    table = json.loads(sass.TABLE.read_text())
+def test_nothing_moves_registers_through_memory():
     found = sass.everything(90, FEW)
-    assert not [name for name, row in found.items() if row["spills"]]
-    assert found == {name: row for name, row in table.items() if name in found}
+    assert found and not [name for name, row in found.items() if row["spills"]]
 
 
 WGMMA = [name for name in resources.calls() if name.startswith(("paged_prefill", "linear")) and "float32" not in name]

@@ -267,26 +267,6 @@ def _write(shape: Shape, dtype: str, cache_dtype: str, is_dry: bool) -> Distance
     return distance
 
 
-def _copy(shape: Shape, _dtype: str, cache_dtype: str, _is_dry: bool) -> Distance:
-    random = np.random.default_rng(0)
-    numbers = random.standard_normal((9, shape.kv_heads, shape.block_tokens, shape.size)) * 9
-    k = jnp.asarray(numbers, jnp.float32).astype(cache_dtype)
-    v = None if shape.value_size else k[::-1]
-    places = jnp.asarray([1, 4, 7], jnp.int32), jnp.asarray([0, 9, 2], jnp.int32)
-
-    def distance(chosen: Choice) -> float:
-        found = jax.jit(partial(pallas_kernels.copy_blocks, implementation=chosen))(k, v, *places)
-        for one, before in zip(found, (k, v), strict=True):
-            if before is not None:
-                wanted = np.array(before.astype(jnp.float32))
-                wanted[[0, 2]] = wanted[[1, 7]]
-                if not np.array_equal(np.asarray(one.astype(jnp.float32)), wanted):
-                    return float("inf")
-        return 0.0
-
-    return distance
-
-
 def _sample(shape: Shape, _dtype: str, _cache_dtype: str, is_dry: bool) -> Distance:
     """Choose with all filters, and without any; the share of rows that get another token stands for a distance.
 
@@ -407,7 +387,6 @@ OPERATIONS: dict[str, Callable[[Shape, str, str, bool], Distance]] = {
     "paged_decode": _decode,
     "paged_prefill": _prefill,
     "write_kv": _write,
-    "copy_blocks": _copy,
     "sample": _sample,
     "fused_linear": _fused,
     "fused_topk": _topk,

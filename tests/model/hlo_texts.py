@@ -1,13 +1,16 @@
 """The lowered text of every program of the family table's small models: `python -m tests.model.hlo_texts FOLDER`.
 
-For refactorings, which must not change it: run it before and after, then `diff -r`. Nothing is compiled or loaded.
+For refactorings, which must not change it: `--against COMMIT` names the programs whose texts another commit makes
+differently, and exits with status 1 if there are any. Nothing is compiled or loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +25,7 @@ from jaxllm.errors import UserError
 from jaxllm.metrics import Metrics
 from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.model_setup import prepare
-from tests.support.paths import GOLDEN
+from tests.support.paths import GOLDEN, ROOT
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -79,5 +82,27 @@ def main(out: Path) -> None:
             print(f"{folder.relative_to(out)}: {len(texts)} programs, {digest}")
 
 
+def compare(commit: str) -> int:
+    """Name the programs whose texts differ from those of a commit; return the exit status."""
+    with tempfile.TemporaryDirectory() as place:
+        before, tree = Path(place) / "before", Path(place) / "tree"
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], cwd=ROOT, check=True)
+        try:
+            paths = os.pathsep.join((str(tree), str(tree / "server")))
+            command = [sys.executable, "-m", "tests.model.hlo_texts", str(before)]
+            subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": paths}, check=True, stdout=sys.stderr)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+        after = Path(place) / "after"
+        main(after)
+        both = ({path.relative_to(root): path.read_text() for path in root.rglob("*.mlir")} for root in (before, after))
+        old, new = both
+        changed = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
+        print(f"{len(changed)} of {len(new)} programs differ from {commit}.", *changed, sep="\n")
+        return 1 if changed else 0
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--against":
+        sys.exit(compare(sys.argv[2]))
     main(Path(sys.argv[1]))
