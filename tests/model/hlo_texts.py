@@ -1,6 +1,6 @@
-"""The lowered text of every program of the family table's small models: `python -m tests.model.hlo_texts FOLDER`.
+"""The lowered text of every program of the family table's small models: `python -m tests.model.hlo_texts FOLDER [FAMILY …]`.
 
-For refactorings, which must not change it: `--against COMMIT` names the programs whose texts another commit makes
+For refactorings, which must not change it: `--against COMMIT [FAMILY …]` names the programs whose texts another commit makes
 differently, and exits with status 1 if there are any. Nothing is compiled or loaded.
 """
 
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
 }
 
-_NO_MEMORY = SimpleNamespace(temp_size_in_bytes=0, output_size_in_bytes=0, alias_size_in_bytes=0)
+
+class _Uncompiled:
+    """A program that takes no memory and does nothing."""
+
+    def memory_analysis(self) -> Any:
+        return SimpleNamespace(temp_size_in_bytes=0, output_size_in_bytes=0, alias_size_in_bytes=0)
+
+    def __call__(self, *_: Any) -> tuple[()]:
+        return ()
 
 
 def texts_of(folder: Path, **settings: Any) -> dict[str, str]:
@@ -46,7 +55,7 @@ def texts_of(folder: Path, **settings: Any) -> dict[str, str]:
         text = lowered.as_text()
         name = text.split("module @", 1)[1].split()[0]
         texts[name] = text
-        return SimpleNamespace(memory_analysis=lambda: _NO_MEMORY)
+        return _Uncompiled()
 
     config = EngineConfig(
         model=str(folder),
@@ -65,9 +74,11 @@ def texts_of(folder: Path, **settings: Any) -> dict[str, str]:
     return texts
 
 
-def main(out: Path) -> None:
-    """Write the texts, one file each, and print a digest of each model's."""
+def main(out: Path, families: Sequence[str]) -> None:
+    """Write the texts, one file each, and print a digest of each model's; no families: all."""
     for path in sorted(GOLDEN.glob("*/config.json")):
+        if families and path.parent.name not in families:
+            continue
         for name, settings in SETTINGS.items():
             folder = out / path.parent.name / name
             try:
@@ -82,19 +93,19 @@ def main(out: Path) -> None:
             print(f"{folder.relative_to(out)}: {len(texts)} programs, {digest}")
 
 
-def compare(commit: str) -> int:
+def compare(commit: str, families: Sequence[str]) -> int:
     """Name the programs whose texts differ from those of a commit; return the exit status."""
     with tempfile.TemporaryDirectory() as place:
         before, tree = Path(place) / "before", Path(place) / "tree"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), commit], cwd=ROOT, check=True)
         try:
             paths = os.pathsep.join((str(tree), str(tree / "server")))
-            command = [sys.executable, "-m", "tests.model.hlo_texts", str(before)]
+            command = [sys.executable, __file__, str(before), *families]  # this file with the other commit's packages
             subprocess.run(command, cwd=tree, env=os.environ | {"PYTHONPATH": paths}, check=True, stdout=sys.stderr)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
         after = Path(place) / "after"
-        main(after)
+        main(after, families)
         both = ({path.relative_to(root): path.read_text() for path in root.rglob("*.mlir")} for root in (before, after))
         old, new = both
         changed = sorted(path for path in old.keys() | new.keys() if old.get(path) != new.get(path))
@@ -104,5 +115,5 @@ def compare(commit: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--against":
-        sys.exit(compare(sys.argv[2]))
-    main(Path(sys.argv[1]))
+        sys.exit(compare(sys.argv[2], sys.argv[3:]))
+    main(Path(sys.argv[1]), sys.argv[2:])
