@@ -1,7 +1,8 @@
-"""The lowered text of every program of the family table's small models: `python -m tests.model.hlo_texts FOLDER [FAMILY …]`.
+"""The lowered text of every program of the family table's small models.
 
-For refactorings, which must not change it: `--against COMMIT [FAMILY …]` names the programs whose texts another commit makes
-differently, and exits with status 1 if there are any. Nothing is compiled or loaded.
+`python -m tests.model.hlo_texts FOLDER [FAMILY …]` writes them. For refactorings, which must not change them: with
+`--against COMMIT` for the folder it names the programs whose texts differ from that commit's, and exits with status 1
+if there are any. Nothing is compiled or loaded.
 """
 
 from __future__ import annotations
