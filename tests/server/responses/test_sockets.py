@@ -102,8 +102,8 @@ def test_the_answers_are_those_of_post_and_a_connection_has_responses_of_its_own
         if draws.random() < 0.05:
             open_now.close()
             own, known.local = open_now.enter_context(opened(port)), set()
-        recent = list(known.parents)[-4:]
-        previous = draws.choice([None, "resp_unknown", *recent, *recent, *recent, *sorted(known.local) * 4])
+        recent, ours = list(known.parents)[-4:], [each for each in known.parents if each in known.local]
+        previous = draws.choice([None, "resp_unknown", *recent, *recent, *recent, *ours * 4])
         body: dict[str, Any] = {"input": draws.choice(["Hi", [{"role": "user", "content": "é"}]])}
         body |= {"store": draws.random() < 0.3, "temperature": draws.choice([*[0, 0.5] * 4, "warm"])}
         body |= {} if previous is None else {"previous_response_id": previous}
@@ -132,7 +132,7 @@ def test_the_answers_are_those_of_post_and_a_connection_has_responses_of_its_own
             known.local.remove(previous)
     open_now.close()
     http.close()
-    assert min(seen.values()) > 20
+    assert min(seen.values()) > 10
 
 
 def test_a_failure_in_the_middle_ends_one_response_alone(server: tuple[FakeServing, int]) -> None:
@@ -276,6 +276,7 @@ def test_a_connection_ends_after_an_hour_and_with_the_server(monkeypatch: pytest
     with ExitStack() as open_now:
         with serving() as (_, port):
             lasting = open_now.enter_context(opened(port))
+            assert asked(lasting, input="Hi")[-1]["type"] == "response.completed", "so its hour has begun"
             monkeypatch.setattr(response_sockets, "MOST_SECONDS", 0.1)
             short = open_now.enter_context(opened(port))
             event = json.loads(short.recv(timeout=5))
