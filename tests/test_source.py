@@ -121,8 +121,8 @@ def _is_plain(value: ast.expr) -> bool:
 # What each declared dependency is imported as. Those in brackets come with another one.
 IMPORTED_AS = {
     **{name: (name,) for name in "flax jinja2 jaxtyping llguidance matplotlib msgpack numpy psutil".split()},
-    **{name: (name,) for name in "starlette tokenizers torch tqdm transformers triton uvicorn uvloop websockets".split()},
-    **{name: (name,) for name in "aiohttp huggingface_hub httptools ml_dtypes sentencepiece".split()},
+    **{name: (name,) for name in "starlette tokenizers torch tqdm transformers triton uvicorn uvloop".split()},
+    **{name: (name,) for name in "aiohttp huggingface_hub httptools ml_dtypes sentencepiece websockets".split()},
     "jax": ("jax", "jaxlib", "scipy"),
     "orbax-checkpoint": ("orbax",),
     "jax-triton": ("jax_triton",),

@@ -177,7 +177,7 @@ class BoundedProtocol(HttpToolsProtocol):
         extensions: dict[str, Any] = {TRANSPORT: self.transport}
         if self._offers_socket:
             self._offers_socket = False
-            extensions[UPGRADE] = partial(self.upgrade, self.scope)
+            extensions[UPGRADE] = partial(self.upgrade, cast(Any, self.scope))
         self.scope["extensions"] = extensions  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:

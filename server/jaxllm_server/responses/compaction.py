@@ -15,7 +15,7 @@ from jaxllm.errors import UserError
 from jaxllm_server.openai.messages import Body, given
 from jaxllm_server.responses.items import Item, item_id, packed
 from jaxllm_server.responses.reply import ResponseReply
-from jaxllm_server.shared.calls import Chunk
+from jaxllm_server.shared.calls import Call, Chunk
 from jaxllm_server.shared.options import ServerOptions
 
 _MOST_TOKENS = 1024  # of a summary; a quarter of the context, where that is less
@@ -63,7 +63,7 @@ class CompactionReply(ResponseReply):
         """Leave most of the context to the conversation."""
         (call,) = self.calls
         most = max(1, min(_MOST_TOKENS, max_model_len // 4))
-        self.calls = [replace(call, sampling={**call.sampling, "max_tokens": most})]
+        self.calls: Sequence[Call] = [replace(call, sampling={**call.sampling, "max_tokens": most})]
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return the whole answer."""
