@@ -122,7 +122,7 @@ def _is_plain(value: ast.expr) -> bool:
 IMPORTED_AS = {
     **{name: (name,) for name in "flax jinja2 jaxtyping llguidance matplotlib msgpack numpy psutil".split()},
     **{name: (name,) for name in "starlette tokenizers torch tqdm transformers triton uvicorn uvloop".split()},
-    **{name: (name,) for name in "aiohttp huggingface_hub httptools ml_dtypes sentencepiece".split()},
+    **{name: (name,) for name in "aiohttp huggingface_hub httptools ml_dtypes sentencepiece websockets".split()},
     "jax": ("jax", "jaxlib", "scipy"),
     "orbax-checkpoint": ("orbax",),
     "jax-triton": ("jax_triton",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -12,10 +13,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
+from websockets.sync.client import connect
 
 from jaxllm import Client
 from tests.support.paths import ROOT
@@ -51,6 +54,8 @@ def test_two_replicas_behind_one_server() -> None:
             assert http.post("/drain", params={"replica": "two"}).status_code == 400
             assert http.get("/ready").json() == {"state": "serving"}
             assert complete(http, 1) == texts[1]
+            turns = [turn["output"][0]["content"][0]["text"] for turn in over_a_web_socket(server.http)]
+            assert turns[0] and turns[1]
         replicas = psutil.Process(server.process.pid).children()
         server.signal()
         assert server.wait() == 0
@@ -88,7 +93,24 @@ def test_a_replica_of_another_machine(certificates: Path) -> None:
                 node.kill()
             assert has_generated(http)
             wait_for(lambda: states(http) == ["serving", "loading"])
+            first, second = over_a_web_socket(server.http, ssl=trust, additional_headers=headers)
+            assert second["previous_response_id"] == first["id"] and second["usage"]["input_tokens"] > 20
             assert [complete(http, number) for number in range(4)] == texts[:4]
+
+
+def over_a_web_socket(base: str, **options: Any) -> list[dict[str, Any]]:
+    """Ask two questions, the second about the first one's answer, which is kept for the connection alone."""
+    ends: list[dict[str, Any]] = []
+    with connect(f"{base.replace('http', 'ws', 1)}/v1/responses", **options) as socket:
+        for question in ("What is 2 + 2?", "And 3 more?"):
+            before = {"previous_response_id": ends[-1]["id"]} if ends else {}
+            body = {"type": "response.create", "input": question, "store": False, "temperature": 0, **before}
+            socket.send(json.dumps(body))
+            while (event := json.loads(socket.recv(timeout=30)))["type"] != "response.completed":
+                assert event["type"] != "error", event
+            ends.append(event["response"])
+    assert socket.close_code == 1000
+    return ends
 
 
 def has_generated(http: httpx.Client) -> bool:

@@ -82,7 +82,7 @@ class BodyReader:
     def __init__(self, serving: Serving, options: ServerOptions) -> None:
         self._serving = serving
         self._options = options
-        self._bodies = Bodies(options.most_receiving_bytes, options.max_body_bytes)
+        self.received = Bodies(options.most_receiving_bytes, options.max_body_bytes)
         self.background = Bodies(options.most_receiving_bytes, options.max_body_bytes)  # of responses being made
 
     async def json(self, request: Request) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class BodyReader:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal(415, "Compressed bodies are not accepted.", "CONTENT_ENCODING", closes=True)
         client = request.scope[CLIENT]
-        with self._bodies.place(client) as grow:
+        with self.received.place(client) as grow:
             body = await self._receive(request, grow)
             request.scope["jaxllm"]["body_bytes"] = len(body)
             is_large = len(body) > _LARGE_BODY

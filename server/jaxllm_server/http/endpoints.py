@@ -27,6 +27,7 @@ from jaxllm_server.http.answers import PoolAnswer, TextAnswer, json_response, wh
 from jaxllm_server.http.bodies import BodyReader
 from jaxllm_server.http.guard import CLIENT, is_request_id
 from jaxllm_server.http.openapi import description_of
+from jaxllm_server.http.response_sockets import ROUTE as SOCKETS
 from jaxllm_server.http.responses import ResponseEndpoints
 from jaxllm_server.http.sse import dumps
 from jaxllm_server.http.status import StatusEndpoints
@@ -60,6 +61,7 @@ _GENERATING_PATHS = frozenset(
         "/api/generate",
         "/v1/responses",
         "/v1/responses/input_tokens",
+        "/v1/responses/compact",
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/cancel",
         "/v1/responses/{response_id}/input_items",
@@ -100,6 +102,7 @@ class Endpoints:
             "/api/show": self._status.ollama_show,
             "/v1/responses": self._responses.create,
             "/v1/responses/input_tokens": self._responses.count,
+            "/v1/responses/compact": self._responses.compact,
             "/v1/responses/{response_id}/cancel": self._responses.cancel,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
@@ -133,6 +136,7 @@ class Endpoints:
         return [
             *(Route(path, _counted(path, self._gated(run)), methods=["POST"]) for path, run in posts.items()),
             *(Route(path, _counted(path.replace(":path", ""), run), methods=["GET"]) for path, run in gets.items()),
+            Route("/v1/responses", _counted(SOCKETS, self._responses.sockets.open), methods=["GET"]),
             Route("/ping", _counted("/ping", self._status.ping), methods=["GET", "POST"]),
             *(Route(path, _counted(path, run), methods=["DELETE"]) for path, run in deletes.items()),
         ]

@@ -23,6 +23,7 @@ from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.messages import SAMPLING, WITHOUT_EFFECT
 from jaxllm_server.openai.pooling import REPLIES
+from jaxllm_server.responses.compaction import CompactionReply
 from jaxllm_server.responses.reply import ResponseReply
 
 Schema = dict[str, Any]
@@ -114,6 +115,14 @@ BODIES: Mapping[str, Body] = {
         ("input",),
         {"input": "What is the capital of France?"},
     ),
+    "/v1/responses/compact": Body(
+        "Compaction",
+        "Sum up such a conversation.",
+        CompactionReply.fields,
+        CompactionReply.unbuilt,
+        ("model",),
+        {"model": "jaxllm-embedded", "input": "We meet on Tuesday."},
+    ),
     "/v1/messages": Body(
         "Messages",
         "Answer a conversation, in Anthropic's form.",
@@ -181,6 +190,7 @@ BODIES: Mapping[str, Body] = {
     ),
 }
 
+_SOCKETS = ("/v1/responses",)  # paths whose GET begins a WebSocket
 _OTHER_FORMS = ("/v1/messages", "/api/")  # than OpenAI's, of errors too
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
 _INTEGER, _NUMBER, _FLAG, _TEXT = ({"type": kind} for kind in ("integer", "number", "boolean", "string"))
@@ -243,7 +253,7 @@ _OF_ROUTES: Mapping[tuple[str, str], Schema] = {
     ("CountTokens", "time_limit"): {},
     **{
         (body, name): shape
-        for body in ("Response", "InputTokens")
+        for body in ("Response", "InputTokens", "Compaction")
         for name, shape in {
             **{"input": {"anyOf": [_TEXT, _OBJECTS]}, "max_output_tokens": _INTEGER, "include": _STRINGS},
             **dict.fromkeys(("metadata", "text", "reasoning"), _OBJECT),
@@ -293,7 +303,7 @@ def description_of(routes: Iterable[Route], root_path: str = "") -> dict[str, An
 
 
 def _operation(path: str, method: str, summary: str) -> dict[str, Any]:
-    body = BODIES.get(path)
+    body = BODIES.get(path) if method == "POST" else None
     content: dict[str, Any] = {"application/json": {}}
     if path in ("/", "/docs", "/metrics"):
         content = {"text/plain" if path == "/metrics" else "text/html": {"schema": _TEXT}}
@@ -309,6 +319,10 @@ def _operation(path: str, method: str, summary: str) -> dict[str, Any]:
         },
         "security": [] if path.encode() in OPEN_PATHS else [{"key": []}, {}],
     }
+    if method == "GET" and path in _SOCKETS:
+        operation["responses"]["101"] = {"description": "The connection is a WebSocket from here on."}
+        operation["description"] = "Each message is a body of POST, with `type` as `response.create`."
+        del operation["responses"]["200"]
     if path in ADMIN_PATHS:
         operation["description"] = "Needs the admin key, where there is one."
     names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]

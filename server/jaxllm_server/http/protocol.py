@@ -2,7 +2,7 @@
 time in which a client has to read what is sent.
 
 `server_config` has all settings of uvicorn. The protocol also hands the connection's transport to the app, which
-closes it where an answer broke off. Knows no route.
+closes it where an answer broke off, and an offer to speak WebSocket from then on. Knows no route.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
@@ -19,11 +21,17 @@ from jaxllm_server.http.error_bodies import Refusal, answer_of, body_too_large
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Scope, Send
+    from uvicorn.protocols.http.flow_control import FlowControl
+
+    from jaxllm_server.http.error_bodies import Headers
+    from jaxllm_server.http.web_socket import WebSocket
 
 READ_BYTES = 32 * 1024  # at once from a connection: what a body may be longer than its bound before that is seen
+GOING_AWAY = 1001  # RFC 6455, section 7.4.1
 MAX_PIPELINED = 16  # requests behind the one that is answered; uvicorn would queue as many as fit through the network
 TRANSPORT = "jaxllm.transport"  # extension of the ASGI scope: the connection's asyncio.Transport
+UPGRADE = "jaxllm.upgrade"  # extension of a request that offers a WebSocket: `BoundedProtocol.upgrade` of it
 
 
 def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicorn.Config:
@@ -120,6 +128,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _num_bytes = 0  # of the message that is being received, roughly: the next one may begin in the same segment
     _num_body_bytes = 0  # of them, what is body
     _segment = b""  # that is being parsed
+    _offers_socket = False  # the request whose head is parsed again
+    _socket: WebSocket | None = None  # what the connection speaks instead of HTTP
     parser: Any  # httptools' parser; None when the connection is lost
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -134,10 +144,15 @@ class BoundedProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         self._stalled = self._aborting = None
+        if self._socket is not None:
+            self._socket.lost()
         super().connection_lost(exc)  # resumes writing, so that an app that waits goes on
 
     def data_received(self, data: bytes) -> None:
         """Parse more of a request, unless it is too much."""
+        if self._socket is not None:
+            self._socket.data_received(data)
+            return
         if self.transport.is_closing():
             return
         self._num_bytes += len(data)
@@ -159,7 +174,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
-        self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[typeddict-item]
+        extensions: dict[str, Any] = {TRANSPORT: self.transport}
+        if self._offers_socket:
+            self._offers_socket = False
+            extensions[UPGRADE] = partial(self.upgrade, cast(Any, self.scope))
+        self.scope["extensions"] = extensions  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header; trailers, behind a body, are not read."""
@@ -211,6 +230,38 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stalled.cancel()
             self._stalled = None
         super().resume_writing()
+        if self._socket is not None:
+            self._socket.resume()
+
+    async def upgrade(
+        self,
+        scope: Scope,
+        send: Send,
+        headers: Headers,
+        make: Callable[[asyncio.Transport, FlowControl], WebSocket],
+    ) -> WebSocket:
+        """Accept a request's offer with these headers; what comes from then on is for the WebSocket that `make` makes.
+
+        Raises:
+            Refusal: if another request stands behind this one.
+        """
+        if self.cycle.scope is not scope or self.cycle.response_started:
+            raise Refusal(400, "Nothing may follow an offer to upgrade.", "BAD_HEADER", closes=True)
+        self.cycle.chunked_encoding = False  # the answer has no body
+        await send({"type": "http.response.start", "status": 101, "headers": headers})
+        self.cycle.response_complete = True
+        self._cancel_late()
+        self._socket = socket = make(self.transport, self.flow)
+        if self.transport.is_closing():
+            socket.lost()
+        return socket
+
+    def shutdown(self) -> None:
+        """Begin to end: a WebSocket is told."""
+        if self._socket is None:
+            super().shutdown()
+        else:
+            self._socket.close(GOING_AWAY, "the server stops")
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection, even if the client has not read the last answer."""
@@ -230,6 +281,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Go on in HTTP/1.1 with a request that offers another protocol, as Java's client does with each first one.
 
+        The app may accept the offer of a WebSocket.
+
         The parser has stopped before the body, as if it were in that protocol: to parse on from there would make
         a request of a body. So the head is parsed again, without the offer.
         """
@@ -239,6 +292,7 @@ class BoundedProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version().encode()
         lines = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
         head = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
+        self._offers_socket = self._get_upgrade() == b"websocket" and version == b"1.1"
         self.parser = type(self.parser)(self)
         self._parse(b"".join([head, *lines, b"\r\n", rest]))
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, aclosing
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,12 +25,24 @@ from jaxllm_server.http.answers import TextAnswer, while_connected
 from jaxllm_server.http.bodies import BodyReader
 from jaxllm_server.http.error_bodies import Refusal, log_failure
 from jaxllm_server.http.guard import CLIENT
+from jaxllm_server.http.response_sockets import KEPT, ResponseSockets
 from jaxllm_server.http.sse import dumps, dumps_large
 from jaxllm_server.http.writers import NamedWriter
 from jaxllm_server.openai.messages import Body, text
+from jaxllm_server.responses.compaction import CompactionReply
 from jaxllm_server.responses.items import RESPONSE_PREFIX, Item, num_characters, references_of, response_id_of
 from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
-from jaxllm_server.responses.store import LostError, ResponseStore, Stored, find_items, history_of, ordered, page_of
+from jaxllm_server.responses.request import of_message
+from jaxllm_server.responses.store import (
+    LostError,
+    OfConnection,
+    ResponseStore,
+    Stored,
+    find_items,
+    history_of,
+    ordered,
+    page_of,
+)
 from jaxllm_server.shared.client_quota import Places
 from jaxllm_server.shared.options import ServerOptions
 
@@ -38,6 +50,7 @@ if TYPE_CHECKING:
     from jaxllm_server.observability.tracing import Tracer
     from jaxllm_server.shared.serving import Serving
 
+OwnReply = TypeVar("OwnReply", bound=ResponseReply)
 _LARGE = 256 << 10  # bytes of JSON that are read or written beside the event loop: 1 ms (measured)
 _MANY_ITEMS = 512  # of a conversation; to read them takes 4 µs each (measured)
 _MOST_LISTED, _LISTED = 100, 20  # items of one answer: OpenAI's bound and default
@@ -99,51 +112,69 @@ class ResponseEndpoints:
         self._parts_of_answer = parts_of_answer
         self._head_of = head_of
         self._store = ResponseStore(options.max_stored_response_bytes)
+        self.sockets = ResponseSockets(options, bodies.received, partial(OfConnection, self._store))
         self._jobs: dict[tuple[str, str], Job] = {}  # by client and id
 
     async def create(self, request: Request) -> ASGIApp:
         """Answer a conversation, at once or in the background."""
         client = request.scope[CLIENT]
         self._serving.check_room(client, pools=False)
-        reply, chain = await self._reply_of(request)
+        kept_here: OfConnection | None = request.scope.get(KEPT)
+        reply, chain = await self._reply_of(request, ResponseReply)
         parts = self._parts_of_answer(request, reply)
         head = self._head_of(reply) | self._sampling_of(reply)
         response_id: str = head["id"]
         self._serving.check_text("request_id", reply.request_id)
         items = b""
-        if reply.is_kept:
+        is_kept = reply.is_kept or kept_here is not None
+        if is_kept:
             items = await self._bodies.run(partial(dumps, reply.items), num_characters(reply.items) > _LARGE, client)
-        if response_id in chain or (client, response_id) in self._jobs:
+        name = response_id if kept_here is None else kept_here.name_of(response_id)
+        if name in chain or (client, response_id) in self._jobs:
             raise RequestIdInUseError(f"request id {reply.request_id!r} is in use.", "request_id")
 
         def keep(response: bytes) -> None:
-            self._store.put(client, response_id, Stored(response, items, reply.previous))
+            stored = Stored(response, items, next(reversed(chain), None))
+            if reply.is_kept or kept_here is None:
+                self._store.put(client, response_id, stored)
+            else:
+                kept_here.put(response_id, stored)
 
         if reply.is_background:
             reply.begin(head)
             num_bytes = request.scope["jaxllm"]["body_bytes"] + sum(each.size for each in chain.values())
             return await self._begin(request, reply, response_id, keep, num_bytes)
-        writer = KeepingWriter(reply, head, keep) if reply.is_kept else NamedWriter(reply, head)
+        writer = KeepingWriter(reply, head, keep) if is_kept else NamedWriter(reply, head)
         return TextAnswer(**parts, writer=writer)
 
     async def count(self, request: Request) -> ASGIApp:
         """Count the tokens of the conversation that a body would have answered."""
-        reply, _ = await self._reply_of(request)
+        reply, _ = await self._reply_of(request, ResponseReply)
         self._parts_of_answer(request, reply)  # says which fields are ignored
         self._serving.check_text("request_id", reply.request_id)
         call = replace(reply.calls[0], client=request.scope[CLIENT])
         ids = await while_connected(request.receive, self._serving.tokenize(call))
         return _json(dumps({"object": "response.input_tokens", "input_tokens": len(ids)}))
 
-    async def _reply_of(self, request: Request) -> tuple[ResponseReply, Mapping[str, Stored]]:
-        """Read a body; return what it asks for, and the responses by their ids that it goes on from."""
-        client = request.scope[CLIENT]
+    async def compact(self, request: Request) -> ASGIApp:
+        """Sum up a conversation."""
+        self._serving.check_room(request.scope[CLIENT], pools=False)
+        reply, _ = await self._reply_of(request, CompactionReply)
+        reply.bound(self._serving.engine.model.max_model_len)
+        parts = self._parts_of_answer(request, reply)
+        return TextAnswer(**parts, writer=NamedWriter(reply, self._head_of(reply) | self._sampling_of(reply)))
+
+    async def _reply_of(self, request: Request, reply_type: type[OwnReply]) -> tuple[OwnReply, dict[str, Stored]]:
+        """Read a body; return what it asks for, and the responses by their names that it goes on from."""
+        client, kept_here = request.scope[CLIENT], request.scope.get(KEPT)
         body = await self._bodies.json(request)
-        chain = self._chain(body, client)
+        if kept_here is not None:
+            body = of_message(body)
+        chain = self._chain(body, client, kept_here)
         is_large = sum(stored.size for stored in chain.values()) > _LARGE
         history = await self._bodies.run(partial(history_of, chain.values()), is_large, client)
-        kept = await self._kept_items(references_of(body.get("input")), client)
-        make = partial(ResponseReply, body, self._options, request.scope["jaxllm"]["request_id"], history, kept)
+        kept = await self._kept_items(references_of(body.get("input")), client, kept_here)
+        make = partial(reply_type, body, self._options, request.scope["jaxllm"]["request_id"], history, kept)
         given = body.get("input")
         num_items = len(history) + (len(given) if isinstance(given, list) else 1)
         return await self._bodies.run(make, num_items > _MANY_ITEMS, client), chain
@@ -210,8 +241,8 @@ class ResponseEndpoints:
             raise
         return {**{name: getattr(params, name) for name in REPEATED_NUMBERS}, "clock": time.time}
 
-    def _chain(self, body: Body, client: str) -> Mapping[str, Stored]:
-        """Return the responses from which a request goes on, by their ids."""
+    def _chain(self, body: Body, client: str, kept_here: OfConnection | None) -> dict[str, Stored]:
+        """Return the responses from which a request goes on, by their names in the store."""
         previous = text(body, "previous_response_id")
         if previous is None:
             return {}
@@ -220,6 +251,8 @@ class ResponseEndpoints:
             raise UserError(message, "previous_response_id")
         if (client, previous) in self._jobs:
             raise UserError(f"The response {previous!r} is still being made.", "previous_response_id")
+        if kept_here is not None:
+            previous = kept_here.used = kept_here.name_of(previous)
         try:
             return self._store.chain(client, previous)
         except LostError as error:
@@ -227,12 +260,13 @@ class ResponseEndpoints:
             reason = "PREVIOUS_RESPONSE_NOT_FOUND"
             raise Refusal(404, message, reason, parameter="previous_response_id") from error
 
-    async def _kept_items(self, ids: set[str], client: str) -> Mapping[str, Item]:
+    async def _kept_items(self, ids: set[str], client: str, kept_here: OfConnection | None) -> Mapping[str, Item]:
         """Return the items to which a request refers; those that are not kept are missing."""
         found = []
         for response_id in {response_id_of(each) for each in ids}:
             try:
-                found.append(self._store.get(client, response_id))
+                name = response_id if kept_here is None else kept_here.name_of(response_id)
+                found.append(self._store.get(client, name))
             except LostError:
                 continue  # `items_of` says which item is missing
         is_large = sum(stored.size for stored in found) > _LARGE

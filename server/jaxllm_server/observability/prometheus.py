@@ -40,6 +40,8 @@ HTTP_ROUTES = (
     "/v1/messages/count_tokens",
     *(f"/api/{name}" for name in ("chat", "generate", "embed", "show", "tags", "ps", "version")),
     "/v1/responses",
+    "/v1/responses (WebSocket)",
+    "/v1/responses/compact",
     "/v1/responses/input_tokens",
     "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/cancel",

@@ -6,6 +6,8 @@ parts. Ids of a response's own items hold its id, so that a reference to an item
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -17,9 +19,12 @@ Item = Mapping[str, Any]
 RESPONSE_PREFIX = "resp_"
 MOST_PARTS = 16_384  # items of a conversation and parts of them together: a chat may have as many messages
 _ROLES = ("user", "assistant", "system", "developer")
+_PHASES = ("commentary", "final_answer")
 _STATUSES = ("in_progress", "completed", "incomplete")
 _LISTS = ("content", "output", "summary")  # fields of items that are texts or lists of parts
 _UNREADABLE = ("input_image", "input_file", "input_audio")
+_PACKED = "jaxllm-1."  # how the content of our compactions begins
+_SUMMARY = "Summary of the conversation so far:\n"
 _SHOWN = 64  # characters of a name that an error repeats
 
 
@@ -71,7 +76,8 @@ def num_characters(items: Iterable[Item]) -> int:
     """Count the characters of items' texts."""
     count = 0
     for item in items:
-        for value in (item.get("arguments", ""), *(item.get(name, ()) for name in _LISTS)):
+        texts = item.get("arguments", ""), item.get("encrypted_content", "")
+        for value in (*texts, *(item.get(name, ()) for name in _LISTS)):
             count += len(value) if isinstance(value, str) else sum(len(part["text"]) for part in value)
     return count
 
@@ -80,7 +86,9 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     """Return items as the messages of a chat: reasoning, text and calls that follow each other are one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
-        if item["type"] == "function_call_output":
+        if item["type"] == "compaction":
+            messages.append({"role": "assistant", "content": _SUMMARY + unpacked(item["encrypted_content"])})
+        elif item["type"] == "function_call_output":
             content = _chat_content(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         elif item["type"] == "message" and item["role"] != "assistant":
@@ -98,6 +106,36 @@ def continues_answer(items: Sequence[Item]) -> bool:
     """
     last = items[-1] if items else {}
     return last.get("type") == "message" and last["role"] == "assistant" and last["status"] != "completed"
+
+
+def check_outputs(items: Iterable[Item]) -> None:
+    """Refuse the output of a tool that was not called before, as OpenAI's server does."""
+    called = set()
+    for item in items:
+        if item["type"] == "function_call":
+            called.add(item["call_id"])
+        elif item["type"] == "function_call_output" and item["call_id"] not in called:
+            _refuse(f"No tool call found for function call output with call_id {item['call_id'][:_SHOWN]!r}.")
+
+
+def packed(summary: str) -> str:
+    """Return a summary as the content of a compaction: it holds nothing that its client may not read.
+
+    >>> unpacked(packed("Sum up."))
+    'Sum up.'
+    """
+    return _PACKED + base64.urlsafe_b64encode(summary.encode()).decode("ascii")
+
+
+def unpacked(content: str) -> str:
+    """Return the summary in the content of a compaction.
+
+    Raises:
+        ValueError: if it is none of ours.
+    """
+    if not content.startswith(_PACKED):
+        raise ValueError("another server's")
+    return base64.b64decode(content.removeprefix(_PACKED), altchars=b"-_", validate=True).decode()
 
 
 def _is_reference(item: Any) -> bool:
@@ -134,7 +172,12 @@ def _message(item: Item, path: str) -> dict[str, Any]:
     role = item.get("role")
     if role not in _ROLES:
         _refuse(f"{path}.role must be one of {', '.join(_ROLES)}.")
-    return {"role": role, "content": _parts_of(item.get("content"), f"{path}.content", role == "assistant")}
+    read = {"role": role, "content": _parts_of(item.get("content"), f"{path}.content", role == "assistant")}
+    if item.get("phase") is None:
+        return read
+    if item["phase"] not in _PHASES:
+        _refuse(f"{path}.phase must be one of {', '.join(_PHASES)}.")
+    return read | {"phase": item["phase"]}
 
 
 def _call(item: Item, path: str) -> dict[str, Any]:
@@ -163,6 +206,16 @@ def _reasoning(item: Item, path: str) -> dict[str, Any]:
     }
 
 
+def _compaction(item: Item, path: str) -> dict[str, Any]:
+    content = _text_of(item, "encrypted_content", path)
+    try:
+        unpacked(content)
+    except (ValueError, binascii.Error) as error:
+        message = f"{path}.encrypted_content is no compaction of this server's kind, or not whole."
+        raise UserError(message, "input") from error
+    return {"encrypted_content": content}
+
+
 # Each type of item: how ids of such items begin, and what reads its fields.
 _READERS: Mapping[str, tuple[str, Callable[[Item, str], dict[str, Any]]]] = MappingProxyType(
     {
@@ -170,6 +223,7 @@ _READERS: Mapping[str, tuple[str, Callable[[Item, str], dict[str, Any]]]] = Mapp
         "function_call": ("fc", _call),
         "function_call_output": ("fco", _call_output),
         "reasoning": ("rs", _reasoning),
+        "compaction": ("cmp", _compaction),
     }
 )
 

@@ -33,6 +33,7 @@ from jaxllm_server.responses.items import (
     MOST_PARTS,
     RESPONSE_PREFIX,
     Item,
+    check_outputs,
     continues_answer,
     items_of,
     messages_of,
@@ -297,6 +298,7 @@ def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], ef
         raise UserError("input must hold at least one item.", "input")
     if num_parts(items) > MOST_PARTS:
         raise UserError(f"a conversation may hold at most {MOST_PARTS} items and parts of items.", "input")
+    check_outputs(items)
     instructions = text(fields, "instructions")
     first = [{"role": "system", "content": instructions}] if instructions else []
     continues = continues_answer(items)

@@ -55,6 +55,18 @@ def check_names(body: Body) -> None:
             raise UserError(f"{name} is a field of chats: in the Responses API it is {own}.", name)
 
 
+def of_message(message: Body) -> dict[str, Any]:
+    """Return the body that a message of a WebSocket stands for: its answer is always a stream."""
+    kind = message.get("type")
+    if kind != "response.create":
+        raise UserError("The messages of a WebSocket are objects of type response.create.", "type")
+    for name, value in (("stream", True), ("background", False), ("generate", True)):
+        if message.get(name) not in (None, value):
+            raise UnsupportedError(f"{name} is not supported over a WebSocket: leave it out.", name)
+    left = ("type", "background", "generate")
+    return {**{name: value for name, value in message.items() if name not in left}, "stream": True}
+
+
 def chosen(fields: Body, name: str, values: Sequence[str], path: str, parameter: str) -> str | None:
     """Return a field that must be one of some words."""
     value = fields.get(name)

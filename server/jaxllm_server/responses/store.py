@@ -11,11 +11,12 @@ import json
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 from jaxllm.errors import UserError
-from jaxllm_server.responses.items import Item
+from jaxllm_server.responses.items import RESPONSE_PREFIX, Item
 
+_connections = count(1)
 _OVERHEAD = 1024  # bytes of an entry beside its texts; of a client with one alone it is 700 (measured)
 
 
@@ -36,9 +37,9 @@ class Stored:
 class LostError(LookupError):
     """A response that is not kept: it never was, or was deleted, or had to go."""
 
-    def __init__(self, response_id: str) -> None:
-        super().__init__(response_id)
-        self.response_id = response_id
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.response_id = name[name.find(RESPONSE_PREFIX) :]  # without what tells those of one connection apart
 
 
 class ResponseStore:
@@ -101,6 +102,50 @@ class ResponseStore:
         self._held[client] = self._held.get(client, 0) + num_bytes
         if not self._held[client]:
             del self._held[client], self._kept[client]
+
+
+class OfConnection:
+    """The last response of one connection that is not kept beyond it, and those that led to it.
+
+    They are in the store like others, under names that no request can give.
+    """
+
+    def __init__(self, store: ResponseStore, client: str) -> None:
+        self._store = store
+        self._client = client
+        self._prefix = f"{next(_connections)}:"
+        self._names: set[str] = set()
+        self.used: str | None = None  # the name of the one that the request under way goes on from
+
+    def name_of(self, response_id: str) -> str:
+        """Return under which name a response is in the store."""
+        own = self._prefix + response_id
+        return own if own in self._names else response_id
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        """Keep a response, and of the others those that led to it."""
+        name = self._prefix + response_id
+        self._names.add(name)
+        self._store.put(self._client, name, stored)
+        try:
+            chain = self._store.chain(self._client, name)
+        except LostError:  # there is no room for it, or for one before it
+            chain = {}
+        self._forget(self._names - chain.keys())
+
+    def forget_used(self) -> None:
+        """Forget the response from which a request that has failed went on."""
+        if self.used is not None:
+            self._forget({self.used})
+
+    def close(self) -> None:
+        """Forget all."""
+        self._forget(set(self._names))
+
+    def _forget(self, names: set[str]) -> None:
+        for name in names & self._names:
+            self._store.delete(self._client, name)
+        self._names -= names
 
 
 def history_of(chain: Iterable[Stored]) -> list[Item]:

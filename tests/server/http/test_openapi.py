@@ -25,6 +25,7 @@ from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.invocations import route_of
 from jaxllm_server.openai.messages import WITHOUT_EFFECT
 from jaxllm_server.openai.pooling import REPLIES
+from jaxllm_server.responses.compaction import CompactionReply
 from jaxllm_server.responses.reply import ResponseReply
 from jaxllm_server.shared.chat_checks import check_tools
 from jaxllm_server.shared.options import ServerOptions
@@ -114,6 +115,7 @@ TEXT_REPLIES: dict[str, Any] = {
     "/v1/completions": CompletionReply,
     "/v1/chat/completions": ChatReply,
     **dict.fromkeys(("/v1/responses", "/v1/responses/input_tokens"), ResponseReply),
+    "/v1/responses/compact": CompactionReply,
     "/v1/messages": MessagesReply,
     "/api/chat": OllamaChatReply,
     "/api/generate": OllamaGenerateReply,

@@ -137,6 +137,9 @@ INPUTS: list[tuple[Any, str]] = [
     ([{**CALL, "arguments": {}}], "input[0].arguments must be a string"),
     ([{"type": "function_call_output", "call_id": "c", "output": None}], "input[0].output"),
     ([{"type": "reasoning", "summary": [], "encrypted_content": "x"}], "input[0].encrypted_content"),
+    ([{"type": "function_call_output", "call_id": "c", "output": ""}], "No tool call found"),
+    ([{"type": "function_call_output", "call_id": "c1", "output": ""}, CALL], "No tool call found"),
+    ([{"role": "assistant", "content": "", "phase": "thought"}], "input[0].phase"),
     ([{"type": "item_reference", "id": "msg_other_0"}], "'msg_other_0' is not kept"),
     ([{"role": "user", "content": ""}] * (MOST_PARTS + 1), f"at most {MOST_PARTS} items"),
     ([{"role": "user", "content": [{"type": "input_text", "text": ""}] * MOST_PARTS}], f"at most {MOST_PARTS} items"),
@@ -256,6 +259,7 @@ def test_errors_name_the_fields_of_this_api() -> None:
 WORDS = st.sampled_from(
     [
         *("message", "function_call", "function_call_output", "reasoning", "item_reference", "input_text", "refusal"),
+        *("compaction", "jaxllm-1.YQ==", "commentary"),
         *("user", "assistant", "completed", "incomplete", "function", "allowed_tools", "auto", "required", "none"),
         *("add", "text", "json_schema", "json_object", "low", "r", "message.output_text.logprobs"),
     ]
@@ -264,6 +268,7 @@ NAMES = st.sampled_from(
     [
         *("type", "role", "content", "text", "refusal", "summary", "id", "call_id", "name", "arguments", "output"),
         *("status", "encrypted_content", "parameters", "mode", "tools", "format", "schema", "effort", "verbosity"),
+        "phase",
     ]
 )
 LEAVES = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats(allow_nan=False) | WORDS

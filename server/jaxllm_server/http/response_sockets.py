@@ -1,0 +1,158 @@
+"""`/v1/responses` over a WebSocket: each message is a request to the app itself, and its events are sent as texts.
+
+So keys, quotas, bounds, metrics, logs and errors are those of POST. What is added is the connection: one request at a
+time, the responses that are kept for it alone, and its own bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxllm.errors import OverloadedError
+from jaxllm_server.http.bodies import Bodies
+from jaxllm_server.http.guard import CLIENT
+from jaxllm_server.http.protocol import UPGRADE
+from jaxllm_server.http.sse import dumps
+from jaxllm_server.responses.store import OfConnection
+from jaxllm_server.shared.client_quota import Bound
+from jaxllm_server.shared.options import ServerOptions
+
+if TYPE_CHECKING:
+    from jaxllm_server.http.web_socket import WebSocket
+
+ROUTE = "/v1/responses (WebSocket)"  # as what connections are counted
+MOST_SECONDS = 3600.0  # of a connection, as OpenAI's server and Open Responses say
+KEPT = "jaxllm.kept"  # in the scope of a message's request: `OfConnection`
+_TOO_OLD = {
+    "type": "invalid_request_error",
+    "code": "websocket_connection_limit_reached",
+    "message": "A WebSocket lasts 60 minutes at most. Open a new one to go on.",
+    "param": None,
+}
+# How headers begin that are of the offer alone.
+_OF_OFFER = (b"connection", b"upgrade", b"sec-websocket-", b"content-", b"transfer-encoding")
+_END = b"\n\n"  # of an event
+_ERROR, _FAILED = b"event: error\n", b"event: response.failed\n"
+
+
+class ResponseSockets:
+    """The WebSockets of a server; `kept_for` makes the place for a client's responses."""
+
+    def __init__(self, options: ServerOptions, bodies: Bodies, kept_for: Callable[[str], OfConnection]) -> None:
+        self._options = options
+        self._bodies = bodies
+        self._kept_for = kept_for
+        self._open = Bound(options.max_rpcs, max(1, options.max_rpcs // 2))
+
+    async def open(self, request: Request) -> ASGIApp:
+        """Answer conversations over a WebSocket."""
+        upgrade = request.scope.get("extensions", {}).get(UPGRADE)
+        if upgrade is None or request.method != "GET":
+            raise HTTPException(405, headers={"allow": "POST"})
+        from jaxllm_server.http.web_socket import WebSocket, answer_headers  # most servers need it never
+
+        client = request.scope[CLIENT]
+        headers = answer_headers(request.scope["headers"])
+        if not self._open.has_room(client, 1):
+            raise OverloadedError("Too many WebSockets are open already.", retry_after=1.0)
+
+        def make(transport: Any, flow: Any) -> WebSocket:
+            return WebSocket(
+                transport,
+                flow,
+                max_bytes=self._options.max_body_bytes,
+                stall_seconds=self._options.stall_timeout or None,
+                place=lambda: self._bodies.place(client),
+            )
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            with self._open.counted(client, 1):
+                socket = await upgrade(send, headers, make)
+                kept = self._kept_for(client)
+                try:
+                    await _answer_all(socket, scope, kept)
+                finally:
+                    kept.close()
+                    socket.close()
+
+        return serve
+
+
+async def _answer_all(socket: WebSocket, scope: Scope, kept: OfConnection) -> None:
+    until = asyncio.get_running_loop().time() + MOST_SECONDS
+    while True:
+        try:
+            async with asyncio.timeout_at(until):
+                message = await socket.receive()
+        except TimeoutError:
+            await socket.send(_error(400, _TOO_OLD))
+            return
+        if message is None:
+            return
+        kept.used = None
+        turn = _Turn(socket, message)
+        await scope["app"](_scope_of(scope, len(message), kept), turn.receive, turn.send)
+        if turn.has_failed or not turn.is_through:
+            kept.forget_used()
+        if not turn.is_through:
+            return
+
+
+def _scope_of(scope: Scope, num_bytes: int, kept: OfConnection) -> Scope:
+    """Return the scope of a message's request."""
+    own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % num_bytes)]
+    headers = [pair for pair in scope["headers"] if not pair[0].startswith(_OF_OFFER)]
+    return {**scope, "method": "POST", "headers": [*headers, *own], "extensions": {}, KEPT: kept}
+
+
+class _Turn:
+    """One message's request, as an ASGI server sees it, and its answer."""
+
+    def __init__(self, socket: WebSocket, message: bytes) -> None:
+        self._socket = socket
+        self._message: bytes | None = message
+        self._status = 0
+        self._rest = b""  # of what is not whole yet
+        self.has_failed = False
+        self.is_through = False
+
+    async def receive(self) -> Message:
+        """Give the message, then wait for the client to go."""
+        if self._message is not None:
+            body, self._message = self._message, None
+            self._socket.release()  # the reader of bodies counts it from here on
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._socket.ended.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """Send the events of an answer as texts, or what is wrong as one."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            return
+        self.is_through = not message.get("more_body", False)
+        self._rest += message.get("body", b"")
+        if self._status == 200:
+            *events, self._rest = self._rest.split(_END)
+            for event in events:
+                await self._send_event(event)
+        elif self.is_through:
+            self.has_failed = True
+            await self._socket.send(_error(self._status, json.loads(self._rest)["error"]))
+
+    async def _send_event(self, event: bytes) -> None:
+        """Send an event. Of a response that failed there is the one that ends it, as of others."""
+        self.has_failed |= event.startswith(_FAILED)
+        if not event.startswith(_ERROR):
+            await self._socket.send(event.partition(b"\ndata: ")[2])
+
+
+def _error(status: int, error: dict[str, Any]) -> bytes:
+    return dumps({"type": "error", "status": status, "error": error})

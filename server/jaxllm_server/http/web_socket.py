@@ -1,0 +1,227 @@
+"""A WebSocket (RFC 6455) on a connection of the HTTP front end: one message at a time in, texts out.
+
+Frames are read and written by `websockets`. Here are its bounds: the bytes of a message and the time in which it comes,
+a client that reads or answers nothing, and how many frames one read may hold. Knows no route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING
+
+from websockets.frames import CloseCode, Frame, Opcode
+from websockets.protocol import Protocol, Side, State
+
+from jaxllm.errors import OverloadedError
+from jaxllm_server.http.error_bodies import Headers, Refusal
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.flow_control import FlowControl
+    from websockets.typing import BytesLike
+
+_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
+_KEY_BYTES = 16
+_PIECE = 4096  # bytes that are parsed before their frames are counted
+_FRAME = 1 << 20  # bytes of a text that are sent at once
+# Frames, which take 15 µs each (measured): at once, in a second, and in a KiB. A message takes room until it is taken.
+_MOST_FRAMES, _FRAMES_A_SECOND, _FRAMES_A_KIB = 64.0, 10.0, 1.0
+_CLOSE_SECONDS = 5.0  # for the other side to close
+
+
+# Counts the bytes of a message while it is held; `Bodies.place`.
+Place = Callable[[], AbstractContextManager[Callable[[int], None]]]
+
+
+def answer_headers(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+    """Return the headers of the answer that accepts an offer to speak WebSocket.
+
+    Raises:
+        Refusal: if the offer is of another version, or lacks what it must have.
+    """
+    given = {name: value for name, value in headers if name.startswith(b"sec-websocket-")}
+    if given.get(b"sec-websocket-version") != b"13":
+        raise Refusal(400, "Sec-WebSocket-Version must be 13.", "BAD_HEADER", closes=True)
+    key = given.get(b"sec-websocket-key", b"")
+    with contextlib.suppress(binascii.Error):
+        if len(base64.b64decode(key, validate=True)) == _KEY_BYTES:
+            accept = base64.b64encode(hashlib.sha1(key + _GUID, usedforsecurity=False).digest())
+            return [(b"upgrade", b"websocket"), (b"connection", b"Upgrade"), (b"sec-websocket-accept", accept)]
+    raise Refusal(400, "Sec-WebSocket-Key must be 16 bytes in base64.", "BAD_HEADER", closes=True)
+
+
+class WebSocket:
+    """The server's end of one. Its connection calls `data_received`, `resume` and `lost`."""
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        *,
+        max_bytes: int,  # of a message
+        stall_seconds: float | None,  # for a message to come whole, and for a silent client to answer a ping
+        place: Place,
+    ) -> None:
+        self._transport = transport
+        self._flow = flow
+        self._stall_seconds = stall_seconds
+        self._place = place
+        self._loop = asyncio.get_running_loop()
+        self._protocol = Protocol(Side.SERVER, state=State.OPEN, max_size=max_bytes)
+        self._pieces: list[BytesLike] = []  # of the message that is coming
+        self._messages: deque[bytes] = deque()  # that nobody has taken
+        self._arrived = asyncio.Event()  # a message, or the end
+        self._held = ExitStack()  # counts bytes that have come and are not taken
+        self._grow = self._held.enter_context(place())
+        self._is_silent = False  # since the last ping
+        self._late: asyncio.TimerHandle | None = None
+        self._aborting: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        if stall_seconds is not None:
+            self._watch = self._loop.call_later(stall_seconds, self._expect_more)
+        self._room, self._room_at = _MOST_FRAMES, self._loop.time()  # for frames, and when that was
+        self.ended = asyncio.Event()  # for the side that takes messages; the client may not have heard of it
+
+    async def receive(self) -> bytes | None:
+        """Wait for a message's text; None at the end. Its bytes are counted until `release`."""
+        while not self._messages:
+            if self.ended.is_set():
+                return None
+            self._arrived.clear()
+            await self._arrived.wait()
+        await asyncio.sleep(0)  # a client that sends many waits for others between them
+        if not self._messages:
+            return None
+        message = self._messages.popleft()
+        self._room += 1
+        if not self._messages:
+            self._flow.resume_reading()
+        return message
+
+    def release(self) -> None:
+        """Count the bytes of the messages that were taken no more."""
+        if not self._messages and not self._pieces:
+            self._held.close()
+            if not self.ended.is_set():
+                self._grow = self._held.enter_context(self._place())
+
+    async def send(self, text: bytes) -> None:
+        """Send a text, once there is room; nothing at the end."""
+        for start in range(0, len(text), _FRAME):
+            if self._flow.write_paused:
+                await self._flow.drain()
+            if self.ended.is_set():
+                return
+            write = self._protocol.send_continuation if start else self._protocol.send_text
+            write(text[start : start + _FRAME], start + _FRAME >= len(text))
+            self._write()
+
+    def close(self, code: int = CloseCode.NORMAL_CLOSURE, reason: str = "") -> None:
+        """End it; a client that does not answer is cut off."""
+        if self._protocol.state is State.OPEN and not self.ended.is_set():
+            self._protocol.send_close(code, reason)
+            self._write()
+
+    def data_received(self, data: bytes) -> None:
+        """Read frames."""
+        self._is_silent = False
+        for start in range(0, len(data), _PIECE):
+            self._read(data[start : start + _PIECE])
+        if not self.ended.is_set() and (self._messages or self._flow.write_paused):
+            self._flow.pause_reading()  # answers to pings must not pile up either
+
+    def resume(self) -> None:
+        """Read again, after the client has read."""
+        if not self._messages:
+            self._flow.resume_reading()
+
+    def lost(self) -> None:
+        """Note that the connection has gone."""
+        self._end()
+        for timer in (self._late, self._watch, self._aborting):
+            if timer is not None:
+                timer.cancel()
+
+    def _read(self, data: bytes) -> None:
+        self._protocol.receive_data(data)
+        frames = [each for each in self._protocol.events_received() if isinstance(each, Frame)]
+        if not self._has_room(len(frames), len(data)):
+            self._protocol.fail(CloseCode.POLICY_VIOLATION, "too many small frames")
+        elif not self.ended.is_set():
+            self._take(frames, len(data))
+        self._write()
+
+    def _has_room(self, num_frames: int, num_bytes: int) -> bool:
+        now = self._loop.time()
+        more = (now - self._room_at) * _FRAMES_A_SECOND + num_bytes / 1024 * _FRAMES_A_KIB
+        self._room, self._room_at = min(_MOST_FRAMES, self._room + more) - num_frames, now
+        return self._room >= 0
+
+    def _take(self, frames: Sequence[Frame], num_bytes: int) -> None:
+        for frame in frames:
+            if frame.opcode is Opcode.BINARY:
+                self._protocol.fail(CloseCode.UNSUPPORTED_DATA, "messages are texts of JSON")
+            elif frame.opcode in (Opcode.TEXT, Opcode.CONT):
+                self._add(frame.data, frame.fin)
+        try:
+            self._grow(num_bytes)
+        except OverloadedError as error:
+            self._protocol.fail(CloseCode.TRY_AGAIN_LATER, str(error))
+        is_coming = bool(self._pieces) or not frames  # a message, which has some time
+        if not is_coming and self._late is not None:
+            self._late.cancel()
+            self._late = None
+        elif is_coming and self._late is None and self._stall_seconds is not None:
+            self._late = self._loop.call_later(self._stall_seconds, self._on_late)
+
+    def _add(self, data: BytesLike, is_last: bool) -> None:
+        self._pieces.append(data)
+        if is_last:
+            self._messages.append(b"".join(self._pieces))
+            self._pieces.clear()
+            self._arrived.set()
+
+    def _write(self) -> None:
+        """Send what the protocol wants to be sent, and end where it has ended."""
+        for data in self._protocol.data_to_send():
+            if data:
+                self._transport.write(data)
+            elif self._transport.can_write_eof():
+                self._transport.write_eof()
+            else:
+                self._transport.close()  # TLS has no half of a connection
+        if self._protocol.state is not State.OPEN:
+            self._end()
+
+    def _on_late(self) -> None:
+        self.close(CloseCode.POLICY_VIOLATION, f"a message did not come within {self._stall_seconds:g} seconds")
+
+    def _expect_more(self) -> None:
+        """Ask a client that is silent whether it is there, and cut off one that has not answered."""
+        assert self._stall_seconds is not None
+        reads = not self._messages and not self._flow.write_paused
+        if reads and self._is_silent:
+            self._transport.abort()
+        elif not self.ended.is_set():
+            self._is_silent = reads
+            self._protocol.send_ping(b"")
+            self._write()
+            self._watch = self._loop.call_later(self._stall_seconds, self._expect_more)
+
+    def _end(self) -> None:
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        self._arrived.set()
+        self._messages.clear()
+        self._pieces.clear()
+        self._held.close()
+        if not self._transport.is_closing():
+            self._flow.resume_reading()  # to see the connection's end
+            self._aborting = self._loop.call_later(_CLOSE_SECONDS, self._transport.abort)

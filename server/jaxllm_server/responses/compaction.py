@@ -1,0 +1,79 @@
+"""`/v1/responses/compact`: of a conversation its users' messages stay, and the model sums up all of it.
+
+OpenAI's server returns such a list too: the messages of users, then one item that nobody else can read. Ours holds the
+summary as it is, so that it is of use to every server and after a restart. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from jaxllm.errors import UserError
+from jaxllm_server.openai.messages import Body, given
+from jaxllm_server.responses.items import Item, item_id, packed
+from jaxllm_server.responses.reply import ResponseReply
+from jaxllm_server.shared.calls import Call, Chunk
+from jaxllm_server.shared.options import ServerOptions
+
+_MOST_TOKENS = 1024  # of a summary; a quarter of the context, where that is less
+_ASKED = (
+    "Sum up this conversation for someone who goes on with it and has not read it: what is wanted, what was done and "
+    "found out, what was decided, and what is left to do. Write the summary and nothing else."
+)
+_FIELDS = frozenset(
+    (
+        *("model", "input", "instructions", "previous_response_id", "request_id", "priority", "cache_salt"),
+        *("service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    )
+)
+
+
+class CompactionReply(ResponseReply):
+    """What a body of `/v1/responses/compact` asks for, and how it is answered; as of `ResponseReply`."""
+
+    fields, unbuilt = _FIELDS, MappingProxyType({})
+
+    def __init__(
+        self,
+        body: Body,
+        options: ServerOptions,
+        request_id: str,
+        history: Sequence[Item] = (),
+        kept: Mapping[str, Item] = MappingProxyType({}),
+    ) -> None:
+        ignored: list[str] = []
+        fields = given(body, _FIELDS, {}, options.unknown_fields, ignored)
+        if "model" not in fields:
+            raise UserError("model is missing: say which one sums up.", "model")
+        own = fields.get("input", [])
+        items = [{"role": "user", "content": own}] if isinstance(own, str) else own
+        if not history and items == []:
+            raise UserError("There is nothing to compact: give input or previous_response_id.", "input")
+        asked = {"role": "user", "content": _ASKED}
+        told = {"input": [*items, asked] if isinstance(items, list) else items, "store": False, "temperature": 0}
+        told |= {"truncation": "auto", "enable_thinking": False}
+        super().__init__({**fields, **told}, options, request_id, history, kept)
+        self.ignored = ignored
+        self._window = [*history, *self.items[:-1]]
+
+    def bound(self, max_model_len: int) -> None:
+        """Leave most of the context to the conversation."""
+        (call,) = self.calls
+        most = max(1, min(_MOST_TOKENS, max_model_len // 4))
+        self.calls: Sequence[Call] = [replace(call, sampling={**call.sampling, "max_tokens": most})]
+
+    def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return the whole answer."""
+        made = super().response(chunks)
+        said = [part["text"] for item in made["output"] if item["type"] == "message" for part in item["content"]]
+        compaction = {
+            "id": item_id("cmp", self.request_id, "0"),
+            "type": "compaction",
+            "encrypted_content": packed("".join(said).strip()),
+        }
+        users = [item for item in self._window if item["type"] == "message" and item["role"] == "user"]
+        head = {"id": made["id"], "object": "response.compaction", "created_at": made["created_at"]}
+        return {**head, "output": [*users, compaction], "usage": made["usage"]}
