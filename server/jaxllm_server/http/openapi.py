@@ -20,6 +20,7 @@ from jaxllm_server.ollama.models import SHOW_FIELDS
 from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
 from jaxllm_server.openai import adapters, tokens
 from jaxllm_server.openai.chat import ChatReply
+from jaxllm_server.openai.chats import ChatsReply
 from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.messages import SAMPLING, WITHOUT_EFFECT
 from jaxllm_server.openai.pooling import REPLIES
@@ -52,6 +53,14 @@ BODIES: Mapping[str, Body] = {
         ("messages",),
         {"messages": [_MESSAGE], "temperature": 0},
         streams=True,
+    ),
+    "/v1/chat/completions/batch": Body(
+        "Chats",
+        "Answer several conversations, each in a choice of its own.",
+        ChatsReply.fields,
+        ChatsReply.unbuilt,
+        ("messages",),
+        {"messages": [[_MESSAGE], [{"role": "user", "content": "And that of Spain?"}]], "temperature": 0},
     ),
     "/v1/completions": Body(
         "Completion",
@@ -236,8 +245,10 @@ SHAPES: Mapping[str, Schema] = {
     "guided_json": {"anyOf": [_TEXT, _OBJECT, _FLAG]},
     "prompt_logprobs": _COUNT,
 }
+_CONVERSATIONS: Schema = {"type": "array", "items": _OBJECTS}
 _OF_ROUTES: Mapping[tuple[str, str], Schema] = {
     ("ChatCompletion", "logprobs"): _FLAG,
+    **{("Chats", name): shape for name, shape in (("logprobs", _FLAG), ("messages", _CONVERSATIONS))},
     ("Completion", "logprobs"): _COUNT,
     ("Tokenize", "prompt"): _TEXT,
     ("CountTokens", "time_limit"): {},
@@ -353,7 +364,7 @@ def _property(body: Body, name: str) -> Schema | None:
         return {"description": "Accepted; it changes nothing."}
     if name == "chat_template":  # refused by name: `--chat-template` is the operator's
         return None
-    own = _SAMPLING.get(name, {}) if body.streams else {}
+    own = _SAMPLING.get(name, {}) if body.streams or body.fields is ChatsReply.fields else {}
     shape = _OF_ROUTES.get((body.name, name), SHAPES.get(name, own))
     described = {"description": own["description"]} if "description" in own else {}
     return _or_null(shape) | described

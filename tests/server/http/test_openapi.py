@@ -21,6 +21,7 @@ from jaxllm_server.ollama.models import asked_name
 from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
 from jaxllm_server.openai import adapters, tokens
 from jaxllm_server.openai.chat import ChatReply
+from jaxllm_server.openai.chats import ChatsReply
 from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.invocations import route_of
 from jaxllm_server.openai.messages import WITHOUT_EFFECT
@@ -113,6 +114,7 @@ def read(path: str, body: dict[str, Any]) -> None:
 TEXT_REPLIES: dict[str, Any] = {
     "/v1/completions": CompletionReply,
     "/v1/chat/completions": ChatReply,
+    "/v1/chat/completions/batch": ChatsReply,
     **dict.fromkeys(("/v1/responses", "/v1/responses/input_tokens"), ResponseReply),
     "/v1/messages": MessagesReply,
     "/api/chat": OllamaChatReply,
