@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob
+from jaxllm_server.openai.conversation import CONVERSATION, conversation_of, with_transferred_ids
 from jaxllm_server.openai.messages import (
     SHARED,
     UNBUILT,
@@ -47,14 +48,6 @@ _UNBUILT = {
     "functions": ([],),  # OpenAI's former names of tools and tool_choice
     "function_call": ("none", "auto"),
 }
-CONVERSATION = frozenset(
-    (
-        *("messages", "tools", "add_generation_prompt", "continue_final_message"),
-        *("chat_template", "chat_template_kwargs", "reasoning_effort"),
-        # Whether to think, as DashScope and SGLang, Ollama, and Z.ai and DeepSeek have it
-        *("enable_thinking", "think", "thinking"),
-    )
-)
 _FIELDS = (
     SHARED
     | CONVERSATION
@@ -64,8 +57,6 @@ _FIELDS = (
 )
 _SHOWN_NAME = 64  # characters of a tool's name that an error repeats
 _VERBOSITIES = ("low", "medium", "high")
-_OF_WRITING = ("add_generation_prompt", "continue_final_message", "add_special_tokens")  # how messages become a prompt
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ChatReply:
@@ -81,7 +72,7 @@ class ChatReply:
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         self.ignored: list[str] = []
-        body = _with_transferred_ids(body)
+        body = with_transferred_ids(body)
         fields = given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
         # A wish that no template has a place for, and a draft that would only be a speed-up: clients have arguments for
         # both, and lose nothing without them.
@@ -258,110 +249,6 @@ class ChatReply:
     def _calls(self, part: Part) -> list[ToolCallDelta]:
         """Return an output's tool calls; only the first one where the client takes no two at once."""
         return [call for call in part.tool_calls if call.index == 0] if self._takes_one_call else part.tool_calls
-
-
-def conversation_of(fields: Body) -> dict[str, Any]:
-    """Return the fields of `Call` that make the prompt of a chat; tools and template variables are checked later.
-
-    With `prompt_token_ids` the prompt is written already, as vLLM's routers send it (vllm-project/vllm#55771): the
-    messages may be left out then, and nothing is made of them but an echo.
-    """
-    if "chat_template" in fields:
-        raise UserError(
-            "chat_template is not accepted in requests: start the server with --chat-template.", "chat_template"
-        )
-    written = _written_ids(fields)
-    messages = fields.get("messages", None if written is None else [])
-    # What they do is the template's business.
-    kwargs = _thinking(fields) | dict(mapping(fields, "chat_template_kwargs") or {})
-    effort = one_of(fields, "reasoning_effort", REASONING_EFFORTS)
-    if effort is not None:
-        kwargs["reasoning_effort"] = effort
-    return ({} if written is None else {"written_ids": written}) | {
-        "messages": messages_of(messages, may_be_empty=written is not None),
-        "tools": _tools(fields.get("tools")),
-        "template_kwargs": kwargs,
-        "add_generation_prompt": flag(fields, "add_generation_prompt", True),
-        "continue_final_message": flag(fields, "continue_final_message", False),
-    }
-
-
-def messages_of(messages: Any, name: str = "messages", may_be_empty: bool = False) -> list[Mapping[str, Any]]:
-    """Return the messages of a conversation, which errors call `name`."""
-    if not isinstance(messages, list) or not (messages or may_be_empty):
-        raise UserError(f"{name} must be a list of at least one message.", "messages")
-    return [_message_in(message, f"{name}[{index}]") for index, message in enumerate(messages)]
-
-
-def _written_ids(fields: Body) -> list[int] | None:
-    """Return the prompt that a client has written itself; which ids exist is the engine's to say."""
-    ids = fields.get("prompt_token_ids")
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or set(map(type, ids)) != {int}:
-        raise UserError("prompt_token_ids must be a list of token ids.", "prompt_token_ids")
-    for name in _OF_WRITING:
-        if name in fields:
-            raise UserError(f"{name} says how to write a prompt, and prompt_token_ids has it: leave one out.", name)
-    return ids
-
-
-def _with_transferred_ids(body: Body) -> Body:
-    """Return a body whose written prompt, if a router of vLLM's gives it in `kv_transfer_params`, is in its own field.
-
-    Of the transfer itself nothing is built: whatever else that object asks for is refused by its name.
-    """
-    transfer = body.get("kv_transfer_params")
-    if not isinstance(transfer, dict) or transfer.get("prompt_token_ids") is None:
-        return body
-    if body.get("prompt_token_ids") not in (None, transfer["prompt_token_ids"]):
-        raise UserError("prompt_token_ids differ from those of kv_transfer_params.", "prompt_token_ids")
-    rest = {name: value for name, value in transfer.items() if name != "prompt_token_ids"}
-    return {**body, "kv_transfer_params": rest, "prompt_token_ids": transfer["prompt_token_ids"]}
-
-
-def _thinking(fields: Body) -> dict[str, Any]:
-    """Return the variables by which templates know what other servers have as fields of a request.
-
-    Templates call it `enable_thinking` (Qwen, GLM) or `thinking` (DeepSeek, Kimi), as SGLang's protocol.py tells them
-    apart, and a level `reasoning_effort`.
-    """
-    said: dict[str, Any] = {"enable_thinking": flag(fields, "enable_thinking", None)}
-    level = fields.get("think")
-    if isinstance(level, bool):
-        said["think"] = level
-    elif level is not None and level not in ("low", "medium", "high"):
-        raise UserError("think must be true, false, low, medium or high.", "think")
-    asked = mapping(fields, "thinking")
-    if asked is not None:
-        kind = asked.get("type")
-        if kind not in ("enabled", "disabled", "adaptive"):
-            raise UserError("thinking.type must be enabled, disabled or adaptive.", "thinking")
-        said["thinking"] = kind != "disabled"
-    wanted = {name: value for name, value in said.items() if value is not None}
-    if len(set(wanted.values())) > 1:
-        raise UserError(f"{' and '.join(wanted)} differ: give one of them.", next(iter(wanted)))
-    kwargs = dict.fromkeys(("enable_thinking", "thinking"), next(iter(wanted.values()))) if wanted else {}
-    return kwargs | ({"reasoning_effort": level} if isinstance(level, str) else {})
-
-
-def _message_in(message: Any, name: str) -> Mapping[str, Any]:
-    """Return a message with its reasoning under the name that templates know it by."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(f"{name} must be an object with a role and a content.", "messages")
-    reasoning = message.get("reasoning")
-    if reasoning is None:
-        return message
-    if message.get("reasoning_content") not in (None, reasoning):
-        raise UserError(f"{name}: reasoning and reasoning_content differ: give one of them.", "messages")
-    renamed = {name: value for name, value in message.items() if name != "reasoning"}
-    return {**renamed, "reasoning_content": reasoning}
-
-
-def _tools(tools: Any) -> list[Any] | None:
-    if tools is not None and not isinstance(tools, list):
-        raise UserError("tools must be a list.", "tools")
-    return tools or None  # an empty list is what some clients send without tools
 
 
 def _allowed(allowed: Any, tools: list[Any]) -> tuple[str, list[Any]]:

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions/batch`: several conversations in one body, each of which becomes a call and a choice, as in vLLM.
+"""`/v1/chat/completions/batch`: several conversations in one body, each a call and a choice, as in vLLM.
 
 Pure functions of their arguments.
 """
@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm_server.openai.chat import ChatReply, messages_of
+from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.completions import check_fan_out, numbered
+from jaxllm_server.openai.conversation import messages_of
 from jaxllm_server.openai.messages import Body, usage_fields
-from jaxllm_server.shared.calls import Chunk
+from jaxllm_server.shared.calls import Call, Chunk
 from jaxllm_server.shared.options import ServerOptions
 
 # vLLM's bounds; a prompt that is written already would be that of every conversation.
@@ -48,7 +49,7 @@ class ChatsReply(ChatReply):
         check_fan_out(1, "n", len(conversations), options)
         super().__init__({**body, "messages": conversations[0]}, options, request_id)
         (call,) = self.calls
-        self.calls = [
+        self.calls: Sequence[Call] = [
             replace(
                 call,
                 messages=messages_of(conversation, f"messages[{number}]"),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm_server.openai.chat import CONVERSATION, conversation_of
+from jaxllm_server.openai.conversation import CONVERSATION, conversation_of
 from jaxllm_server.openai.messages import Body, flag, given, text
 from jaxllm_server.shared.calls import Call
 

@@ -460,7 +460,8 @@ def test_keys_of_what_nobody_asked_for_are_absent_in_streams_and_null_in_whole_a
         )
         assert (begun, ended) == (always | {"text"} | more | first, always | {"text", "stop_reason"} | more)
     (choice,) = completion().response([chunk(part("a", finish_reason="stop"))])["choices"]
-    assert choice.keys() - always - {"text", "stop_reason", "token_ids"} == set(unasked := ("prompt_token_ids", "prompt_logprobs"))
+    unasked = ("prompt_token_ids", "prompt_logprobs")
+    assert choice.keys() == always | {"text", "stop_reason", "token_ids", *unasked}
     assert [choice[name] for name in (*unasked, "token_ids")] == [None] * 3
     answer = chat().response([chunk(part("a", finish_reason="stop"))])
     assert answer.keys() == {"choices", "usage", *unasked} and [answer[name] for name in unasked] == [None] * 2
@@ -601,8 +602,8 @@ def test_a_conversation_that_its_client_has_written():
         (call,) = reply.calls
         assert (call.written_ids, call.prompt, call.tools) == ([1, 2], None, TOOLS)
         assert call.messages == more.get("messages", []) and reply.names["prompt"] == "prompt_token_ids"
-        transferred = ChatReply({"kv_transfer_params": {"prompt_token_ids": [1, 2]}, "tools": TOOLS, **more}, OPTIONS, "r1")
-        assert transferred.calls == [call]
+        transferred = {"kv_transfer_params": {"prompt_token_ids": [1, 2]}, "tools": TOOLS, **more}
+        assert ChatReply(transferred, OPTIONS, "r1").calls == [call]
     assert chat().calls[0].written_ids is None
     with pytest.raises(UnsupportedError, match="kv_transfer_params"):
         chat(kv_transfer_params={"prompt_token_ids": [1, 2], "remote_host": "a"})
