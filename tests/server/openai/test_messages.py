@@ -586,7 +586,12 @@ def test_what_asks_for_nothing_of_a_chat_is_accepted(body):
         ({"think": True, "thinking": {"type": "enabled"}}, {"enable_thinking": True, "thinking": True}),
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
         ({"think": "high"}, {"reasoning_effort": "high"}),
-        ({"think": "high", "reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"think": "high", "reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
         ({"think": True, "chat_template_kwargs": {"thinking": 0}}, {"enable_thinking": True, "thinking": 0}),
     ],
 )
@@ -711,8 +716,7 @@ def test_chat_lengths_and_logprobs():
     assert chat(logprobs=True, top_logprobs=3).calls[0].sampling == {"logprobs": 3}
     assert chat(logprobs=False, top_logprobs=0).calls[0].sampling == {}
     assert chat(chat_template_kwargs={"a": 1}, reasoning_effort="low").calls[0].template_kwargs == {
-        "a": 1,
-        "reasoning_effort": "low",
+        **{"a": 1, "reasoning_effort": "low", "enable_thinking": True}
     }
 
 
