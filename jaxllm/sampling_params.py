@@ -236,7 +236,8 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
 
     As in vLLM (`ModelConfig.get_diff_sampling_param`) `do_sample` has no say: a file without a temperature means 1.0.
     """
-    names = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
+    own = ("repetition_penalty", "presence_penalty", "frequency_penalty", "skip_special_tokens")
+    names = {name: name for name in (*own, "temperature", "top_k", "top_p", "min_p")}
     names["max_new_tokens"] = "max_tokens"
     given = {names[key]: value for key, value in generation_config.items() if key in names and value is not None}
     try:
