@@ -190,6 +190,7 @@ BODIES: Mapping[str, Body] = {
     ),
 }
 
+_EMPTY = ("/health", "/live", "/ping")  # answers without a body
 _OTHER_FORMS = ("/v1/messages", "/api/")  # than OpenAI's, of errors too
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
 _INTEGER, _NUMBER, _FLAG, _TEXT = ({"type": kind} for kind in ("integer", "number", "boolean", "string"))
@@ -306,13 +307,15 @@ def description_of(routes: Iterable[Route], root_path: str = "") -> dict[str, An
 def _operation(path: str, method: str, summary: str) -> dict[str, Any]:
     body = BODIES.get(path)
     content: dict[str, Any] = {"application/json": {}}
-    if path in ("/", "/docs", "/metrics"):
-        content = {"text/plain" if path == "/metrics" else "text/html": {"schema": _TEXT}}
+    if path in ("/", "/docs", "/metrics") or path.endswith("_lora_adapter"):
+        content = {"text/html" if path in ("/", "/docs") else "text/plain": {"schema": _TEXT}}
+    if path in ("/api/chat", "/api/generate"):
+        content["application/x-ndjson"] = {"schema": _TEXT}
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{path.replace('/', '_').replace('{', '').replace('}', '')}",
         "summary": summary if body is None else body.summary,
         "responses": {
-            "200": {"description": "The answer.", "content": content},
+            "200": {"description": "The answer."} | ({} if path in _EMPTY else {"content": content}),
             "default": {
                 "description": "What was wrong.",
                 "content": {"application/json": {} if path.startswith(_OTHER_FORMS) else {"schema": _ERROR_REFERENCE}},

@@ -187,6 +187,23 @@ def test_the_pages_show_what_a_server_answers(tasks: tuple[str, ...]) -> None:
     assert "href=docs" in front
 
 
+def test_answers_have_a_type_that_is_described() -> None:
+    serving = FakeServing(options=ServerOptions(enable_tokenizer_info_endpoint=True))
+    posts = [(path, {}) for path in ("/tokenize", "/v1/chat/completions/batch")]
+    posts += [(path, {"stream": stream}) for path, body in BODIES.items() if body.streams for stream in (False, True)]
+    posts += [(f"/api/{name}", {"stream": stream}) for name in ("chat", "generate") for stream in (False, True)]
+    with http_server(serving, serving.options) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+        paths = http.get("/openapi.json").json()["paths"]
+        gets = [path for path, methods in paths.items() if "get" in methods and "{" not in path and path != "/metrics"]
+        assert len(gets) > 8
+        for path, own in [(path, None) for path in gets] + posts:
+            method = "get" if own is None else "post"
+            answer = http.request(method, path, json=None if own is None else {**BODIES[path].example, **own})
+            described = paths[path][method]["responses"]["200"].get("content", {None: {}})
+            found = answer.headers.get("content-type")
+            assert answer.status_code == 200 and (found and found.partition(";")[0]) in described, (path, answer.text)
+
+
 def test_an_api_without_docs() -> None:
     with http_server(FakeServing(), ServerOptions(disable_fastapi_docs=True)) as port:
         for path in ("/docs", "/openapi.json"):
