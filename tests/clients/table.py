@@ -123,7 +123,7 @@ def _version(package: str) -> str:
 def render(outcomes: Mapping[tuple[str, str], Iterable[bool]], versions: Mapping[str, str], before: str) -> str:
     """Return the document: `outcomes` has of each file's stem and column which of its tests passed.
 
-    What `before`, the document as it was, has in its section by hand stays.
+    The section by hand is copied from `before`, the former document.
     """
     rows = [("client", *FEATURES.values())]
     for module, client in CLIENTS.items():

@@ -147,7 +147,7 @@ class ChatReply:
             }
             choices.append(choice)
         answer: dict[str, Any] = {"choices": choices, "usage": usage_fields([chunk.usage], self.form)}
-        # Null unless they were asked for: clients written for vLLM read them unasked.
+        # As in vLLM null by default: clients read these keys in every answer.
         answer |= {"prompt_logprobs": None, "prompt_token_ids": None}
         if self.form.shows_prompt_logprobs and chunk.prompt is not None:
             answer["prompt_logprobs"] = prompt_logprobs_of(chunk.prompt.logprobs)

@@ -31,9 +31,9 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
 
 
 class ChatsReply(ChatReply):
-    """What a body with several conversations asks for, and how it is answered; raises `UserError` for a wrong shape.
+    """Answers a body with several conversations; all other fields hold for each.
 
-    All else that a chat's body may have holds for each of them.
+    Raises `UserError` for a wrong shape.
     """
 
     unbuilt = _UNBUILT

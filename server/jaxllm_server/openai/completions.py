@@ -44,7 +44,7 @@ _UNBUILT = {**UNBUILT, "prompt_embeds": ([],)}
 _NO_PROMPT = (
     "Either prompt or prompt_embeds must be provided and non-empty: give a prompt, jaxllm has no prompt_embeds yet."
 )
-# Of a whole answer, null unless they were asked for: clients written for vLLM read them unasked.
+# As in vLLM null by default in a whole answer: clients read these keys in every one.
 NOT_ASKED = ("prompt_logprobs", "prompt_token_ids", "token_ids")
 _FIELDS = SHARED | _UNBUILT.keys() | {"prompt", "suffix", "echo", "best_of"}
 

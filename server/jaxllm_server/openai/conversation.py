@@ -1,4 +1,4 @@
-"""What of a chat's body makes its prompt: the conversation and its tools, or the ids that its client has written.
+"""The prompt in a chat's body: messages, tools and template variables, or the token ids of a written prompt.
 
 Pure functions of their arguments.
 """
@@ -35,7 +35,7 @@ def conversation_of(fields: Body) -> dict[str, Any]:
         )
     written = _written_ids(fields)
     messages = fields.get("messages", None if written is None else [])
-    # What they do is the template's business.
+    # The template decides what they do.
     kwargs = _thinking(fields) | dict(mapping(fields, "chat_template_kwargs") or {})
     effort = one_of(fields, "reasoning_effort", REASONING_EFFORTS)
     if effort is not None:
@@ -58,7 +58,7 @@ def messages_of(messages: Any, name: str = "messages", may_be_empty: bool = Fals
 
 
 def _written_ids(fields: Body) -> list[int] | None:
-    """Return the prompt that a client has written itself; which ids exist is the engine's to say."""
+    """Return the token ids of a written prompt; the engine checks their range."""
     ids = fields.get("prompt_token_ids")
     if ids is None:
         return None
@@ -71,9 +71,9 @@ def _written_ids(fields: Body) -> list[int] | None:
 
 
 def with_transferred_ids(body: Body) -> Body:
-    """Return a body whose written prompt, if a router of vLLM's gives it in `kv_transfer_params`, is in its own field.
+    """Return a body with the prompt of `kv_transfer_params`, where vLLM's routers put it, in `prompt_token_ids`.
 
-    Of the transfer itself nothing is built: whatever else that object asks for is refused by its name.
+    Transfers are not built: other keys of that object are refused.
     """
     transfer = body.get("kv_transfer_params")
     if not isinstance(transfer, dict) or transfer.get("prompt_token_ids") is None:
@@ -85,10 +85,10 @@ def with_transferred_ids(body: Body) -> Body:
 
 
 def _thinking(fields: Body) -> dict[str, Any]:
-    """Return the variables by which templates know what other servers have as fields of a request.
+    """Return the template variables of fields by which other servers switch reasoning.
 
-    Templates call it `enable_thinking` (Qwen, GLM) or `thinking` (DeepSeek, Kimi), as SGLang's protocol.py tells them
-    apart, and a level `reasoning_effort`.
+    Templates name them `enable_thinking` (Qwen, GLM) or `thinking` (DeepSeek, Kimi), as SGLang's protocol.py does, and
+    a level `reasoning_effort`.
     """
     said: dict[str, Any] = {"enable_thinking": flag(fields, "enable_thinking", None)}
     level = fields.get("think")
@@ -125,4 +125,4 @@ def _message_in(message: Any, name: str) -> Mapping[str, Any]:
 def _tools(tools: Any) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list):
         raise UserError("tools must be a list.", "tools")
-    return tools or None  # an empty list is what some clients send without tools
+    return tools or None  # some clients send an empty list without tools

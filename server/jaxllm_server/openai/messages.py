@@ -330,9 +330,9 @@ def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -
 
 
 def reported(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> Sequence[dict[int, Logprob]] | None:
-    """Return what an answer shows of its tokens' log-probabilities, each sampled token first.
+    """Return the log-probabilities to show, the sampled token's first.
 
-    With `logprob_token_ids` that is the sampled token and these tokens, and no likelier ones, as in vLLM.
+    With `logprob_token_ids` these are its own and those of the named tokens, without likelier ones, as in vLLM.
     """
     ids = form.logprob_ids
     if entries is None or not ids:
