@@ -186,6 +186,7 @@ class SamplingParams:
         shapes_distribution=True,
         ollama="",
         grpc="sampling.",
+        model="",
     )
     frequency_penalty: float = declared(
         0.0,
@@ -195,6 +196,7 @@ class SamplingParams:
         shapes_distribution=True,
         ollama="",
         grpc="sampling.",
+        model="",
     )
     repetition_penalty: float = declared(
         1.0,
@@ -318,7 +320,9 @@ class SamplingParams:
         read=partial(sampling_fields.ids, most=MAX_REPORTED_TOKENS),
         grpc="output.",
     )
-    skip_special_tokens: bool = declared(True, "leave special tokens out of the text", read=checks.flag, grpc="output.")
+    skip_special_tokens: bool = declared(
+        True, "leave special tokens out of the text", read=checks.flag, grpc="output.", model=""
+    )
     include_stop_str_in_output: bool = declared(
         False, "let the text end with the stop string that ended it", read=checks.flag, grpc="stop.include_stop"
     )

@@ -448,3 +448,10 @@ def test_import_needs_the_standard_library_only():
     code = "import sys; import jaxllm.sampling_params; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     printed = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
     assert set(printed.stdout.split()) - {"jaxllm", "__main__"} <= set(sys.stdlib_module_names)
+
+
+def test_a_models_own_settings_are_the_defaults_of_its_requests():
+    own = {"repetition_penalty": 1.1, "presence_penalty": 1.5, "frequency_penalty": 0.5, "skip_special_tokens": False}
+    own |= {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1}
+    given = {**own, "max_new_tokens": 9, "do_sample": False, "eos_token_id": 2, "typical_p": None}
+    assert default_sampling_params(given) == SamplingParams(**own, max_tokens=9)

@@ -59,7 +59,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish() -> None:
     """Write the table, where all tests of all clients ran."""
     if {module for module, _ in _outcomes} == table.CLIENTS.keys() and not _left_out:
-        table.DOCUMENT.write_text(table.render(_outcomes, table.versions()))
+        table.DOCUMENT.write_text(table.render(_outcomes, table.versions(), table.DOCUMENT.read_text()))
 
 
 @pytest.fixture(scope="session")

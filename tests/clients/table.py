@@ -15,12 +15,13 @@ from tests.clients.common import NODE, aiperf
 from tests.support.paths import ROOT
 
 DOCUMENT = ROOT / "docs" / "clients.md"
+BY_HAND = "## vLLM's own tests"  # from here on the document is not made
 
 
 HEADER = """\
 # Clients
 
-<!-- Made by `make clients`. Do not edit: tests/clients/table.py writes it. -->
+<!-- Made by `make clients`, all but the last section. Do not edit: tests/clients/table.py writes it. -->
 
 Published clients, unmodified, against `jaxllm serve`. Each cell is made by the tests of its row's file in
 `tests/clients` whose names begin with its column, `test_openai.py::test_stream…`; an empty one is what the client does
@@ -119,8 +120,11 @@ def _version(package: str) -> str:
     return aiperf("--version").split()[-1] if package == "aiperf" else version(package)
 
 
-def render(outcomes: Mapping[tuple[str, str], Iterable[bool]], versions: Mapping[str, str]) -> str:
-    """Return the document: `outcomes` has of each file's stem and column which of its tests passed."""
+def render(outcomes: Mapping[tuple[str, str], Iterable[bool]], versions: Mapping[str, str], before: str) -> str:
+    """Return the document: `outcomes` has of each file's stem and column which of its tests passed.
+
+    The section by hand is copied from `before`, the former document.
+    """
     rows = [("client", *FEATURES.values())]
     for module, client in CLIENTS.items():
         cells = [outcomes.get((module, feature)) for feature in FEATURES.values()]
@@ -131,4 +135,5 @@ def render(outcomes: Mapping[tuple[str, str], Iterable[bool]], versions: Mapping
         f"- {client.name}: " + ", ".join(f"{each.removeprefix('npm:')} {versions[each]}" for each in client.packages)
         for client in CLIENTS.values()
     ]
-    return "\n".join([*HEADER, *lines, "", "Versions of this table:", "", *tried, ""])
+    made = "\n".join([*HEADER, *lines, "", "Versions of this table:", "", *tried, ""])
+    return "\n".join((made, BY_HAND + before.partition(BY_HAND)[2]))

@@ -24,7 +24,7 @@ def cells_of(module: str) -> set[str]:
 
 def row_of(module: str, outcomes: dict[tuple[str, str], list[bool]]) -> str:
     """Return the row that a file has in a table of these outcomes."""
-    lines = table.render(outcomes, dict.fromkeys(table.packages(), "1")).splitlines()
+    lines = table.render(outcomes, dict.fromkeys(table.packages(), "1"), "").splitlines()
     (row,) = (line for line in lines if line.startswith(f"| {table.CLIENTS[module].name} |"))
     return row
 
@@ -45,6 +45,13 @@ def test_the_committed_table_has_its_row(module: str) -> None:
     # Whether each passes is what `make clients` says, which needs the clients.
     assert expected in text.replace("**fails**", "✓").splitlines(), "run `make clients`"
     assert all(f"{package.removeprefix('npm:')} " in text for package in table.CLIENTS[module].packages)
+
+
+def test_what_is_written_by_hand_stays() -> None:
+    before = table.DOCUMENT.read_text()
+    made = table.render({}, dict.fromkeys(table.packages(), "1"), before)
+    sections = [text.partition(table.BY_HAND) for text in (before, made)]
+    assert sections[0][1:] == sections[1][1:] and "| file |" in sections[0][2]
 
 
 def test_a_cell_fails_with_any_of_its_tests() -> None:

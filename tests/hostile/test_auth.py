@@ -31,7 +31,7 @@ KEY, ADMIN = "sk-1234567890abcdef", "boss-1234567890abcdef"
 # Every HTTP route: its method, and what it answers to: no key, a wrong one, a user's, an admin's.
 ROUTES = {
     ("POST", "/v1/completions"): (401, 401, 400, 400),
-    ("POST", "/v1/chat/completions"): (401, 401, 400, 400),
+    **{("POST", f"/v1/chat/completions{path}"): (401, 401, 400, 400) for path in ("", "/batch")},
     **{("POST", f"/v1/messages{path}"): (401, 401, 400, 400) for path in ("", "/count_tokens")},
     **{("POST", f"/api/{name}"): (401, 401, 400, 400) for name in ("chat", "generate", "embed", "show")},
     **{("GET", f"/api/{name}"): (401, 401, 200, 200) for name in ("tags", "ps", "version")},

@@ -205,6 +205,9 @@ class FakeServing:
     async def tokenizer_info(self, client):
         return {"tokenizer_class": "PreTrainedTokenizerFast"}
 
+    async def echo(self, prompt, client, model):
+        return prompt if isinstance(prompt, str) else await self.detokenize(prompt, client, model)
+
     async def detokenize(self, ids, client, model):
         self.check_model(model)
         if any(token >= len(self.script) for token in ids):

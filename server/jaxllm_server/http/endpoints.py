@@ -36,6 +36,7 @@ from jaxllm_server.observability.tracing import Tracer
 from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
 from jaxllm_server.openai.adapters import load_request_of, unload_request_of
 from jaxllm_server.openai.chat import ChatReply
+from jaxllm_server.openai.chats import ChatsReply
 from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.invocations import route_of
 from jaxllm_server.openai.messages import Body, Reply
@@ -55,6 +56,7 @@ _GENERATING_PATHS = frozenset(
     {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/chat/completions/batch",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/api/chat",
@@ -94,6 +96,7 @@ class Endpoints:
         posts: dict[str, Callable[[Request], Awaitable[ASGIApp]]] = {
             "/v1/completions": self.completions,
             "/v1/chat/completions": self.chat,
+            "/v1/chat/completions/batch": self.chats,
             "/v1/messages": self._events(MessagesReply, NamedWriter),
             "/v1/messages/count_tokens": self.count_tokens,
             "/api/chat": self._events(OllamaChatReply, LineWriter),
@@ -152,8 +155,7 @@ class Endpoints:
 
         async def read_prompts() -> None:
             for prompt in reply.echo_of:
-                is_text = isinstance(prompt, str)
-                reply.prompt_texts.append(prompt if is_text else await self._serving.detokenize(prompt, client, model))
+                reply.prompt_texts.append(await self._serving.echo(prompt, client, model))
 
         return self._text_answer(request, reply, read_prompts)
 
@@ -161,6 +163,13 @@ class Endpoints:
         """Answer a conversation."""
         self._serving.check_room(request.scope[CLIENT], pools=False)
         return self._chat(request, await self._bodies.json(request))
+
+    async def chats(self, request: Request) -> ASGIApp:
+        """Answer several conversations."""
+        self._serving.check_room(request.scope[CLIENT], pools=False)
+        own_id = _own_request_id(request)
+        reply = await self._bodies.read(request, lambda body: ChatsReply(body, self._options, own_id))
+        return self._text_answer(request, reply)
 
     def _chat(self, request: Request, body: Body) -> ASGIApp:
         return self._text_answer(request, ChatReply(body, self._options, _own_request_id(request)))

@@ -20,6 +20,7 @@ from jaxllm_server.ollama.models import SHOW_FIELDS
 from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
 from jaxllm_server.openai import adapters, tokens
 from jaxllm_server.openai.chat import ChatReply
+from jaxllm_server.openai.chats import ChatsReply
 from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.messages import SAMPLING, WITHOUT_EFFECT
 from jaxllm_server.openai.pooling import REPLIES
@@ -53,6 +54,14 @@ BODIES: Mapping[str, Body] = {
         ("messages",),
         {"messages": [_MESSAGE], "temperature": 0},
         streams=True,
+    ),
+    "/v1/chat/completions/batch": Body(
+        "Chats",
+        "Answer several conversations, each in a choice of its own.",
+        ChatsReply.fields,
+        ChatsReply.unbuilt,
+        ("messages",),
+        {"messages": [[_MESSAGE], [{"role": "user", "content": "And that of Spain?"}]], "temperature": 0},
     ),
     "/v1/completions": Body(
         "Completion",
@@ -191,6 +200,7 @@ BODIES: Mapping[str, Body] = {
 }
 
 _SOCKETS = ("/v1/responses",)  # paths whose GET begins a WebSocket
+_EMPTY = ("/health", "/live", "/ping")  # answers without a body
 _OTHER_FORMS = ("/v1/messages", "/api/")  # than OpenAI's, of errors too
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
 _INTEGER, _NUMBER, _FLAG, _TEXT = ({"type": kind} for kind in ("integer", "number", "boolean", "string"))
@@ -246,8 +256,10 @@ SHAPES: Mapping[str, Schema] = {
     "guided_json": {"anyOf": [_TEXT, _OBJECT, _FLAG]},
     "prompt_logprobs": _COUNT,
 }
+_CONVERSATIONS: Schema = {"type": "array", "items": _OBJECTS}
 _OF_ROUTES: Mapping[tuple[str, str], Schema] = {
     ("ChatCompletion", "logprobs"): _FLAG,
+    **{("Chats", name): shape for name, shape in (("logprobs", _FLAG), ("messages", _CONVERSATIONS))},
     ("Completion", "logprobs"): _COUNT,
     ("Tokenize", "prompt"): _TEXT,
     ("CountTokens", "time_limit"): {},
@@ -305,13 +317,15 @@ def description_of(routes: Iterable[Route], root_path: str = "") -> dict[str, An
 def _operation(path: str, method: str, summary: str) -> dict[str, Any]:
     body = BODIES.get(path) if method == "POST" else None
     content: dict[str, Any] = {"application/json": {}}
-    if path in ("/", "/docs", "/metrics"):
-        content = {"text/plain" if path == "/metrics" else "text/html": {"schema": _TEXT}}
+    if path in ("/", "/docs", "/metrics") or path.endswith("_lora_adapter"):
+        content = {"text/html" if path in ("/", "/docs") else "text/plain": {"schema": _TEXT}}
+    if path in ("/api/chat", "/api/generate"):
+        content["application/x-ndjson"] = {"schema": _TEXT}
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{path.replace('/', '_').replace('{', '').replace('}', '')}",
         "summary": summary if body is None else body.summary,
         "responses": {
-            "200": {"description": "The answer.", "content": content},
+            "200": {"description": "The answer."} | ({} if path in _EMPTY else {"content": content}),
             "default": {
                 "description": "What was wrong.",
                 "content": {"application/json": {} if path.startswith(_OTHER_FORMS) else {"schema": _ERROR_REFERENCE}},
@@ -367,7 +381,7 @@ def _property(body: Body, name: str) -> Schema | None:
         return {"description": "Accepted; it changes nothing."}
     if name == "chat_template":  # refused by name: `--chat-template` is the operator's
         return None
-    own = _SAMPLING.get(name, {}) if body.streams else {}
+    own = _SAMPLING.get(name, {}) if body.streams or body.fields is ChatsReply.fields else {}
     shape = _OF_ROUTES.get((body.name, name), SHAPES.get(name, own))
     described = {"description": own["description"]} if "description" in own else {}
     return _or_null(shape) | described

@@ -36,6 +36,7 @@ OTHER = "other"  # the label of everything that is in no closed set
 HTTP_ROUTES = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/chat/completions/batch",
     "/v1/messages",
     "/v1/messages/count_tokens",
     *(f"/api/{name}" for name in ("chat", "generate", "embed", "show", "tags", "ps", "version")),

@@ -12,7 +12,7 @@ from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.sampling_fields import OLLAMA, names_in
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.ollama.models import model_name, moment
-from jaxllm_server.openai.chat import conversation_of
+from jaxllm_server.openai.conversation import conversation_of
 from jaxllm_server.openai.messages import Body, flag, given, mapping, prompts_of, text
 from jaxllm_server.openai.pooling import PoolReply, numbers_text
 from jaxllm_server.shared import strict_json

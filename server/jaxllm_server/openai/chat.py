@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.outputs import Logprob
+from jaxllm_server.openai.conversation import CONVERSATION, conversation_of, with_transferred_ids
 from jaxllm_server.openai.messages import (
     SHARED,
     UNBUILT,
@@ -25,6 +26,7 @@ from jaxllm_server.openai.messages import (
     names_of,
     one_of,
     prompt_logprobs_of,
+    reported,
     sampling_of,
     shared_call_fields,
     text,
@@ -46,14 +48,6 @@ _UNBUILT = {
     "functions": ([],),  # OpenAI's former names of tools and tool_choice
     "function_call": ("none", "auto"),
 }
-CONVERSATION = frozenset(
-    (
-        *("messages", "tools", "add_generation_prompt", "continue_final_message"),
-        *("chat_template", "chat_template_kwargs", "reasoning_effort"),
-        # Whether to think, as DashScope and SGLang, Ollama, and Z.ai and DeepSeek have it
-        *("enable_thinking", "think", "thinking"),
-    )
-)
 _FIELDS = (
     SHARED
     | CONVERSATION
@@ -63,8 +57,6 @@ _FIELDS = (
 )
 _SHOWN_NAME = 64  # characters of a tool's name that an error repeats
 _VERBOSITIES = ("low", "medium", "high")
-_OF_WRITING = ("add_generation_prompt", "continue_final_message", "add_special_tokens")  # how messages become a prompt
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ChatReply:
@@ -80,7 +72,8 @@ class ChatReply:
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         self.ignored: list[str] = []
-        fields = given(body, _FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
+        body = with_transferred_ids(body)
+        fields = given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
         # A wish that no template has a place for, and a draft that would only be a speed-up: clients have arguments for
         # both, and lose nothing without them.
         one_of(fields, "verbosity", _VERBOSITIES)
@@ -107,7 +100,9 @@ class ChatReply:
         self._role = options.response_role
         self._takes_one_call = flag(fields, "parallel_tool_calls", True) is False
         conversation = conversation_of(fields)
-        self._echo = _echo(conversation, self._role) if flag(fields, "echo", False) else ""
+        self._adds_prompt = bool(conversation["add_generation_prompt"])
+        self._echoes = bool(flag(fields, "echo", False))
+        self._echo = self._echo_of(conversation["messages"])
         if conversation.get("written_ids") is not None:
             self.names = {**names, "prompt": "prompt_token_ids"}
         asked = fields.get("tool_choice")
@@ -136,19 +131,24 @@ class ChatReply:
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
         """Return choices and usage of the whole answer."""
         (chunk,) = chunks
-        choices = []
+        return self.answer(chunk, self.calls[0].messages or ())
+
+    def answer(self, chunk: Chunk, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return choices and usage of the whole answer to a conversation."""
+        choices, echo = [], self._echo_of(messages)
         for part in chunk.outputs:
             choice = {
                 "index": part.index,
-                "message": self._message(part),
+                "message": self._message(part, echo),
                 "logprobs": logprobs_of(part.logprobs, self.form),
                 "finish_reason": self._finish_reason(part),
                 "stop_reason": part.stop_reason,
+                "token_ids": list(part.token_ids) if self.form.return_token_ids else None,
             }
-            if self.form.return_token_ids:
-                choice["token_ids"] = list(part.token_ids)
             choices.append(choice)
         answer: dict[str, Any] = {"choices": choices, "usage": usage_fields([chunk.usage], self.form)}
+        # As in vLLM null by default: clients read these keys in every answer.
+        answer |= {"prompt_logprobs": None, "prompt_token_ids": None}
         if self.form.shows_prompt_logprobs and chunk.prompt is not None:
             answer["prompt_logprobs"] = prompt_logprobs_of(chunk.prompt.logprobs)
         if self.form.return_token_ids and chunk.prompt is not None:
@@ -196,7 +196,7 @@ class ChatReply:
         elif self.form.include_usage:
             tail["usage"] = None
 
-    def _message(self, part: Part) -> dict[str, Any]:
+    def _message(self, part: Part, echo: str) -> dict[str, Any]:
         calls: dict[int, dict[str, Any]] = {}
         for delta in self._calls(part):
             if delta.index not in calls:
@@ -206,7 +206,7 @@ class ChatReply:
                     "function": {"name": delta.name, "arguments": ""},
                 }
             calls[delta.index]["function"]["arguments"] += delta.arguments
-        has_more, content = bool(calls or part.reasoning), self._echo + part.text
+        has_more, content = bool(calls or part.reasoning), echo + part.text
         message: dict[str, Any] = {
             "role": self._role,
             "content": None if has_more and not content else content,
@@ -216,6 +216,17 @@ class ChatReply:
         if calls:
             message["tool_calls"] = list(calls.values())
         return message
+
+    def _echo_of(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of the last message, if the answer goes on with it or has its role, as in vLLM."""
+        last: Mapping[str, Any] = messages[-1] if messages else {}
+        if not self._echoes or (self._adds_prompt and last.get("role") != self._role):
+            return ""
+        content = last.get("content")
+        if isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict)]
+            content = "\n".join(part for part in parts if isinstance(part, str))
+        return content if isinstance(content, str) else ""
 
     def _delta(self, part: Part) -> dict[str, Any]:
         delta: dict[str, Any] = _reasoning(part)
@@ -238,103 +249,6 @@ class ChatReply:
     def _calls(self, part: Part) -> list[ToolCallDelta]:
         """Return an output's tool calls; only the first one where the client takes no two at once."""
         return [call for call in part.tool_calls if call.index == 0] if self._takes_one_call else part.tool_calls
-
-
-def conversation_of(fields: Body) -> dict[str, Any]:
-    """Return the fields of `Call` that make the prompt of a chat; tools and template variables are checked later.
-
-    With `prompt_token_ids` the prompt is written already, as vLLM's routers send it (vllm-project/vllm#55771): the
-    messages may be left out then, and nothing is made of them but an echo.
-    """
-    if "chat_template" in fields:
-        raise UserError(
-            "chat_template is not accepted in requests: start the server with --chat-template.", "chat_template"
-        )
-    written = _written_ids(fields)
-    messages = fields.get("messages", None if written is None else [])
-    if not isinstance(messages, list) or (written is None and not messages):
-        raise UserError("messages must be a list of at least one message.", "messages")
-    # What they do is the template's business.
-    kwargs = _thinking(fields) | dict(mapping(fields, "chat_template_kwargs") or {})
-    effort = one_of(fields, "reasoning_effort", REASONING_EFFORTS)
-    if effort is not None:
-        kwargs["reasoning_effort"] = effort
-    return ({} if written is None else {"written_ids": written}) | {
-        "messages": [_message_in(message, index) for index, message in enumerate(messages)],
-        "tools": _tools(fields.get("tools")),
-        "template_kwargs": kwargs,
-        "add_generation_prompt": flag(fields, "add_generation_prompt", True),
-        "continue_final_message": flag(fields, "continue_final_message", False),
-    }
-
-
-def _written_ids(fields: Body) -> list[int] | None:
-    """Return the prompt that a client has written itself; which ids exist is the engine's to say."""
-    ids = fields.get("prompt_token_ids")
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or set(map(type, ids)) != {int}:
-        raise UserError("prompt_token_ids must be a list of token ids.", "prompt_token_ids")
-    for name in _OF_WRITING:
-        if name in fields:
-            raise UserError(f"{name} says how to write a prompt, and prompt_token_ids has it: leave one out.", name)
-    return ids
-
-
-def _thinking(fields: Body) -> dict[str, Any]:
-    """Return the variables by which templates know what other servers have as fields of a request.
-
-    Templates call it `enable_thinking` (Qwen, GLM) or `thinking` (DeepSeek, Kimi), as SGLang's protocol.py tells them
-    apart, and a level `reasoning_effort`.
-    """
-    said: dict[str, Any] = {"enable_thinking": flag(fields, "enable_thinking", None)}
-    level = fields.get("think")
-    if isinstance(level, bool):
-        said["think"] = level
-    elif level is not None and level not in ("low", "medium", "high"):
-        raise UserError("think must be true, false, low, medium or high.", "think")
-    asked = mapping(fields, "thinking")
-    if asked is not None:
-        kind = asked.get("type")
-        if kind not in ("enabled", "disabled", "adaptive"):
-            raise UserError("thinking.type must be enabled, disabled or adaptive.", "thinking")
-        said["thinking"] = kind != "disabled"
-    wanted = {name: value for name, value in said.items() if value is not None}
-    if len(set(wanted.values())) > 1:
-        raise UserError(f"{' and '.join(wanted)} differ: give one of them.", next(iter(wanted)))
-    kwargs = dict.fromkeys(("enable_thinking", "thinking"), next(iter(wanted.values()))) if wanted else {}
-    return kwargs | ({"reasoning_effort": level} if isinstance(level, str) else {})
-
-
-def _echo(conversation: Body, role: str) -> str:
-    """Return the text of the last message, if the answer goes on with it or has its role, as in vLLM."""
-    last = conversation["messages"][-1] if conversation["messages"] else {}
-    if conversation["add_generation_prompt"] and last.get("role") != role:
-        return ""
-    content = last.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") for part in content if isinstance(part, dict)]
-        content = "\n".join(part for part in parts if isinstance(part, str))
-    return content if isinstance(content, str) else ""
-
-
-def _message_in(message: Any, index: int) -> Mapping[str, Any]:
-    """Return a message with its reasoning under the name that templates know it by."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(f"messages[{index}] must be an object with a role and a content.", "messages")
-    reasoning = message.get("reasoning")
-    if reasoning is None:
-        return message
-    if message.get("reasoning_content") not in (None, reasoning):
-        raise UserError(f"messages[{index}]: reasoning and reasoning_content differ: give one of them.", "messages")
-    renamed = {name: value for name, value in message.items() if name != "reasoning"}
-    return {**renamed, "reasoning_content": reasoning}
-
-
-def _tools(tools: Any) -> list[Any] | None:
-    if tools is not None and not isinstance(tools, list):
-        raise UserError("tools must be a list.", "tools")
-    return tools or None  # an empty list is what some clients send without tools
 
 
 def _allowed(allowed: Any, tools: list[Any]) -> tuple[str, list[Any]]:
@@ -410,12 +324,11 @@ def logprobs_of(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> dic
     if entries is None or form.num_logprobs is None:
         return None
     content = []
-    for candidates in entries:  # the sampled token first
+    for candidates in reported(entries, form) or ():  # the sampled token first
         token, entry = next(iter(candidates.items()))
         likeliest = sorted(candidates.items(), key=lambda item: -finite(item[1]))
-        if form.num_logprobs >= 0:
-            asked = [item for item in likeliest if item[1].rank is None]  # of logprob_token_ids
-            likeliest = [item for item in likeliest if item[1].rank is not None][: form.num_logprobs] + asked
+        if form.num_logprobs >= 0 and not form.logprob_ids:
+            likeliest = likeliest[: form.num_logprobs]
         content.append({**_token(token, entry, form), "top_logprobs": [_token(*item, form) for item in likeliest]})
     return {"content": content, "refusal": None}
 

@@ -27,6 +27,7 @@ from jaxllm_server.openai.messages import (
     names_of,
     prompt_logprobs_of,
     prompts_of,
+    reported,
     sampling_of,
     shared_call_fields,
     text,
@@ -39,7 +40,12 @@ from jaxllm_server.shared.calls import Call, Chunk, Part, PromptInfo, Usage
 from jaxllm_server.shared.options import ServerOptions
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-_UNBUILT = {**UNBUILT, "prompt_embeds": ()}
+_UNBUILT = {**UNBUILT, "prompt_embeds": ([],)}
+_NO_PROMPT = (
+    "Either prompt or prompt_embeds must be provided and non-empty: give a prompt, jaxllm has no prompt_embeds yet."
+)
+# As in vLLM null by default in a whole answer: clients read these keys in every one.
+NOT_ASKED = ("prompt_logprobs", "prompt_token_ids", "token_ids")
 _FIELDS = SHARED | _UNBUILT.keys() | {"prompt", "suffix", "echo", "best_of"}
 
 
@@ -56,6 +62,8 @@ class CompletionReply:
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         self.ignored: list[str] = []
         fields = given(body, _FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
+        if "prompt" not in fields and "prompt_embeds" in fields:
+            raise UserError(_NO_PROMPT, "prompt")
         prompts = prompts_of(fields, "prompt", options.max_prompts)
         sampling = sampling_of(fields)
         if "logprobs" in fields:
@@ -85,7 +93,7 @@ class CompletionReply:
             sampling["n"] = num_candidates
             sampling.setdefault("logprobs", 0)  # of the sampled tokens: by them candidates are compared
             self.names = {**self.names, "n": "best_of"}
-        _check_fan_out(sampling.get("n", 1), "best_of" if self._chooses else "n", len(prompts), options)
+        check_fan_out(sampling.get("n", 1), "best_of" if self._chooses else "n", len(prompts), options)
         own_id = text(fields, "request_id")
         self.request_id = request_id if own_id is None else own_id
         shared = shared_call_fields(fields)
@@ -100,7 +108,7 @@ class CompletionReply:
                 sampling=sampling,
                 default_max_tokens=DEFAULT_MAX_TOKENS,
                 scores_prompt=self._scores_prompt,
-                request_id=self.request_id if len(prompts) == 1 else _numbered(self.request_id, number, most),
+                request_id=self.request_id if len(prompts) == 1 else numbered(self.request_id, number, most),
                 **shared,
             )
             for number, prompt in enumerate(prompts)
@@ -148,19 +156,21 @@ class CompletionReply:
             if not (is_first and said) and not _says_something(part, self.form):
                 continue
             prompt = self._prompts.get(number) if is_first else None
-            entries: Sequence[dict[int, Logprob] | None] | None = part.logprobs
+            entries: Sequence[dict[int, Logprob] | None] | None = reported(part.logprobs, self.form)
             first = None
             if self._echoes_logprobs and prompt is not None and prompt.logprobs is not None:
                 entries, offset = [*prompt.logprobs, *(entries or ())], _Offset(0)
                 first = prompt.token_ids[0], Logprob(0.0, None, prompt.first_text, prompt.first_bytes)
             self._offsets[index] = offset
             logprobs = _logprobs(entries, offset, self.form, first)
-            choice = {
+            choice: dict[str, Any] = {
                 "index": index,
                 "text": said + part.text,
                 "logprobs": logprobs,
                 "finish_reason": finish_reason(part),
             }
+            if not self.form.stream:
+                choice |= dict.fromkeys(NOT_ASKED)
             if part.finish_reason:
                 choice["stop_reason"] = part.stop_reason
             if self.form.shows_prompt_logprobs and prompt is not None:
@@ -172,7 +182,7 @@ class CompletionReply:
             yield choice
 
 
-def _numbered(request_id: str, number: int, most: int) -> str:
+def numbered(request_id: str, number: int, most: int) -> str:
     """Return the id of one of a request's calls; where it would be too long, a digest stands for the end of the id.
 
     An id that is itself too long stays so, to be refused with the others that no request may have.
@@ -223,7 +233,7 @@ def _best(parts: Sequence[Part], most: int) -> list[Part]:
     return [replace(part, index=index) for index, part in enumerate(ranked[:most])]
 
 
-def _check_fan_out(count: Any, name: str, num_prompts: int, options: ServerOptions) -> None:
+def check_fan_out(count: Any, name: str, num_prompts: int, options: ServerOptions) -> None:
     """Refuse too many sequences before a call is made for each prompt; what is no number is left to later checks."""
     most = options.most_sequences
     if name == "best_of" and count > options.max_n:

@@ -75,6 +75,7 @@ class Form:
     shows_prompt_logprobs: bool
     shows_cached: bool
     shows_reasoning: bool
+    logprob_ids: Sequence[int] | None = None  # these tokens in place of the likeliest ones
 
 
 class Reply(Protocol):
@@ -196,10 +197,12 @@ def form_of(fields: Body, options: ServerOptions, num_logprobs: Any) -> Form:
     return Form(
         stream=stream,
         include_usage=include_usage,
-        continuous_usage=include_usage and bool(flag(wanted, "continuous_usage_stats", False)),
+        continuous_usage=options.enable_force_include_usage
+        or (include_usage and bool(flag(wanted, "continuous_usage_stats", False))),
         return_token_ids=bool(flag(fields, "return_token_ids", False)),
         tokens_as_ids=bool(flag(fields, "return_tokens_as_token_ids", options.return_tokens_as_token_ids)),
         num_logprobs=num_logprobs if isinstance(num_logprobs, int) else None,
+        logprob_ids=fields.get("logprob_token_ids"),
         shows_prompt_logprobs="prompt_logprobs" in fields,
         shows_cached=options.enable_prompt_tokens_details,
         shows_reasoning=options.reasoning_parser is not None,
@@ -316,6 +319,20 @@ def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -
     if entry.raw_bytes is None:
         return entry.decoded_token
     return before_bytes + "".join(f"\\x{byte:02x}" for byte in entry.raw_bytes)
+
+
+def reported(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> Sequence[dict[int, Logprob]] | None:
+    """Return the log-probabilities to show, the sampled token's first.
+
+    With `logprob_token_ids` these are its own and those of the named tokens, without likelier ones, as in vLLM.
+    """
+    ids = form.logprob_ids
+    if entries is None or not ids:
+        return entries
+    return [
+        {token: entry for place, (token, entry) in enumerate(candidates.items()) if place == 0 or token in ids}
+        for candidates in entries
+    ]
 
 
 def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm_server.openai.chat import CONVERSATION, conversation_of
+from jaxllm_server.openai.conversation import CONVERSATION, conversation_of
 from jaxllm_server.openai.messages import Body, flag, given, text
 from jaxllm_server.shared.calls import Call
 
@@ -38,8 +38,7 @@ def tokenize_call_of(body: Body, policy: str = "refuse", ignored: list[str] | No
 
 def tokens_response(ids: Sequence[int], max_model_len: int, pieces: Sequence[str] | None) -> dict[str, Any]:
     """Return the answer of `/tokenize`; `pieces` are the tokens as the vocabulary spells them, where asked for."""
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": list(ids)}
-    return answer if pieces is None else answer | {"token_strs": pieces}
+    return {"count": len(ids), "max_model_len": max_model_len, "tokens": list(ids), "token_strs": pieces}
 
 
 def detokenize_request_of(

@@ -73,6 +73,7 @@ MEANINGFUL: Mapping[str, str] = {
     **dict.fromkeys(("instruction_template_str", "chat_template_str"), ""),
     **dict.fromkeys(("images", "image_data", "audio_data", "video_data", "context", "data_sources"), ""),
     **dict.fromkeys(("input_embeds", "plugins", "enable_search", "search_parameters", "impersonate"), ""),
+    **dict.fromkeys(("mm_payload", "late_chunking_params"), ""),  # vLLM's
     **dict.fromkeys(("input_prefix", "inputs"), "prompt"),
     **dict.fromkeys(("input_suffix", "input_extra"), "suffix"),
     **{"input_ids": "prompt_token_ids", "continue_": "continue_final_message"},

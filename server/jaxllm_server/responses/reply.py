@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm.outputs import Logprob
-from jaxllm_server.openai.chat import conversation_of, logprobs_of
+from jaxllm_server.openai.chat import logprobs_of
+from jaxllm_server.openai.conversation import conversation_of
 from jaxllm_server.openai.messages import (
     SAMPLING,
     UNBUILT,

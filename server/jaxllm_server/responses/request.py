@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
-from jaxllm_server.openai.chat import REASONING_EFFORTS
+from jaxllm_server.openai.conversation import REASONING_EFFORTS
 from jaxllm_server.openai.messages import Body, flag, mapping, text
 from jaxllm_server.shared.calls import NamedTool, ToolChoice
 

@@ -67,7 +67,9 @@ class ServerOptions:
     )
     return_tokens_as_token_ids: bool = setting(False, "write token_id:N for a token's text in log-probabilities")
     enable_prompt_tokens_details: bool = setting(False, "report how many prompt tokens were cached")
-    enable_force_include_usage: bool = setting(False, "end every HTTP stream with its usage")
+    enable_force_include_usage: bool = setting(
+        False, "report the usage in every event of HTTP streams, and at their ends"
+    )
     enable_tokenizer_info_endpoint: bool = setting(
         False, "serve /tokenizer_info, which shows the chat template and the special tokens"
     )

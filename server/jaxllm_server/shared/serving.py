@@ -23,7 +23,7 @@ from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import NotFoundError, RequestFailedError, UserError, late, too_long
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text import fill_in_middle
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import NoTokenizer, Tokenizer
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span, request_attributes
 from jaxllm_server.shared import beam_calls, pool_stream, pooling
 from jaxllm_server.shared.adapters import Served, ServedAdapters
@@ -280,6 +280,14 @@ class Serving:
         if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size for token in ids):
             raise UserError(f"tokens must be integers from 0 to {vocab_size - 1}.", "tokens")
         return await self.engine.off_loop(tokenizer.decode, ids, False, client=client)
+
+    async def echo(self, prompt: str | Sequence[int], client: str, model: str) -> str:
+        """Return the text of a prompt that an answer repeats: empty without a tokenizer, as every text is then."""
+        if isinstance(prompt, str):
+            return prompt
+        if isinstance(await self.tokenizer_of(model, client), NoTokenizer):
+            return ""
+        return await self.detokenize(prompt, client, model)
 
     def _check_bounds(self, given: Mapping[str, Any]) -> None:
         """Refuse what is more than this server takes, before anything of that size is made."""

@@ -148,6 +148,21 @@ def test_chat(server):
     assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion"
 
 
+def test_several_chats(server):
+    body = {"model": "fake", "messages": [MESSAGES, MESSAGES], "max_tokens": 2, "logprobs": True}
+    answer = server.http.post("/v1/chat/completions/batch", json=body).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1] and answer["object"] == "chat.completion"
+    alone = server.http.post("/v1/chat/completions", json=body | {"messages": MESSAGES}).json()
+    for choice in answer["choices"]:
+        assert {name: choice[name] for name in ("message", "logprobs")} == {
+            name: alone["choices"][0][name] for name in ("message", "logprobs")
+        }
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert answer["usage"][name] == 2 * alone["usage"][name]
+    refused = server.http.post("/v1/chat/completions/batch", json=body | {"messages": MESSAGES})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+
+
 def test_chat_stream_with_usage(server):
     server.serving.reasoning = "hm"
     events = list(

@@ -21,6 +21,7 @@ from jaxllm_server.ollama.models import asked_name
 from jaxllm_server.ollama.replies import OllamaChatReply, OllamaEmbedReply, OllamaGenerateReply
 from jaxllm_server.openai import adapters, tokens
 from jaxllm_server.openai.chat import ChatReply
+from jaxllm_server.openai.chats import ChatsReply
 from jaxllm_server.openai.completions import CompletionReply
 from jaxllm_server.openai.invocations import route_of
 from jaxllm_server.openai.messages import WITHOUT_EFFECT
@@ -114,6 +115,7 @@ def read(path: str, body: dict[str, Any]) -> None:
 TEXT_REPLIES: dict[str, Any] = {
     "/v1/completions": CompletionReply,
     "/v1/chat/completions": ChatReply,
+    "/v1/chat/completions/batch": ChatsReply,
     **dict.fromkeys(("/v1/responses", "/v1/responses/input_tokens"), ResponseReply),
     "/v1/responses/compact": CompactionReply,
     "/v1/messages": MessagesReply,
@@ -185,6 +187,23 @@ def test_the_pages_show_what_a_server_answers(tasks: tuple[str, ...]) -> None:
         assert ("/v1/chat/completions" in shown) == ("generate" in tasks) != ("/v1/embeddings" in shown)
         assert shown > {"/v1/models", "/tokenize", *LORA_PATHS}
     assert "href=docs" in front
+
+
+def test_answers_have_a_type_that_is_described() -> None:
+    serving = FakeServing(options=ServerOptions(enable_tokenizer_info_endpoint=True))
+    posts = [(path, {}) for path in ("/tokenize", "/v1/chat/completions/batch")]
+    posts += [(path, {"stream": stream}) for path, body in BODIES.items() if body.streams for stream in (False, True)]
+    posts += [(f"/api/{name}", {"stream": stream}) for name in ("chat", "generate") for stream in (False, True)]
+    with http_server(serving, serving.options) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+        paths = http.get("/openapi.json").json()["paths"]
+        gets = [path for path, methods in paths.items() if "get" in methods and "{" not in path and path != "/metrics"]
+        assert len(gets) > 8
+        for path, own in [(path, None) for path in gets] + posts:
+            method = "get" if own is None else "post"
+            answer = http.request(method, path, json=None if own is None else {**BODIES[path].example, **own})
+            described = paths[path][method]["responses"]["200"].get("content", {None: {}})
+            found = answer.headers.get("content-type")
+            assert answer.status_code == 200 and (found and found.partition(";")[0]) in described, (path, answer.text)
 
 
 def test_an_api_without_docs() -> None:

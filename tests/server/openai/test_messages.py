@@ -205,6 +205,8 @@ def test_stream_options_need_a_stream_and_known_names():
     form = completion(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}).form
     assert form.include_usage and form.continuous_usage
     assert not completion(stream=True, stream_options={"continuous_usage_stats": True}).form.continuous_usage
+    form = chat(ServerOptions(enable_force_include_usage=True), stream=True).form
+    assert form.include_usage and form.continuous_usage, "as in vLLM, each event has it"
 
 
 def test_echo_with_what_is_not_built():
@@ -275,7 +277,7 @@ def test_echo_with_logprobs_asks_for_those_of_the_prompt(count):
         "tokens": ["a", "b", "c"],
         "top_logprobs": [None, {"b": -1.0}, {"c": -2.0}],
     }
-    assert "prompt_logprobs" not in choice, "they were not asked for by that name"
+    assert choice["prompt_logprobs"] is None, "they were not asked for by that name"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -353,20 +355,20 @@ def test_processors_are_called_what_vllm_calls_them():
         assert reply.calls[0].sampling["extra_args"] == {"scale": 2} and reply.names["extra_args"] == "vllm_xargs"
 
 
-def test_ids_that_were_asked_for_are_told_beside_the_likeliest():
+@pytest.mark.parametrize("asked", [[7], [5, 7]])
+@pytest.mark.parametrize("likeliest", [None, 0, 1, 5])
+def test_ids_that_were_asked_for_stand_in_place_of_the_likeliest(asked, likeliest):
     row = {5: entry(-3.0, "e", 9), 6: entry(-0.1, "f"), 7: entry(-7.0, "g", None)}
-    told = completion(logprob_token_ids=[7]).response([chunk(part("e", logprobs=[row], finish_reason="stop"))])
-    assert told["choices"][0]["logprobs"]["top_logprobs"] == [{"e": -3.0, "f": -0.1, "g": -7.0}]
-    told = chat(logprobs=True, top_logprobs=1, logprob_token_ids=[7]).response(
-        [chunk(part("e", logprobs=[row], finish_reason="stop"))]
-    )
-    (content,) = told["choices"][0]["logprobs"]["content"]
-    assert [top["token"] for top in content["top_logprobs"]] == ["f", "g"]
-    reply = chat(logprob_token_ids=[7])
-    assert reply.calls[0].sampling == {"logprob_token_ids": [7]}
-    told = reply.response([chunk(part("e", logprobs=[row], finish_reason="stop"))])
-    (content,) = told["choices"][0]["logprobs"]["content"]
-    assert (content["token"], [top["token"] for top in content["top_logprobs"]]) == ("e", ["g"])
+    chunks = [chunk(part("e", logprobs=[row], finish_reason="stop"))]
+    told = completion(logprob_token_ids=asked, logprobs=likeliest).response(chunks)
+    assert told["choices"][0]["logprobs"]["top_logprobs"] == [{"e": -3.0, "g": -7.0}]
+    for reply in (
+        chat(logprob_token_ids=asked, logprobs=True, top_logprobs=likeliest),
+        chat(logprob_token_ids=asked),
+    ):
+        (content,) = reply.response(chunks)["choices"][0]["logprobs"]["content"]
+        assert (content["token"], [top["token"] for top in content["top_logprobs"]]) == ("e", ["e", "g"])
+    assert chat(logprob_token_ids=asked).calls[0].sampling == {"logprob_token_ids": asked}
 
 
 # Answers of /v1/completions.
@@ -447,7 +449,7 @@ def test_usage_of_an_event_counts_what_was_sent_up_to_it():
     assert seen == {"chat": [(0, 0), (1, 0), (1, 0), (3, 1), (4, 1)], "plain": [(1, 0), (3, 1), (4, 1)]}
 
 
-def test_keys_of_what_nobody_asked_for_are_absent():
+def test_keys_of_what_nobody_asked_for_are_absent_in_streams_and_null_in_whole_answers():
     """The others may be null: OpenAI's API has them in every answer."""
     always = {"index", "logprobs", "finish_reason"}
     for own, more, first in (({}, set(), set()), ({"return_token_ids": True}, {"token_ids"}, {"prompt_token_ids"})):
@@ -458,14 +460,17 @@ def test_keys_of_what_nobody_asked_for_are_absent():
         )
         assert (begun, ended) == (always | {"text"} | more | first, always | {"text", "stop_reason"} | more)
     (choice,) = completion().response([chunk(part("a", finish_reason="stop"))])["choices"]
-    assert choice.keys() == always | {"text", "stop_reason"}
+    unasked = ("prompt_token_ids", "prompt_logprobs")
+    assert choice.keys() == always | {"text", "stop_reason", "token_ids", *unasked}
+    assert [choice[name] for name in (*unasked, "token_ids")] == [None] * 3
     answer = chat().response([chunk(part("a", finish_reason="stop"))])
-    assert answer.keys() == {"choices", "usage"} and answer["choices"][0].keys() == always | {"message", "stop_reason"}
+    assert answer.keys() == {"choices", "usage", *unasked} and [answer[name] for name in unasked] == [None] * 2
+    assert answer["choices"][0].keys() == always | {"message", "stop_reason", "token_ids"}
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "a", "refusal": None}
     (role, said) = chat(stream=True).events(0, chunk(part("a", token_ids=[1]), prompt=PromptInfo([1], 0)))
     assert role.keys() == said.keys() == {"choices"}
     assert [tail["choices"][0].keys() for tail in (role, said)] == [always | {"delta"}] * 2
-    assert tokens_response([1], 8, None).keys() == {"count", "max_model_len", "tokens"}
+    assert tokens_response([1], 8, None)["token_strs"] is None
 
 
 def test_details_of_usage_follow_the_options():
@@ -581,7 +586,12 @@ def test_what_asks_for_nothing_of_a_chat_is_accepted(body):
         ({"think": True, "thinking": {"type": "enabled"}}, {"enable_thinking": True, "thinking": True}),
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
         ({"think": "high"}, {"reasoning_effort": "high"}),
-        ({"think": "high", "reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"think": "high", "reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
         ({"think": True, "chat_template_kwargs": {"thinking": 0}}, {"enable_thinking": True, "thinking": 0}),
     ],
 )
@@ -597,7 +607,22 @@ def test_a_conversation_that_its_client_has_written():
         (call,) = reply.calls
         assert (call.written_ids, call.prompt, call.tools) == ([1, 2], None, TOOLS)
         assert call.messages == more.get("messages", []) and reply.names["prompt"] == "prompt_token_ids"
+        transferred = {"kv_transfer_params": {"prompt_token_ids": [1, 2]}, "tools": TOOLS, **more}
+        assert ChatReply(transferred, OPTIONS, "r1").calls == [call]
     assert chat().calls[0].written_ids is None
+    with pytest.raises(UnsupportedError, match="kv_transfer_params"):
+        chat(kv_transfer_params={"prompt_token_ids": [1, 2], "remote_host": "a"})
+    with pytest.raises(UserError, match="differ"):
+        chat(kv_transfer_params={"prompt_token_ids": [1, 2]}, prompt_token_ids=[1])
+
+
+def test_a_prompt_of_nothing():
+    for body in ({"prompt": None, "prompt_embeds": []}, {"prompt_embeds": []}):
+        with pytest.raises(UserError, match="Either prompt or prompt_embeds must be provided and non-empty") as caught:
+            CompletionReply(body, OPTIONS, "r1")
+        assert caught.value.parameter == "prompt"
+    with pytest.raises(UnsupportedError, match="prompt_embeds"):
+        CompletionReply({"prompt_embeds": ["AAAA"]}, OPTIONS, "r1")
 
 
 @pytest.mark.parametrize(
@@ -691,8 +716,7 @@ def test_chat_lengths_and_logprobs():
     assert chat(logprobs=True, top_logprobs=3).calls[0].sampling == {"logprobs": 3}
     assert chat(logprobs=False, top_logprobs=0).calls[0].sampling == {}
     assert chat(chat_template_kwargs={"a": 1}, reasoning_effort="low").calls[0].template_kwargs == {
-        "a": 1,
-        "reasoning_effort": "low",
+        **{"a": 1, "reasoning_effort": "low", "enable_thinking": True}
     }
 
 

@@ -112,7 +112,7 @@ def test_fields_become_a_call() -> None:
     }, "the calls' form goes before the text's"
     assert own.tools == [{"type": "function", "function": {"name": "sub", "description": "takes away"}}]
     assert (own.tool_choice, own.takes_one_call, own.stream) == ("required", True, True)
-    assert own.template_kwargs == {"reasoning_effort": "low"}
+    assert own.template_kwargs == {"reasoning_effort": "low", "enable_thinking": True}
     assert call(text={"format": PERSON}).sampling == {"structured_outputs": {"json": {"type": "object"}}}
     assert call(text={"format": {"type": "json_object"}}).sampling == {"structured_outputs": {"json_object": True}}
     assert call(text={"format": {"type": "text"}}, tools=[], tool_choice="auto").sampling == {}

@@ -13,7 +13,7 @@ from jaxllm.embedded import MODEL_DIR
 from jaxllm.errors import ContextLengthError, NotFoundError, UserError
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text import fill_in_middle
-from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
+from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from jaxllm_server.shared.calls import Call
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.serving import Serving
@@ -45,6 +45,18 @@ def test_a_conversation_without_a_template_is_refused_in_words_of_both_protocols
     assert caught.value.parameter == "messages"
     assert all(word in str(caught.value) for word in ("/v1/completions", "gRPC", "--chat-template"))
     assert "generate()" not in str(caught.value)
+
+
+def test_without_a_tokenizer_an_echo_is_empty_as_every_text_is() -> None:
+    async def health() -> None:
+        pass
+
+    own = serving()
+    own.engine.check_health = health
+    own.engine.model = SimpleNamespace(tokenizer=NoTokenizer("a"), max_model_len=64, vocab_size=16)
+    assert asyncio.run(own.echo([1, 2], "", "")) == "" and asyncio.run(own.echo("ab", "", "")) == "ab"
+    with pytest.raises(UserError, match="use token ids"):
+        asyncio.run(own.tokenize(Call(prompt="ab")))
 
 
 def prompt_of(call: Call, tokenizer: Any = TOKENIZER, **sampling: Any) -> list[int]:
