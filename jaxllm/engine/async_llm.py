@@ -52,6 +52,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 LEAST_SECONDS = 1e-9  # of a request: gRPC's durations count nanoseconds
 MAX_SECONDS = 10**9  # of a request: 30 years, which timers can hold
 _MOST_THREADS = 4  # for slow work beside the event loop, one for each core: more would wait for Python's lock
+_MANY_IDS = 2**16  # token ids of a prompt from which on they are checked off the event loop: 5 ms
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
 # What may wait by default: 90 MB (measured with 4,000 prompts of 256 tokens).
 LEAST_QUEUED = 4096  # sequences: this, or …
@@ -475,6 +476,9 @@ class AsyncLLM:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
         is_slow = isinstance(text, str) and len(text) > LONG_TEXT
         is_slow |= isinstance(params, SamplingParams) and params.structured_outputs is not None
+        is_slow |= isinstance(params, SamplingParams) and len(params.allowed_token_ids or ()) > LONG_TEXT
+        ids = prompt.get("prompt_token_ids", ()) if isinstance(prompt, Mapping) else prompt
+        is_slow |= isinstance(ids, Sequence) and len(ids) > _MANY_IDS
         is_slow |= lora_request is not None and self.engine.adapters.find(lora_request) is None
         given = request_id, prompt, params, priority, lora_request
         if not is_slow:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -77,6 +78,12 @@ def configure_logging() -> None:
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
 
+def _keep_loaded_objects() -> None:
+    """Leave what was loaded out of garbage collections: to look at a million objects took 100 ms (measured)."""
+    gc.collect()
+    gc.freeze()
+
+
 class Server:
     """One engine and its front ends."""
 
@@ -115,6 +122,7 @@ class Server:
                 return 0  # no request has been accepted yet
             loading.result()  # what is wrong with the model
             self.serving.forms.choose()
+            _keep_loaded_objects()
             _log.info("ready after %.1f s", time.monotonic() - began)
             if self.options.profile is not None:
                 await self.engine.start_profile(self.options.profile, self.options.profile_steps)

@@ -116,7 +116,10 @@ class FakeServing:
         if self.is_full:
             raise OverloadedError("The queue is full.", retry_after=1.0)
 
-    def check_calls(self, calls):
+    async def completed(self, call):
+        return self.params_of(call)
+
+    def check_calls(self, calls, params):
         pass
 
     def check_text(self, name, value):
@@ -132,7 +135,7 @@ class FakeServing:
     def params_of(self, call):
         return SamplingParams(**{"max_tokens": call.default_max_tokens, "temperature": 1.0, **call.sampling})
 
-    async def generate(self, call):
+    async def generate(self, call, params=None):
         self.check_model(call.model)
         self.calls.append(call)
         params = self.params_of(call)

@@ -53,6 +53,7 @@ class Answer(ABC, Generic[AnyReply]):
     reply: AnyReply
     name: str  # of the request in the log
     client: str  # its name
+    num_bytes: int  # of the request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Compute and send; what fails before the first byte is raised."""
@@ -151,10 +152,11 @@ class TextAnswer(Answer[Reply | EventReply]):
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
         """Yield the chunks of all calls as they come, each with its call's number."""
-        calls = [replace(call, client=self.client) for call in self.reply.calls]
+        calls = [replace(call, client=self.client, num_bytes=self.num_bytes) for call in self.reply.calls]
+        params = await self.serving.completed(calls[0])  # the calls differ in their prompts alone
         if len(calls) > 1:
-            self.serving.check_calls(calls)
-        iterators = [self.serving.generate(call) for call in calls]
+            self.serving.check_calls(calls, params)
+        iterators = [self.serving.generate(call, params) for call in calls]
         if len(iterators) > 1:
             async with aclosing(merge(iterators)) as merged:
                 async for item in merged:

@@ -18,6 +18,7 @@ from jaxllm_server.http.error_bodies import ClientGone, Refusal, body_too_large
 from jaxllm_server.http.guard import CLIENT
 from jaxllm_server.ollama.replies import PATHS as OLLAMA_PATHS
 from jaxllm_server.shared import strict_json
+from jaxllm_server.shared.calls import LARGE_REQUEST
 from jaxllm_server.shared.client_quota import Bound
 from jaxllm_server.shared.options import ServerOptions
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 DEAD = ("dead", "stopped")  # states of an engine that answers nothing any more
-_LARGE_BODY = 256 << 10  # bytes; token ids of this size take 6 ms to parse (measured)
 _FREE_BYTES = 64 << 10  # of a body that are not counted: as many bodies as there may be requests hold 128 MiB of them
 
 
@@ -104,7 +104,7 @@ class BodyReader:
         with self._bodies.place(client) as grow:
             body = await self._receive(request, grow)
             request.scope["jaxllm"]["body_bytes"] = len(body)
-            is_large = len(body) > _LARGE_BODY
+            is_large = len(body) > LARGE_REQUEST
 
             def parse() -> Result:
                 return make(strict_json.read(body, self._options.max_json_depth, in_thread=is_large))

@@ -31,6 +31,7 @@ from jaxllm_server.openai.messages import Body, text
 from jaxllm_server.responses.items import RESPONSE_PREFIX, Item, num_characters, references_of, response_id_of
 from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
 from jaxllm_server.responses.store import LostError, ResponseStore, Stored, find_items, history_of, ordered, page_of
+from jaxllm_server.shared.calls import LARGE_REQUEST, Call
 from jaxllm_server.shared.client_quota import Places
 from jaxllm_server.shared.options import ServerOptions
 
@@ -107,12 +108,13 @@ class ResponseEndpoints:
         self._serving.check_room(client, pools=False)
         reply, chain = await self._reply_of(request)
         parts = self._parts_of_answer(request, reply)
-        head = self._head_of(reply) | self._sampling_of(reply)
+        head = self._head_of(reply) | await self._sampling_of(reply, client, parts["num_bytes"])
         response_id: str = head["id"]
         self._serving.check_text("request_id", reply.request_id)
         items = b""
         if reply.is_kept:
-            items = await self._bodies.run(partial(dumps, reply.items), num_characters(reply.items) > _LARGE, client)
+            is_large = num_characters(reply.items) > _LARGE
+            items = await self._bodies.run(partial(dumps_large, reply.items), is_large, client)
         if response_id in chain or (client, response_id) in self._jobs:
             raise RequestIdInUseError(f"request id {reply.request_id!r} is in use.", "request_id")
 
@@ -122,7 +124,8 @@ class ResponseEndpoints:
         if reply.is_background:
             reply.begin(head)
             num_bytes = request.scope["jaxllm"]["body_bytes"] + sum(each.size for each in chain.values())
-            return await self._begin(request, reply, response_id, keep, num_bytes)
+            call = replace(reply.calls[0], client=client, num_bytes=parts["num_bytes"])
+            return await self._begin(request, reply, call, response_id, keep, num_bytes)
         writer = KeepingWriter(reply, head, keep) if reply.is_kept else NamedWriter(reply, head)
         return TextAnswer(**parts, writer=writer)
 
@@ -146,7 +149,8 @@ class ResponseEndpoints:
         make = partial(ResponseReply, body, self._options, request.scope["jaxllm"]["request_id"], history, kept)
         given = body.get("input")
         num_items = len(history) + (len(given) if isinstance(given, list) else 1)
-        return await self._bodies.run(make, num_items > _MANY_ITEMS, client), chain
+        is_large = num_items > _MANY_ITEMS or request.scope["jaxllm"]["body_bytes"] > LARGE_REQUEST
+        return await self._bodies.run(make, is_large, client), chain
 
     async def retrieve(self, request: Request) -> ASGIApp:
         """Return a response, as far as it has come."""
@@ -200,10 +204,10 @@ class ResponseEndpoints:
         size = sum(stored.size for stored in chain)
         return _json(await self._bodies.run(write, size > _LARGE, client))
 
-    def _sampling_of(self, reply: ResponseReply) -> dict[str, Any]:
+    async def _sampling_of(self, reply: ResponseReply, client: str, num_bytes: int) -> dict[str, Any]:
         """Return the sampling parameters that a response repeats, and the clock; raises `UserError` for a wrong one."""
         try:
-            params = self._serving.params_of(reply.calls[0])
+            params = await self._serving.completed(replace(reply.calls[0], client=client, num_bytes=num_bytes))
         except UserError as error:
             if error.parameter is not None:
                 error.parameter = reply.names.get(error.parameter, error.parameter)
@@ -242,6 +246,7 @@ class ResponseEndpoints:
         self,
         request: Request,
         reply: ResponseReply,
+        call: Call,
         response_id: str,
         keep: Callable[[bytes], None],
         num_bytes: int,
@@ -252,7 +257,7 @@ class ResponseEndpoints:
             places.enter_context(self._places.place())
             places.enter_context(self._bodies.background.kept(client, num_bytes))
             held = places.pop_all()
-        task = asyncio.ensure_future(self._make(reply, client, request.headers.get("traceparent")))
+        task = asyncio.ensure_future(self._make(reply, call, request.headers.get("traceparent")))
         job = Job(task, reply, num_bytes, asyncio.get_running_loop().create_future())
         self._jobs[client, response_id] = job
 
@@ -288,12 +293,11 @@ class ResponseEndpoints:
         response["output"] = deepcopy(response["output"])  # which may grow while it is written
         return await self._bodies.run(partial(dumps_large, response), True, client)
 
-    async def _make(self, reply: ResponseReply, client: str, traceparent: str | None) -> None:
-        (call,) = reply.calls
+    async def _make(self, reply: ResponseReply, call: Call, traceparent: str | None) -> None:
         span = self._tracer.start(traceparent, "/v1/responses", {"http.request.method": "POST"})
         failure: BaseException | None = None
         try:
-            async with aclosing(self._serving.generate(replace(call, client=client))) as chunks:
+            async with aclosing(self._serving.generate(call)) as chunks:
                 async for chunk in chunks:
                     reply.events(0, chunk)
         except BaseException as error:

@@ -27,7 +27,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span, request_attributes
 from jaxllm_server.shared import beam_calls, pool_stream, pooling
 from jaxllm_server.shared.adapters import Served, ServedAdapters
-from jaxllm_server.shared.calls import Call, Chunk, is_forced
+from jaxllm_server.shared.calls import LARGE_REQUEST, Call, Chunk, is_forced
 from jaxllm_server.shared.chat_checks import (
     check_tools,
 )
@@ -91,13 +91,12 @@ class Serving:
         if pools is not None:
             pooling.check_kind(self.engine.model, self.names[0], pools)
 
-    def check_calls(self, calls: Sequence[Call]) -> None:
+    def check_calls(self, calls: Sequence[Call], params: SamplingParams) -> None:
         """Refuse one request's calls, which differ in their prompts alone, unless there is room for all of them.
 
         Asked before the first is generated: one for which there is no room fails the request, and what the others
         have cost is lost.
         """
-        params = self.params_of(calls[0])
         beams = beam_calls.beams_of(calls[0], params, self.engine.model.max_model_len)
         num_samples = len(calls) * (params.n if beams is None else beams.beam_width)
         self.shares.check(calls[0].client, num_samples)
@@ -121,15 +120,22 @@ class Serving:
         with blaming_tools(call):
             return replace(self.engine.model.default_params, **given, output_kind=kind)
 
-    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
-        """Answer a call, in one chunk or as it comes. To close the iterator aborts the request."""
+    async def completed(self, call: Call) -> SamplingParams:
+        """Return what `params_of` does; of a large request it is made beside the event loop."""
+        return await self._large(call, self.params_of, call)
+
+    async def generate(self, call: Call, params: SamplingParams | None = None) -> AsyncGenerator[Chunk]:
+        """Answer a call, in one chunk or as it comes; `params` are what `completed` returned for it.
+
+        To close the iterator aborts the request.
+        """
         served = self._served(call.model, call.adapter)
         self.check_text("request_id", call.request_id)
         self.check_text("cache_salt", call.cache_salt)
         arrival = time.monotonic()
         await self.engine.check_health()
         pooling.check_kind(self.engine.model, self.names[0], pools=False)
-        params = self.params_of(call)
+        params = await self.completed(call) if params is None else params
         self.forms.check(call, params)
         beams = beam_calls.beams_of(call, params, self.engine.model.max_model_len)
         num_outputs = params.n if beams is None else beams.beam_width
@@ -152,9 +158,8 @@ class Serving:
                 params = replace(params, skip_special_tokens=False)
                 beams = beams and replace(beams, skip_special_tokens=False)
             if params.structured_outputs is not None:
-                of_output = self.forms.constraint(
-                    call, params.structured_outputs, said or "", reader.may_reason, model.tokenizer
-                )
+                given = call, params.structured_outputs, said or "", reader.may_reason, model.tokenizer
+                of_output = await self._large(call, self.forms.constraint, *given)
                 params = replace(params, structured_outputs=of_output)
             request_id = call.request_id or uuid.uuid4().hex
             outputs = self.engine.generate(
@@ -172,8 +177,8 @@ class Serving:
             )
             if self.options.enable_log_requests:
                 num_prompt, own = len(prompt["prompt_token_ids"]), "" if served is None else f"adapter {served.name}, "
-                given = given_of(params) if beams is None else beams
-                _log.info("request %s: %s%d prompt tokens, %s", request_id, own, num_prompt, given)
+                shown = given_of(params) if beams is None else beams
+                _log.info("request %s: %s%d prompt tokens, %s", request_id, own, num_prompt, shown)
             with blaming_tools(call), beam_calls.blaming_n():
                 async with aclosing(outputs):
                     async for output in outputs:
@@ -231,6 +236,12 @@ class Serving:
         with self.adapters.using(served):
             adapter = await self._adapter(served, client)
             return self.engine.model if adapter is None else adapter.language.model
+
+    async def _large(self, call: Call, function: Callable[..., Item], *arguments: Any) -> Item:
+        """Call a function, beside the event loop where a call's request is so large that it may take long."""
+        if call.num_bytes > LARGE_REQUEST:
+            return await self.off_loop(call.client, function, *arguments)
+        return function(*arguments)
 
     async def off_loop(self, client: str, function: Callable[..., Item], *arguments: Any) -> Item:
         """Run what makes a client's prompt beside the event loop; to wait for a thread takes from its time as well."""

@@ -110,7 +110,7 @@ def test_several_prompts_several_outputs(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_are_refused_together_before_the_first_is_generated(server, stream, monkeypatch):
-    def refuse(calls):
+    def refuse(calls, params):
         assert [(call.prompt, call.client) for call in calls] == [("a", "loopback"), ("b", "loopback")]
         raise OverloadedError("The queue is full.", 1.0)
 
