@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -29,6 +28,7 @@ from jaxllm.file_limit import raise_file_limit
 from jaxllm.log_lines import LineFormatter
 from jaxllm.replay.recording import FileRecorder
 from jaxllm_server.observability.log_limit import Seldom
+from jaxllm_server.shared import garbage
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.sockets import check_uds
 
@@ -78,12 +78,6 @@ def configure_logging() -> None:
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
 
-def _keep_loaded_objects() -> None:
-    """Leave what was loaded out of garbage collections: to look at a million objects took 100 ms (measured)."""
-    gc.collect()
-    gc.freeze()
-
-
 class Server:
     """One engine and its front ends."""
 
@@ -122,7 +116,8 @@ class Server:
                 return 0  # no request has been accepted yet
             loading.result()  # what is wrong with the model
             self.serving.forms.choose()
-            _keep_loaded_objects()
+            garbage.keep_loaded_objects()
+            watching.append(asyncio.ensure_future(garbage.collect()))
             _log.info("ready after %.1f s", time.monotonic() - began)
             if self.options.profile is not None:
                 await self.engine.start_profile(self.options.profile, self.options.profile_steps)

@@ -23,6 +23,7 @@ LEAST: dict[str, Any] = {  # a small value of each field that a route may need
     **{"prompt": "a", "messages": [SAID], "input": "a", "tokens": [7], "query": "a", "documents": ["a"]},
     **{"lora_name": "a", "lora_path": "a", "model": "a", "max_tokens": 1},
 }
+LONG = {"max_tokens": 64, "ignore_eos": True}
 SAME = ("/v1/score", "/rerank", "/v1/rerank", "/invocations")  # as another route, by the same code
 
 
@@ -167,11 +168,11 @@ def test_nothing_that_is_stored_holds_the_loop(http: httpx.Client) -> None:
             over[name] = seconds
         return answer
 
-    items = [{"role": "user", "content": [{"type": "input_text", "text": "x" * 900}] * 8}] * 1000
-    for number in range(7):
-        created = http.post(
-            "/v1/responses", json={"input": items, "previous_response_id": previous, "background": True}
-        )
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "x" * 7_700}]}] * 1000
+    for _ in range(7):
+        asked = {"input": items, "previous_response_id": previous, "background": True}
+        created = http.post("/v1/responses", json=asked)
+        assert created.status_code == 200, created.text
         previous = created.json()["id"]
         while http.get(f"/v1/responses/{previous}").json()["status"] in ("queued", "in_progress"):
             pass
@@ -183,9 +184,11 @@ def test_nothing_that_is_stored_holds_the_loop(http: httpx.Client) -> None:
     check("go on", "POST", "/v1/responses", {"input": "a", "previous_response_id": previous})
     check("count", "POST", "/v1/responses/input_tokens", {"input": "a", "previous_response_id": previous})
     check("delete", "DELETE", path)
-    tools = [tool(description="x" * 60_000) for _ in range(128)]
+    tools = [{"type": "function", "name": "f", "description": "x" * 60_000}] * 128
     asked = {"input": "a", "tools": tools, "tool_choice": "none", "background": True, "max_output_tokens": 400}
-    own = check("tools", "POST", "/v1/responses", asked).json()["id"]
+    created = check("tools", "POST", "/v1/responses", asked)
+    assert created.status_code == 200, created.text
+    own = created.json()["id"]
     check("retrieve early", "GET", f"/v1/responses/{own}")
     check("cancel early", "POST", f"/v1/responses/{own}/cancel", {})
     assert not over
@@ -199,7 +202,7 @@ def test_no_answer_holds_the_loop(http: httpx.Client) -> None:
     for name, path, asked in (
         ("echo", "/v1/completions", {"prompt": ids, "n": 100, "echo": True, "logprobs": 20, "max_tokens": 1}),
         ("prompts", "/v1/completions", {"prompt": [ids] * 100, "echo": True, "logprobs": 20, "max_tokens": 1}),
-        ("chat", "/v1/chat/completions", {"messages": [SAID], "n": 64, "logprobs": True, "top_logprobs": 20}),
+        ("chat", "/v1/chat/completions", {"messages": [SAID], "n": 64, "logprobs": True, "top_logprobs": 20, **LONG}),
         ("ids", "/v1/completions", {"prompt": [ids] * 500, "return_token_ids": True, "max_tokens": 1}),
     ):
         for stream in (False, True):
