@@ -91,6 +91,7 @@ class Server:
         self.engine = _engine(config, options, progress)
         self.serving = Serving(self.engine, options)
         self.observer = observer_of(self.engine, self.serving.names[0], self.serving.adapters)
+        self.observer.held_bytes = self.serving.ledger.accounts
         self.tracer = Tracer.from_endpoint(options.otlp_traces_endpoint)
         self.keys = Keys(options.api_key, options.admin_api_key)
         self.grpc: GrpcServer | None = None

@@ -29,6 +29,7 @@ from jaxllm_server.http.protocol import server_config
 from jaxllm_server.http.server import HttpServer
 from jaxllm_server.shared.adapters import ServedAdapters
 from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
+from jaxllm_server.shared.ledger import Ledger
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
@@ -85,6 +86,7 @@ class FakeServing:
             get_load=lambda: Load(running=1, waiting=2),
             off_loop=self._off_loop,
         )
+        self.ledger = Ledger(self.options)
         self.adapters = ServedAdapters(self.engine, self.options, self.names)  # type: ignore[arg-type]
         self.failure: BaseException | None = None
         self.fails_at = 0

@@ -312,7 +312,8 @@ class Endpoints:
 
         async def run(request: Request) -> ASGIApp:
             async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-                with self._places.place():
+                with self._places.place(), self._serving.ledger.entry(scope[CLIENT]) as entry:
+                    scope["jaxllm"]["entry"] = entry
                     response = await endpoint(request)
                     await response(scope, receive, send)
 
@@ -346,6 +347,7 @@ class Endpoints:
             "name": own["name"],
             "client": request.scope[CLIENT],
             "num_bytes": own["body_bytes"],
+            "entry": own["entry"],
         }
 
     def _warn(self, request: Request, ignored: Sequence[str]) -> None:

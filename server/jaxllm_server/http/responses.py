@@ -33,6 +33,7 @@ from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
 from jaxllm_server.responses.store import LostError, ResponseStore, Stored, find_items, history_of, ordered, page_of
 from jaxllm_server.shared.calls import LARGE_REQUEST, Call
 from jaxllm_server.shared.client_quota import Places
+from jaxllm_server.shared.ledger import REQUESTS, RESPONSES, Entry
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class ResponseEndpoints:
         self._parts_of_answer = parts_of_answer
         self._head_of = head_of
         self._store = ResponseStore(options.max_stored_response_bytes)
+        serving.ledger.watch(RESPONSES, lambda: self._store.num_bytes)
         self._jobs: dict[tuple[str, str], Job] = {}  # by client and id
 
     async def create(self, request: Request) -> ASGIApp:
@@ -124,8 +126,7 @@ class ResponseEndpoints:
         if reply.is_background:
             reply.begin(head)
             num_bytes = request.scope["jaxllm"]["body_bytes"] + sum(each.size for each in chain.values())
-            call = replace(reply.calls[0], client=client, num_bytes=parts["num_bytes"])
-            return await self._begin(request, reply, call, response_id, keep, num_bytes)
+            return await self._begin(request, reply, response_id, keep, num_bytes)
         writer = KeepingWriter(reply, head, keep) if reply.is_kept else NamedWriter(reply, head)
         return TextAnswer(**parts, writer=writer)
 
@@ -145,6 +146,7 @@ class ResponseEndpoints:
         chain = self._chain(body, client)
         is_large = sum(stored.size for stored in chain.values()) > _LARGE
         history = await self._bodies.run(partial(history_of, chain.values()), is_large, client)
+        request.scope["jaxllm"]["entry"].charge(REQUESTS, sum(stored.size for stored in chain.values()))
         kept = await self._kept_items(references_of(body.get("input")), client)
         make = partial(ResponseReply, body, self._options, request.scope["jaxllm"]["request_id"], history, kept)
         given = body.get("input")
@@ -246,17 +248,19 @@ class ResponseEndpoints:
         self,
         request: Request,
         reply: ResponseReply,
-        call: Call,
         response_id: str,
         keep: Callable[[bytes], None],
         num_bytes: int,
     ) -> ASGIApp:
-        """Start to make a response, which has a place among the server's requests and its bodies until it is kept."""
+        """Start to make a response, which has a place among the server's requests and in its ledger until it is kept."""
         client, name = request.scope[CLIENT], request.scope["jaxllm"]["name"]
+        entry: Entry = request.scope["jaxllm"]["entry"].give()
         with ExitStack() as places:
+            places.enter_context(entry)
             places.enter_context(self._places.place())
-            places.enter_context(self._bodies.background.kept(client, num_bytes))
             held = places.pop_all()
+        num_own = request.scope["jaxllm"]["body_bytes"]
+        call = replace(reply.calls[0], client=client, num_bytes=num_own, entry=entry)
         task = asyncio.ensure_future(self._make(reply, call, request.headers.get("traceparent")))
         job = Job(task, reply, num_bytes, asyncio.get_running_loop().create_future())
         self._jobs[client, response_id] = job

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from jaxllm_server.shared.chat_checks import (
 )
 from jaxllm_server.shared.client_quota import FairShares, Shares
 from jaxllm_server.shared.forced_calls import blaming_tools, with_forced_calls
+from jaxllm_server.shared.ledger import PROMPTS, REQUESTS, Entry, Ledger
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
 from jaxllm_server.shared.output_forms import OutputForms
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
@@ -40,6 +41,7 @@ from jaxllm_server.shared.prompts import Prompts
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
+_TOKEN_BYTES = 56  # of a prompt: the integer, in a list and a tuple, and in the engine's arrays
 
 
 class Serving:
@@ -54,6 +56,7 @@ class Serving:
         self.adapters = ServedAdapters(engine, options, self.names)
         self.shares = Shares(options.max_sequences_per_client)
         self.pool_shares = FairShares()
+        self.ledger = Ledger(options)
         num_keys = len(options.api_key) + len(options.admin_api_key)
         self._has_tenants = bool(options.api_key) and num_keys > 1
         self._template: str | None = None
@@ -139,7 +142,7 @@ class Serving:
         self.forms.check(call, params)
         beams = beam_calls.beams_of(call, params, self.engine.model.max_model_len)
         num_outputs = params.n if beams is None else beams.beam_width
-        with self.adapters.using(served), self.shares.place(call.client, num_outputs):
+        with self.adapters.using(served), self.shares.place(call.client, num_outputs), self._entry_of(call) as entry:
             with self.engine.preparing(num_outputs):
                 adapter = await self._adapter(served, call.client)
                 model = self.engine.model if adapter is None else adapter.language.model
@@ -150,6 +153,7 @@ class Serving:
                 stop_ids = (*params.stop_token_ids, *fill_in_middle.stop_ids(model.tokenizer))
                 params = replace(params, stop_token_ids=stop_ids)
             said = prompt.get("prompt")
+            entry.charge(PROMPTS, len(said or "") + _TOKEN_BYTES * len(prompt["prompt_token_ids"]))
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
                 ids = prompt["prompt_token_ids"]  # by their text it is seen whether the prompt opens the reasoning
                 said = await self.off_loop(call.client, model.tokenizer.decode, ids, False)
@@ -191,6 +195,16 @@ class Serving:
                                 self.adapters.note_finished(served)
                             current_span().set(facts, name=REQUEST_SPAN)
                         yield chunk
+
+    @contextmanager
+    def _entry_of(self, call: Call) -> Iterator[Entry]:
+        """Give the entry of a call's request; one that came by gRPC begins here, as its message's bytes."""
+        if call.entry is not None:
+            yield call.entry
+            return
+        with self.ledger.entry(call.client) as entry:
+            entry.charge(REQUESTS, call.num_bytes)
+            yield entry
 
     def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
         """Embed, classify or score a call's inputs. To close the iterator aborts what is left."""

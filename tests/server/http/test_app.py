@@ -629,7 +629,7 @@ def test_bodies_that_are_being_received_hold_so_many_bytes_and_of_one_client_hal
         except TimeoutError:
             return connection, b""
 
-    with http_server(FakeServing(), options) as port, ExitStack() as connections:
+    with http_server(FakeServing(options=options), options) as port, ExitStack() as connections:
         answers = []
         for key in ("a", "a", "b", "c", "c"):  # 1.5 MB for each, and 3 MB for all
             connection, answer = ask(key)

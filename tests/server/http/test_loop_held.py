@@ -41,7 +41,12 @@ def bodies() -> dict[str, bytes]:
         "biases": {"logit_bias": {str(number): 1 for number in range(400_000)}},
         "stops": {"stop": ["a"] * 400_000, "bad_words": ["a"] * 9},
         "metadata": {"metadata": {str(number): "a" for number in range(200_000)}},
-        "a schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": ["a"] * 400_000}}}},
+        "a schema": {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": {"enum": ["a"] * 400_000}},
+            }
+        },
         "unknown": {f"x{number}": 1 for number in range(200_000)},
     }
     return {name: json.dumps(plain | own).encode() for name, own in made.items()}
@@ -96,7 +101,8 @@ def test_no_route_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
                     longest[0] = 0.0
                     headers = {"content-type": "application/json"}
                     status = client.request(method, at, content=body, headers=headers).status_code
-                    if method=="POST": print(path, name, status, round(longest[0],3))
+                    if method == "POST":
+                        print(path, name, status, round(longest[0], 3))
                     assert status < 500 or status == 503, (method, path, name, status)
                     time.sleep(0.002)
                     if longest[0] > MOST:
