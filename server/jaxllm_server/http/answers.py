@@ -158,9 +158,8 @@ class TextAnswer(Answer[Reply | EventReply]):
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
         """Yield the chunks of all calls as they come, each with its call's number."""
-        calls = [
-            replace(call, client=self.client, num_bytes=self.num_bytes, entry=self.entry) for call in self.reply.calls
-        ]
+        own: dict[str, Any] = {"client": self.client, "num_bytes": self.num_bytes, "entry": self.entry}
+        calls = [replace(call, **own) for call in self.reply.calls]
         params = await self.serving.completed(calls[0])  # the calls differ in their prompts alone
         if len(calls) > 1:
             self.serving.check_calls(calls, params)

@@ -252,7 +252,7 @@ class ResponseEndpoints:
         keep: Callable[[bytes], None],
         num_bytes: int,
     ) -> ASGIApp:
-        """Start to make a response, which has a place among the server's requests and in its ledger until it is kept."""
+        """Start to make a response, with a place among the server's requests and in its ledger until it is kept."""
         client, name = request.scope[CLIENT], request.scope["jaxllm"]["name"]
         entry: Entry = request.scope["jaxllm"]["entry"].give()
         with ExitStack() as places:

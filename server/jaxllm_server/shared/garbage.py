@@ -23,8 +23,8 @@ def keep_loaded_objects() -> None:
 
 async def collect() -> None:
     """Run full collections, in place of those that Python would begin, until cancelled."""
-    *young, oldest = gc.get_threshold()
-    gc.set_threshold(*young, _NEVER)
+    youngest, young, oldest = gc.get_threshold()
+    gc.set_threshold(youngest, young, _NEVER)
     put_off = 0
     try:
         while True:
@@ -34,4 +34,4 @@ async def collect() -> None:
                 gc.collect()
                 put_off = 0
     finally:
-        gc.set_threshold(*young, oldest)
+        gc.set_threshold(youngest, young, oldest)
