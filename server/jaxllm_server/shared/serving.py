@@ -198,12 +198,12 @@ class Serving:
 
     @contextmanager
     def _entry_of(self, call: Call) -> Iterator[Entry]:
-        """Give the entry of a call's request; one that came by gRPC begins here, as its message's bytes."""
+        """Give the entry of a call's request; that of one which came by gRPC begins here."""
         if call.entry is not None:
             yield call.entry
             return
         with self.ledger.entry(call.client) as entry:
-            entry.charge(REQUESTS, call.num_bytes)
+            entry.charge(REQUESTS, 2 * call.num_bytes)  # the message, and what was made of it
             yield entry
 
     def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
