@@ -159,7 +159,7 @@ def _schema_text(schema: object) -> str:
 
 
 def check_size(schema: object) -> None:
-    """Refuse what is nested too deeply, or has more values than its text may have characters; none is then looked at.
+    """Refuse what is nested too deeply, or whose values make a longer text than one may be, before it is written.
 
     Raises:
         UserError: naming `structured_outputs`.
@@ -169,10 +169,13 @@ def check_size(schema: object) -> None:
         parents = [each for each in level if isinstance(each, Mapping | list | tuple)]
         if not parents:
             return
-        left -= sum(map(len, parents))
+        if left < (count := sum(map(len, parents))):
+            raise UserError(f"json may have at most {MAX_CHARS} characters.", _NAME)
+        names = [str(name) for each in parents if isinstance(each, Mapping) for name in each]
+        level = [child for each in parents for child in (each.values() if isinstance(each, Mapping) else each)]
+        left -= count + sum(map(len, names)) + sum(len(each) for each in level if isinstance(each, str))
         if left < 0:
             raise UserError(f"json may have at most {MAX_CHARS} characters.", _NAME)
-        level = [child for each in parents for child in (each.values() if isinstance(each, Mapping) else each)]
     raise UserError(f"json may be nested {MAX_DEPTH} levels deep.", _NAME)
 
 

@@ -39,6 +39,7 @@ from jaxllm.scheduler.recorded import Recorder
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+_MANY_IDS = 2**16  # token ids of a prompt from which on they are checked off the event loop: 5 ms
 LONG_TEXT = 4096  # characters from which on a prompt is tokenized off the event loop: about a millisecond
 
 
@@ -237,6 +238,9 @@ class AsyncLLM(StreamingEngine):
         text = prompt.get("prompt") if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt else prompt
         is_slow = isinstance(text, str) and len(text) > LONG_TEXT
         is_slow |= isinstance(params, SamplingParams) and params.structured_outputs is not None
+        is_slow |= isinstance(params, SamplingParams) and len(params.allowed_token_ids or ()) > LONG_TEXT
+        ids = prompt.get("prompt_token_ids", ()) if isinstance(prompt, Mapping) else prompt
+        is_slow |= isinstance(ids, Sequence) and len(ids) > _MANY_IDS
         is_slow |= lora_request is not None and self.engine.adapters.find(lora_request) is None
         given = request_id, prompt, params, priority, lora_request
         if not is_slow:

@@ -29,6 +29,7 @@ from jaxllm.file_limit import raise_file_limit
 from jaxllm.log_lines import LineFormatter
 from jaxllm.replay.recording import FileRecorder
 from jaxllm_server.observability.log_limit import Seldom
+from jaxllm_server.shared import garbage
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.sockets import check_uds
 
@@ -91,6 +92,7 @@ class Server:
         self.engine = _engine(config, options, progress)
         self.serving = Serving(self.engine, options)
         self.observer = observer_of(self.engine, self.serving.names[0], self.serving.adapters)
+        self.observer.held_bytes = self.serving.ledger.accounts
         self.tracer = Tracer.from_endpoint(options.otlp_traces_endpoint)
         self.keys = Keys(options.api_key, options.admin_api_key)
         self.grpc: GrpcServer | None = None
@@ -116,6 +118,8 @@ class Server:
                 return 0  # no request has been accepted yet
             loading.result()  # what is wrong with the model
             self.serving.forms.choose()
+            garbage.keep_loaded_objects()
+            watching.append(asyncio.ensure_future(garbage.collect()))
             _log.info("ready after %.1f s", time.monotonic() - began)
             if self.options.profile is not None:
                 await self.engine.start_profile(self.options.profile, self.options.profile_steps)

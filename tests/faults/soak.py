@@ -2,8 +2,8 @@
 
     python -m tests.faults.soak [number of requests]
 
-What the process holds must not grow, and what it counted must be what its clients were told, to the token. Prints a
-line, and ends with 1 if a bound is broken.
+What the process holds must not grow, and what it counted must be what its clients were told, to the token. With large
+requests under way it has grown by what its ledger says. Prints a line, and ends with 1 if a bound is broken.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from tests.support.serving_process import QUICK, ServingProcess
 MOST_BYTES = 100.0  # of memory that a request may leave behind
 AT_ONCE = 32
 NUM_SAMPLES = 25
+MOST_UNCOUNTED = 0.1  # of what the process grew by
+NUM_LARGE = 6  # requests, of each of a few kinds
 ENDLESS = 480  # tokens of a request that a client ends
 FINISH = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -81,6 +83,7 @@ class Summary(NamedTuple):
     held: list[dict[str, int]]
     books: Books
     differences: dict[str, tuple[float, float]]  # what the clients counted, what the server did
+    ledger: tuple[int, int]  # what its ledger grew by under load, what the process did
 
 
 class Soak:
@@ -117,6 +120,28 @@ class Soak:
         except (aiohttp.ClientError, grpc.aio.AioRpcError, TimeoutError) as error:
             code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
             self.books.surprises[code] += 1
+
+    async def fill(self, server: ServingProcess, report: Path) -> tuple[int, int]:
+        """Begin large requests while a step hangs; return by how much the ledger grew, and the process. All are ended."""
+        before = await self._ledger(), await _report(server, report)
+        server.signal(signal.SIGUSR2)
+        begun = []
+        for body in _large_requests():
+            async with self._http.post("/v1/responses", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                begun.append((await answer.json())["id"])
+        after = await self._ledger(), await _report(server, report)
+        server.signal(signal.SIGUSR2)
+        for response_id in begun:
+            async with self._http.delete(f"/v1/responses/{response_id}") as answer:
+                assert answer.status == 200, await answer.text()
+        if await self._ledger() != before[0]:
+            self.books.surprises["ledger not closed"] += 1
+        return after[0] - before[0], after[1] - before[1]
+
+    async def _ledger(self) -> int:
+        async with self._http.get("/metrics") as answer:
+            return int(sum(map(float, re.findall(r"^jaxllm:held_bytes{.*} (\S+)$", await answer.text(), re.M))))
 
     async def _over_http(self, ids: list[int], most: int, stream: bool) -> None:
         body = {"prompt": ids, "max_tokens": most, "stream": stream, "seed": 1}
@@ -207,20 +232,23 @@ def soak(num_requests: int) -> Summary:
     """Serve so many requests from a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
-        arguments = [*QUICK, "--max-queued-requests", "256"]
+        arguments = [*QUICK, "--max-queued-requests", "256", "--hang-timeout", "60"]
         with ServingProcess(*arguments, module="tests.faults.breakable", env={"SOAK_REPORT": str(report)}) as server:
             began = time.monotonic()
-            books, seconds = asyncio.run(_serve(server, num_requests, report)), time.monotonic() - began
+            books, ledger = asyncio.run(_serve(server, num_requests, report))
+            seconds = time.monotonic() - began
             differences = _differences(server.http, books)
             server.signal(signal.SIGTERM)
             if server.wait(40.0) != 0:
                 books.surprises["exit code"] += 1
-            held = [json.loads(line) for line in report.read_text().splitlines()]
+            held = [json.loads(line) for line in report.read_text().splitlines()][:NUM_SAMPLES]
     every = num_requests / NUM_SAMPLES
-    return Summary(num_requests, seconds, slope([each["bytes"] for each in held], every), held, books, differences)
+    return Summary(
+        num_requests, seconds, slope([each["bytes"] for each in held], every), held, books, differences, ledger
+    )
 
 
-async def _serve(server: ServingProcess, num_requests: int, report: Path) -> Books:
+async def _serve(server: ServingProcess, num_requests: int, report: Path) -> tuple[Books, tuple[int, int]]:
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         aiohttp.ClientSession(server.http, connector=connector) as http,
@@ -237,10 +265,33 @@ async def _serve(server: ServingProcess, num_requests: int, report: Path) -> Boo
 
             await asyncio.gather(*(work(numbers) for _ in range(AT_ONCE)))
             await until_idle(http)
-            server.signal(signal.SIGHUP)
-            while not report.exists() or len(report.read_text().splitlines()) < sample:
-                await asyncio.sleep(0.02)
-    return own.books
+            await _report(server, report)
+        ledger = await own.fill(server, report)
+    return own.books, ledger
+
+
+async def _report(server: ServingProcess, report: Path) -> int:
+    """Return the bytes that the process holds now."""
+    before = report.read_text() if report.exists() else ""
+    server.signal(signal.SIGHUP)
+    while not report.exists() or report.read_text() == before:
+        await asyncio.sleep(0.02)
+    return json.loads(report.read_text().splitlines()[-1])["bytes"]
+
+
+def _large_requests() -> Iterator[dict[str, Any]]:
+    """Give bodies of background responses of some megabytes: texts, numbers, short texts, objects."""
+    rng = random.Random(5)
+    for number in range(NUM_LARGE):
+        for values in (
+            {"type": "string", "description": rng.choice("aé日😀") * 600_000},
+            {"enum": [rng.random() for _ in range(100_000)]},
+            {"enum": [f"{number}-{index}" for index in range(30_000)]},
+            {"properties": {f"{index}": {"type": "string"} for index in range(10_000)}},
+        ):
+            tool = {"type": "function", "name": "f", "parameters": {"type": "object", **values}}
+            own = {"input": "a", "max_output_tokens": ENDLESS, "ignore_eos": True, "stream": False}
+            yield {**own, "tools": [tool], "tool_choice": "none", "background": True}
 
 
 def _differences(http: str, books: Books) -> dict[str, tuple[float, float]]:
@@ -277,6 +328,9 @@ def faults_of(summary: Summary, most_bytes: float = MOST_BYTES) -> list[str]:
     found += [f"surprise: {name} × {count}" for name, count in summary.books.surprises.items()]
     if summary.bytes_per_request > most_bytes:
         found.append(f"{summary.bytes_per_request:.0f} bytes a request")
+    counted, grown = summary.ledger
+    if abs(counted - grown) > MOST_UNCOUNTED * grown:
+        found.append(f"the process grew by {grown} bytes, its ledger by {counted}")
     settled = summary.held[len(summary.held) // 5 :]
     for name, slack in (("descriptors", 4), ("threads", 2), ("tasks", 4), ("device_bytes", 1 << 16)):
         values = [each[name] for each in settled]

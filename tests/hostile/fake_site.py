@@ -26,7 +26,7 @@ from tests.support.fake_serving import SCRIPT, FakeServing
 class Ordered(FakeServing):
     """Answers with as many chunks as the prompt says."""
 
-    async def generate(self, call):
+    async def generate(self, call, params=None):
         self.check_model(call.model)
         if not is_request_id(call.request_id, ServerOptions()):
             raise UserError("request_id must be short and plain.", "request_id")

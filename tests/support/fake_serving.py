@@ -29,6 +29,7 @@ from jaxllm_server.http.protocol import server_config
 from jaxllm_server.http.server import HttpServer
 from jaxllm_server.shared.adapters import ServedAdapters
 from jaxllm_server.shared.calls import Chunk, Part, PromptInfo, Usage
+from jaxllm_server.shared.ledger import Ledger
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
 
@@ -89,6 +90,7 @@ class FakeServing:
             get_load=lambda: Load(running=1, waiting=2),
             off_loop=self._off_loop,
         )
+        self.ledger = Ledger(self.options)
         self.adapters = ServedAdapters(self.engine, self.options, self.names)  # type: ignore[arg-type]
         self.failure: BaseException | None = None
         self.fails_at = 0
@@ -120,7 +122,10 @@ class FakeServing:
         if self.is_full:
             raise OverloadedError("The queue is full.", retry_after=1.0)
 
-    def check_calls(self, calls):
+    async def completed(self, call):
+        return self.params_of(call)
+
+    def check_calls(self, calls, params):
         pass
 
     def check_text(self, name, value):
@@ -136,7 +141,7 @@ class FakeServing:
     def params_of(self, call):
         return SamplingParams(**{"max_tokens": call.default_max_tokens, "temperature": 1.0, **call.sampling})
 
-    async def generate(self, call):
+    async def generate(self, call, params=None):
         self.check_model(call.model)
         self.calls.append(call)
         params = self.params_of(call)

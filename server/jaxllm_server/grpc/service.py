@@ -193,7 +193,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         request_id, is_hint, client = self._admit(request, context)
         most = self._serving.options.max_json_depth
         call = await self._read(client, request, messages.call_of, request_id, stream=stream, max_json_depth=most)
-        call = replace(call, client=client)
+        call = replace(call, client=client, num_bytes=request.ByteSize())
         model = self._serving.check_model(request.model, request.adapter)
         generate = self._serving.generate
         chunks = self._hinted(generate, call) if is_hint else generate(call)

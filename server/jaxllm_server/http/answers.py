@@ -24,6 +24,7 @@ from jaxllm_server.http.sse import dumps, dumps_large
 from jaxllm_server.http.writers import EventReply, Writer
 from jaxllm_server.openai.messages import Reply
 from jaxllm_server.openai.pooling import PoolReply
+from jaxllm_server.shared.ledger import ANSWERS, OUTPUTS, Entry
 from jaxllm_server.shared.merge import merge
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ Result = TypeVar("Result")
 AnyReply = TypeVar("AnyReply", Reply | EventReply, PoolReply)
 _MANY_NUMBERS = 1 << 16  # of an answer that is written beside the event loop: 13 ms (measured)
 _MANY_VALUES = 1 << 12  # log-probabilities of an answer that is written beside the event loop
+_VALUE_BYTES = 150  # of a log-probability in memory, its place in a dict and its texts included (measured)
 _CHARACTERS = 32  # of text that take as long as one
 _PIECE = 1 << 20  # bytes of a whole answer that are handed over at once: the next waits until most of them have left
 _STREAM_HEADERS = [
@@ -53,6 +55,8 @@ class Answer(ABC, Generic[AnyReply]):
     reply: AnyReply
     name: str  # of the request in the log
     client: str  # its name
+    num_bytes: int  # of the request
+    entry: Entry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Compute and send; what fails before the first byte is raised."""
@@ -110,11 +114,14 @@ class TextAnswer(Answer[Reply | EventReply]):
         if self.prepare is not None:
             await self.prepare()
         ordered = [chunks.pop(number) for number in sorted(chunks)]
-        if sum(map(_num_values, ordered)) > _MANY_VALUES:
+        num_values = sum(map(_num_values, ordered))
+        self.entry.charge(OUTPUTS, num_values * _VALUE_BYTES)
+        if num_values > _MANY_VALUES:
             content = await self.serving.off_loop(self.client, self.writer.whole, ordered, dumps_large)
         else:
             content = self.writer.whole(ordered)
         self.writer.finish(content)
+        self.entry.charge(ANSWERS, len(content))
         await send_json(send, content)
 
     async def _stream(self, scope: Scope, send: Send) -> None:
@@ -151,10 +158,12 @@ class TextAnswer(Answer[Reply | EventReply]):
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
         """Yield the chunks of all calls as they come, each with its call's number."""
-        calls = [replace(call, client=self.client) for call in self.reply.calls]
+        own: dict[str, Any] = {"client": self.client, "num_bytes": self.num_bytes, "entry": self.entry}
+        calls = [replace(call, **own) for call in self.reply.calls]
+        params = await self.serving.completed(calls[0])  # the calls differ in their prompts alone
         if len(calls) > 1:
-            self.serving.check_calls(calls)
-        iterators = [self.serving.generate(call) for call in calls]
+            self.serving.check_calls(calls, params)
+        iterators = [self.serving.generate(call, params) for call in calls]
         if len(iterators) > 1:
             async with aclosing(merge(iterators)) as merged:
                 async for item in merged:

@@ -1,4 +1,4 @@
-"""Reads the bodies of requests: bounded in size, all together and by client, and parsed where nothing waits for it.
+"""Reads the bodies of requests: bounded in size, and parsed where nothing waits for it.
 
 Knows nothing of what bodies mean.
 """
@@ -6,19 +6,18 @@ Knows nothing of what bodies mean.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
-from jaxllm.errors import OverloadedError
 from jaxllm_server.http.answers import while_connected
 from jaxllm_server.http.error_bodies import ClientGone, Refusal, body_too_large
 from jaxllm_server.http.guard import CLIENT
 from jaxllm_server.ollama.replies import PATHS as OLLAMA_PATHS
 from jaxllm_server.shared import strict_json
-from jaxllm_server.shared.client_quota import Bound
+from jaxllm_server.shared.calls import LARGE_REQUEST
+from jaxllm_server.shared.ledger import BODIES, REQUESTS, Entry, size_of
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -26,54 +25,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 DEAD = ("dead", "stopped")  # states of an engine that answers nothing any more
-_LARGE_BODY = 256 << 10  # bytes; token ids of this size take 6 ms to parse (measured)
-_FREE_BYTES = 64 << 10  # of a body that are not counted: as many bodies as there may be requests hold 128 MiB of them
-
-
-class Bodies:
-    """Bounds the bytes of bodies that are being received, all together, and of one client to half of them.
-
-    A small body has room whatever others hold.
-    """
-
-    def __init__(self, most: int, max_body_bytes: int) -> None:
-        self._bound = Bound(most, max(most // 2, max_body_bytes))
-
-    @contextmanager
-    def place(self, client: str) -> Iterator[Callable[[int], None]]:
-        """Count one body while the block runs; call what it yields with the length of each piece.
-
-        Raises:
-            OverloadedError: by that call, if there is no room for the piece.
-        """
-        received = held = 0
-
-        def grow(num_bytes: int) -> None:
-            nonlocal received, held
-            received += num_bytes
-            num_bytes = max(0, received - _FREE_BYTES) - held
-            if num_bytes == 0:
-                return
-            if not self._bound.has_room(client, num_bytes):
-                raise OverloadedError("The server is receiving too many large bodies.", retry_after=1.0)
-            self._bound.add(client, num_bytes)
-            held += num_bytes
-
-        try:
-            yield grow
-        finally:
-            self._bound.add(client, -held)
-
-    @contextmanager
-    def kept(self, client: str, num_bytes: int) -> Iterator[None]:
-        """Count what was made of a body, and is held without a connection, while the block runs.
-
-        Raises:
-            OverloadedError: if there is no room for it.
-        """
-        with self.place(client) as grow:
-            grow(num_bytes)
-            yield
 
 
 class BodyReader:
@@ -82,8 +33,6 @@ class BodyReader:
     def __init__(self, serving: Serving, options: ServerOptions) -> None:
         self._serving = serving
         self._options = options
-        self.received = Bodies(options.most_receiving_bytes, options.max_body_bytes)
-        self.background = Bodies(options.most_receiving_bytes, options.max_body_bytes)  # of responses being made
 
     async def json(self, request: Request) -> dict[str, Any]:
         """Read a request's JSON, up to the bound of its size."""
@@ -101,19 +50,23 @@ class BodyReader:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal(415, "Compressed bodies are not accepted.", "CONTENT_ENCODING", closes=True)
         client = request.scope[CLIENT]
-        with self.received.place(client) as grow:
-            body = await self._receive(request, grow)
-            request.scope["jaxllm"]["body_bytes"] = len(body)
-            is_large = len(body) > _LARGE_BODY
+        entry: Entry = request.scope["jaxllm"]["entry"]
+        body = await self._receive(request, entry)
+        request.scope["jaxllm"]["body_bytes"] = len(body)
+        is_large = len(body) > LARGE_REQUEST
 
-            def parse() -> Result:
-                return make(strict_json.read(body, self._options.max_json_depth, in_thread=is_large))
+        def parse() -> tuple[int, Result]:
+            document = strict_json.read(body, self._options.max_json_depth, in_thread=is_large)
+            return size_of(document), make(document)
 
-            parsing = self.run(parse, is_large, client)
-            return await (while_connected(request.receive, parsing) if is_large else parsing)
+        parsing = self.run(parse, is_large, client)
+        num_bytes, result = await (while_connected(request.receive, parsing) if is_large else parsing)
+        entry.charge(REQUESTS, num_bytes)
+        entry.release(BODIES)
+        return result
 
-    async def _receive(self, request: Request, grow: Callable[[int], None]) -> bytearray:
-        """Read a body; `grow` is called with each piece's length before it is kept, and may raise."""
+    async def _receive(self, request: Request, entry: Entry) -> bytearray:
+        """Read a body; each piece is charged before it is kept."""
         body = bytearray()
         try:
             async with asyncio.timeout(self._options.stall_timeout or None):
@@ -124,7 +77,7 @@ class BodyReader:
                     piece = message.get("body", b"")
                     if len(body) + len(piece) > self._options.max_body_bytes:
                         raise body_too_large(self._options.max_body_bytes)
-                    grow(len(piece))
+                    entry.charge(BODIES, len(piece))
                     body += piece
                     if not message.get("more_body", False):
                         return body

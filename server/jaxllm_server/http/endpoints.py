@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from jaxllm_server.shared.serving import Serving
 
 _log = logging.getLogger("jaxllm.server.http")
+AnyReply = TypeVar("AnyReply")
 _MANY_TOKENS = 4096
 _POOLING_PATHS = frozenset({"/api/embed", *REPLIES})
 _GENERATING_PATHS = frozenset(
@@ -147,10 +148,9 @@ class Endpoints:
     async def completions(self, request: Request) -> ASGIApp:
         """Continue one or more prompts."""
         self._serving.check_room(request.scope[CLIENT], pools=False)
-        return self._completions(request, await self._bodies.json(request))
+        return self._answer(request, await self._read(request, CompletionReply))
 
-    def _completions(self, request: Request, body: Body) -> ASGIApp:
-        reply = CompletionReply(body, self._options, _own_request_id(request))
+    def _completions(self, request: Request, reply: CompletionReply) -> ASGIApp:
         client, model = request.scope[CLIENT], reply.calls[0].model
 
         async def read_prompts() -> None:
@@ -162,17 +162,25 @@ class Endpoints:
     async def chat(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
         self._serving.check_room(request.scope[CLIENT], pools=False)
-        return self._chat(request, await self._bodies.json(request))
+        return self._answer(request, await self._read(request, ChatReply))
 
     async def chats(self, request: Request) -> ASGIApp:
         """Answer several conversations."""
         self._serving.check_room(request.scope[CLIENT], pools=False)
-        own_id = _own_request_id(request)
-        reply = await self._bodies.read(request, lambda body: ChatsReply(body, self._options, own_id))
-        return self._text_answer(request, reply)
+        return self._text_answer(request, await self._read(request, ChatsReply))
 
-    def _chat(self, request: Request, body: Body) -> ASGIApp:
-        return self._text_answer(request, ChatReply(body, self._options, _own_request_id(request)))
+    async def _read(self, request: Request, make_reply: Callable[[Body, ServerOptions, str], AnyReply]) -> AnyReply:
+        """Read a body and make a reply of it."""
+        own_id = _own_request_id(request)
+        return await self._bodies.read(request, lambda body: make_reply(body, self._options, own_id))
+
+    def _answer(self, request: Request, reply: CompletionReply | ChatReply | PoolReply) -> ASGIApp:
+        """Return the answer that a reply writes."""
+        if isinstance(reply, CompletionReply):
+            return self._completions(request, reply)
+        if isinstance(reply, ChatReply):
+            return self._text_answer(request, reply)
+        return PoolAnswer(**self._parts_of_answer(request, reply), head=self._head(reply))
 
     def _events(
         self, make_reply: Callable[[Body, ServerOptions, str], EventReply], writer: type[NamedWriter]
@@ -181,8 +189,7 @@ class Endpoints:
 
         async def answer(request: Request) -> ASGIApp:
             self._serving.check_room(request.scope[CLIENT], pools=False)
-            own_id = _own_request_id(request)
-            reply = await self._bodies.read(request, lambda body: make_reply(body, self._options, own_id))
+            reply = await self._read(request, make_reply)
             return TextAnswer(**self._parts_of_answer(request, reply), writer=writer(reply, self._head(reply)))
 
         return answer
@@ -203,29 +210,27 @@ class Endpoints:
 
         async def pool(request: Request) -> ASGIApp:
             self._serving.check_room(request.scope[CLIENT], pools=True)
-            return self._pool(request, await self._bodies.json(request), make_reply)
+            return self._answer(request, await self._read(request, make_reply))
 
         return pool
-
-    def _pool(
-        self, request: Request, body: Body, make_reply: Callable[[Body, ServerOptions, str], PoolReply]
-    ) -> ASGIApp:
-        reply = make_reply(body, self._options, _own_request_id(request))
-        return PoolAnswer(**self._parts_of_answer(request, reply), head=self._head(reply))
 
     async def invocations(self, request: Request) -> ASGIApp:
         """Answer a body of any of these routes, which its fields tell (SageMaker)."""
         self._serving.check_room(request.scope[CLIENT])
-        body = await self._bodies.json(request)
-        path = route_of(body, self._serving.tasks)
-        if path in REPLIES:
-            return self._pool(request, body, REPLIES[path])
-        return self._chat(request, body) if path == "/v1/chat/completions" else self._completions(request, body)
+        tasks = self._serving.tasks
+
+        def make(body: Body, options: ServerOptions, own_id: str) -> CompletionReply | ChatReply | PoolReply:
+            path = route_of(body, tasks)
+            replies = {"/v1/chat/completions": ChatReply, "/v1/completions": CompletionReply, **REPLIES}
+            return replies[path](body, options, own_id)
+
+        return self._answer(request, await self._read(request, make))
 
     async def tokenize(self, request: Request) -> ASGIApp:
         """Turn a text or a conversation into token ids."""
         ignored: list[str] = []
-        call, wants_pieces = tokenize_call_of(await self._bodies.json(request), self._options.unknown_fields, ignored)
+        read = partial(tokenize_call_of, policy=self._options.unknown_fields, ignored=ignored)
+        call, wants_pieces = await self._bodies.read(request, read)
         self._warn(request, ignored)
         client = request.scope[CLIENT]
         ids = await while_connected(request.receive, self._serving.tokenize(replace(call, client=client)))
@@ -240,7 +245,8 @@ class Endpoints:
     async def detokenize(self, request: Request) -> ASGIApp:
         """Turn token ids into text."""
         ignored: list[str] = []
-        model, ids = detokenize_request_of(await self._bodies.json(request), self._options.unknown_fields, ignored)
+        read = partial(detokenize_request_of, policy=self._options.unknown_fields, ignored=ignored)
+        model, ids = await self._bodies.read(request, read)
         self._warn(request, ignored)
         return json_response({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT], model)})
 
@@ -250,13 +256,13 @@ class Endpoints:
 
     async def load_adapter(self, request: Request) -> ASGIApp:
         """Load an adapter under a name."""
-        name, path, in_place = load_request_of(await self._bodies.json(request))
+        name, path, in_place = await self._bodies.read(request, load_request_of)
         await self._serving.adapters.load(name, path, in_place=in_place, client=request.scope[CLIENT])
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> ASGIApp:
         """Take an adapter away."""
-        name = unload_request_of(await self._bodies.json(request))
+        name = await self._bodies.read(request, unload_request_of)
         self._serving.adapters.unload(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -314,7 +320,8 @@ class Endpoints:
 
         async def run(request: Request) -> ASGIApp:
             async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-                with self._places.place():
+                with self._places.place(), self._serving.ledger.entry(scope[CLIENT]) as entry:
+                    scope["jaxllm"]["entry"] = entry
                     response = await endpoint(request)
                     await response(scope, receive, send)
 
@@ -347,6 +354,8 @@ class Endpoints:
             "reply": reply,
             "name": own["name"],
             "client": request.scope[CLIENT],
+            "num_bytes": own["body_bytes"],
+            "entry": own["entry"],
         }
 
     def _warn(self, request: Request, ignored: Sequence[str]) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
@@ -16,12 +18,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.errors import OverloadedError
-from jaxllm_server.http.bodies import Bodies
 from jaxllm_server.http.guard import CLIENT
 from jaxllm_server.http.protocol import UPGRADE
 from jaxllm_server.http.sse import dumps
 from jaxllm_server.responses.store import OfConnection
 from jaxllm_server.shared.client_quota import Bound
+from jaxllm_server.shared.ledger import BODIES, Ledger
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -45,9 +47,9 @@ _ERROR, _FAILED = b"event: error\n", b"event: response.failed\n"
 class ResponseSockets:
     """The WebSockets of a server; `kept_for` makes the place for a client's responses."""
 
-    def __init__(self, options: ServerOptions, bodies: Bodies, kept_for: Callable[[str], OfConnection]) -> None:
+    def __init__(self, options: ServerOptions, ledger: Ledger, kept_for: Callable[[str], OfConnection]) -> None:
         self._options = options
-        self._bodies = bodies
+        self._ledger = ledger
         self._kept_for = kept_for
         self._open = Bound(options.max_rpcs, max(1, options.max_rpcs // 2))
 
@@ -69,7 +71,7 @@ class ResponseSockets:
                 flow,
                 max_bytes=self._options.max_body_bytes,
                 stall_seconds=self._options.stall_timeout or None,
-                place=lambda: self._bodies.place(client),
+                place=lambda: _received(self._ledger, client),
             )
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,6 +85,13 @@ class ResponseSockets:
                     socket.close()
 
         return serve
+
+
+@contextmanager
+def _received(ledger: Ledger, client: str) -> Iterator[Callable[[int], None]]:
+    """Give a function that counts bytes of a message until the block ends; it may raise OverloadedError."""
+    with ledger.entry(client) as entry:
+        yield partial(entry.charge, BODIES)
 
 
 async def _answer_all(socket: WebSocket, scope: Scope, kept: OfConnection) -> None:

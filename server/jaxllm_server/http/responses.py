@@ -43,7 +43,9 @@ from jaxllm_server.responses.store import (
     ordered,
     page_of,
 )
+from jaxllm_server.shared.calls import LARGE_REQUEST, Call
 from jaxllm_server.shared.client_quota import Places
+from jaxllm_server.shared.ledger import REQUESTS, RESPONSES, Entry
 from jaxllm_server.shared.options import ServerOptions
 
 if TYPE_CHECKING:
@@ -112,7 +114,8 @@ class ResponseEndpoints:
         self._parts_of_answer = parts_of_answer
         self._head_of = head_of
         self._store = ResponseStore(options.max_stored_response_bytes)
-        self.sockets = ResponseSockets(options, bodies.received, partial(OfConnection, self._store))
+        self.sockets = ResponseSockets(options, serving.ledger, partial(OfConnection, self._store))
+        serving.ledger.watch(RESPONSES, lambda: self._store.num_bytes)
         self._jobs: dict[tuple[str, str], Job] = {}  # by client and id
 
     async def create(self, request: Request) -> ASGIApp:
@@ -122,13 +125,14 @@ class ResponseEndpoints:
         kept_here: OfConnection | None = request.scope.get(KEPT)
         reply, chain = await self._reply_of(request, ResponseReply)
         parts = self._parts_of_answer(request, reply)
-        head = self._head_of(reply) | self._sampling_of(reply)
+        head = self._head_of(reply) | await self._sampling_of(reply, client, parts["num_bytes"])
         response_id: str = head["id"]
         self._serving.check_text("request_id", reply.request_id)
         items = b""
         is_kept = reply.is_kept or kept_here is not None
         if is_kept:
-            items = await self._bodies.run(partial(dumps, reply.items), num_characters(reply.items) > _LARGE, client)
+            is_large = num_characters(reply.items) > _LARGE
+            items = await self._bodies.run(partial(dumps_large, reply.items), is_large, client)
         name = response_id if kept_here is None else kept_here.name_of(response_id)
         if name in chain or (client, response_id) in self._jobs:
             raise RequestIdInUseError(f"request id {reply.request_id!r} is in use.", "request_id")
@@ -162,7 +166,8 @@ class ResponseEndpoints:
         reply, _ = await self._reply_of(request, CompactionReply)
         reply.bound(self._serving.engine.model.max_model_len)
         parts = self._parts_of_answer(request, reply)
-        return TextAnswer(**parts, writer=NamedWriter(reply, self._head_of(reply) | self._sampling_of(reply)))
+        head = self._head_of(reply) | await self._sampling_of(reply, request.scope[CLIENT], parts["num_bytes"])
+        return TextAnswer(**parts, writer=NamedWriter(reply, head))
 
     async def _reply_of(self, request: Request, reply_type: type[OwnReply]) -> tuple[OwnReply, dict[str, Stored]]:
         """Read a body; return what it asks for, and the responses by their names that it goes on from."""
@@ -173,11 +178,13 @@ class ResponseEndpoints:
         chain = self._chain(body, client, kept_here)
         is_large = sum(stored.size for stored in chain.values()) > _LARGE
         history = await self._bodies.run(partial(history_of, chain.values()), is_large, client)
+        request.scope["jaxllm"]["entry"].charge(REQUESTS, sum(stored.size for stored in chain.values()))
         kept = await self._kept_items(references_of(body.get("input")), client, kept_here)
         make = partial(reply_type, body, self._options, request.scope["jaxllm"]["request_id"], history, kept)
         given = body.get("input")
         num_items = len(history) + (len(given) if isinstance(given, list) else 1)
-        return await self._bodies.run(make, num_items > _MANY_ITEMS, client), chain
+        is_large = num_items > _MANY_ITEMS or request.scope["jaxllm"]["body_bytes"] > LARGE_REQUEST
+        return await self._bodies.run(make, is_large, client), chain
 
     async def retrieve(self, request: Request) -> ASGIApp:
         """Return a response, as far as it has come."""
@@ -231,10 +238,10 @@ class ResponseEndpoints:
         size = sum(stored.size for stored in chain)
         return _json(await self._bodies.run(write, size > _LARGE, client))
 
-    def _sampling_of(self, reply: ResponseReply) -> dict[str, Any]:
+    async def _sampling_of(self, reply: ResponseReply, client: str, num_bytes: int) -> dict[str, Any]:
         """Return the sampling parameters that a response repeats, and the clock; raises `UserError` for a wrong one."""
         try:
-            params = self._serving.params_of(reply.calls[0])
+            params = await self._serving.completed(replace(reply.calls[0], client=client, num_bytes=num_bytes))
         except UserError as error:
             if error.parameter is not None:
                 error.parameter = reply.names.get(error.parameter, error.parameter)
@@ -280,13 +287,16 @@ class ResponseEndpoints:
         keep: Callable[[bytes], None],
         num_bytes: int,
     ) -> ASGIApp:
-        """Start to make a response, which has a place among the server's requests and its bodies until it is kept."""
+        """Start to make a response, with a place among the server's requests and in its ledger until it is kept."""
         client, name = request.scope[CLIENT], request.scope["jaxllm"]["name"]
+        entry: Entry = request.scope["jaxllm"]["entry"].give()
         with ExitStack() as places:
+            places.enter_context(entry)
             places.enter_context(self._places.place())
-            places.enter_context(self._bodies.background.kept(client, num_bytes))
             held = places.pop_all()
-        task = asyncio.ensure_future(self._make(reply, client, request.headers.get("traceparent")))
+        num_own = request.scope["jaxllm"]["body_bytes"]
+        call = replace(reply.calls[0], client=client, num_bytes=num_own, entry=entry)
+        task = asyncio.ensure_future(self._make(reply, call, request.headers.get("traceparent")))
         job = Job(task, reply, num_bytes, asyncio.get_running_loop().create_future())
         self._jobs[client, response_id] = job
 
@@ -322,12 +332,11 @@ class ResponseEndpoints:
         response["output"] = deepcopy(response["output"])  # which may grow while it is written
         return await self._bodies.run(partial(dumps_large, response), True, client)
 
-    async def _make(self, reply: ResponseReply, client: str, traceparent: str | None) -> None:
-        (call,) = reply.calls
+    async def _make(self, reply: ResponseReply, call: Call, traceparent: str | None) -> None:
         span = self._tracer.start(traceparent, "/v1/responses", {"http.request.method": "POST"})
         failure: BaseException | None = None
         try:
-            async with aclosing(self._serving.generate(replace(call, client=client))) as chunks:
+            async with aclosing(self._serving.generate(call)) as chunks:
                 async for chunk in chunks:
                     reply.events(0, chunk)
         except BaseException as error:

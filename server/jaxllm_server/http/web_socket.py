@@ -35,7 +35,7 @@ _MOST_FRAMES, _FRAMES_A_SECOND, _FRAMES_A_KIB = 64.0, 10.0, 1.0
 _CLOSE_SECONDS = 5.0  # for the other side to close
 
 
-# Counts the bytes of a message while it is held; `Bodies.place`.
+# Counts the bytes of a message while it is held; see `Entry.charge`.
 Place = Callable[[], AbstractContextManager[Callable[[int], None]]]
 
 

@@ -223,6 +223,7 @@ class PrometheusObserver(Collector):
         self._histograms = {name: Histogram(bounds) for name, _, bounds in _HISTOGRAMS}
         self._handled: dict[tuple[str, str, str], int] = {}  # by protocol, route and code
         self._handling: dict[tuple[str, str], Histogram] = {}  # by protocol and route
+        self.held_bytes: Callable[[], Mapping[str, int]] = dict  # by account of the server's ledger
         self._process = psutil.Process()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -392,7 +393,11 @@ class PrometheusObserver(Collector):
         yield self._gauge("device_memory_bytes", "Memory of a device; of a CPU, this process'.", memory)
 
     def _handled_families(self) -> Iterator[Metric]:
-        """Report what the front ends answered. Not by engine: most calls never reach one."""
+        """Report what the front ends answered and hold. Not by engine: most calls never reach one."""
+        held = GaugeMetricFamily("jaxllm:held_bytes", "Bytes held for requests, by kind.", labels=["account"])
+        for account, num_bytes in self.held_bytes().items():
+            held.add_metric([account], num_bytes)
+        yield held
         names = ["protocol", "route", "code"]
         counts = CounterMetricFamily("jaxllm:requests_handled", "Calls that the front ends answered.", labels=names)
         for labels, count in self._handled.items():

@@ -24,9 +24,12 @@ async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tup
         else:
             await queue.put(None)
 
-    tasks = [asyncio.ensure_future(read(number, iterator)) for number, iterator in enumerate(iterators)]
-    num_open = len(tasks)
+    tasks: list[asyncio.Task[None]] = []
+    num_open = len(iterators)
     try:
+        for number, iterator in enumerate(iterators):
+            tasks.append(asyncio.ensure_future(read(number, iterator)))
+            await asyncio.sleep(0)  # lets others have a turn between the beginnings of two
         while num_open:
             item = await queue.get()
             if isinstance(item, BaseException):

@@ -16,6 +16,7 @@ from jaxllm.errors import UserError
 from jaxllm.setting import setting
 
 _MAY_BE_ZERO = frozenset({"max_stored_response_bytes"})  # bounds of what there need not be
+_PARSED = 4  # bytes that parsed JSON takes for each of its own: 1 of texts, 4 to 20 of numbers and lists
 _BODIES_AT_ONCE = 16  # of the largest kind, 128 MiB
 UNKNOWN_FIELDS = ("refuse", "warn", "ignore")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -146,7 +147,10 @@ class ServerOptions:
         None, "outputs under way of one API key, or of one address where there are no keys"
     )
     max_receiving_bytes: int | None = setting(
-        None, "of HTTP bodies that are not read yet, all together; one client may have half of it", "BYTES"
+        None,
+        "of HTTP bodies that are not read yet, all together; one client may have half of it; requests that are being "
+        "answered, in the background too, may hold four times as much",
+        "BYTES",
     )
     max_stored_response_bytes: int = setting(
         64 << 20, "of responses that clients may ask for again; the oldest go first; 0: none are kept", "BYTES"
@@ -231,6 +235,11 @@ class ServerOptions:
     def most_receiving_bytes(self) -> int:
         """The most that HTTP bodies which are not read yet may hold together."""
         return _BODIES_AT_ONCE * self.max_body_bytes if self.max_receiving_bytes is None else self.max_receiving_bytes
+
+    @property
+    def most_request_bytes(self) -> int:
+        """The most that requests which were parsed may hold together until they are answered."""
+        return _PARSED * self.most_receiving_bytes
 
     @property
     def is_loopback(self) -> bool:

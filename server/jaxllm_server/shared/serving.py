@@ -10,8 +10,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,12 +27,13 @@ from jaxllm.text.tokenizer import NoTokenizer, Tokenizer
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span, request_attributes
 from jaxllm_server.shared import beam_calls, pool_stream, pooling
 from jaxllm_server.shared.adapters import Served, ServedAdapters
-from jaxllm_server.shared.calls import Call, Chunk, is_forced
+from jaxllm_server.shared.calls import LARGE_REQUEST, Call, Chunk, is_forced
 from jaxllm_server.shared.chat_checks import (
     check_tools,
 )
 from jaxllm_server.shared.client_quota import FairShares, Shares
 from jaxllm_server.shared.forced_calls import blaming_tools, with_forced_calls
+from jaxllm_server.shared.ledger import PROMPTS, REQUESTS, Entry, Ledger
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
 from jaxllm_server.shared.output_forms import OutputForms
 from jaxllm_server.shared.pool_calls import PoolCall, PoolResult
@@ -40,6 +41,7 @@ from jaxllm_server.shared.prompts import Prompts
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
+_TOKEN_BYTES = 56  # of a prompt: the integer, in a list and a tuple, and in the engine's arrays
 
 
 class Serving:
@@ -54,6 +56,7 @@ class Serving:
         self.adapters = ServedAdapters(engine, options, self.names)
         self.shares = Shares(options.max_sequences_per_client)
         self.pool_shares = FairShares()
+        self.ledger = Ledger(options)
         num_keys = len(options.api_key) + len(options.admin_api_key)
         self._has_tenants = bool(options.api_key) and num_keys > 1
         self._template: str | None = None
@@ -91,13 +94,12 @@ class Serving:
         if pools is not None:
             pooling.check_kind(self.engine.model, self.names[0], pools)
 
-    def check_calls(self, calls: Sequence[Call]) -> None:
+    def check_calls(self, calls: Sequence[Call], params: SamplingParams) -> None:
         """Refuse one request's calls, which differ in their prompts alone, unless there is room for all of them.
 
         Asked before the first is generated: one for which there is no room fails the request, and what the others
         have cost is lost.
         """
-        params = self.params_of(calls[0])
         beams = beam_calls.beams_of(calls[0], params, self.engine.model.max_model_len)
         num_samples = len(calls) * (params.n if beams is None else beams.beam_width)
         self.shares.check(calls[0].client, num_samples)
@@ -121,19 +123,26 @@ class Serving:
         with blaming_tools(call):
             return replace(self.engine.model.default_params, **given, output_kind=kind)
 
-    async def generate(self, call: Call) -> AsyncGenerator[Chunk]:
-        """Answer a call, in one chunk or as it comes. To close the iterator aborts the request."""
+    async def completed(self, call: Call) -> SamplingParams:
+        """Return what `params_of` does; of a large request it is made beside the event loop."""
+        return await self._large(call, self.params_of, call)
+
+    async def generate(self, call: Call, params: SamplingParams | None = None) -> AsyncGenerator[Chunk]:
+        """Answer a call, in one chunk or as it comes; `params` are what `completed` returned for it.
+
+        To close the iterator aborts the request.
+        """
         served = self._served(call.model, call.adapter)
         self.check_text("request_id", call.request_id)
         self.check_text("cache_salt", call.cache_salt)
         arrival = time.monotonic()
         await self.engine.check_health()
         pooling.check_kind(self.engine.model, self.names[0], pools=False)
-        params = self.params_of(call)
+        params = await self.completed(call) if params is None else params
         self.forms.check(call, params)
         beams = beam_calls.beams_of(call, params, self.engine.model.max_model_len)
         num_outputs = params.n if beams is None else beams.beam_width
-        with self.adapters.using(served), self.shares.place(call.client, num_outputs):
+        with self.adapters.using(served), self.shares.place(call.client, num_outputs), self._entry_of(call) as entry:
             with self.engine.preparing(num_outputs):
                 adapter = await self._adapter(served, call.client)
                 model = self.engine.model if adapter is None else adapter.language.model
@@ -144,6 +153,7 @@ class Serving:
                 stop_ids = (*params.stop_token_ids, *fill_in_middle.stop_ids(model.tokenizer))
                 params = replace(params, stop_token_ids=stop_ids)
             said = prompt.get("prompt")
+            entry.charge(PROMPTS, len(said or "") + _TOKEN_BYTES * len(prompt["prompt_token_ids"]))
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
                 ids = prompt["prompt_token_ids"]  # by their text it is seen whether the prompt opens the reasoning
                 said = await self.off_loop(call.client, model.tokenizer.decode, ids, False)
@@ -152,9 +162,8 @@ class Serving:
                 params = replace(params, skip_special_tokens=False)
                 beams = beams and replace(beams, skip_special_tokens=False)
             if params.structured_outputs is not None:
-                of_output = self.forms.constraint(
-                    call, params.structured_outputs, said or "", reader.may_reason, model.tokenizer
-                )
+                given = call, params.structured_outputs, said or "", reader.may_reason, model.tokenizer
+                of_output = await self._large(call, self.forms.constraint, *given)
                 params = replace(params, structured_outputs=of_output)
             request_id = call.request_id or uuid.uuid4().hex
             outputs = self.engine.generate(
@@ -172,8 +181,8 @@ class Serving:
             )
             if self.options.enable_log_requests:
                 num_prompt, own = len(prompt["prompt_token_ids"]), "" if served is None else f"adapter {served.name}, "
-                given = given_of(params) if beams is None else beams
-                _log.info("request %s: %s%d prompt tokens, %s", request_id, own, num_prompt, given)
+                shown = given_of(params) if beams is None else beams
+                _log.info("request %s: %s%d prompt tokens, %s", request_id, own, num_prompt, shown)
             with blaming_tools(call), beam_calls.blaming_n():
                 async with aclosing(outputs):
                     async for output in outputs:
@@ -186,6 +195,16 @@ class Serving:
                                 self.adapters.note_finished(served)
                             current_span().set(facts, name=REQUEST_SPAN)
                         yield chunk
+
+    @contextmanager
+    def _entry_of(self, call: Call) -> Iterator[Entry]:
+        """Give the entry of a call's request; that of one which came by gRPC begins here."""
+        if call.entry is not None:
+            yield call.entry
+            return
+        with self.ledger.entry(call.client) as entry:
+            entry.charge(REQUESTS, 2 * call.num_bytes)  # the message, and what was made of it
+            yield entry
 
     def pool(self, call: PoolCall) -> AsyncGenerator[PoolResult]:
         """Embed, classify or score a call's inputs. To close the iterator aborts what is left."""
@@ -232,6 +251,12 @@ class Serving:
         with self.adapters.using(served):
             adapter = await self._adapter(served, client)
             return self.engine.model if adapter is None else adapter.language.model
+
+    async def _large(self, call: Call, function: Callable[..., Item], *arguments: Any) -> Item:
+        """Call a function, beside the event loop where a call's request is so large that it may take long."""
+        if call.num_bytes > LARGE_REQUEST:
+            return await self.off_loop(call.client, function, *arguments)
+        return function(*arguments)
 
     async def off_loop(self, client: str, function: Callable[..., Item], *arguments: Any) -> Item:
         """Run what makes a client's prompt beside the event loop; to wait for a thread takes from its time as well."""

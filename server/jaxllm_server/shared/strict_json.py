@@ -13,16 +13,16 @@ from typing import Any, NoReturn
 
 from jaxllm.errors import UserError
 
-# What comes before an escape that is half of a surrogate pair, and that escape's beginning.
-_HALF_A_PAIR = re.compile(
-    rb"\A(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F])*+\\u", re.DOTALL
+# Whole characters and escapes; it stops before an escape that is half of a surrogate pair.
+_WHOLE = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]){0,65536}+", re.DOTALL
 )
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SQUARE = bytes.maketrans(b"{}", b"[]")
-# No request that is accepted has more: a conversation may have 131,072 values, a logit_bias as many keys as there are
-# tokens. Python's parser makes lists and texts without letting other threads run: 8 MiB of "[]," took 0.5 s (measured).
+# No request that is accepted has more: a conversation may have 131,072 values, a schema 87,000. Python's parser makes
+# lists and texts without letting other threads run: 8 MiB of "[]," took 0.5 s (measured).
 _MOST_LISTS = 1 << 17  # and objects
-_MOST_TEXTS = 1 << 19
+_MOST_TEXTS = 1 << 18
 _SHOWN_KEY = 64  # characters of a key that an error repeats
 
 
@@ -74,7 +74,7 @@ def read_value(raw: bytes | bytearray, max_depth: int, name: str, *, in_thread: 
         raise UserError(f"{name} is not valid JSON: a number has too many digits.") from error
     if not _is_shallow(brackets, max_depth):
         raise UserError(f"{name} is nested more than {max_depth} levels deep.")
-    if _HALF_A_PAIR.match(raw):
+    if not _has_whole_pairs(raw):
         raise UserError(f"{name} holds half of a surrogate pair, which is not text.")
     return document
 
@@ -96,6 +96,20 @@ def _brackets_of(raw: bytes | bytearray) -> tuple[bytes, int]:
     """
     parts = bytes(raw).replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
     return b"".join(parts[::2]).translate(_SQUARE, _NO_BRACKETS), len(parts) // 2
+
+
+def _has_whole_pairs(raw: bytes | bytearray) -> bool:
+    """Say whether no escape of a valid document is half of a surrogate pair; piece by piece, so that others may run."""
+    if b"\\ud" not in raw and b"\\uD" not in raw:
+        return True
+    end = 0
+    while end < len(raw):
+        match = _WHOLE.match(raw, end)
+        assert match is not None
+        if match.end() == end:
+            return False
+        end = match.end()
+    return True
 
 
 def _is_shallow(brackets: bytes | bytearray, max_depth: int) -> bool:

@@ -110,7 +110,7 @@ def test_several_prompts_several_outputs(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_are_refused_together_before_the_first_is_generated(server, stream, monkeypatch):
-    def refuse(calls):
+    def refuse(calls, params):
         assert [(call.prompt, call.client) for call in calls] == [("a", "loopback"), ("b", "loopback")]
         raise OverloadedError("The queue is full.", 1.0)
 
@@ -644,7 +644,7 @@ def test_bodies_that_are_being_received_hold_so_many_bytes_and_of_one_client_hal
         except TimeoutError:
             return connection, b""
 
-    with http_server(FakeServing(), options) as port, ExitStack() as connections:
+    with http_server(FakeServing(options=options), options) as port, ExitStack() as connections:
         answers = []
         for key in ("a", "a", "b", "c", "c"):  # 1.5 MB for each, and 3 MB for all
             connection, answer = ask(key)

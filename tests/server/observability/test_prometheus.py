@@ -51,7 +51,7 @@ _COUNTERS = (
 ).split()
 _GAUGES = (
     "num_requests_running num_requests_waiting num_requests_waiting_by_reason kv_cache_usage_perc cache_config_info "
-    "engine_state"
+    "engine_state held_bytes"
 ).split()
 
 

@@ -42,7 +42,7 @@ class Speaker(FakeServing):
     text, ending = "", "stop"
     cuts: tuple[int, ...] = ()
 
-    async def generate(self, call):
+    async def generate(self, call, params=None):
         self.calls.append(call)
         self.num_live += 1
         reasoning = REASONING_PARSERS["qwen3"].form.parser()

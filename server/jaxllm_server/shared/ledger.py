@@ -1,0 +1,138 @@
+"""What the server holds for requests in its memory, by kind: from a request's first byte to the end of its answer.
+
+A request has an entry, in which each kind of what is held is charged to an account; its end gives everything back.
+Accounts that clients fill are bounded, and so is what one client has of them. Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from jaxllm.errors import OverloadedError
+from jaxllm_server.shared.client_quota import Bound
+from jaxllm_server.shared.options import ServerOptions
+
+BODIES = "bodies"  # bytes of bodies that are being received or parsed
+REQUESTS = "requests"  # what was parsed
+PROMPTS = "prompts"  # texts and token ids
+OUTPUTS = "outputs"  # log-probabilities of whole answers
+ANSWERS = "answers"  # whole answers that are being sent
+RESPONSES = "responses"  # that clients may ask for again
+_FREE_BYTES = 64 << 10  # of an account of a request that count towards no bound: small requests have room
+_REFUSALS = {
+    BODIES: "The server is receiving too many large bodies.",
+    REQUESTS: "The server is answering too many large requests.",
+}
+_NUMBER_BYTES = 32  # of an integer above 256, or a float
+_MANY_NUMBERS = 1024  # of a list, from which on a few are looked at
+_LOOKED_AT = 256
+
+
+class Ledger:
+    """The accounts of a server."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        most = {BODIES: options.most_receiving_bytes, REQUESTS: options.most_request_bytes}
+        self.bounds = {name: Bound(bound, max(bound // 2, options.max_body_bytes)) for name, bound in most.items()}
+        self.held: Counter[str] = Counter()
+        self._watched: dict[str, Callable[[], int]] = {}
+
+    def entry(self, client: str) -> Entry:
+        """Begin a request's entry."""
+        return Entry(self, client)
+
+    def watch(self, account: str, read: Callable[[], int]) -> None:
+        """Add an account of what another part of the server holds and bounds; `read` returns its bytes."""
+        self._watched[account] = read
+
+    def accounts(self) -> dict[str, int]:
+        """Return the bytes of each account."""
+        own = {name: self.held[name] for name in (BODIES, REQUESTS, PROMPTS, OUTPUTS, ANSWERS)}
+        return own | {name: read() for name, read in self._watched.items()}
+
+
+class Entry:
+    """What is held for one request, until its block ends."""
+
+    def __init__(self, ledger: Ledger, client: str) -> None:
+        self._ledger = ledger
+        self._client = client
+        self._held: Counter[str] = Counter()
+
+    def __enter__(self) -> Entry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def charge(self, account: str, num_bytes: int) -> None:
+        """Count bytes that are held now.
+
+        Raises:
+            OverloadedError: if a bounded account has no room for them; none is counted.
+        """
+        bound = self._ledger.bounds.get(account)
+        if bound is not None:
+            before = self._held[account]
+            counted = max(0, before + num_bytes - _FREE_BYTES) - max(0, before - _FREE_BYTES)
+            if counted and not bound.has_room(self._client, counted):
+                raise OverloadedError(_REFUSALS[account], retry_after=1.0)
+            bound.add(self._client, counted)
+        self._held[account] += num_bytes
+        self._ledger.held[account] += num_bytes
+
+    def release(self, account: str) -> None:
+        """Give back all of an account."""
+        num_bytes = self._held.pop(account, 0)
+        self._ledger.held[account] -= num_bytes
+        bound = self._ledger.bounds.get(account)
+        if bound is not None:
+            bound.add(self._client, -max(0, num_bytes - _FREE_BYTES))
+
+    def close(self) -> None:
+        """Give back everything."""
+        for account in tuple(self._held):
+            self.release(account)
+
+    def give(self) -> Entry:
+        """Return an entry that has everything which this one had: it goes on beyond this one's end."""
+        given = Entry(self._ledger, self._client)
+        given._held, self._held = self._held, Counter()
+        return given
+
+
+def size_of(document: Any) -> int:
+    """Return how many bytes a parsed JSON value takes; equal names of its objects are one text.
+
+    >>> size_of([1.5] * 2000) - size_of([1] * 2000)
+    64000
+    """
+    num_bytes, waiting, names = 0, [document], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            num_bytes += sys.getsizeof(value)
+            new = [name for name in value if id(name) not in names]
+            names.update(map(id, new))
+            num_bytes += sum(map(sys.getsizeof, new))
+            waiting += value.values()
+        elif isinstance(value, list):
+            num_bytes += sys.getsizeof(value)
+            if len(value) > _MANY_NUMBERS and isinstance(value[0], int | float):
+                some = value[:: len(value) // _LOOKED_AT]
+                num_bytes += len(value) * sum(map(_size_of_number, some)) // len(some)
+            else:
+                waiting += value
+        elif isinstance(value, str):
+            num_bytes += sys.getsizeof(value)
+        else:
+            num_bytes += _size_of_number(value)
+    return num_bytes
+
+
+def _size_of_number(value: object) -> int:
+    is_shared = value is None or isinstance(value, bool) or (isinstance(value, int) and -5 <= value <= 256)
+    return 0 if is_shared else _NUMBER_BYTES
