@@ -71,7 +71,7 @@ class FakeEngine:
     def preparing(self, count: int) -> Any:
         return nullcontext()
 
-    async def off_loop(self, function: Any, *arguments: Any, client: str) -> Any:
+    async def off_loop(self, function: Any, *arguments: Any, client: str, language: bytes | None) -> Any:
         return function(*arguments)
 
     async def generate(self, prompt: Any, params: SamplingParams, *_: Any, **__: Any) -> Any:

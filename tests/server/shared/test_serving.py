@@ -50,7 +50,7 @@ def test_a_conversation_without_a_template_is_refused_in_words_of_both_protocols
 def prompt_of(call: Call, tokenizer: Any = TOKENIZER, **sampling: Any) -> list[int]:
     """Return the prompt that an engine gets, which has threads for long texts."""
 
-    async def off_loop(function: Any, *arguments: Any, client: str) -> Any:
+    async def off_loop(function: Any, *arguments: Any, client: str, language: bytes | None) -> Any:
         return await asyncio.to_thread(function, *arguments)
 
     own = serving()
