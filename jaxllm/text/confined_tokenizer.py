@@ -136,9 +136,9 @@ class ConfinedTokenizer(ConfinedTemplates):
         """Give the text of token ids as `Tokenizer.decode` does."""
         return self._ask("decode", list(ids), skip_special_tokens)
 
-    def config(self) -> dict[str, Any]:
-        """Return what a tokenizer_config.json says of it."""
-        return self._ask("config")
+    def added_tokens(self) -> dict[str, dict[str, Any]]:
+        """Return the tokens that were added to the vocabulary, by their ids, and what is true of each."""
+        return self._ask("added_tokens")
 
     @functools.cached_property
     def _ids_by_token(self) -> dict[str, int]:

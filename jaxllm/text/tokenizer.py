@@ -148,16 +148,20 @@ class Tokenizer:
     def config(self) -> dict[str, Any]:
         """Return what a tokenizer_config.json says of it: named and added tokens, chat templates."""
         config: dict[str, Any] = dict(self._named_tokens)
-        flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
-        config["added_tokens_decoder"] = {
-            str(token_id): {name: getattr(token, name) for name in flags}
-            for token_id, token in self._backend.get_added_tokens_decoder().items()
-        }
+        config["added_tokens_decoder"] = self.added_tokens()
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # which reads any tokenizer.json
         if self._chat_templates:
             listed = [{"name": name, "template": text} for name, text in self._chat_templates.items()]
             config["chat_template"] = listed[0]["template"] if len(listed) == 1 else listed
         return config
+
+    def added_tokens(self) -> dict[str, dict[str, Any]]:
+        """Return the tokens that were added to the vocabulary, by their ids, and what is true of each."""
+        flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+        return {
+            str(token_id): {name: getattr(token, name) for name in flags}
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+        }
 
     def fingerprint(self) -> bytes:
         """Return a digest of all that two tokenizers can differ in, but for their names and chat templates."""

@@ -48,6 +48,7 @@ class FakeEngine:
         self.asked: list[SamplingParams] = []
         self.text, self.said = text, '{"a": 1}'
         tokenizer = SimpleNamespace(
+            confined=None,
             has_chat_template=True,
             check_length=lambda *_: None,
             encode_chat=lambda *_, **__: (self.text, [1]),

@@ -26,7 +26,7 @@ TEXT = "Once upon a time there was a fox. "
 
 
 def serving(model: str = "some/model", **options: Any) -> Serving:
-    info = SimpleNamespace(tokenizer=SimpleNamespace(has_chat_template=False), max_model_len=64)
+    info = SimpleNamespace(tokenizer=SimpleNamespace(has_chat_template=False, confined=None), max_model_len=64)
     engine: Any = SimpleNamespace(config=SimpleNamespace(model=model), model=info)
     return Serving(engine, ServerOptions(**options))
 
