@@ -1,8 +1,8 @@
-"""Threads that wait for what adapters take: reading one, and the texts of those that have a language of their own.
+"""Threads for the work of adapters: reading one, and the texts of those with a tokenizer or template of their own.
 
 Apart from the threads in which prompts of the model itself are made, so that an adapter never holds those up. Each
-language has one thread at most, in which clients take turns; the language of a client whose work was ended is refused
-to this client for a while. Belongs to one event loop.
+language has one thread at most, in which clients take turns. A client whose work was ended twice is refused for a
+while, in this language. Belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ _MOST_REMEMBERED = 10_000  # languages of clients
 
 
 class AdapterThreads:
-    """Runs work for adapters. A language is the digest of its files; b"" stands for reading adapters."""
+    """Runs work for adapters. A language is named by the digest of its files; b"" is the reading of adapters."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._threads = FairThreads(MOST_PROCESSES, "jaxllm-adapters", share=1, group_of=lambda pair: pair[0])
         self._clock = clock
         self._ended: dict[tuple[bytes, str | None], tuple[int, float]] = {}  # how often work was ended, and when last
 
-    async def run(self, language: bytes, client: str | None, function: Callable[..., Result], *arguments: Any) -> Result:
+    async def run(
+        self, language: bytes, client: str | None, function: Callable[..., Result], *arguments: Any
+    ) -> Result:
         """Run a function in a thread once it is the turn of this language and client."""
         pair = language, client
 

@@ -88,7 +88,7 @@ class Adapters:
         self._names: dict[int, str] = {}  # by number, which is never given again
         self._num_read = 0
         self._readers: dict[int, set[object]] = {}  # by the caller's number, of what was not removed meanwhile
-        self._confinement = Confinement()  # what a folder brings for texts works there
+        self._confinement = Confinement()  # tokenizers and chat templates of folders work there
         self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by the digest of their files
 
     def find(self, request: LoRARequest) -> Adapter | None:
@@ -193,7 +193,6 @@ class Adapters:
 
     def _language_of(self, folder: Path) -> Language:
         """Return the language of an adapter's folder; folders with the same files share one."""
-        own = self.language.model
         templates = read_chat_templates(folder)
         brings = not self._config.skip_tokenizer_init and has_tokenizer(folder)
         if not brings and not templates:
@@ -274,4 +273,3 @@ def weights_reader(setup: Setup, config: EngineConfig) -> Callable[[Path], LoraF
         return read_adapter(folder, setup.spec, setup.family, shards, config.max_lora_rank, setup.dtype)
 
     return read
-

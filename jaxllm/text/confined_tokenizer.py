@@ -1,7 +1,7 @@
-"""Tokenizers whose files came with an adapter: they work in another process, and are used like any other.
+"""Tokenizers from the files of an adapter: they work in another process, and are used like any other.
 
-What a step of the engine asks, the text of a token, is looked up in a table that was made there once. All that reads a
-text or renders a template is a task for that process (confinement.py), so it must not be called on an event loop.
+A step of the engine looks the text of a token up in a table, which that process makes once. Methods that read a text or
+render a template are tasks of that process (confinement.py), so they must not be called on an event loop.
 """
 
 from __future__ import annotations
@@ -68,8 +68,11 @@ class ConfinedTemplates(Tokenizer):
         return self._confinement.call(self._source, method, *arguments, **named)
 
     def _ask_shape(self, template: str) -> Shape:
-        fields = self._ask("shape", template)
-        return Shape(**{name: frozenset(value) if isinstance(value, list) else value for name, value in fields.items()})
+        told: dict[str, Any] = self._ask("shape", template)
+        fields: dict[str, Any] = {
+            name: frozenset(value) if isinstance(value, list) else value for name, value in told.items()
+        }
+        return Shape(**fields)
 
 
 class ConfinedTokenizer(ConfinedTemplates):
@@ -83,7 +86,7 @@ class ConfinedTokenizer(ConfinedTemplates):
         vocab_size: int,
         told: Mapping[str, Any],
     ) -> None:
-        """`told` is what the process says of the vocabulary."""
+        """`told` describes the vocabulary, as the process made it."""
         vars(self).update(
             name=source.folder,
             confined=source.digest,

@@ -1,4 +1,4 @@
-"""A few processes that run what came with an adapter, its tokenizer and chat templates, within bounds.
+"""A few processes that run tokenizers and chat templates of adapters within bounds.
 
 A template may loop, multiply a text, or exhaust memory, and so may a tokenizer's rules; nothing in this process could
 stop it. Each process does one task at a time, with a limit of memory and, for each task, of processor time: the kernel
@@ -153,7 +153,7 @@ class _Process:
         return self._popen.poll() is None
 
     def ask(self, frame: bytes, seconds: float, most: float) -> dict[str, Any]:
-        """Have a task done that may take so many seconds of processor time, `most` with what has to be read first."""
+        """Do a task that may take so many seconds of processor time, or `most` where files are read first."""
         give_up = time.monotonic() + _WAIT_FACTOR * most
         try:
             rest = memoryview(len(frame).to_bytes(8) + int(1000 * seconds).to_bytes(8) + frame)

@@ -1,4 +1,4 @@
-"""What came with an adapter works in another process as it would in this one, and is ended at its limits there."""
+"""Tokenizers and templates of adapters work in another process as in this one, and are ended at their limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from jaxllm.text.tokenizer_files import digest_of
 from tests.support.tokenizer_kinds import KINDS, TEXT, build
 
 WIDTH = 400
-TEMPLATE = "{% for message in messages %}<tool>{{ message.content }}{% if tools %}{{ tools|tojson }}{% endif %}{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}<tool>{{ message.content }}{% if tools %}{{ tools|tojson }}{% endif %}{% endfor %}"
+)
 REFUSES = "{{ raise_exception('not so') }}"
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 HI = [{"role": "user", "content": "Hi"}]
@@ -101,12 +103,14 @@ def test_what_exceeds_a_limit_ends_alone(attack: str, tmp_path: Path, monkeypatc
         # Not by the library, which applies a normalizer to added tokens at once.
         file = tmp_path / "bad" / "tokenizer.json"
         stages = [{"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 1000}] * 4
-        file.write_text(json.dumps({**json.loads(file.read_text()), attack: {"type": "Sequence", f"{attack}s": stages}}))
+        file.write_text(
+            json.dumps({**json.loads(file.read_text()), attack: {"type": "Sequence", f"{attack}s": stages}})
+        )
         source = Source(source.folder, digest_of(tmp_path / "bad"))
     else:
         grown = "{% set ns = namespace(a='aa') %}{% for i in range(40) %}{% set ns.a = ns.a + ns.a %}{% endfor %}"
         template = {"loop": LOOP, "multiplied": "{{ 'a' * 9999999999 }}", "grown": grown}.get(attack, LOOP)
-    with pytest.raises((ConfinedError, UserError), match="takes too much|have changed") as caught:
+    with pytest.raises((ConfinedError, UserError), match=r"takes too much|have changed") as caught:
         bad = tokenizer_of(source, own, template)
         if attack == "vanished":  # its process is ended, and the next one finds other files
             (tmp_path / "bad" / "tokenizer_config.json").write_text("{}")
