@@ -196,7 +196,7 @@ class AsyncLLM(StreamingEngine):
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Read an adapter ahead of the requests that name it; what is wrong with it is a UserError."""
-        return await self.off_loop(self.engine.add_lora, lora_request)
+        return await self.off_loop(self.engine.add_lora, lora_request, language=b"")
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter; whether it was known. Requests that have it end with it."""
@@ -241,13 +241,17 @@ class AsyncLLM(StreamingEngine):
         is_slow |= isinstance(params, SamplingParams) and len(params.allowed_token_ids or ()) > LONG_TEXT
         ids = prompt.get("prompt_token_ids", ()) if isinstance(prompt, Mapping) else prompt
         is_slow |= isinstance(ids, Sequence) and len(ids) > _MANY_IDS
-        is_slow |= lora_request is not None and self.engine.adapters.find(lora_request) is None
+        language = None
+        if lora_request is not None:
+            adapter = self.engine.adapters.find(lora_request)
+            language = b"" if adapter is None else adapter.language.model.tokenizer.confined
+            is_slow |= language is not None
         given = request_id, prompt, params, priority, lora_request
         if not is_slow:
             return self.engine.accept(*given)
         try:
             async with asyncio.timeout(timeout):
-                return await self.off_loop(self.engine.accept, *given, client=client)
+                return await self.off_loop(self.engine.accept, *given, client=client, language=language)
         except TimeoutError as error:
             assert timeout is not None
             raise late(timeout) from error

@@ -138,8 +138,17 @@ class EngineClient(EngineView, Protocol):
         """Count a request into the queue while its prompt is made."""
         ...
 
-    async def off_loop(self, function: Callable[..., Result], *arguments: Any, client: str | None = None) -> Result:
-        """Run something slow in a thread; clients take turns."""
+    async def off_loop(
+        self,
+        function: Callable[..., Result],
+        *arguments: Any,
+        client: str | None = None,
+        language: bytes | None = None,
+    ) -> Result:
+        """Run something slow in a thread; clients take turns.
+
+        `language` is the `confined` of the tokenizer that works there; b"" is to read an adapter.
+        """
         ...
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
 from jaxllm.config import EngineConfig
+from jaxllm.engine.adapter_threads import AdapterThreads
 from jaxllm.engine.engine_client import PauseMode
 from jaxllm.engine.fair_threads import FairThreads
 from jaxllm.engine.input_processor import Params, Prompt
@@ -93,6 +94,7 @@ class StreamingEngine:
         self._life = LifeCycle()
         self._num_resumed = 0  # calls of `resume`
         self._tokenizing: FairThreads | None = None
+        self._of_adapters: AdapterThreads | None = None
 
     # For a subclass to define.
 
@@ -163,8 +165,9 @@ class StreamingEngine:
         self._life.on("stop")
         self._streams.fail_all(EngineDeadError("The engine was closed."))
         self._queue.stop()
-        if self._tokenizing is not None:
-            self._tokenizing.shutdown()
+        for threads in (self._tokenizing, self._of_adapters):
+            if threads is not None:
+                threads.shutdown()
         return True
 
     @property
@@ -306,11 +309,22 @@ class StreamingEngine:
         finally:
             self._num_preparing -= num_sequences
 
-    async def off_loop(self, function: Callable[..., Result], *arguments: Any, client: str | None = None) -> Result:
+    async def off_loop(
+        self,
+        function: Callable[..., Result],
+        *arguments: Any,
+        client: str | None = None,
+        language: bytes | None = None,
+    ) -> Result:
         """Run something slow, as tokenizing a long text, in a thread beside the event loop.
 
-        Clients take turns by their names, `client`; one client never has all threads.
+        Clients take turns by their names, `client`; one client never has all threads. `language` is the `confined` of
+        the tokenizer that works there; b"" is to read an adapter.
         """
+        if language is not None:
+            if self._of_adapters is None:
+                self._of_adapters = AdapterThreads()
+            return await self._of_adapters.run(language, client, function, *arguments)
         if self._tokenizing is None:
             self._tokenizing = FairThreads(min(_MOST_THREADS, max(2, os.cpu_count() or 1)), "jaxllm-tokenize")
         return await self._tokenizing.run(client, function, *arguments)

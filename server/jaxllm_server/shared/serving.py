@@ -156,7 +156,8 @@ class Serving:
             entry.charge(PROMPTS, len(said or "") + _TOKEN_BYTES * len(prompt["prompt_token_ids"]))
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
                 ids = prompt["prompt_token_ids"]  # by their text it is seen whether the prompt opens the reasoning
-                said = await self.off_loop(call.client, model.tokenizer.decode, ids, False)
+                confined = model.tokenizer.confined
+                said = await self.off_loop(call.client, model.tokenizer.decode, ids, False, language=confined)
             reader = self.forms.reader(call, params, said or "", model.tokenizer)
             if reader.shows_markers:
                 params = replace(params, skip_special_tokens=False)
@@ -238,9 +239,8 @@ class Serving:
         if served is None:
             return None
         try:
-            return self.engine.find_adapter(served.request) or await self.off_loop(
-                client, self.engine.read_adapter, served.request
-            )
+            found = self.engine.find_adapter(served.request)
+            return found or await self.off_loop(client, self.engine.read_adapter, served.request, language=b"")
         except UserError as error:  # it could be read once; its folder is not the client's business
             _log.error("%s", error)
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
@@ -258,11 +258,13 @@ class Serving:
             return await self.off_loop(call.client, function, *arguments)
         return function(*arguments)
 
-    async def off_loop(self, client: str, function: Callable[..., Item], *arguments: Any) -> Item:
+    async def off_loop(
+        self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None
+    ) -> Item:
         """Run what makes a client's prompt beside the event loop; to wait for a thread takes from its time as well."""
         try:
             async with asyncio.timeout(self.options.request_timeout or None):
-                return await self.engine.off_loop(function, *arguments, client=client)
+                return await self.engine.off_loop(function, *arguments, client=client, language=language)
         except TimeoutError as error:
             raise late(self.options.request_timeout) from error
 
@@ -304,7 +306,7 @@ class Serving:
             raise UserError(f"tokens may hold at most {longest} ids, got {len(ids)}.", "tokens")
         if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size for token in ids):
             raise UserError(f"tokens must be integers from 0 to {vocab_size - 1}.", "tokens")
-        return await self.engine.off_loop(tokenizer.decode, ids, False, client=client)
+        return await self.engine.off_loop(tokenizer.decode, ids, False, client=client, language=tokenizer.confined)
 
     async def echo(self, prompt: str | Sequence[int], client: str, model: str) -> str:
         """Return the text of a prompt that an answer repeats: empty without a tokenizer, as every text is then."""
