@@ -1,4 +1,4 @@
-"""The listener of the HTTP front end: what it does when no connection can be taken, and when it ends."""
+"""The listener of the front ends: what it does when no connection can be taken, and when it ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from jaxllm_server.http import server
-from jaxllm_server.http.server import Listener
+from jaxllm_server.shared import listener as module
+from jaxllm_server.shared.listener import Listener
 
 
 class Scarce:
@@ -49,7 +49,7 @@ async def test_it_waits_where_no_connection_can_be_taken(
     listening: socket.socket, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And takes all that have waited, afterwards; one line tells of it."""
-    monkeypatch.setattr(server, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
     scarce: Any = Scarce(listening, 3, number)
     made: list[asyncio.BaseProtocol] = []
 
