@@ -27,8 +27,13 @@ from jaxllm_server.shared.listener import Listener
 
 READ_BYTES = 32 * 1024  # at once from a connection
 CORE = "core"  # name of gRPC's socket in the folder
-RATE = 4 << 20  # of all connections that have used up their bursts, in prices a second
-BURST = 512 << 10  # of a connection: a thousand calls
+# Of all connections together, in prices: 6,144 calls a second, and 2,048 that come at once. A connection whose price is
+# beyond that waits until all that came before is worked off, but not for its first 16 calls and 64 calls a second.
+RATE = 3 << 20
+BURST = 1 << 20
+OWN_RATE = 32 << 10
+OWN_BURST = 8 << 10
+MAX_DEBT = 4 << 20  # what many connections owe that do not wait
 _FLUSH_SECONDS = 2.0  # for a client to read the last bytes
 
 
@@ -71,7 +76,8 @@ class Filter:
         self.settings = settings
         self.buffer = memoryview(bytearray(READ_BYTES))  # of all connections: it is read at once into, and out of
         self.clients: set[Client] = set()
-        self.num_paced = 0  # connections that wait because of their price
+        self._debt = 0.0  # prices that are not worked off, …
+        self._counted = 0.0  # … at this time
         self._num_unnamed = 0
 
     async def run(self) -> None:
@@ -95,6 +101,12 @@ class Filter:
         while self.clients and loop.time() < end:
             await asyncio.sleep(0.01)
         shutil.rmtree(self.settings.folder, ignore_errors=True)
+
+    def pay(self, price: int, now: float) -> float:
+        """Count a price; return the seconds that the connection has to wait for."""
+        self._debt = min(MAX_DEBT, max(0.0, self._debt - RATE * (now - self._counted)) + price)
+        self._counted = now
+        return (self._debt - BURST) / RATE
 
     def connect(self, peer: Any) -> socket.socket:
         """Connect to gRPC's core, under a name from which it learns the client's address."""
@@ -127,7 +139,7 @@ class Client(asyncio.BufferedProtocol):
         self._filter = own
         self._loop = asyncio.get_running_loop()
         self._frames = FrameCheck(own.settings.max_block_bytes)
-        self._credit = float(BURST)
+        self._credit = float(OWN_BURST)
         self._counted = self._loop.time()  # when the credit was
         self._pauses = 0
         self._timers: list[asyncio.TimerHandle] = []
@@ -185,8 +197,15 @@ class Client(asyncio.BufferedProtocol):
         else:  # which is once: pausing has no effect before the first bytes
             self._early = data
             self.pause()
-        if price:
-            self._pay(price)
+        now = self._loop.time()
+        seconds = self._filter.pay(price, now)
+        self._credit = min(OWN_BURST, self._credit + OWN_RATE * (now - self._counted)) - price
+        self._counted = now
+        if self._credit < 0:
+            self._credit = 0.0
+            if seconds > 0:
+                self.pause()
+                self._loop.call_later(seconds, self.resume)
 
     def pause(self) -> None:
         """Read no more, for one reason more."""
@@ -214,19 +233,6 @@ class Client(asyncio.BufferedProtocol):
         """Close, once the client has read what there is."""
         self.transport.close()
         self._timers.append(self._loop.call_later(_FLUSH_SECONDS, self.transport.abort))
-
-    def _pay(self, price: int) -> None:
-        now, rate = self._loop.time(), RATE / max(1, self._filter.num_paced)
-        self._credit = min(BURST, self._credit + rate * (now - self._counted)) - price
-        self._counted = now
-        if self._credit < 0:
-            self.pause()
-            self._filter.num_paced += 1
-            self._loop.call_later(-self._credit * max(1, self._filter.num_paced) / RATE, self._on_paid)
-
-    def _on_paid(self) -> None:
-        self._filter.num_paced -= 1
-        self.resume()
 
     def _on_late(self) -> None:
         if not self._frames.has_begun:
