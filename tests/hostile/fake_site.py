@@ -63,9 +63,7 @@ def main() -> None:
     parser.add_argument("--max-body-bytes", type=int, default=8 << 20)
     parser.add_argument("--api-key", action="append", default=[])
     parser.add_argument("--admin-api-key", action="append", default=[])
-    import os
     own = vars(parser.parse_args())
-    own["grpc_filter"] = os.environ.get("JAXLLM_F") != "0"
     configure_logging()
     keys = {name: tuple(own.pop(name)) for name in ("api_key", "admin_api_key")}
     uvloop.run(run(ServerOptions(port=0, grpc_port=0, **own, **keys)))

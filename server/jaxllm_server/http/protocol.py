@@ -267,16 +267,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(Refusal(408, message, "REQUEST_TIMEOUT", "timeout"))
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer without the app, and close; requests that came before are answered first, and the last of them closes."""
+        """Answer without the app, and close. Requests that came whole before are answered first; the last one closes."""
         self._cancel_late()
-        if self.pipeline and self._is_in_head:
+        if self._is_in_head and self.cycle is not None and not self.cycle.response_complete:
             self._is_last, self.cycle.keep_alive = True, False
             return
-        status, headers, body = answer_of(refusal)
-        is_answered = self.cycle is not None and self.cycle.response_started
-        if self._is_in_head:  # of a request of its own
-            is_answered = is_answered and not self.cycle.response_complete
-        if not is_answered and not self.pipeline:  # otherwise it would stand in or before another answer
+        if self._is_in_head or not (self.cycle.response_started or self.pipeline):  # else it would be in another answer
+            status, headers, body = answer_of(refusal)
             lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
             self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
         self.transport.close()

@@ -68,6 +68,21 @@ async def test_it_waits_where_no_connection_can_be_taken(
     assert [record.getMessage() for record in caplog.records] == ["connections cannot be taken: short of something"]
 
 
+async def test_half_of_a_handshake_has_its_time(listening: socket.socket, certificates: Path) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+    listener = Listener(listening, asyncio.Protocol, tls, handshake_seconds=0.2)
+    for sent in (b"", b"\x16\x03\x01\x02\x00\x01"):
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(sent)
+        began = time.monotonic()
+        assert await asyncio.wait_for(reader.read(), 5.0) == b""
+        assert 0.1 < time.monotonic() - began < 1.0
+        writer.close()
+    listener.close()
+    await listener.wait_closed()
+
+
 async def test_it_ends_at_once_while_a_client_says_nothing_of_tls(listening: socket.socket, certificates: Path) -> None:
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificates / "server.pem", certificates / "server.key")
