@@ -65,7 +65,9 @@ def serve(server: Server) -> int:
 def configure_logging() -> None:
     """Write the log to standard error, without what libraries write about themselves and clients."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(Seldom("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener"))  # what any connection makes them say
+    handler.addFilter(
+        Seldom("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
+    )  # what any connection makes them say
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # writes about every back end that is missing

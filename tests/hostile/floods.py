@@ -1,6 +1,6 @@
-"""Floods of HTTP/2 frames from a process of its own, so that the test beside it has its processor time to measure.
+"""Send floods of HTTP/2 frames; a separate process, so that it does not slow the threads that measure.
 
-    python -m tests.hostile.floods HOST PORT KIND CONNECTIONS SECONDS
+python -m tests.hostile.floods HOST PORT KIND CONNECTIONS SECONDS
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def endless(payload: bytes, times: int) -> Iterator[bytes]:
 
 
 def calls(num_each: int, more: bytes = b"", ending: Callable[[int], bytes] = lambda stream: b"") -> Iterator[bytes]:
-    """Begin calls; `ending` returns what follows the head of each."""
+    """Begin calls; `ending` returns the frames after the head of each."""
     streams, block = count(1, 2), head(more=more)
     while True:
         yield b"".join(frame(1, 4, stream, block) + ending(stream) for stream in islice(streams, num_each))
 
 
 def behind_calls(payload: bytes, times: int) -> Iterator[bytes]:
-    """Begin calls that are answered while a header block behind them is parsed: by the thread that answers, if it can."""
+    """Begin calls, then send a header block that the core parses while Python answers the calls."""
     streams = count(1, 2)
     while True:
         for stream in islice(streams, 50):

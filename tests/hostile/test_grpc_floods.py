@@ -1,4 +1,4 @@
-"""Floods of gRPC's port, each kind from one connection and from eight: what others wait for, and what is held."""
+"""Floods of gRPC's port, each kind from one connection and from eight: the waits of other clients, the memory held."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUICK = ("CONTINUATION", "calls and small CONTINUATION", "resets", "large heads"
 
 
 def asked_by(server: ServingProcess) -> dict[str, Callable[[], None]]:
-    """Return what others ask meanwhile, on connections of their own."""
+    """Return requests of other clients, each on a new connection."""
 
     def over_http(method: str, path: str, body: str | None = None) -> None:
         connection = http.client.HTTPConnection(*address_of(server), timeout=20)

@@ -1,8 +1,8 @@
 """The process in front of gRPC's core: takes connections, ends TLS, checks frames and passes them on.
 
-gRPC's core parses on whichever thread is in it, also on Python's while that holds the interpreter's lock: header blocks
-of 4 MB in small pieces kept all of the server waiting for 2.5 s (measured). What comes through here is short, and no
-more in a second than the server gets done. Knows no message and no key.
+gRPC's core parses on any thread that calls it, also on Python's while that holds the interpreter's lock: header blocks
+of 4 MB in small pieces stopped the whole server for 2.5 s (measured). This process passes on only short header blocks,
+and only a bounded number of calls a second. It does not read messages or keys.
 
     python -m jaxllm_server.grpc.filter SETTINGS-AS-JSON
 """
@@ -27,23 +27,23 @@ from jaxllm_server.shared.listener import Listener
 
 READ_BYTES = 32 * 1024  # at once from a connection
 CORE = "core"  # name of gRPC's socket in the folder
-# Of all connections together, in prices: 6,144 calls a second, and 2,048 that come at once. A connection whose price is
-# beyond that waits until all that came before is worked off, but not for its first 16 calls and 64 calls a second.
+# In prices. All connections share a rate of 6,144 calls a second and a burst of 2,048; beyond it a connection waits until
+# earlier ones are paid. No connection waits for 16 calls, or 64 a second, so a flood does not delay a client with few.
 RATE = 3 << 20
 BURST = 1 << 20
 OWN_RATE = 32 << 10
 OWN_BURST = 8 << 10
-MAX_DEBT = 4 << 20  # what many connections owe that do not wait
+MAX_DEBT = 4 << 20  # bounds the wait, since many connections may be within their own rate
 _FLUSH_SECONDS = 2.0  # for a client to read the last bytes
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the process is told."""
+    """The argument of the process."""
 
-    listening: int  # descriptors: where clients connect, …
-    control: int  # … and what ends when the server does; a byte before: take no more connections
-    folder: str  # in which gRPC's core listens; it is removed in the end
+    listening: int  # descriptor of the socket for clients
+    control: int  # descriptor: a byte closes the listener, the end of the file ends the process
+    folder: str  # of the socket of gRPC's core; the process removes it at its end
     max_block_bytes: int
     stall_seconds: float | None
     certfile: str | None = None
@@ -144,7 +144,7 @@ class Client(asyncio.BufferedProtocol):
         self._pauses = 0
         self._timers: list[asyncio.TimerHandle] = []
         self._connecting: asyncio.Task[None] | None = None
-        self._early = b""  # what came before the other end was there
+        self._early = b""  # bytes from before the other end was connected
 
     def connection_made(self, transport: Any) -> None:
         """Connect the other end."""
@@ -181,11 +181,11 @@ class Client(asyncio.BufferedProtocol):
             self.core.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Say where to read into."""
+        """Return the place for the next bytes."""
         return self._filter.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Pass on what was read, and pause for its price."""
+        """Pass on the bytes, and pause for their price."""
         data = bytes(self._filter.buffer[:nbytes])
         try:
             price = self._frames.price(data)
@@ -194,7 +194,7 @@ class Client(asyncio.BufferedProtocol):
             return
         if self.core is not None:
             self.core.write(data)
-        else:  # which is once: pausing has no effect before the first bytes
+        else:  # once: pausing has no effect before the first bytes
             self._early = data
             self.pause()
         now = self._loop.time()
@@ -214,7 +214,7 @@ class Client(asyncio.BufferedProtocol):
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on, once there is no reason left."""
+        """Take one reason back; without any, read on."""
         self._pauses -= 1
         if not self._pauses and not self.transport.is_closing():
             self.transport.resume_reading()
@@ -230,7 +230,7 @@ class Client(asyncio.BufferedProtocol):
             self.core.resume_reading()
 
     def end(self) -> None:
-        """Close, once the client has read what there is."""
+        """Close, once the client has read all."""
         self.transport.close()
         self._timers.append(self._loop.call_later(_FLUSH_SECONDS, self.transport.abort))
 
@@ -246,7 +246,7 @@ class Core(asyncio.Protocol):
         self._client = client
 
     def data_received(self, data: bytes) -> None:
-        """Pass on what the server sends."""
+        """Pass on the server's bytes."""
         if not self._client.transport.is_closing():
             self._client.transport.write(data)
 
@@ -267,7 +267,7 @@ def main() -> None:
     """Run until the server ends."""
     import uvloop
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes; the server ends this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all processes; the server ends this one
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = Settings(**json.loads(sys.argv[1]))

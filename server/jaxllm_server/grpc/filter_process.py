@@ -1,4 +1,4 @@
-"""Starts the process of `filter.py`, starts it again if it dies, and ends it. Knows no gRPC."""
+"""Starts the process of `filter.py`, starts it again if it dies, and ends it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxllm.server.grpc")
 _RESTART_SECONDS = 1.0
 _END_SECONDS = 4.0
-_MORE_BLOCK_BYTES = 64 << 10  # of a header block than its headers may have: so far, gRPC answers with a status
+_MORE_BLOCK_BYTES = 64 << 10  # beyond max_header_bytes: up to here gRPC's core answers with a status
 
 
 class FilterProcess:
@@ -51,7 +51,7 @@ class FilterProcess:
             raise UserError(message, "ssl_certfile") from error
 
     def start(self) -> None:
-        """Start it; connections that come before it is there wait."""
+        """Start it; earlier connections wait in the backlog."""
         self._restarting = None
         self._control, control = socket.socketpair()
         with control:
@@ -79,7 +79,7 @@ class FilterProcess:
                 pass
 
     async def end(self) -> None:
-        """End it once clients have read what there is, or soon after."""
+        """End it once clients have read all, or a few seconds later."""
         process, self._process = self._process, None
         if process is not None and self._control is not None:
             self._control.close()

@@ -6,8 +6,8 @@ Pure: bytes in, a price or an error out.
 from __future__ import annotations
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-# Of HEADERS, beside their bytes: a call takes 7 KB of memory and 0.3 ms of Python (measured). Of a reset, because a call
-# that was reset still waits for Python.
+# Of HEADERS, added to their bytes: a call takes 7 KB of memory and 0.3 ms of Python (measured). Also of a reset: its
+# call still waits for Python.
 CALL_PRICE = 512
 FRAME_PRICE = 32  # of any other frame
 _HEAD_BYTES = 9
@@ -16,14 +16,14 @@ _END_HEADERS = 4
 
 
 class FrameError(Exception):
-    """The client sends what is no HTTP/2, or more than is taken."""
+    """The client does not speak HTTP/2, or sends a header block that is too long."""
 
 
 class FrameCheck:
     """Follows the frames of one connection."""
 
     def __init__(self, max_block_bytes: int) -> None:
-        self.has_begun = False  # the preface has come
+        self.has_begun = False  # the preface is complete
         self._max_block_bytes = max_block_bytes
         self._part = b""  # of the preface, or of a frame's head
         self._payload_left = 0  # bytes of a frame that has begun

@@ -105,8 +105,8 @@ async def start_grpc(
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
     """Return the settings of gRPC's core."""
-    # Calls that Python has not seen yet, 7 KB each. By default a burst of 3,000 calls loses some 530 of them; more than
-    # a second's calls do not come through the filter.
+    # Calls that Python has not seen yet, 7 KB each. By default a burst of 3,000 calls loses some 530 of them; the
+    # filter lets a burst wait.
     most_pending = 8192 if options.grpc_filter else 100_000
     return [
         # A second server on the same port would start without a word and take a share of the connections.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 READ_BYTES = 32 * 1024  # at once from a connection: what a body may be longer than its bound before that is seen
-MAX_PIPELINED = 64  # requests behind the one that is answered; uvicorn would queue all that READ_BYTES hold
+MAX_PIPELINED = 64  # requests after the one being answered; uvicorn would queue all in READ_BYTES
 TRANSPORT = "jaxllm.transport"  # extension of the ASGI scope: the connection's asyncio.Transport
 
 
@@ -120,7 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _num_bytes = 0  # of the message that is being received, roughly: the next one may begin in the same segment
     _num_body_bytes = 0  # of them, what is body
     _segment = b""  # that is being parsed
-    _is_last = False  # the request that came last is the connection's last; nothing more is read
+    _is_last = False  # the newest request is the connection's last; further bytes are dropped
     parser: Any  # httptools' parser; None when the connection is lost
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -267,7 +267,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(Refusal(408, message, "REQUEST_TIMEOUT", "timeout"))
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer without the app, and close. Requests that came whole before are answered first; the last one closes."""
+        """Answer without the app, and close. Earlier requests that are complete are answered first."""
         self._cancel_late()
         if self._is_in_head and self.cycle is not None and not self.cycle.response_complete:
             self._is_last, self.cycle.keep_alive = True, False

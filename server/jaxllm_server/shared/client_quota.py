@@ -35,12 +35,12 @@ def client_of(key: str | None, host: str | None) -> str:
 
 
 def peer_of(context_peer: str) -> str:
-    """Return the client's end of a connection by what gRPC calls its peer: behind our filter a path whose end it is."""
+    """Return the client's address from gRPC's name of the peer, in which the filter puts it at the end of a path."""
     return unquote(context_peer).rpartition("/")[2]
 
 
 def host_of_peer(peer: str) -> str | None:
-    """Return the address in what gRPC calls a peer: "ipv4:127.0.0.1:1234", "ipv6:[::1]:1234", "unix:"."""
+    """Return the host of a peer's address: "ipv4:127.0.0.1:1234", "ipv6:[::1]:1234", "unix:"."""
     family, _, rest = peer.partition(":")
     return rest.rpartition(":")[0] if family in ("ipv4", "ipv6") else None
 

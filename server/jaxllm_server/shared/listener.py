@@ -1,4 +1,4 @@
-"""Takes the connections of a listening socket; outlives a want of file descriptors. Knows no protocol."""
+"""Takes the connections of a listening socket; outlives a want of file descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sockets that either front end listens on. Knows no protocol."""
+"""The listening sockets of both front ends."""
 
 from __future__ import annotations
 

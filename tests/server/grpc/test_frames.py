@@ -1,4 +1,4 @@
-"""The check of a client's frames: what it adds up does not depend on where the bytes are cut, and its bounds are exact."""
+"""The check of a client's frames: prices do not depend on how the bytes are cut, and bounds are exact."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ def frame(kind: int, size: int, flags: int = END_HEADERS) -> bytes:
 
 
 def drawn(draw: random.Random) -> tuple[bytes, int, bool]:
-    """Return frames, their price up to the first that is refused, and whether there is none."""
+    """Return frames, their price up to the first that is refused, and whether all are accepted."""
     sent, price, block = PREFACE, 0, 0
     for _ in range(draw.randrange(40)):
         kind, flags = draw.choice((DATA, HEADERS, CONTINUATION, CONTINUATION, RESET, 4, 6, 8, 254)), draw.choice((0, 4))
-        size = draw.choice((0, 1, 8, 200, 600, MOST, draw.randrange(1 << 20) if kind == DATA else draw.randrange(1 << 14)))
+        size = draw.choice(
+            (0, 1, 8, 200, 600, MOST, draw.randrange(1 << 20) if kind == DATA else draw.randrange(1 << 14))
+        )
         sent += frame(kind, size, flags)
         if kind in (HEADERS, CONTINUATION):
             block = size if kind == HEADERS else block + size

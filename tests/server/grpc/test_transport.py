@@ -232,7 +232,11 @@ async def test_watches_are_few(run: Any, monkeypatch: pytest.MonkeyPatch, grpc_f
     monkeypatch.setattr("jaxllm_server.grpc.health.MAX_WATCHES", 3)
     monkeypatch.setattr("jaxllm_server.grpc.health.MAX_WATCHES_EACH", 2)
     own_connection = {"grpc.use_local_subchannel_pool": 1}
-    async with site(grpc_filter=grpc_filter) as own, own.channel(**own_connection) as one, own.channel(**own_connection) as other:
+    async with (
+        site(grpc_filter=grpc_filter) as own,
+        own.channel(**own_connection) as one,
+        own.channel(**own_connection) as other,
+    ):
         stubs = [health_pb2_grpc.HealthStub(channel) for channel in (one, other)]
         watches = []
         for stub, words in ((0, None), (0, None), (0, "This connection has 2"), (1, None), (1, "is answering 3")):
@@ -388,6 +392,6 @@ async def test_a_connection_that_does_not_begin_is_ended(run: Any, certificates:
             reader, writer = await asyncio.open_connection("127.0.0.1", own.server.port)
             writer.write(sent)
             with contextlib.suppress(ConnectionError):
-                await asyncio.wait_for(reader.read(), SOON)  # the server's half of the preface may come
+                await asyncio.wait_for(reader.read(), SOON)  # perhaps the server's half of the preface
             assert time.monotonic() - began < 1.5
             writer.close()
