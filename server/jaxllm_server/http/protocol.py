@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 READ_BYTES = 32 * 1024  # at once from a connection: what a body may be longer than its bound before that is seen
 GOING_AWAY = 1001  # RFC 6455, section 7.4.1
-MAX_PIPELINED = 16  # requests behind the one that is answered; uvicorn would queue as many as fit through the network
+MAX_PIPELINED = 64  # requests after the one being answered; uvicorn would queue all in READ_BYTES
 TRANSPORT = "jaxllm.transport"  # extension of the ASGI scope: the connection's asyncio.Transport
 UPGRADE = "jaxllm.upgrade"  # extension of a request that offers a WebSocket: `BoundedProtocol.upgrade` of it
 
@@ -130,6 +130,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _segment = b""  # that is being parsed
     _offers_socket = False  # the request whose head is parsed again
     _socket: WebSocket | None = None  # what the connection speaks instead of HTTP
+    _is_last = False  # the newest request is the connection's last; further bytes are dropped
     parser: Any  # httptools' parser; None when the connection is lost
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -153,12 +154,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._socket is not None:
             self._socket.data_received(data)
             return
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_last:
             return
         self._num_bytes += len(data)
         self._parse(data)
         self._segment = b""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_last:
             return
         if self._is_in_head and self._num_bytes > self.max_head_bytes:
             self._refuse(
@@ -320,13 +321,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(Refusal(408, message, "REQUEST_TIMEOUT", "timeout"))
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer without the app, and close."""
+        """Answer without the app, and close. Earlier requests that are complete are answered first."""
         self._cancel_late()
-        status, headers, body = answer_of(refusal)
-        is_answered = self.cycle is not None and self.cycle.response_started
-        if self._is_in_head:  # of a request of its own
-            is_answered = is_answered and not self.cycle.response_complete
-        if not is_answered and not self.pipeline:  # otherwise it would stand in or behind another answer
+        if self._is_in_head and self.cycle is not None and not self.cycle.response_complete:
+            self._is_last, self.cycle.keep_alive = True, False
+            return
+        if self._is_in_head or not (self.cycle.response_started or self.pipeline):  # else it would be in another answer
+            status, headers, body = answer_of(refusal)
             lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
             self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))
         self.transport.close()
