@@ -138,7 +138,11 @@ class AsyncLLM:
                 parts=self._parts,
                 adapters=self._adapters,
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # no thread can be had; the next call may get one
+                self._thread = self._started = self._death = None
+                raise
         await asyncio.shield(self._started)
 
     async def __aenter__(self) -> AsyncLLM:
